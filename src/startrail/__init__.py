@@ -1,0 +1,32 @@
+"""startrail: exact attention over near-infinite contexts, by concentric-ring sequence parallelism.
+
+Names are imported when they are first used, so that plans, schedules and their viewer work without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from startrail.attention import SequenceParallel
+    from startrail.checkpoint import checkpoint_context
+    from startrail.executor import PeerError
+    from startrail.plan import Level, Plan
+
+__version__ = "0.1.0"
+__all__ = ["Level", "PeerError", "Plan", "SequenceParallel", "checkpoint_context"]
+
+_HOMES = {
+    "Level": "plan",
+    "PeerError": "executor",
+    "Plan": "plan",
+    "SequenceParallel": "attention",
+    "checkpoint_context": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'startrail' has no attribute {name!r}")
+    return getattr(import_module(f"startrail.{_HOMES[name]}"), name)

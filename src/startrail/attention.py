@@ -1,0 +1,373 @@
+"""``SequenceParallel``: what a user holds. It shards tokens, runs attention, and tells what that cost."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from startrail import op
+from startrail.agree import Agreement
+from startrail.executor import Call, Counters, Executor, Lanes, tag_of
+from startrail.kernels import Kernel, kernel_for
+from startrail.layout import Layout, check_layout, layout_of_local
+from startrail.mask import Mask, tiles_of
+from startrail.plan import Plan
+from startrail.planner import auto_plan
+from startrail.schedule import Place, build_program, closed_form, lane_names
+from startrail.wire import DTYPES, KINDS, Shapes
+
+MAX_HEAD_DIM = 256
+
+
+class SequenceParallel:
+    """Exact attention over a sequence that is split over the ranks of a group.
+
+    >>> sp = SequenceParallel("1x1")                      # one process: no process group needed
+    >>> tokens = torch.arange(5).unsqueeze(0)
+    >>> sp.shard(tokens, dim=1).tolist(), sp.positions(5).tolist()
+    ([[0, 1, 2, 3, 4]], [0, 1, 2, 3, 4])
+    >>> q = torch.randn(1, 4, 5, 8)
+    >>> sp.attention(q, q, q, causal=True).shape
+    torch.Size([1, 4, 5, 8])
+
+    ``plan`` is a ``Plan``, its text form, or ``"auto"``. The sequence axis is ``group`` (default: the whole world), or
+    ``mesh``: a DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what travels (default: the
+    inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every wait for a peer; the
+    default is the group's own. ``check_every_call`` compares the arguments of all ranks on every call, not only on
+    the first of its kind (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str = "auto",
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        layout: str = "zigzag",
+        wire_dtype: torch.dtype | None = None,
+        timeout: float | None = None,
+        check_every_call: bool | None = None,
+    ) -> None:
+        check_layout(layout)
+        if wire_dtype is not None and wire_dtype not in DTYPES:
+            raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+        if group is not None and mesh is not None:
+            raise ValueError("pass group= or mesh=, not both")
+        self.layout, self.wire_dtype = layout, wire_dtype
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._group = _group_of(group, mesh)
+        self._ranks = tuple(dist.get_process_group_ranks(self._group)) if self._group else (0,)
+        self.world = len(self._ranks)
+        self.rank = dist.get_rank(self._group) if self._group else 0
+        self._plan: Plan | None = None
+        if not (isinstance(plan, str) and plan.strip() == "auto"):
+            self._plan = Plan.parse(plan) if isinstance(plan, str) else plan
+            self._plan.check_world(self.world)
+        if check_every_call is None:
+            check_every_call = os.environ.get("STARTRAIL_CHECK_EVERY_CALL", "") not in ("", "0")
+        self._agreement = Agreement(self._group if self.world > 1 else None, check_every_call)
+        self._executors: dict[Plan, Executor] = {}
+        self._agreed: dict[str, tuple[Shapes, Kernel]] = {}
+        self._number = op.register(self)
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel({self._plan or 'auto'}, rank {self.rank} of {self.world}, {self.layout})"
+
+    # --- tokens
+
+    def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
+        """This rank's part of a tensor that every rank has whole, padded with ``pad_value`` where it must be.
+
+        Differentiable: the gradient is this rank's share, zero elsewhere; sum it over the group for the whole.
+        """
+        dim = _dim(x, dim)
+        layout = Layout(self.layout, self.world, x.shape[dim])
+        parts = []
+        for chunk in layout.chunks(self.rank):
+            start = min(chunk * layout.chunk, layout.length)
+            count = min(layout.chunk, layout.length - start)
+            parts.append(x.narrow(dim, start, count))
+            if count < layout.chunk:
+                shape = (*x.shape[:dim], layout.chunk - count, *x.shape[dim + 1 :])
+                parts.append(x.new_full(shape, pad_value))
+        return torch.cat(parts, dim)
+
+    def unshard(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """The whole tensor on every rank, in order and without padding: the inverse of ``shard``.
+
+        Differentiable, as the exact adjoint: a shard's gradient is the sum over ranks of the gradients that they
+        have for it. If every rank computes the *same* loss from the result, divide that loss by the number of ranks.
+        """
+        dim = _dim(x, dim)
+        layout = layout_of_local(self.layout, self.world, x.shape[dim], length)
+        if self._group is not None and self.world > 1:
+            gather = funcol.all_gather_tensor_autograd if x.requires_grad else funcol.all_gather_tensor
+            x = funcol.wait_tensor(gather(x.contiguous(), dim, self._group))
+            places = {c: i for i, c in enumerate(c for rank in range(self.world) for c in layout.chunks(rank))}
+            x = torch.cat([x.narrow(dim, places[c] * layout.chunk, layout.chunk) for c in range(len(places))], dim)
+        return x.narrow(dim, 0, layout.length)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's tokens, for rotary and other position embeddings. Padding repeats the last
+        position."""
+        layout = Layout(self.layout, self.world, length)
+        chunks = [torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks(self.rank)]
+        return torch.cat(chunks).clamp_(max=length - 1)
+
+    # --- attention
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        window: int | None = None,
+        documents: Tensor | Sequence[int] | None = None,
+        length: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of the whole sequence, for this rank's queries.
+
+        q: (batch, heads, local tokens, head dim); k, v may have fewer heads. ``window`` w: a query i sees keys j with
+        i-j < w when causal, |i-j| < w otherwise. ``documents``: global cu_seqlens (0, ..., length) of packed documents
+        that do not see each other. ``length``: tokens of the sequence if it was padded (default: local tokens x ranks).
+        Every rank of the group must call it, with the same arguments but for the tokens.
+        """
+        if documents is not None:
+            documents = torch.as_tensor(documents)
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        arguments = (causal, window, length, float(scale))
+        out, _, _ = torch.ops.startrail.attention(q, k, v, documents, self._number, *arguments)
+        return out
+
+    def plan_for(self, q_heads: int, kv_heads: int) -> Plan:
+        """The plan that a call with these heads runs: the given one, or what ``auto`` chooses."""
+        if self._plan is not None:
+            return self._plan
+        plan, why = auto_plan(self.world, self._ranks_per_node, q_heads, kv_heads)
+        if plan not in self._executors and self.rank == 0:
+            print(f"startrail: {why}", file=sys.stderr)
+        return plan
+
+    # --- what happened
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Bytes and messages that this rank has sent, by level of the plan, since it was made or last reset."""
+        total: dict[str, dict[str, int]] = {}
+        for executor in self._executors.values():
+            for name, lane in executor.counters.traffic.items():
+                entry = total.setdefault(name, {"bytes": 0, "hops": 0})
+                entry["bytes"] += lane.bytes
+                entry["hops"] += lane.hops
+        return total
+
+    def timings(self) -> dict[str, float]:
+        """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
+        counters = [executor.counters for executor in self._executors.values()]
+        return {"total": sum(c.total for c in counters), "waiting": sum(c.waiting for c in counters)}
+
+    def reset_counters(self) -> None:
+        for executor in self._executors.values():
+            executor.counters = Counters()
+
+    def promised_traffic(self, q: Tensor, k: Tensor, length: int | None = None) -> dict[str, dict[str, int]]:
+        """Bytes by level that one call with such shards must send, by closed form: {"forward": ..., "backward": ...}."""
+        shapes = self.shapes_of(q, k, length)
+        sizes = {kind: shapes.nbytes(kind) for kind in KINDS}
+        names = lane_names(Place.of(shapes.plan, self.world, self.rank))
+        return {
+            direction: {
+                name: round(amount)
+                for name, amount in zip(names, closed_form(shapes.plan, self.world, self.rank, direction, sizes), strict=True)
+                if amount
+            }
+            for direction in ("forward", "backward")
+        }
+
+    # --- behind the op
+
+    def shapes_of(self, q: Tensor, k: Tensor, length: int | None) -> Shapes:
+        """The sizes of a call; ``ValueError`` if the plan cannot run it."""
+        layout = layout_of_local(self.layout, self.world, q.shape[2], length)
+        plan = self.plan_for(q.shape[1], k.shape[1])
+        return Shapes(
+            plan, layout, q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, self.wire_dtype or q.dtype
+        )
+
+    def run_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        causal: bool,
+        window: int | None,
+        length: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call, executor = self._call(q, k, v, documents, causal, window, length, scale)
+        shapes = call.shapes
+        program = build_program(shapes.plan, self.world, self.rank, "forward")
+        kept = torch.empty(shapes.kept_bytes(program.kept), dtype=torch.uint8, device=q.device)
+        inputs = {"q": (q,), "kv": shapes.with_copies(k, v)}
+        lse, out = executor.run(call, program, inputs, kept, None)["out"]
+        return out, lse, kept
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        qkv: list[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        kept: Tensor,
+        documents: Tensor | None,
+        kv_heads: int,
+        causal: bool,
+        window: int | None,
+        length: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
+        call, executor = self._call(q, k, v, documents, causal, window, length, scale)
+        shapes = call.shapes
+        program = build_program(shapes.plan, self.world, self.rank, "backward")
+        delta = (dout.to(shapes.acc) * out.to(shapes.acc)).sum(-1)
+        inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
+        if qkv:
+            inputs |= {"q": (q,), "kv": shapes.with_copies(k, v)}
+        results = executor.run(call, program, inputs, kept, out)
+        return (*results["dq"], *shapes.without_copies(*results["dkv"]))
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        causal: bool,
+        window: int | None,
+        length: int | None,
+        scale: float,
+    ) -> tuple[Call, Executor]:
+        """Check the arguments, agree on them with the other ranks if they are new, and find what runs them.
+
+        Only what decides who sends how much is compared (and the documents when all of it is new): packed documents
+        change with every batch, and comparing them each time would cost a collective. They are part of the
+        messages' tags, so that ranks that disagree about them run into the deadline instead of into wrong results.
+        """
+        ends = None if documents is None else tuple(documents.tolist())
+        packed = "" if ends is None else ", documents"
+        subject = (
+            f"q {_describe(q)}, k {_describe(k)}, v {_describe(v)}, causal={causal}, window={window}, "
+            f"length={length}, scale={scale}{packed}"
+        )
+        if not self._agreement.knows(subject):
+            problem, found = None, None
+            try:
+                found = self._check(q, k, v, ends, causal, window, length)
+            except ValueError as error:
+                problem = str(error)
+            plan = found[0].plan if found else self._plan
+            setup = f"plan {plan}, {self.layout}, wire {self.wire_dtype}"
+            self._agreement.confirm(subject, f"{subject}{'' if ends is None else f' {ends}'}, {setup}", problem)
+            assert found is not None
+            self._agreed[subject] = found
+        shapes, kernel = self._agreed[subject]
+        mask = _mask(causal, window, ends, shapes.layout.length)
+        runs = [shapes.layout.runs(shard, shapes.plan.heads) for shard in range(self.world // shapes.plan.heads)]
+        call = Call(
+            shapes,
+            kernel,
+            lambda row, column: tiles_of(mask, runs[row], runs[column]),
+            scale,
+            tag_of(f"{subject} {ends}"),
+            q.device,
+        )
+        return call, self._executor(shapes.plan)
+
+    def _check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ends: tuple[int, ...] | None,
+        causal: bool,
+        window: int | None,
+        length: int | None,
+    ) -> tuple[Shapes, Kernel]:
+        """Everything that can be wrong with one rank's arguments."""
+        given = f"q {_describe(q)}, k {_describe(k)}, v {_describe(v)}"
+        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+            raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
+        if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+            raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {given}")
+        if 0 in q.shape or 0 in k.shape:
+            raise ValueError(f"no dimension may be empty, got {given}")
+        if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in DTYPES:
+            raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {given}")
+        if len({x.device for x in (q, k, v)}) > 1:
+            raise ValueError(f"q, k, v must be on one device, got {given}")
+        if q.shape[3] > MAX_HEAD_DIM:
+            raise ValueError(f"head dim {q.shape[3]} is more than {MAX_HEAD_DIM}, got {given}")
+        shapes = self.shapes_of(q, k, length)
+        _mask(causal, window, ends, shapes.layout.length)
+        return shapes, kernel_for(q.device, q.dtype, q.shape[3])
+
+    @cached_property
+    def _ranks_per_node(self) -> int:
+        """Ranks of this group on each node, from torchrun's local world size; all of them where that is not even."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if local < 1:
+            return self.world
+        nodes = [rank // local for rank in self._ranks]
+        counts = {nodes.count(node) for node in set(nodes)}
+        return counts.pop() if len(counts) == 1 and nodes == sorted(nodes) else self.world
+
+    def _executor(self, plan: Plan) -> Executor:
+        if plan not in self._executors:
+            lanes = None
+            if self.world > 1:
+                lanes = Lanes(Place.of(plan, self.world, self.rank), self._ranks, self._timeout)
+            self._executors[plan] = Executor(lanes)
+        return self._executors[plan]
+
+
+def _mask(causal: bool, window: int | None, ends: tuple[int, ...] | None, length: int) -> Mask:
+    mask = Mask(causal, window, ends)
+    mask.check_length(length)
+    return mask
+
+
+def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group of the sequence axis; None where there is only one process."""
+    if mesh is not None:
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        ranks = mesh.mesh.flatten().tolist()
+        return dist.new_group(ranks, use_local_synchronization=True)
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _describe(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"

@@ -1,0 +1,196 @@
+"""Running a plan on local ranks against a float64 reference: errors, bytes and waiting, one report a case.
+
+The reference is dense attention written from the masks' definition, with autograd's gradients for random cotangents;
+it shares nothing with the engine. The yardstick is what single-process scaled_dot_product_attention errs on the same
+inputs in the same dtype: our root-mean-square error may be twice that, and our worst element four times its worst. (The
+worst element of a block with few keys is noisy: ATen's CPU kernel takes exponentials to 2^-20.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from startrail.attention import SequenceParallel
+from startrail.local import run_local
+
+NAMES = ("out", "dq", "dk", "dv")
+FLOOR = 5e-7  # what float32 may err on unit-variance inputs, whatever the yardstick says
+
+
+class Error(NamedTuple):
+    """Root-mean-square and largest absolute error."""
+
+    rms: float
+    worst: float
+
+    @classmethod
+    def of(cls, ours: Tensor, truth: Tensor) -> Error:
+        difference = (ours.double() - truth).abs()
+        return cls(difference.square().mean().sqrt().item(), difference.max().item())
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: str
+    world: int
+    length: int = 256
+    batch: int = 1
+    q_heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    layout: str = "zigzag"
+    wire_dtype: torch.dtype | None = None
+    seed: int = 0
+
+
+@dataclass
+class Data:
+    """Inputs and the float64 truth: q, k, v, dout and by name the exact results and SDPA's errors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    exact: dict[str, Tensor]
+    yardstick: dict[str, Error]
+
+
+@dataclass
+class Report:
+    """What one rank (or, merged, all ranks) found."""
+
+    errors: dict[str, Error]
+    yardstick: dict[str, Error]
+    sent: dict[str, int]
+    promised: dict[str, int]
+    waiting: float
+    total: float
+    problems: list[str] = field(default_factory=list)
+
+    def verdict(self, floor: float = FLOOR) -> list[str]:
+        """What is wrong, one line each; empty if all is well."""
+        wrong = list(self.problems)
+        for name, error in self.errors.items():
+            sdpa = self.yardstick[name]
+            for kind, ours, allowed in (
+                ("rms", error.rms, max(2 * sdpa.rms, floor / 5)),
+                ("worst", error.worst, max(4 * sdpa.worst, floor)),
+            ):
+                if not ours <= allowed:  # written so that NaN fails
+                    wrong.append(f"{name}: {kind} error {ours:.2e}, allowed {allowed:.2e}")
+        if self.sent != self.promised:
+            wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
+        return wrong
+
+
+def visible_pairs(case: Case) -> Tensor:
+    """(length, length), True where a query sees a key, from the definition."""
+    i = torch.arange(case.length).unsqueeze(1)
+    j = torch.arange(case.length).unsqueeze(0)
+    seen = torch.ones(case.length, case.length, dtype=torch.bool)
+    if case.causal:
+        seen &= j <= i
+    if case.window is not None:
+        seen &= (i - j).abs() < case.window
+    if case.documents is not None:
+        document = torch.bucketize(torch.arange(case.length), torch.tensor(case.documents[1:]), right=True)
+        seen &= document.unsqueeze(1) == document.unsqueeze(0)
+    return seen
+
+
+def make_data(case: Case) -> Data:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(heads: int) -> Tensor:
+        shape = (case.batch, heads, case.length, case.head_dim)
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
+    mask = visible_pairs(case)
+    exact = _dense(q.double(), k.double(), v.double(), dout.double(), mask)
+    same_dtype = _dense(q, k, v, dout, mask)
+    yardstick = {name: Error.of(same_dtype[name], exact[name]) for name in NAMES}
+    return Data(q, k, v, dout, exact, yardstick)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), dout)), strict=True))
+
+
+def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
+    """One forward and backward on this rank, compared with this rank's part of the truth."""
+    q, k, v = (sp.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
+    sp.reset_counters()
+    out = sp.attention(
+        q, k, v, case.causal, case.window, documents=case.documents, length=case.length
+    )
+    grads = torch.autograd.grad(out, (q, k, v), sp.shard(data.dout, 2))
+    sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
+    both = sp.promised_traffic(q, k, case.length).values()
+    promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
+    errors, problems = {}, []
+    for name, mine in zip(NAMES, (out, *grads), strict=True):
+        truth = sp.shard(data.exact[name], 2)  # zero where there is padding, and so must ours be
+        errors[name] = Error.of(mine, truth)
+        if mine.shape != truth.shape or mine.dtype != case.dtype:
+            problems.append(f"{name} is {tuple(mine.shape)} {mine.dtype}")
+    timings = sp.timings()
+    return Report(errors, data.yardstick, sent, promised, timings["waiting"], timings["total"], problems)
+
+
+def merge(reports: Iterable[Report]) -> Report:
+    """The worst errors and the sums of the rest over all ranks."""
+    reports = list(reports)
+
+    def total(parts: list[dict[str, int]]) -> dict[str, int]:
+        return {name: sum(part.get(name, 0) for part in parts) for name in sorted({n for part in parts for n in part})}
+
+    return Report(
+        {
+            name: Error(
+                (sum(r.errors[name].rms ** 2 for r in reports) / len(reports)) ** 0.5,
+                max(r.errors[name].worst for r in reports),
+            )
+            for name in NAMES
+        },
+        reports[0].yardstick,
+        total([r.sent for r in reports]),
+        total([r.promised for r in reports]),
+        sum(r.waiting for r in reports),
+        sum(r.total for r in reports),
+        [f"rank {rank}: {problem}" for rank, r in enumerate(reports) for problem in r.problems],
+    )
+
+
+def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
+    """Run cases of one world size on one set of forked ranks; a merged report each."""
+    torch.set_num_threads(1)
+    world = cases[0].world
+    data = [make_data(case) for case in cases]
+
+    def on_rank(rank: int) -> list[Report]:
+        plans: dict[tuple[object, ...], SequenceParallel] = {}
+        reports = []
+        for case, inputs in zip(cases, data, strict=True):
+            key = (case.plan, case.layout, case.wire_dtype)
+            if key not in plans:
+                plans[key] = SequenceParallel(case.plan, layout=case.layout, wire_dtype=case.wire_dtype)
+            reports.append(check_on_rank(case, inputs, plans[key]))
+            dist.barrier()
+        return reports
+
+    by_rank = run_local(on_rank, world, deadline)
+    return [merge(reports) for reports in zip(*by_rank, strict=True)]

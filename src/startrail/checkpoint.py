@@ -1,0 +1,22 @@
+"""Activation checkpointing that never repeats a distributed forward.
+
+>>> import torch
+>>> from torch.utils.checkpoint import checkpoint
+>>> x = torch.ones(2, requires_grad=True)
+>>> y = checkpoint(torch.sin, x, use_reentrant=False, context_fn=checkpoint_context)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from startrail import op as _op
+
+
+def checkpoint_context() -> Any:
+    """Pass as ``context_fn``: everything is recomputed in the backward pass but attention, whose results are saved."""
+    assert _op.attention is not None  # the op must be registered before it can be named
+    return create_selective_checkpoint_contexts([torch.ops.startrail.attention.default])

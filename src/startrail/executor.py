@@ -1,0 +1,504 @@
+"""The executor: walks one rank's program over torch.distributed.
+
+It knows pieces, buffers and messages, and repeats no rank arithmetic: whom to talk to and in which order is in the
+program. Transfers are posted before the blocks that hide them and waited for when something needs them.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from startrail.kernels import Kernel, Partial, Sum, stand_in_out
+from startrail.mask import Tile
+from startrail.schedule import INPUTS, RESULTS, Merge, Piece, Place, Program, Step, Transfer, lane_names, last_uses
+from startrail.wire import Shapes
+
+Work = dist.Work
+TAGS_A_PAIR = 1 << 11
+
+
+class PeerError(RuntimeError):
+    """A peer died or did not deliver in time; the text names rank, step, piece and peer."""
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent over one lane."""
+
+    bytes: int = 0  # noqa: A003
+    hops: int = 0
+
+
+@dataclass
+class Counters:
+    """Totals since the last reset: traffic by lane, and seconds."""
+
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    waiting: float = 0.0
+    total: float = 0.0
+
+
+class BufferPool:
+    """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
+    only once the send has ended."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.device], list[tuple[Tensor, list[Callable[[], None]]]]] = {}
+        self.allocated = 0
+
+    def get(self, nbytes: int, device: torch.device) -> Tensor:
+        free = self._free.get((nbytes, device))
+        if not free:
+            self.allocated += nbytes
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        buffer, pending = free.pop(0)
+        for wait in pending:
+            wait()
+        return buffer
+
+    def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
+        self._free.setdefault((buffer.numel(), buffer.device), []).append((buffer, pending))
+
+    def clear(self) -> None:
+        self._free.clear()
+        self.allocated = 0
+
+
+class Lanes:
+    """One process group a lane, made once. ``ranks`` are the global ranks of the sequence-parallel group."""
+
+    def __init__(self, place: Place, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
+        self.place, self.ranks = place, ranks
+        self.names = lane_names(place)
+        self.groups: list[dist.ProcessGroup | None] = []
+        for lane in range(len(self.names)):
+            members = [ranks[member] for member in place.lane_ranks(lane)]
+            group = None
+            if len(members) > 1:
+                group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            self.groups.append(group)
+
+    def post(self, transfers: list[tuple[Transfer, Tensor, int]]) -> list[Work]:
+        """Post transfers with their buffers and tags as one batch a lane; a work for each, in order."""
+        works: list[Work | None] = [None] * len(transfers)
+        for lane, group in enumerate(self.groups):
+            here = [index for index, (transfer, _, _) in enumerate(transfers) if transfer.lane == lane]
+            if not here:
+                continue
+            ops = []
+            for index in here:
+                transfer, buffer, tag = transfers[index]
+                op = dist.isend if transfer.send else dist.irecv
+                ops.append(dist.P2POp(op, buffer, self.ranks[transfer.peer], group, tag))
+            posted = dist.batch_isend_irecv(ops)
+            for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
+                works[index] = posted[place] if len(posted) == len(here) else posted[0]
+        return works  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    step: Step
+    label: str
+    tags: tuple[int, ...]
+    done: tuple[Piece, ...]
+
+
+def tag_of(signature: str) -> int:
+    """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
+    or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
+    aborting or computing nonsense."""
+    return (zlib.crc32(signature.encode()) & 0xFFFFF) * TAGS_A_PAIR
+
+
+@lru_cache(maxsize=256)
+def compile_program(program: Program) -> tuple[CompiledStep, ...]:
+    """Labels, tags (a count of the messages between two ranks) and lifetimes, worked out once."""
+    counts: dict[tuple[bool, int, int], int] = {}
+    compiled = []
+    for index, (step, done) in enumerate(zip(program.steps, last_uses(program), strict=True)):
+        tags = []
+        for post in step.posts:
+            key = (post.send, post.lane, post.peer)
+            counts[key] = counts.get(key, 0) + 1
+            tags.append(counts[key] % TAGS_A_PAIR)
+        text = str(step)
+        label = f"startrail {program.direction} {index}: {text if len(text) < 160 else text[:157] + '...'}"
+        compiled.append(CompiledStep(step, label, tuple(tags), done))
+    return tuple(compiled)
+
+
+class Held:
+    """A piece that this rank has, or is about to receive: its bytes, its tensors, and what is still under way."""
+
+    def __init__(self, tensors: tuple[Tensor, ...] | None = None, flat: Tensor | None = None, pooled: bool = False):
+        self.tensors, self.flat = tensors, flat
+        self.pooled = pooled  # whether the bytes go back to the pool when the piece is no longer needed
+        self.arrivals: list[Callable[[], None]] = []
+        self.sends: list[Callable[[], None]] = []
+        self.prepared: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class Call:
+    """What stays the same for all passes of one attention call."""
+
+    shapes: Shapes
+    kernel: Kernel
+    tiles: Callable[[int, int], tuple[Tile, ...]]
+    scale: float
+    tag: int
+    device: torch.device
+
+
+class Executor:
+    """Runs programs for one rank. Keeps buffers and counters between calls, nothing else."""
+
+    def __init__(self, lanes: Lanes | None) -> None:
+        self.lanes = lanes
+        self.pool = BufferPool()
+        self.counters = Counters()
+
+    def run(
+        self, call: Call, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor, out: Tensor | None
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """One pass. ``inputs`` are this rank's local tensors by kind: q, kv = (k, v), do = (lse, delta, dout).
+
+        ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. ``out``: this rank's own
+        output, in the backward pass. Returns local results by kind: out = (lse, out), dq, dkv = (dk, dv).
+        """
+        start = time.perf_counter()
+        run = _Pass(self, call, program, inputs, kept, out)
+        try:
+            run.walk()
+            results = run.finish()
+        except BaseException:
+            self.pool.clear()  # buffers may still be written to by transfers under way
+            raise
+        self.counters.total += time.perf_counter() - start
+        return results
+
+
+class _Pass:
+    def __init__(
+        self,
+        executor: Executor,
+        call: Call,
+        program: Program,
+        inputs: Mapping[str, tuple[Tensor, ...]],
+        kept: Tensor,
+        out: Tensor | None,
+    ) -> None:
+        self.executor, self.call, self.program = executor, call, program
+        self.shapes, self.place, self.pool = call.shapes, program.place, executor.pool
+        self.inputs, self.out = inputs, out
+        self.pieces: dict[Piece, Held] = {}
+        self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
+        self.results: dict[Piece, tuple[Partial] | tuple[Sum, Sum] | tuple[Sum]] = {}
+        self.incoming: dict[tuple[Piece, int], list[Held]] = {}
+        self.parts: list[tuple[Piece, int, Held]] = []  # results of our own tokens, from the ranks of other heads
+        self.open: list[Callable[[], None]] = []
+        self.index, self.step = 0, Step()
+        slices = self.shapes.kept_slices(self._kept_pieces())
+        self.kept = {piece: kept[part] for piece, part in slices.items()}
+        self._take_inputs()
+
+    # --- the walk
+
+    def walk(self) -> None:
+        for index, compiled in enumerate(compile_program(self.program)):
+            self.index, self.step = index, compiled.step
+            with record_function(compiled.label):
+                self._post(compiled)
+                for block in compiled.step.blocks:
+                    visible = self.call.tiles(block.row, block.column)
+                    if self.program.direction == "forward":
+                        self._forward(block.row, block.column, block.group, visible)
+                    else:
+                        self._backward(block.row, block.column, block.group, visible)
+                for merge in compiled.step.merges:
+                    self._merge(merge)
+                for piece in compiled.done:
+                    self._release(piece)
+
+    def finish(self) -> dict[str, tuple[Tensor, ...]]:
+        """Local results in the user's layout and dtype; every transfer of this pass has ended."""
+        shapes, head = self.shapes, self.place.head
+        results: dict[str, tuple[Tensor, ...]] = {}
+        for kind in self.program.results:
+            results[kind] = tuple(
+                torch.empty(shape, dtype=dtype, device=self.call.device) for shape, dtype in self._local_fields(kind)
+            )
+            for group in self.program.groups:
+                whole = self._tensors_of(Piece(kind, self.program.shard, group))
+                for target, source in zip(results[kind], whole, strict=True):
+                    shapes.take_tokens(source, shapes.share_of(target, group, head), head)
+        for piece, peer, held in self.parts:
+            self._arrive(held)
+            assert held.flat is not None
+            other = self.place.lane_ranks(self.place.heads_lane).index(peer)
+            parts = shapes.views(held.flat, piece.kind, shapes.layout.local)
+            for target, source in zip(results[piece.kind], parts, strict=True):
+                shapes.share_of(target, piece.group, other).copy_(source)
+            self.pool.put(held.flat, [])
+        for wait in self.open:
+            wait()
+        return results
+
+    # --- inputs
+
+    def _kept_pieces(self) -> tuple[Piece, ...]:
+        if self.program.direction == "forward":
+            return self.program.kept
+        return tuple(piece for piece in self.program.given if not self._is_input(piece))
+
+    def _is_input(self, piece: Piece) -> bool:
+        return piece.shard == self.program.shard and piece.kind in self.inputs
+
+    def _take_inputs(self) -> None:
+        """Own pieces are views of the user's tensors; after a Ulysses exchange they are whole pieces of their own."""
+        exchanges = self.place.plan.heads > 1
+        for piece in self.program.given:
+            if self._is_input(piece):
+                local = tuple(self.shapes.share_of(x, piece.group, self.place.head) for x in self.inputs[piece.kind])
+                if not exchanges:
+                    self.pieces[piece] = Held(local)
+                    continue
+                held = self._new_held(piece)
+                assert held.flat is not None
+                held.tensors = self.shapes.views(held.flat, piece.kind)
+                for whole, part in zip(held.tensors, local, strict=True):
+                    self.shapes.join_tokens(whole, part, self.place.head)
+                self.pieces[piece] = held
+            else:
+                flat = self.kept[piece]
+                self.pieces[piece] = Held(self.shapes.views(flat, piece.kind), flat)
+        if self.program.direction == "backward" and not exchanges:
+            assert self.out is not None
+            for group in self.program.groups:
+                lse, _, dout = self.pieces[Piece("do", self.program.shard, group)].tensors  # type: ignore[misc]
+                out = self.shapes.share_of(self.out, group, self.place.head)
+                prepare = self.call.kernel.prepare
+                self.rows[Piece("do", self.program.shard, group)] = prepare(dout), prepare(out), lse
+
+    def _new_held(self, piece: Piece) -> Held:
+        """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""
+        if self.program.direction == "forward" and piece in self.kept:
+            return Held(flat=self.kept[piece])
+        return Held(flat=self.pool.get(self.shapes.nbytes(piece.kind), self.call.device), pooled=True)
+
+    # --- transfers
+
+    def _post(self, compiled: CompiledStep) -> None:
+        """Post a step's transfers. What is sent is looked up first: a receive may bring the same piece anew."""
+        if not compiled.step.posts:
+            return
+        lanes = self.executor.lanes
+        assert lanes is not None
+        payloads = [self._payload(post) if post.send else None for post in compiled.step.posts]
+        batch, helds = [], []
+        for post, tag, payload in zip(compiled.step.posts, compiled.tags, payloads, strict=True):
+            held = self._room_for(post) if payload is None else payload
+            assert held.flat is not None
+            batch.append((post, held.flat, self.call.tag + tag))
+            helds.append(held)
+        works = lanes.post(batch)
+        for (post, flat, _), held, work in zip(batch, helds, works, strict=True):
+            wait = self._waiter(work, post)
+            self.open.append(wait)
+            if post.send:
+                held.sends.append(wait)
+                traffic = self.executor.counters.traffic.setdefault(lanes.names[post.lane], Traffic())
+                traffic.bytes += flat.numel()
+                traffic.hops += 1
+            else:
+                held.arrivals.append(wait)
+            if post.send and (post.lane == self.place.heads_lane or post.piece.kind in RESULTS):
+                self.pool.put(flat, held.sends)  # a packed copy: free once its send has ended
+
+    def _payload(self, post: Transfer) -> Held:
+        """The bytes to send: of a piece that we hold, of a result that leaves us, or one rank's part of either."""
+        piece, shapes = post.piece, self.shapes
+        if post.lane == self.place.heads_lane:
+            peer = self.place.lane_ranks(post.lane).index(post.peer)
+            local = shapes.layout.local
+            held = Held(flat=self.pool.get(shapes.nbytes(piece.kind, local), self.call.device))
+            assert held.flat is not None
+            parts = shapes.views(held.flat, piece.kind, local)
+            if piece.kind in INPUTS:
+                for part, x in zip(parts, self.inputs[piece.kind], strict=True):
+                    part.copy_(shapes.share_of(x, piece.group, peer))
+            else:
+                for part, x in zip(parts, self._tensors_of(piece), strict=True):
+                    shapes.take_tokens(x, part, peer)
+            return held
+        if piece.kind in RESULTS:
+            return self._pack(piece.kind, self._tensors_of(piece, leaving=True))
+        held = self.pieces[piece]
+        self._arrive(held)
+        if held.flat is None:
+            assert held.tensors is not None
+            held.flat, held.pooled = self._pack(piece.kind, held.tensors).flat, True
+        return held
+
+    def _pack(self, kind: str, tensors: tuple[Tensor, ...]) -> Held:
+        held = Held(flat=self.pool.get(self.shapes.nbytes(kind), self.call.device))
+        assert held.flat is not None
+        for view, tensor in zip(self.shapes.views(held.flat, kind), tensors, strict=True):
+            view.copy_(tensor)
+        return held
+
+    def _room_for(self, post: Transfer) -> Held:
+        piece = post.piece
+        if post.lane == self.place.heads_lane:
+            local = self.shapes.layout.local
+            part = Held(flat=self.pool.get(self.shapes.nbytes(piece.kind, local), self.call.device))
+            if piece.kind in RESULTS:
+                self.parts.append((piece, post.peer, part))
+            else:
+                self.pieces[piece].arrivals.append(lambda: self._join(piece, post.peer, part))
+            return part
+        if piece.kind in RESULTS:
+            held = Held(flat=self.pool.get(self.shapes.nbytes(piece.kind), self.call.device))
+            self.incoming.setdefault((piece, post.peer), []).append(held)
+            return held
+        old = self.pieces.get(piece)
+        held = self._new_held(piece)
+        if old is not None and old.pooled and old.flat is not None:
+            self.pool.put(old.flat, old.sends)
+        self.pieces[piece] = held
+        return held
+
+    def _join(self, piece: Piece, peer: int, part: Held) -> None:
+        """Another head rank's tokens have come: put them among ours."""
+        self._arrive(part)
+        assert part.flat is not None
+        held = self.pieces[piece]
+        member = self.place.lane_ranks(self.place.heads_lane).index(peer)
+        views = self.shapes.views(part.flat, piece.kind, self.shapes.layout.local)
+        for whole, tokens in zip(held.tensors or (), views, strict=True):
+            self.shapes.join_tokens(whole, tokens, member)
+        self.pool.put(part.flat, [])
+
+    def _waiter(self, work: Work, post: Transfer) -> Callable[[], None]:
+        """Waits once, counts the seconds, and says who waited for what if it fails."""
+        index, ended = self.index, False
+
+        def wait() -> None:
+            nonlocal ended
+            if ended:
+                return
+            ended = True
+            start = time.perf_counter()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerError(self._describe(post, index, error)) from error
+            finally:
+                self.executor.counters.waiting += time.perf_counter() - start
+
+        return wait
+
+    def _describe(self, post: Transfer, index: int, error: RuntimeError) -> str:
+        lanes = self.executor.lanes
+        assert lanes is not None
+        verb = "sending" if post.send else "receiving"
+        return (
+            f"rank {self.place.rank}, {self.program.direction} step {index} of plan {self.program.plan}: "
+            f"{verb} {post.piece} {'to' if post.send else 'from'} rank {post.peer} "
+            f"(global rank {lanes.ranks[post.peer]}) over {lanes.names[post.lane]} failed: {str(error).splitlines()[0]}"
+        )
+
+    def _arrive(self, held: Held) -> None:
+        arrivals, held.arrivals = held.arrivals, []
+        for wait in arrivals:
+            wait()
+
+    def _release(self, piece: Piece) -> None:
+        held = self.pieces.pop(piece, None)
+        self.rows.pop(piece, None)
+        if held is not None and held.pooled and held.flat is not None:
+            self.pool.put(held.flat, held.sends)
+
+    # --- compute
+
+    def _ready(self, piece: Piece) -> tuple[Tensor, ...]:
+        """A piece's tensors as the kernel takes them."""
+        held = self.pieces[piece]
+        self._arrive(held)
+        if held.prepared is None:
+            if held.tensors is None:
+                assert held.flat is not None
+                held.tensors = self.shapes.views(held.flat, piece.kind)
+            held.prepared = tuple(self.call.kernel.prepare(x) for x in held.tensors)
+        return held.prepared
+
+    def _forward(self, row: int, column: int, group: int, visible: tuple[Tile, ...]) -> None:
+        (q,) = self._ready(Piece("q", row, group))
+        k, v = self._ready(Piece("kv", column, group))
+        partial = self._result(Piece("out", row, group))[0]
+        assert isinstance(partial, Partial)
+        self.call.kernel.forward(q, k, v, visible, self.call.scale, partial)
+
+    def _backward(self, row: int, column: int, group: int, visible: tuple[Tile, ...]) -> None:
+        (q,) = self._ready(Piece("q", row, group))
+        k, v = self._ready(Piece("kv", column, group))
+        gradient = Piece("do", row, group)
+        if gradient not in self.rows:
+            lse, delta, dout = self._ready(gradient)
+            self.rows[gradient] = dout, stand_in_out(dout, delta), lse
+        dout, out, lse = self.rows[gradient]
+        sums = (*self._result(Piece("dq", row, group)), *self._result(Piece("dkv", column, group)))
+        self.call.kernel.backward(dout, q, k, v, out, lse, visible, self.call.scale, sums)  # type: ignore[arg-type]
+
+    def _result(self, piece: Piece) -> tuple[Partial] | tuple[Sum, Sum] | tuple[Sum]:
+        """The accumulators of a result, made when it is first needed."""
+        if piece not in self.results:
+            shapes = [shape for shape, _ in self.shapes.fields(piece.kind, self.shapes.tokens) if len(shape) == 4]
+            make = Partial if piece.kind == "out" else Sum
+            self.results[piece] = tuple(make(shape, self.shapes.acc, self.call.device) for shape in shapes)  # type: ignore[assignment]
+        return self.results[piece]
+
+    def _tensors_of(self, piece: Piece, leaving: bool = False) -> tuple[Tensor, ...]:
+        accumulators = self._result(piece)
+        if leaving:
+            del self.results[piece]
+        first = accumulators[0]
+        if isinstance(first, Partial):
+            return first.lse, first.out
+        return tuple(total.value for total in accumulators)  # type: ignore[union-attr]
+
+    def _merge(self, merge: Merge) -> None:
+        held = self.incoming[merge.piece, merge.peer].pop(0)
+        self._arrive(held)
+        assert held.flat is not None
+        tensors = self.shapes.views(held.flat, merge.piece.kind)
+        accumulators = self._result(merge.piece)
+        first = accumulators[0]
+        if isinstance(first, Partial):
+            lse, out = tensors
+            first.merge(out, lse)
+        else:
+            for total, x in zip(accumulators, tensors, strict=True):
+                total.add(x)  # type: ignore[union-attr]
+        self.pool.put(held.flat, [])
+
+    def _local_fields(self, kind: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        shapes = self.shapes
+        rows = (shapes.batch, shapes.q_heads, shapes.layout.local)
+        if kind == "out":
+            return [(rows, shapes.acc), ((*rows, shapes.head_dim), shapes.dtype)]
+        if kind == "dq":
+            return [((*rows, shapes.head_dim), shapes.dtype)]
+        keys = (shapes.batch, shapes.kv_heads * shapes.copies, shapes.layout.local, shapes.head_dim)
+        return [(keys, shapes.acc if shapes.copies > 1 else shapes.dtype)] * 2

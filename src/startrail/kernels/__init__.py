@@ -1,0 +1,22 @@
+"""Block kernels: one signature, several backends. ``kernel_for`` picks the one for a device and dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from startrail.kernels.base import Kernel, Partial, Sum, accumulator, stand_in_out
+from startrail.kernels.cpu import CpuKernel
+from startrail.kernels.reference import ReferenceKernel
+
+__all__ = ["Kernel", "Partial", "Sum", "accumulator", "kernel_for", "stand_in_out"]
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The fastest backend for these tensors; ``ValueError`` names what has none."""
+    if device.type == "cpu":
+        return CpuKernel()
+    if device.type == "cuda":
+        from startrail.kernels.cuda import cuda_kernel
+
+        return cuda_kernel(dtype, head_dim)
+    raise ValueError(f"no attention kernel for device {device}; startrail runs on cpu and cuda")

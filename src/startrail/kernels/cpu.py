@@ -1,0 +1,62 @@
+"""CPU: ATen's flash attention kernel.
+
+It computes in float32 (float64 for float64 inputs) whatever the inputs' dtype: its half-precision paths are no faster
+on CPUs without matrix units, up to ten times slower in the backward, and round every block's result.
+
+Traps of the ATen op, all kept away from it here or by the caller: an empty side kills the process, a gap in the last
+dimension and a head ratio that is not whole give wrong numbers without a word, and a row that sees nothing returns
+lse = 0. ``prepare`` closes the gaps, ``check_block`` refuses the rest, and tiles never contain a row that sees nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from startrail.kernels.base import Kernel, accumulator
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class CpuKernel(Kernel):
+    name = "cpu"
+
+    def prepare(self, x: Tensor) -> Tensor:
+        x = x.to(accumulator(x.dtype))
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        check_block(q, k, v)
+        return _forward(q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale)
+
+    def backward_tile(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_block(q, k, v)
+        return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale)
+
+
+def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what the kernels would crash on or silently get wrong."""
+    if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1] or k.shape != v.shape:
+        raise ValueError(f"block kernel: q {tuple(q.shape)} does not go with k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise ValueError(f"block kernel: last dimension must be dense, strides {q.stride()}, {k.stride()}, {v.stride()}")
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

@@ -1,0 +1,87 @@
+"""Ranks on this machine: fork processes, join them with gloo over loopback, and collect what they return.
+
+Forking needs a parent that has not used its OpenMP threads; ``torch.set_num_threads(1)`` in the parent sees to that.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+class RankError(RuntimeError):
+    """A local rank failed; the text starts with its number and holds its traceback."""
+
+
+def run_local(function: Callable[[int], Result], world: int, deadline: float = 300.0) -> list[Result]:
+    """Call ``function(rank)`` on ``world`` forked ranks of one thread each, and return what they return, by rank.
+
+    The first rank that fails ends the others and is reported; so does the ``deadline`` in seconds.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="startrail-") as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(function, rank, world, folder, theirs, deadline), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, world, time.monotonic() + deadline)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], world: int, end: float) -> list[Result]:
+    results: dict[int, Result] = {}
+    while len(results) < world:
+        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(open_pipes, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            late = sorted(set(range(world)) - set(results))
+            raise RankError(f"ranks {late} did not finish before the deadline")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                ok, value = pipes[rank].recv()
+            except EOFError:
+                raise RankError(f"rank {rank} ended without a word (killed or crashed)") from None
+            if not ok:
+                raise RankError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(world)]
+
+
+def _main(
+    function: Callable[[int], Result], rank: int, world: int, folder: str, pipe: Connection, deadline: float
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(os.path.join(folder, "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
+        result = function(rank)
+        dist.barrier()  # nobody leaves while a peer still reads from it
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)  # a forked child must not run the parent's exit handlers

@@ -1,0 +1,238 @@
+"""Mask: who sees whom, and the few rectangles into which a block of it falls.
+
+Every mask we have gives a query at position p one interval of visible keys [low(p), high(p)), and both ends only grow
+with p. Shards are sorted by position, so the keys of a shard that a query sees are one interval of *local* indices too.
+A block (query shard x key shard) is therefore a band between two staircases, and ``tiles_of`` cuts it into
+rectangles that attention kernels compute without a mask: full, causal and anticausal squares. Only where the pieces
+would be tiny (many short documents, a narrow window) several are computed together under an explicit mask.
+
+>>> mask = Mask(causal=True)
+>>> tiles_of(mask, ((0, 2), (6, 2)), ((0, 2), (6, 2)))      # a zigzag shard with itself: one causal square
+(Tile(q0=0, q1=4, k0=0, k1=4, kind='causal', bounds=()),)
+>>> tiles_of(mask, ((2, 2), (4, 2)), ((0, 2), (6, 2)))      # a later shard with an earlier one: all see its first half
+(Tile(q0=0, q1=4, k0=0, k1=2, kind='full', bounds=()),)
+>>> tiles_of(mask, ((0, 2), (6, 2)), ((2, 2), (4, 2)))      # and the reverse: the second half sees everything
+(Tile(q0=2, q1=4, k0=0, k1=4, kind='full', bounds=()),)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from startrail.layout import Runs
+
+# A kernel call costs about as much as this many query-key pairs; pieces shorter than SHORT rows may be computed together.
+CALL_COST = 128 * 128
+SHORT = 128
+MASKED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Full by default. ``window`` w: i-j < w when causal, |i-j| < w otherwise. ``documents``: cu_seqlens (0, ..., N)."""
+
+    causal: bool = False
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1 (1 is the token itself alone)")
+        if self.documents is not None:
+            ends = self.documents
+            if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+                shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
+                raise ValueError(f"documents must be cu_seqlens: start at 0 and never fall; got ({shown})")
+            object.__setattr__(self, "documents", tuple(sorted(set(ends))))  # drop empty documents
+
+    def check_length(self, length: int) -> None:
+        if self.documents is not None and self.documents[-1] != length:
+            raise ValueError(f"documents end at {self.documents[-1]}, but the sequence has {length} tokens")
+
+    def visible(self, position: int, end: int) -> tuple[int, int]:
+        """The interval of keys that the query at ``position`` sees in a sequence of ``end`` tokens."""
+        low, high = 0, end
+        if self.documents is not None:
+            index = bisect_right(self.documents, position)
+            low, high = self.documents[index - 1], self.documents[index]
+        if self.window is not None:
+            low, high = max(low, position - self.window + 1), min(high, position + self.window)
+        if self.causal:
+            high = min(high, position + 1)
+        return low, high
+
+    def __str__(self) -> str:
+        parts = ["causal" if self.causal else "full"]
+        if self.window is not None:
+            parts.append(f"window {self.window}")
+        if self.documents is not None:
+            parts.append(f"{len(self.documents) - 1} documents")
+        return ", ".join(parts)
+
+
+class Segment(NamedTuple):
+    """Rows [q0, q1) that see keys [low + t*dlow, high + t*dhigh), t = row - q0."""
+
+    q0: int
+    q1: int
+    low: int
+    dlow: int
+    high: int
+    dhigh: int
+
+
+class Tile(NamedTuple):
+    """Query rows [q0, q1) x keys [k0, k1). Kinds: full; causal (a square, key <= row); anticausal (key >= row);
+    masked: ``bounds`` are the segments, and every row sees something."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: str
+    bounds: tuple[Segment, ...] = ()
+
+    @property
+    def area(self) -> int:
+        """Visible query-key pairs."""
+        rows = self.q1 - self.q0
+        if self.kind == "full":
+            return rows * (self.k1 - self.k0)
+        if self.kind == "masked":
+            return sum(
+                (s.q1 - s.q0) * (s.high - s.low) + (s.dhigh - s.dlow) * (s.q1 - s.q0) * (s.q1 - s.q0 - 1) // 2
+                for s in self.bounds
+            )
+        return rows * (rows + 1) // 2
+
+
+@lru_cache(maxsize=65536)
+def tiles_of(mask: Mask, queries: Runs, keys: Runs) -> tuple[Tile, ...]:
+    """The rectangles of local indices that cover exactly the visible pairs of two shards, given as runs."""
+    if not queries or not keys:
+        return ()
+    return tuple(_cover(_segments(mask, queries, keys)))
+
+
+def _segments(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
+    """The two staircases as maximal straight pieces, without the rows that see nothing."""
+    end = keys[-1][0] + keys[-1][1]
+    if mask.documents is not None:
+        end = max(end, mask.documents[-1])
+
+    def index_of(position: int) -> int:  # keys of the shard before a position
+        return sum(min(max(position - start, 0), count) for start, count in keys)
+
+    def bounds_at(position: int) -> tuple[int, int]:
+        low, high = mask.visible(position, end)
+        return index_of(low), index_of(high)
+
+    # The ends bend where a key run starts or stops, seen through the mask's shifts, and at document boundaries.
+    edges = {edge for start, count in keys for edge in (start, start + count)}
+    edges |= {0, end}
+    window = mask.window or 0
+    shifts = (0, -1, window - 1, -window) if mask.window is not None else (0, -1)
+    merged: list[Segment] = []
+    offset = 0
+    for start, count in queries:
+        stop = start + count
+        here = set(edges)
+        if mask.documents is not None:
+            first = max(bisect_left(mask.documents, start - window) - 1, 0)
+            here.update(mask.documents[first : bisect_right(mask.documents, stop + window) + 1])
+        cuts = {edge + shift for edge in here for shift in shifts}
+        points = sorted({start, stop} | {cut for cut in cuts if start < cut < stop})
+        for p0, p1 in zip(points, points[1:], strict=False):
+            low, high = bounds_at(p0)
+            dlow, dhigh = (x - y for x, y in zip(bounds_at(p0 + 1), (low, high), strict=True)) if p1 - p0 > 1 else (0, 0)
+            row = offset + p0 - start
+            segment = Segment(row, row + p1 - p0, low, dlow, high, dhigh)
+            if merged and (joined := _join(merged[-1], segment)):
+                merged[-1] = joined
+            else:
+                merged.append(segment)
+        offset += count
+    return [kept for segment in merged if (kept := _without_blind_rows(segment))]
+
+
+def _join(a: Segment, b: Segment) -> Segment | None:
+    """One segment that continues the other in a straight line; a single row takes either slope."""
+    rows, more = a.q1 - a.q0, b.q1 - b.q0
+    dlow, dhigh = (a.dlow, a.dhigh) if rows > 1 else (b.low - a.low, b.high - a.high)
+    if (dlow, dhigh) not in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        return None
+    if (b.low, b.high) != (a.low + rows * dlow, a.high + rows * dhigh) or (more > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)):
+        return None
+    return Segment(a.q0, b.q1, a.low, dlow, a.high, dhigh)
+
+
+def _without_blind_rows(s: Segment) -> Segment | None:
+    """Cut the rows at either end whose interval is empty (low = high)."""
+    width, grows = s.high - s.low, s.dhigh - s.dlow
+    if width <= 0:
+        if grows <= 0:
+            return None
+        s = Segment(s.q0 + 1, s.q1, s.low + s.dlow, s.dlow, s.high + s.dhigh, s.dhigh)
+        width = s.high - s.low
+    if grows < 0:
+        s = s._replace(q1=min(s.q1, s.q0 + width))
+    return s if s.q1 > s.q0 else None
+
+
+def _cover(segments: list[Segment]) -> list[Tile]:
+    """Exact tiles of long segments; neighbouring short ones share a masked tile where that is cheaper."""
+    tiles: list[Tile] = []
+    short: list[Segment] = []
+
+    def flush() -> None:
+        exact = [tile for segment in short for tile in _exact_tiles(segment)]
+        if exact:
+            k0, k1 = min(tile.k0 for tile in exact), max(tile.k1 for tile in exact)
+            together = Tile(short[0].q0, short[-1].q1, k0, k1, "masked", tuple(short))
+            apart = sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) + CALL_COST for tile in exact)
+            joint = (together.q1 - together.q0) * (k1 - k0) * 3 // 2 + CALL_COST
+            tiles.extend(exact if apart <= joint else [together])
+        short.clear()
+
+    for segment in segments:
+        for part in _short_parts(segment):
+            if part.q1 - part.q0 >= SHORT:
+                flush()
+                tiles.extend(_exact_tiles(part))
+                continue
+            if short and (short[-1].q1 != part.q0 or part.q1 - short[0].q0 > MASKED_ROWS):
+                flush()
+            short.append(part)
+    flush()
+    return tiles
+
+
+def _short_parts(s: Segment) -> list[Segment]:
+    """A band of constant width w cannot be cut into squares of more than w-1 rows; other segments stay whole."""
+    width, rows = s.high - s.low, s.q1 - s.q0
+    if not (s.dlow and s.dhigh) or rows < width:
+        return [s]
+    step = width - 1 if width > SHORT else SHORT // 2
+    return [
+        Segment(q0, min(q0 + step, s.q1), s.low + q0 - s.q0, 1, s.high + q0 - s.q0, 1) for q0 in range(s.q0, s.q1, step)
+    ]
+
+
+def _exact_tiles(s: Segment) -> list[Tile]:
+    """Full, causal and anticausal tiles that cover one segment."""
+    rows = s.q1 - s.q0
+    if s.dlow and s.dhigh and rows >= s.high - s.low:  # too narrow for triangles
+        return [Tile(s.q0, s.q1, s.low, s.high + rows - 1, "masked", (s,))]
+    full0, full1, tiles = s.low, s.high, []
+    if s.dlow and rows > 1:
+        tiles.append(Tile(s.q0, s.q1, s.low, s.low + rows, "anticausal"))
+        full0 = s.low + rows
+    if s.dhigh and rows > 1:
+        tiles.append(Tile(s.q0, s.q1, s.high - 1, s.high - 1 + rows, "causal"))
+        full1 = s.high - 1
+    if full1 > full0:
+        tiles.append(Tile(s.q0, s.q1, full0, full1, "full"))
+    return tiles

@@ -1,0 +1,96 @@
+"""How long a piece is needed, and how many of each kind a rank holds at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from startrail.plan import Plan
+from startrail.schedule.places import Place
+from startrail.schedule.values import INPUTS, RESULTS, Piece, Program
+
+
+def last_uses(program: Program) -> tuple[tuple[Piece, ...], ...]:
+    """By step: the input pieces that are needed in it for the last time (received ones and own ones alike)."""
+    last: dict[Piece, int] = {}
+    for index, step in enumerate(program.steps):
+        for post in step.posts:
+            if post.piece.kind in INPUTS:
+                last[post.piece] = index
+        for block in step.blocks:
+            for kind in INPUTS:
+                piece = Piece(kind, block.column if kind == "kv" else block.row, block.group)
+                if kind != "do" or program.direction == "backward":
+                    last[piece] = index
+    done: list[list[Piece]] = [[] for _ in program.steps]
+    for piece, index in last.items():
+        if piece not in program.kept:
+            done[index].append(piece)
+    return tuple(map(tuple, done))
+
+
+def peak_pieces(program: Program) -> dict[str, int]:
+    """The most pieces of each kind that a rank holds at once beside its own: received inputs, and for results the
+    accumulators (``out``, ``dq``, ``dkv``) and the partial results on their way in (``out<`` and so on)."""
+    own = program.shard
+    live: set[Piece] = {piece for piece in program.given if piece.shard != own}
+    sums: set[Piece] = set()
+    coming: Counter[str] = Counter()
+    peak: dict[str, int] = {kind: 0 for kind in (*INPUTS, *RESULTS, *(f"{kind}<" for kind in RESULTS))}
+    lane_of_heads = program.place.heads_lane
+    for step, done in zip(program.steps, last_uses(program), strict=True):
+        for post in step.posts:
+            if post.lane == lane_of_heads:
+                continue
+            if post.piece.kind in RESULTS:
+                if post.send:
+                    sums.discard(post.piece)
+                else:
+                    coming[post.piece.kind] += 1
+            elif not post.send and post.piece.shard != own:
+                live.add(post.piece)
+        for block in step.blocks:
+            if program.direction == "forward":
+                sums.add(Piece("out", block.row, block.group))
+            else:
+                sums |= {Piece("dq", block.row, block.group), Piece("dkv", block.column, block.group)}
+        sums |= {merge.piece for merge in step.merges}
+        for kind in INPUTS:
+            peak[kind] = max(peak[kind], sum(piece.kind == kind for piece in live))
+        for kind in RESULTS:
+            peak[kind] = max(peak[kind], sum(piece.kind == kind for piece in sums))
+            peak[f"{kind}<"] = max(peak[f"{kind}<"], coming[kind])
+        for merge in step.merges:
+            coming[merge.piece.kind] -= 1
+        live.difference_update(done)
+    return peak
+
+
+def stated_pieces(plan: Plan, world: int, direction: str) -> dict[str, int]:
+    """The closed form of ``peak_pieces``: the memory that a plan promises to stay within.
+
+    >>> stated_pieces(Plan.parse("2x4"), 8, "forward")["kv"]           # double buffering
+    2
+    >>> stated_pieces(Plan.parse("2x4,keep=all"), 8, "forward")["kv"]  # all four columns, one of them its own
+    3
+    """
+    place = Place.of(plan, world, 0)
+    team, ring = prod(level.team for level in place.levels), prod(level.ring for level in place.levels)
+    buffers = sum(min(level.ring - 1, 2) for level in place.levels)
+    arriving = sum(2 for level in place.levels)
+    if plan.star:
+        size, hops = plan.star, place.num_shards // plan.star**2
+        stated = _star_pieces(size, hops, direction, plan.keep)
+    elif direction == "forward":
+        stated = {"q": team - 1, "kv": ring - 1 if plan.keep == "all" else buffers, "out": team}
+        stated["out<"] = max(0, arriving)
+    elif plan.backward == "queries":
+        stated = {"kv": team - 1, "q": buffers, "do": buffers, "dkv": team, "dq": 1, "dq<": 0, "dkv<": 0}
+    else:
+        columns = ring - 1 if plan.keep == "all" else buffers
+        stated = {"q": team - 1, "do": team - 1, "kv": columns, "dq": team, "dkv": 1}
+    return {kind: stated.get(kind, 0) * plan.groups for kind in (*INPUTS, *RESULTS, *(f"{k}<" for k in RESULTS))}
+
+
+def _star_pieces(size: int, hops: int, direction: str, keep: str) -> dict[str, int]:
+    return {}

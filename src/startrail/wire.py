@@ -1,0 +1,155 @@
+"""What a piece looks like in memory and on the wire: one flat run of bytes, with its float32 statistics first.
+
+``Shapes`` holds the sizes of one attention call and answers what each rank needs to know of them: which heads a rank and
+a group compute, how large a piece is, and where its tokens lie. It knows nothing of who talks to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from startrail.kernels import accumulator
+from startrail.layout import Layout
+from startrail.plan import Plan, divisors
+from startrail.schedule import INPUTS, RESULTS, Piece
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KINDS = (*INPUTS, *RESULTS)
+ALIGN = 64  # kept pieces start at multiples of this many bytes, so that every dtype may be viewed there
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one call: ``tokens`` are local to a rank; ``kv_heads`` are the user's, ``copies`` how often each is
+    repeated so that every rank and group gets whole ones."""
+
+    plan: Plan
+    layout: Layout
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    wire: torch.dtype
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+        if self.q_heads % plan.heads:
+            fits = ", ".join(f"u{d}" for d in divisors(self.q_heads))
+            raise ValueError(f"plan {plan}: {self.q_heads} query heads cannot be split over u{plan.heads}; use {fits}")
+        if plan.groups > 1 and not self.split_heads and self.batch % plan.groups:
+            raise ValueError(
+                f"plan {plan}: groups={plan.groups} divides neither the {self.q_heads // plan.heads} query and "
+                f"{self.kv_heads * self.copies // plan.heads} key/value heads of a rank nor the batch of {self.batch}"
+            )
+
+    @cached_property
+    def copies(self) -> int:
+        """>>> from startrail.plan import Plan
+        >>> Shapes(Plan.parse("u8"), Layout("zigzag", 8, 64), 1, 16, 2, 64, torch.float32, torch.float32).copies
+        4
+        """
+        for copies in divisors(self.q_heads // self.kv_heads):
+            if self.kv_heads * copies % self.plan.heads == 0:
+                return copies
+        raise AssertionError("q_heads copies always fit")
+
+    @cached_property
+    def split_heads(self) -> bool:
+        """Whether groups share out the heads; otherwise they share out the batch."""
+        parts = self.plan.heads * self.plan.groups
+        return self.q_heads % parts == 0 and self.kv_heads * self.copies % parts == 0
+
+    @property
+    def acc(self) -> torch.dtype:
+        return accumulator(self.dtype)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a whole piece: those of all ranks that share it by heads."""
+        return self.layout.local * self.plan.heads
+
+    def fields(self, kind: str, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor in a piece of ``tokens`` tokens, in the order of their bytes."""
+        groups = self.plan.groups
+        batch = self.batch if self.split_heads else self.batch // groups
+        share = self.plan.heads * (groups if self.split_heads else 1)
+        rows = (batch, self.q_heads // share, tokens)
+        by_row = ((*rows, self.head_dim), self.wire)
+        by_key = ((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), self.wire)
+        number = (rows, self.acc)
+        return {
+            "q": [by_row],
+            "dq": [by_row],
+            "out": [number, by_row],  # lse, out
+            "do": [number, number, by_row],  # lse, delta, dout
+            "kv": [by_key, by_key],
+            "dkv": [by_key, by_key],
+        }[kind]
+
+    def nbytes(self, kind: str, tokens: int | None = None) -> int:
+        tokens = self.tokens if tokens is None else tokens
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.fields(kind, tokens))
+
+    def views(self, flat: Tensor, kind: str, tokens: int | None = None) -> tuple[Tensor, ...]:
+        """The tensors of a piece, as views of its bytes."""
+        views, start = [], 0
+        for shape, dtype in self.fields(kind, self.tokens if tokens is None else tokens):
+            stop = start + prod(shape) * dtype.itemsize
+            views.append(flat[start:stop].view(dtype).view(shape))
+            start = stop
+        return tuple(views)
+
+    def with_copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.copies == 1:
+            return k, v
+        return k.repeat_interleave(self.copies, 1), v.repeat_interleave(self.copies, 1)
+
+    def without_copies(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the copies add up to those of the head."""
+        if self.copies == 1:
+            return dk, dv
+        dk, dv = (x.unflatten(1, (self.kv_heads, self.copies)).sum(2).to(self.dtype) for x in (dk, dv))
+        return dk, dv
+
+    def share_of(self, x: Tensor, group: int, head_rank: int) -> Tensor:
+        """The part of a tensor (batch, heads, ...) that one group on one head rank computes."""
+        groups = self.plan.groups
+        heads = x.shape[1] // self.plan.heads
+        start = head_rank * heads
+        if self.split_heads:
+            heads //= groups
+            start += group * heads
+            return x[:, start : start + heads]
+        batch = self.batch // groups
+        return x[group * batch : (group + 1) * batch, start : start + heads]
+
+    def join_tokens(self, whole: Tensor, part: Tensor, head_rank: int) -> None:
+        """Put the tokens of one head rank (batch, heads, tokens, ...) where they belong in the whole piece."""
+        for source, target, count in self.layout.slots(head_rank, self.plan.heads):
+            whole[:, :, target : target + count] = part[:, :, source : source + count]
+
+    def take_tokens(self, whole: Tensor, part: Tensor, head_rank: int) -> None:
+        """The inverse of ``join_tokens``."""
+        for source, target, count in self.layout.slots(head_rank, self.plan.heads):
+            part[:, :, source : source + count] = whole[:, :, target : target + count]
+
+    def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
+        """Where each kept piece lies in one buffer of bytes."""
+        slices, start = {}, 0
+        for piece in pieces:
+            stop = start + self.nbytes(piece.kind)
+            slices[piece] = slice(start, stop)
+            start = -(-stop // ALIGN) * ALIGN
+        return slices
+
+    def kept_bytes(self, pieces: Sequence[Piece]) -> int:
+        return max((part.stop for part in self.kept_slices(pieces).values()), default=0)

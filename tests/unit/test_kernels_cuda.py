@@ -1,0 +1,347 @@
+"""The CUDA backends without a GPU: real ops on fake CUDA tensors for shapes, dtypes and devices; and for numbers, on
+CPU, stand-ins that compute with the reference and refuse what the real kernels would crash on or silently get wrong."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from startrail.kernels import Partial, cuda, kernel_for
+from startrail.kernels.reference import ReferenceKernel
+from startrail.mask import Segment, Tile
+
+REFERENCE = ReferenceKernel()
+SCALE = 0.3
+HALF = (torch.float16, torch.bfloat16)
+HEADS = [(4, 4), (4, 2), (4, 1)]
+KINDS = {"full": (17, 33), "causal": (33, 33), "masked": (17, 33), "aligned": (64, 32)}
+
+
+# --- stand-ins ---
+
+
+def check_sides(q, k, v, *others):
+    for x in (q, k, v, *others):
+        assert x.dtype == q.dtype
+        assert x.stride(-1) == 1
+        assert x.shape[-1] == q.shape[-1]
+        assert not any(step % 8 for step in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])), "misaligned"
+
+
+def check_flash_lse(lse, q):
+    assert lse.dtype == torch.float32
+    assert lse.shape == q.shape[:3]
+    assert lse.is_contiguous()
+
+
+def wide(*tensors):
+    return [x.double() for x in tensors]
+
+
+def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    check_sides(query, key, value)
+    assert (dropout_p, return_debug_mask) == (0.0, False)
+    out, lse = REFERENCE.forward_tile(*wide(query, key, value), is_causal, None, scale)
+    empty = torch.empty(0)
+    return out.to(query.dtype), lse.float(), None, None, query.shape[2], key.shape[2], empty, empty, empty
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    check_sides(query, key, value, grad_out, out)
+    check_flash_lse(logsumexp, query)
+    assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
+    sides = wide(grad_out, query, key, value, out, logsumexp)
+    return tuple(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, is_causal, None, scale))
+
+
+def check_efficient(q, k, v, bias):
+    """Equal heads, and a bias that is aligned; returns the mask that it stands for."""
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    if bias is None:
+        return None
+    assert bias.dtype == q.dtype
+    assert bias.shape == (*q.shape[:3], k.shape[2])
+    assert bias.stride(3) == 1
+    assert not any(step % 16 for step in bias.stride()[:3])
+    assert bool(((bias == 0) | (bias == float("-inf"))).all())
+    return bias[0, 0] == 0
+
+
+def efficient_forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):  # fmt: skip
+    check_sides(query, key, value)
+    mask = check_efficient(query, key, value, attn_bias)
+    assert compute_log_sumexp
+    assert dropout_p == 0.0
+    out, lse = REFERENCE.forward_tile(*wide(query, key, value), is_causal, mask, scale)
+    rows = query.shape[2]
+    padded = torch.full((*query.shape[:2], (rows + 31) // 32 * 32), float("inf"))
+    padded[..., :rows] = lse
+    return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), padded, torch.empty(0), torch.empty(0)
+
+
+def efficient_backward(
+    grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
+    is_causal=False, *, scale=None,
+):  # fmt: skip
+    check_sides(query, key, value, grad_out_, out)
+    mask = check_efficient(query, key, value, attn_bias)
+    rows, (heads, dim) = query.shape[2], (query.shape[1], query.shape[3])
+    assert logsumexp.dtype == torch.float32
+    assert logsumexp.shape == (*query.shape[:2], (rows + 31) // 32 * 32)
+    assert logsumexp.stride(2) == 1
+    assert not any(step % 8 for step in logsumexp.stride()[:2])
+    assert bool((logsumexp[..., rows:] == float("inf")).all())
+    assert out.stride()[1:] == (dim, heads * dim, 1), "the kernel assumes this row stride"
+    assert (dropout_p, list(grad_input_mask)) == (0.0, [True, True, True, False])
+    sides = wide(grad_out_, query, key, value, out, logsumexp[..., :rows])
+    return (*(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, is_causal, mask, scale)), None)
+
+
+def swap(*tensors):
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    """The signature of flash-attn 2.7 to 2.8; layout (batch, rows, heads, dim)."""
+    assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+    out, lse, *_ = flash_forward(*swap(q, k, v), dropout_p, causal, return_softmax, scale=softmax_scale)
+    return out.transpose(1, 2).contiguous(), lse, torch.empty(0), torch.empty(2)
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    assert (window_size_left, window_size_right, softcap, alibi_slopes, rng_state) == (-1, -1, 0.0, None, None)
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    seed, rows, keys = torch.empty(2), q.shape[1], k.shape[1]
+    grads = flash_backward(
+        *swap(dout, q, k, v, out), softmax_lse, None, None, rows, keys, dropout_p, causal, seed, seed,
+        scale=softmax_scale,
+    )  # fmt: skip
+    for given, side, grad in zip((dq, dk, dv), (q, k, v), grads, strict=True):
+        assert (given.shape, given.dtype, given.stride(-1)) == (side.shape, side.dtype, 1)
+        given.copy_(grad.transpose(1, 2))
+    return torch.empty(0)
+
+
+PACKAGE = types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+
+
+def make(name, dtype):
+    """A backend by name."""
+    if name == "flash-attn":
+        return cuda.FlashAttnKernel(dtype, PACKAGE)
+    return {"efficient": cuda.EfficientKernel, "flash": cuda.AtenFlashKernel}[name](dtype)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    for op in (flash_forward, flash_backward, efficient_forward, efficient_backward):
+        monkeypatch.setattr(cuda, "_" + op.__name__, op)
+
+
+# --- shapes, dtypes and devices ---
+
+BACKENDS = [("efficient", dtype) for dtype in (torch.float32, *HALF)]
+BACKENDS += [(name, dtype) for name in ("flash", "flash-attn") for dtype in HALF]
+
+
+class WithoutDeviceGuard(TorchFunctionMode):
+    """A CPU build of torch has no CUDA device guard, and a few methods want one even of a fake tensor."""
+
+    REPLACED = {
+        torch.Tensor.contiguous: torch.ops.aten.contiguous.default,
+        torch.Tensor.__invert__: torch.ops.aten.bitwise_not.default,
+        torch.Tensor.copy_: torch.ops.aten.copy_.default,
+    }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS[:2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name, dtype", BACKENDS)
+def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads):
+    kernel = make(name, dtype)
+    rows, keys = KINDS[kind]
+    for dim in (20, 64, 72, 128, 256):
+        with FakeTensorMode(), WithoutDeviceGuard():
+            q, dout = (torch.empty(2, rows, heads, dim, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(2))
+            k, v = (torch.empty(2, kv_heads, keys, dim, dtype=dtype, device="cuda") for _ in range(2))
+            mask = torch.empty(rows, keys, dtype=torch.bool, device="cuda") if kind == "masked" else None
+            out, lse = kernel.forward_tile(q, k, v, kind == "causal", mask, SCALE)
+            grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, kind == "causal", mask, SCALE)
+        assert (lse.shape, lse.dtype, lse.device.type) == ((2, heads, rows), torch.float32, "cuda")
+        for result, side in zip((out, *grads), (q, q, k, v), strict=True):
+            assert (result.shape, result.dtype, result.device) == (side.shape, dtype, side.device)
+
+
+@pytest.mark.parametrize("name", ["flash", "flash-attn"])
+def test_a_masked_tile_never_reaches_flash(name, stand_ins, monkeypatch):
+    kernel = make(name, torch.bfloat16)
+    monkeypatch.setattr(kernel, "_forward", None)
+    monkeypatch.setattr(kernel, "_backward", None)
+    check_numbers(kernel, "masked", 4, 2, 64)
+
+
+# --- numbers ---
+
+
+def tensors(rows, keys, heads, kv_heads, dim, dtype):
+    """q, k, v, dout: views of (batch, rows, heads, dim), as models give them."""
+    torch.manual_seed(0)
+    sizes = [(rows, heads), (keys, kv_heads), (keys, kv_heads), (rows, heads)]
+    return [torch.randn(2, length, count, dim).to(dtype).transpose(1, 2) for length, count in sizes]
+
+
+def slice_of_longer(x):
+    """The same values as rows 3 to -2 of a longer (batch, rows, heads, ...) tensor."""
+    before, after = (x[:, :, :1].expand(-1, -1, n, *x.shape[3:]) for n in (3, 2))
+    longer = torch.cat([before, x, after], 2).transpose(1, 2).contiguous().transpose(1, 2)
+    return longer[:, :, 3:-2]
+
+
+def check_numbers(kernel, kind, heads, kv_heads, dim):
+    """A tile of a larger attention: its backward takes the out and lse of all keys, not of its own alone."""
+    rows, keys = KINDS[kind]
+    q, k, v, dout = tensors(rows, keys, heads, kv_heads, dim, kernel.dtype)
+    causal, mask = kind == "causal", None
+    if kind == "masked":
+        mask = torch.rand(rows, keys) < 0.5
+        mask[:, 5] = True
+    expected = REFERENCE.forward_tile(*wide(q, k, v), causal, mask, SCALE)
+    everything = Partial(q.shape, torch.float64, q.device)
+    everything.merge(*expected)
+    others = tensors(rows, 19, heads, kv_heads, dim, torch.float64)[1:3]
+    everything.merge(*REFERENCE.forward_tile(q.double(), *others, False, None, SCALE))
+    out, lse = everything.out, everything.lse
+    expected += REFERENCE.backward_tile(*wide(dout, q, k, v), out, lse, causal, mask, SCALE)
+
+    results = kernel.forward_tile(q, k, v, causal, mask, SCALE)
+    out, lse = slice_of_longer(out.float()), slice_of_longer(lse.float())
+    results += kernel.backward_tile(dout, q, k, v, out, lse, causal, mask, SCALE)
+    tolerance = 5e-6 if kernel.dtype == torch.float32 else 4e-2
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), value, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dim", [20, 64, 72])
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+def test_numbers(name, dtype, kind, heads, kv_heads, dim, stand_ins):
+    check_numbers(make(name, dtype), kind, heads, kv_heads, dim)
+
+
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+def test_whole_blocks(name, stand_ins):
+    tiles = [
+        Tile(0, 9, 0, 9, "causal"),
+        Tile(9, 20, 0, 13, "full"),
+        Tile(20, 27, 9, 16, "anticausal"),
+        Tile(27, 40, 3, 30, "masked", (Segment(27, 33, 3, 1, 10, 1), Segment(33, 40, 9, 0, 30, 0))),
+        Tile(0, 40, 28, 30, "full"),
+    ]
+    kernel = make(name, torch.float32)
+    q, k, v, dout = (kernel.prepare(x) for x in tensors(40, 30, 4, 2, 20, torch.float64))
+    total = kernel.forward(q, k, v, tiles, SCALE)
+    expected = REFERENCE.forward(*wide(q, k, v), tiles, SCALE)
+    torch.testing.assert_close(total.out.double(), expected.out, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(total.lse.double(), expected.lse, atol=5e-6, rtol=5e-6)
+    grads = kernel.backward(dout, q, k, v, total.out, total.lse, tiles, SCALE)
+    expected_grads = REFERENCE.backward(*wide(dout, q, k, v), expected.out, expected.lse, tiles, SCALE)
+    for grad, value in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad.value.double(), value.value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+def test_misaligned_views_and_an_expanded_gradient_are_copied(name, stand_ins):
+    kernel = make(name, torch.float32)
+    q, k, v = (x.contiguous()[..., 1:] for x in tensors(17, 33, 4, 2, 65, torch.float32)[:3])
+    shifted = torch.randn(k.numel() + 3)[3:].view(k.shape)  # contiguous, but starts between two aligned addresses
+    dout = torch.ones(()).expand(q.shape)
+    out, lse = kernel.forward_tile(q, shifted, v, False, None, SCALE)
+    grads = kernel.backward_tile(dout, q, shifted, v, out, lse, False, None, SCALE)
+    sides = wide(q, shifted, v)
+    expected = REFERENCE.backward_tile(dout.double(), *sides, *wide(out, lse), False, None, SCALE)
+    for grad, value in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.double(), value, atol=5e-6, rtol=5e-6)
+
+
+def test_prepare_gives_the_kernels_dtype_and_a_dense_last_dimension():
+    x = torch.randn(1, 2, 8, 3).transpose(2, 3)
+    prepared = make("flash", torch.bfloat16).prepare(x)
+    assert (prepared.dtype, prepared.stride(-1)) == (torch.bfloat16, 1)
+    assert torch.equal(prepared, x.bfloat16())
+    assert make("efficient", torch.float32).prepare(prepared).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("shape", [(1, 3, 4, 8), (1, 2, 0, 8)])
+def test_blocks_that_do_not_fit_are_refused(name, shape):
+    with pytest.raises(ValueError, match="block kernel"):
+        make(name, torch.float32).forward_tile(torch.randn(1, 4, 4, 8), *torch.randn(2, *shape), False, None, SCALE)
+
+
+# --- which backend ---
+
+
+@pytest.fixture
+def select(monkeypatch):
+    """Select a backend as if flash-attn of some version were installed, on a device of some capability."""
+
+    def chosen(dtype, head_dim=64, installed=None, capability=None):
+        parent = None
+        if installed is not None:
+            parent = types.ModuleType("flash_attn")
+            parent.__version__, parent.__path__ = installed, []
+        monkeypatch.setitem(sys.modules, "flash_attn", parent)
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", parent and PACKAGE)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        cuda._flash_attn.cache_clear()
+        return kernel_for(torch.device("cuda"), dtype, head_dim).name
+
+    yield chosen
+    cuda._flash_attn.cache_clear()
+
+
+@pytest.mark.parametrize("installed", [None, "2.8.3"])
+def test_selection_by_dtype_and_head_dim(select, installed):
+    flash = "cuda-flash" if installed is None else "cuda-flash-attn"
+    for dtype in HALF:
+        assert select(dtype, 256, installed) == flash
+        assert select(dtype, 20, installed) == flash
+        assert select(dtype, 257, installed) == "cuda-efficient"
+    assert select(torch.float32, 64, installed) == "cuda-efficient"
+    assert select(torch.float64, 64, installed) == "reference"
+    with pytest.raises(ValueError, match=r"torch\.int8"):
+        select(torch.int8, 64, installed)
+
+
+@pytest.mark.parametrize(
+    "version, name",
+    [("2.6.3", "cuda-flash"), ("2.7.0.post2", "cuda-flash-attn"), ("2.10", "cuda-flash-attn"), ("3.0", "cuda-flash")],
+)
+def test_other_signatures_of_flash_attn_fall_back_to_aten(select, version, name):
+    assert select(torch.bfloat16, installed=version) == name
+
+
+def test_flash_needs_ampere(select):
+    assert select(torch.float16, installed="2.8.3", capability=(7, 5)) == "cuda-efficient"
+    assert select(torch.float16, installed="2.8.3", capability=(8, 0)) == "cuda-flash-attn"
+    assert select(torch.float16, capability=(9, 0)) == "cuda-flash"

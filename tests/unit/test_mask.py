@@ -1,0 +1,110 @@
+"""Tiles must cover exactly the visible pairs, each once, for every mask and every pair of shards."""
+
+import random
+
+import pytest
+
+from startrail.layout import Layout
+from startrail.mask import Mask, Tile, tiles_of
+
+
+def covered(tile: Tile) -> list[tuple[int, int]]:
+    pairs = []
+    for i in range(tile.q0, tile.q1):
+        for j in range(tile.k0, tile.k1):
+            row, key = i - tile.q0, j - tile.k0
+            if tile.kind == "masked":
+                s = next(s for s in tile.bounds if s.q0 <= i < s.q1)
+                seen = s.low + (i - s.q0) * s.dlow <= j < s.high + (i - s.q0) * s.dhigh
+            else:
+                seen = {"full": True, "causal": key <= row, "anticausal": key >= row}[tile.kind]
+            if seen:
+                pairs.append((i, j))
+    return pairs
+
+
+def sees(mask: Mask, i: int, j: int) -> bool:
+    """The definition, token by token."""
+    if mask.causal and j > i:
+        return False
+    if mask.window is not None and abs(i - j) >= mask.window:
+        return False
+    if mask.documents is not None:
+        return not any(min(i, j) < edge <= max(i, j) for edge in mask.documents)
+    return True
+
+
+def positions(runs) -> list[int]:
+    return [start + i for start, count in runs for i in range(count)]
+
+
+def random_case(seed: int):
+    rng = random.Random(seed)
+    ranks = rng.choice([1, 1, 2, 3])
+    world = ranks * rng.choice([1, 2, 3, 4])
+    length = rng.choice([1, 2, 17, 40, 150, 300])
+    layout = Layout(rng.choice(["zigzag", "contiguous"]), world, length)
+    documents = None
+    if rng.random() < 0.5:
+        documents = (0, *sorted(rng.choices(range(1, length + 1), k=rng.choice([0, 1, 3, 20]))), length)
+    window = rng.choice([None, None, 1, 2, 7, 20, 130, 500])
+    shards = world // ranks
+    return layout, ranks, Mask(rng.random() < 0.5, window, documents), rng.randrange(shards), rng.randrange(shards)
+
+
+@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize("short", [4, 128])
+def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
+    monkeypatch.setattr("startrail.mask.SHORT", short)  # small limits take the paths that long sequences take
+    monkeypatch.setattr("startrail.mask.CALL_COST", short * short)
+    tiles_of.cache_clear()
+    layout, ranks, mask, row, column = random_case(seed)
+    queries, keys = layout.runs(row, ranks), layout.runs(column, ranks)
+    tiles = tiles_of(mask, queries, keys)
+    tiles_of.cache_clear()
+    pairs = [pair for tile in tiles for pair in covered(tile)]
+    qpos, kpos = positions(queries), positions(keys)
+    expected = [(i, j) for i, p in enumerate(qpos) for j, k in enumerate(kpos) if sees(mask, p, k)]
+    assert sorted(pairs) == expected
+    assert sum(tile.area for tile in tiles) == len(expected)
+    for tile in tiles:
+        assert tile.q0 < tile.q1 and tile.k0 < tile.k1
+        assert {i for i, _ in covered(tile)} == set(range(tile.q0, tile.q1)), "a row of a tile sees nothing"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
+def test_zigzag_gives_every_causal_block_the_same_work_in_one_call(world):
+    layout = Layout("zigzag", world, world * 64)
+    blocks = [
+        tiles_of(Mask(causal=True), layout.runs(i), layout.runs(j)) for i in range(world) for j in range(world)
+    ]
+    assert {len(tiles) for tiles in blocks} == {1}
+    diagonal = {tiles_of(Mask(causal=True), layout.runs(i), layout.runs(i))[0].area for i in range(world)}
+    off = {tiles[0].area for tiles in blocks} - diagonal
+    assert off == {64 * 64 // 2} and diagonal == {64 * 65 // 2}  # equal but for the diagonal itself
+
+
+def test_long_windows_and_many_documents_need_few_calls():
+    runs = Layout("contiguous", 1, 8192).runs(0)
+    assert len(tiles_of(Mask(causal=True, window=1024), runs, runs)) <= 3 * 9
+    many = Mask(causal=True, documents=tuple(range(0, 8193, 8)))
+    assert len(tiles_of(many, runs, runs)) <= 8192 // 256 + 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(window=0), "window=0 must be at least 1"),
+        (dict(documents=(0, 5, 3)), "never fall"),
+        (dict(documents=(1, 5)), "start at 0"),
+        (dict(documents=(0,)), "cu_seqlens"),
+    ],
+)
+def test_bad_masks_say_what_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Mask(**arguments)
+
+
+def test_documents_must_add_up():
+    with pytest.raises(ValueError, match="documents end at 9, but the sequence has 10 tokens"):
+        Mask(documents=(0, 4, 9)).check_length(10)
