@@ -8,6 +8,7 @@ worst element of a block with few keys is noisy: ATen's CPU kernel takes exponen
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,8 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.attention import SequenceParallel
+from startrail.attention import MAX_HEAD_DIM, SequenceParallel
+from startrail.layout import Layout
 from startrail.local import run_local
+from startrail.mask import Mask
+from startrail.plan import Plan
+from startrail.wire import Shapes
 
 NAMES = ("out", "dq", "dk", "dv")
 FLOOR = 5e-7  # what float32 may err on unit-variance inputs, whatever the yardstick says
@@ -52,6 +57,22 @@ class Case:
     layout: str = "zigzag"
     wire_dtype: torch.dtype | None = None
     seed: int = 0
+
+    def validate(self) -> None:
+        """Raise here what every rank would raise, before any is started."""
+        for name in ("world", "length", "batch", "q_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head dim {self.head_dim} is more than {MAX_HEAD_DIM}")
+        Mask(self.causal, self.window, self.documents).check_length(self.length)
+        if self.plan != "auto":
+            plan, layout = Plan.parse(self.plan), Layout(self.layout, self.world, self.length)
+            plan.check_world(self.world)
+            sizes = (self.batch, self.q_heads, self.kv_heads, self.head_dim)
+            Shapes(plan, layout, *sizes, self.dtype, self.wire_dtype or self.dtype)
 
 
 @dataclass
@@ -92,6 +113,28 @@ class Report:
         if self.sent != self.promised:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
+
+
+    def text(self, case: Case) -> str:
+        """A table that one can paste into an issue."""
+        mask = Mask(case.causal, case.window, case.documents)
+        lines = [
+            f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {mask}, batch {case.batch}, "
+            f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
+            f"torch {torch.__version__}, {platform.machine()}, seed {case.seed}",
+            "",
+            f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
+        ]
+        for name, error in self.errors.items():
+            sdpa = self.yardstick[name]
+            lines.append(f"{name:16s} {error.rms:10.2e} {sdpa.rms:10.2e} {error.worst:10.2e} {sdpa.worst:10.2e}")
+        lines += ["", f"{'all ranks':16s} {'bytes sent':>14s} {'closed form':>14s}"]
+        for name in sorted(self.sent.keys() | self.promised.keys()):
+            lines.append(f"{name:16s} {self.sent.get(name, 0):14,d} {self.promised.get(name, 0):14,d}")
+        share = self.waiting / self.total if self.total else 0.0
+        lines += ["", f"waiting for transfers: {share:.0%} of {self.total / case.world:.3f} s a rank"]
+        wrong = self.verdict()
+        return "\n".join([*lines, "", *(wrong or ["ok: exact, and every byte accounted for"])])
 
 
 def visible_pairs(case: Case) -> Tensor:
@@ -192,5 +235,5 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
             dist.barrier()
         return reports
 
-    by_rank = run_local(on_rank, world, deadline)
+    by_rank = [reports for reports in run_local(on_rank, world, deadline) if reports is not None]
     return [merge(reports) for reports in zip(*by_rank, strict=True)]

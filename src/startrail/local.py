@@ -25,23 +25,26 @@ class RankError(RuntimeError):
     """A local rank failed; the text starts with its number and holds its traceback."""
 
 
-def run_local(function: Callable[[int], Result], world: int, deadline: float = 300.0) -> list[Result]:
+def run_local(
+    function: Callable[[int], Result], world: int, deadline: float = 300.0, expendable: frozenset[int] = frozenset()
+) -> list[Result | None]:
     """Call ``function(rank)`` on ``world`` forked ranks of one thread each, and return what they return, by rank.
 
-    The first rank that fails ends the others and is reported; so does the ``deadline`` in seconds.
+    The first rank that fails ends the others and is reported; so does the ``deadline`` in seconds. ``expendable``
+    ranks are not waited for at the end and may die, in tests of what the others then do; they return None.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="startrail-") as folder:
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(function, rank, world, folder, theirs, deadline), daemon=True)
+            process = context.Process(target=_main, args=(function, rank, world, folder, theirs, deadline, not expendable))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, world, time.monotonic() + deadline)
+            return _collect(pipes, expendable, time.monotonic() + deadline)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -49,8 +52,9 @@ def run_local(function: Callable[[int], Result], world: int, deadline: float = 3
                 process.join()
 
 
-def _collect(pipes: list[Connection], world: int, end: float) -> list[Result]:
-    results: dict[int, Result] = {}
+def _collect(pipes: list[Connection], expendable: frozenset[int], end: float) -> list[Result | None]:
+    world = len(pipes)
+    results: dict[int, Result | None] = dict.fromkeys(expendable)
     while len(results) < world:
         open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
         ready = wait(open_pipes, timeout=max(0.0, end - time.monotonic()))
@@ -70,7 +74,13 @@ def _collect(pipes: list[Connection], world: int, end: float) -> list[Result]:
 
 
 def _main(
-    function: Callable[[int], Result], rank: int, world: int, folder: str, pipe: Connection, deadline: float
+    function: Callable[[int], Result],
+    rank: int,
+    world: int,
+    folder: str,
+    pipe: Connection,
+    deadline: float,
+    together: bool,
 ) -> None:
     try:
         torch.set_num_threads(1)
@@ -78,7 +88,8 @@ def _main(
         store = dist.FileStore(os.path.join(folder, "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
         result = function(rank)
-        dist.barrier()  # nobody leaves while a peer still reads from it
+        if together:
+            dist.barrier()  # nobody leaves while a peer still reads from it
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -20,6 +20,15 @@ HEADS = [(4, 4), (4, 2), (4, 1)]
 KINDS = {"full": (17, 33), "causal": (33, 33), "masked": (17, 33), "aligned": (64, 32)}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The tensors are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # --- stand-ins ---
 
 

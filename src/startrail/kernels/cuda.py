@@ -3,8 +3,8 @@ memory-efficient attention for float32, for masked tiles and for what flash atte
 
 Not run on hardware: checked with fake tensors only, and on CPU with stand-ins that enforce the demands listed here.
 
-Demands of the kernels, read in their sources (flash-attn 2.8, torch 2.13). Those marked ! go unchecked there, and give
-wrong numbers or a crash when broken:
+Demands of the kernels, read in their sources (flash-attn 2.8; headers of torch 2.13 and the rest near it). Those marked
+! go unchecked there, and give wrong numbers or a crash when broken:
 
 - all: head dims are multiples of 8, and addresses of rows aligned to 16 bytes!. Padding the head dim with zeros changes
   no score, since the scale is always explicit, and the surplus of every result is cut off again.

@@ -6,6 +6,7 @@ from collections import Counter
 from math import prod
 
 from startrail.plan import Plan
+from startrail.schedule.nested import nested_flow
 from startrail.schedule.places import Place
 from startrail.schedule.values import INPUTS, RESULTS, Piece, Program
 
@@ -67,30 +68,40 @@ def peak_pieces(program: Program) -> dict[str, int]:
 
 
 def stated_pieces(plan: Plan, world: int, direction: str) -> dict[str, int]:
-    """The closed form of ``peak_pieces``: the memory that a plan promises to stay within.
+    """The closed form that bounds ``peak_pieces``: the memory that a plan promises to stay within.
 
     >>> stated_pieces(Plan.parse("2x4"), 8, "forward")["kv"]           # double buffering
     2
-    >>> stated_pieces(Plan.parse("2x4,keep=all"), 8, "forward")["kv"]  # all four columns, one of them its own
+    >>> stated_pieces(Plan.parse("2x4,keep=all"), 8, "forward")["kv"]  # all four columns but its own
     3
     """
     place = Place.of(plan, world, 0)
-    team, ring = prod(level.team for level in place.levels), prod(level.ring for level in place.levels)
-    buffers = sum(min(level.ring - 1, 2) for level in place.levels)
-    arriving = sum(2 for level in place.levels)
     if plan.star:
-        size, hops = plan.star, place.num_shards // plan.star**2
-        stated = _star_pieces(size, hops, direction, plan.keep)
-    elif direction == "forward":
-        stated = {"q": team - 1, "kv": ring - 1 if plan.keep == "all" else buffers, "out": team}
-        stated["out<"] = max(0, arriving)
-    elif plan.backward == "queries":
-        stated = {"kv": team - 1, "q": buffers, "do": buffers, "dkv": team, "dq": 1, "dq<": 0, "dkv<": 0}
+        stated = _star_pieces(plan.star, direction, plan.keep)
     else:
-        columns = ring - 1 if plan.keep == "all" else buffers
-        stated = {"q": team - 1, "do": team - 1, "kv": columns, "dq": team, "dkv": 1}
-    return {kind: stated.get(kind, 0) * plan.groups for kind in (*INPUTS, *RESULTS, *(f"{k}<" for k in RESULTS))}
+        flow = nested_flow(direction, plan.backward, plan.keep)
+        teams, rings = [level.team for level in plan.levels], [level.ring for level in plan.levels]
+        team, ring = prod(teams), prod(rings)
+        team_levels, ring_levels = sum(size > 1 for size in teams), sum(size > 1 for size in rings)
+        shared, passed = ("q", "kv") if flow.rows_in_team else ("kv", "q")
+        buffers = sum(min(size - 1, 2) for size in rings)  # one in use, one on its way, at every level
+        stated = {shared: team - 1, passed: ring - 1 if plan.keep == "all" else buffers}
+        if direction == "backward":
+            stated["do"] = stated["q"]
+        for kinds, number, levels in ((flow.team_out, team, team_levels), (flow.ring_out, 2 * ring_levels, ring_levels)):
+            for kind in kinds:  # sums, and partial results that are coming in: two a level
+                stated[kind] = max(number, 1)
+                stated[f"{kind}<"] = 2 * levels
+    kinds = (*INPUTS, *RESULTS, *(f"{kind}<" for kind in RESULTS))
+    return {kind: stated.get(kind, 0) * place.plan.groups for kind in kinds}
 
 
-def _star_pieces(size: int, hops: int, direction: str, keep: str) -> dict[str, int]:
-    return {}
+def _star_pieces(team: int, direction: str, keep: str) -> dict[str, int]:
+    if direction == "forward":  # the gathered team's keys, the placed ones, and the next hop's
+        kept = team if keep == "all" else 0
+        return {"q": team - 1, "kv": 3 * team - 1 + kept, "out": team, "out<": team - 1}
+    columns = team if keep == "all" else 2 * team - 1
+    return {
+        **{"q": 2 * team, "do": 2 * team, "kv": columns},
+        **{"dq": 2 * team, "dq<": 2 * team, "dkv": team, "dkv<": team},
+    }

@@ -162,7 +162,8 @@ class _Walk:
             for level in reversed(range(self.inner)):
                 for d in self.rows_of(level):
                     self.return_row(d, due)
-                due += 2
+                    due += 1  # one at a time, so that two buffers suffice for what comes in
+                due += 1
 
     def arrivals(self) -> list[tuple[list[Transfer], list[Offset]]]:
         """Foreign rows in waves: straight from the innermost level, then outer ones, each handed on as it comes."""
@@ -178,14 +179,14 @@ class _Walk:
 
     def last_column(self, own: Offset, last: Offset) -> None:
         """Rows in the order in which their results must leave: innermost level first, merged before the next."""
-        merged = 0
+        due = 0
         for level in reversed(self.levels):
-            latest = merged - 2
             for d in self.rows_of(level):
                 self.line.emit(blocks=[self.block(d, last)])
-                latest = max(self.line.now + 1, merged)
-                self.return_row(d, latest)
-            merged = latest + 2
+                due = max(self.line.now + 1, due)
+                self.return_row(d, due)
+                due += 1  # one at a time, so that two buffers suffice for what comes in
+            due += 1
         self.line.emit(blocks=[self.block(own, last)])
 
     def rows_of(self, level: int) -> list[Offset]:

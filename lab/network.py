@@ -1,0 +1,157 @@
+"""The links themselves: bridges, veth pairs and rate limits, made over netlink. Runs in the holder process only.
+
+::
+
+    node 0: eth0 ---- node0 :rack0: up0 ---- down0 :core: down1 ---- up1 :rack1: node2 ---- eth0 :node 2
+    node 1: eth0 ---- node1 :                                                  : node3 ---- eth0 :node 3
+
+What lies between colons is a bridge; bridges live in the switch's namespace, each node in its own. Each end of a pair limits
+what it sends, so a link has its rate both ways. With one rack there is only ``rack0``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from lab.namespaces import enter_network, new_network
+from lab.shape import Shape, parse_rate
+
+LINK = "eth0"
+# A bucket holds this much of a link's time, so that a timer served late on a busy machine costs no throughput. It is also
+# what a run can gain by: 2 ms once, after an idle spell.
+BURST_SECONDS = 0.002
+# Queues long enough never to drop: fabrics for training are lossless, and a TCP timeout would cost 200 ms.
+QUEUE_BYTES = 1 << 30
+# One link's worth of TCP window. Without it every connection could keep megabytes in the queue before the slow link, and a
+# barrier's few bytes would wait behind them for seconds. 20 ms is far above the round trip plus a rank's time off the CPU.
+WINDOW_SECONDS = 0.020
+MIN_WINDOW = 1 << 18
+
+
+class Network:
+    """All namespaces and links of one cluster; the calling process ends up in the switch's namespace."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self.switch = new_network()
+        self._at_switch = IPRoute(groups=0)
+        self._shaper = shape.shaper or self._find_shaper()
+        for rack in range(shape.racks):
+            self._add_bridge(f"rack{rack}")
+        if shape.racks > 1:
+            self._add_bridge("core")
+        for rack in range(shape.racks if shape.racks > 1 else 0):
+            self._add_trunk(rack)
+        self.nodes: list[int] = []
+        self._at_node: list[IPRoute] = []
+        for node in range(shape.nodes):
+            self._add_node(node)
+
+    def set_link(self, node: int, rate: str | None) -> None:
+        self._limit_node(node, parse_rate(rate))
+
+    def cut(self, node: int) -> None:
+        """Pull the node's cable: its own interface loses the carrier, as it would in a real machine."""
+        self._at_switch.link("set", index=_index(self._at_switch, f"node{node}"), state="down")
+
+    def restore(self, node: int) -> None:
+        self._at_switch.link("set", index=_index(self._at_switch, f"node{node}"), state="up")
+
+    def link_bytes(self) -> list[dict[str, int]]:
+        return [_counters(ip, LINK) for ip in self._at_node]
+
+    def rack_bytes(self) -> list[dict[str, int]]:
+        racks = range(self._shape.racks if self._shape.racks > 1 else 0)
+        return [_counters(self._at_switch, f"up{rack}") for rack in racks]
+
+    def remove(self) -> None:
+        """Delete every link now. The kernel would, once nobody holds the namespaces, but in its own time."""
+        for link in self._at_switch.get_links():
+            if link.get("ifname") != "lo":
+                with suppress(NetlinkError):  # the other end of a pair went with the first
+                    self._at_switch.link("del", index=link["index"])
+
+    def _find_shaper(self) -> str:
+        try:
+            self._limit(self._at_switch, "lo", 10**9, "tbf")
+        except NetlinkError as error:
+            if error.code not in (errno.ENOENT, errno.EOPNOTSUPP):
+                raise
+            return "htb"
+        self._limit(self._at_switch, "lo", None, "tbf")
+        return "tbf"
+
+    def _add_bridge(self, name: str) -> None:
+        self._at_switch.link("add", ifname=name, kind="bridge", br_mcast_snooping=0)
+        self._at_switch.link("set", index=_index(self._at_switch, name), state="up")
+
+    def _add_trunk(self, rack: int) -> None:
+        rate = parse_rate(self._shape.rack_link)
+        options = self._pair_options(rate)
+        self._at_switch.link("add", ifname=f"up{rack}", kind="veth", peer={"ifname": f"down{rack}", **options}, **options)
+        for name, bridge in ((f"up{rack}", f"rack{rack}"), (f"down{rack}", "core")):
+            self._attach(name, bridge)
+            self._limit(self._at_switch, name, rate, self._shaper)
+
+    def _add_node(self, node: int) -> None:
+        shape = self._shape
+        namespace = new_network()
+        self.nodes.append(namespace)
+        _quieten()
+        ip = IPRoute(groups=0)
+        self._at_node.append(ip)
+        enter_network(self.switch)
+        options = self._pair_options(shape.rate(node))
+        peer = {"ifname": LINK, "net_ns_fd": namespace, **options}
+        self._at_switch.link("add", ifname=f"node{node}", kind="veth", peer=peer, **options)
+        self._attach(f"node{node}", f"rack{shape.rack(node)}")
+        ip.link("set", index=_index(ip, "lo"), state="up")
+        ip.addr("add", index=_index(ip, LINK), address=shape.address(node), prefixlen=24)
+        ip.link("set", index=_index(ip, LINK), state="up")
+        self._limit_node(node, shape.rate(node))
+
+    def _pair_options(self, rate: int | None) -> dict[str, int]:
+        # A limited link carries real frames: one segment each, so that the bucket never meets a 64 KiB super-frame
+        # and the counters count every header. An unlimited link keeps them, to cost as little CPU as it can.
+        return {"mtu": self._shape.mtu} | ({} if rate is None else {"gso_max_segs": 1})
+
+    def _attach(self, name: str, bridge: str) -> None:
+        master = _index(self._at_switch, bridge)
+        self._at_switch.link("set", index=_index(self._at_switch, name), master=master, state="up")
+
+    def _limit_node(self, node: int, rate: int | None) -> None:
+        self._limit(self._at_switch, f"node{node}", rate, self._shaper)
+        self._limit(self._at_node[node], LINK, rate, self._shaper)
+
+    def _limit(self, ip: IPRoute, name: str, rate: int | None, shaper: str) -> None:
+        """Limit what one end of a pair sends."""
+        index = _index(ip, name)
+        if rate is None:
+            with suppress(NetlinkError):  # there was no limit
+                ip.tc("del", index=index)
+            return
+        bytes_a_second = rate // 8
+        burst = max(2 * self._shape.mtu, int(bytes_a_second * BURST_SECONDS))
+        if shaper == "tbf":
+            ip.tc("replace", "tbf", index, 0x10000, rate=bytes_a_second, burst=burst, limit=QUEUE_BYTES)
+            return
+        bucket = {"rate": bytes_a_second, "burst": burst, "cburst": burst, "quantum": self._shape.mtu}
+        with suppress(NetlinkError):  # it is there already: only its class changes
+            ip.tc("add", "htb", index, 0x10000, default=1)
+        ip.tc("replace-class", "htb", index, 0x10001, parent=0x10000, **bucket)
+
+
+def _index(ip: IPRoute, name: str) -> int:
+    return ip.link_lookup(ifname=name)[0]
+
+
+def _counters(ip: IPRoute, name: str) -> dict[str, int]:
+    (link,) = ip.link("get", index=_index(ip, name))
+    stats = link.get_attr("IFLA_STATS64")
+    return {"sent": stats["tx_bytes"], "received": stats["rx_bytes"]}

@@ -1,0 +1,93 @@
+"""What an emulated cluster looks like: plain values, checked when they are made, known to both ends of the lab."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+MIN_RATE = 100_000  # below this one jumbo frame takes most of a second, and TCP gives up before it starts
+MAX_RATE = 8 * (2**32 - 1)  # tbf holds bytes a second in 32 bits
+MAX_NODES = 250
+SHAPERS = ("tbf", "htb")
+
+
+def parse_rate(text: str | None) -> int | None:
+    """Bits a second of a rate written as tc writes it; None for a link that is not limited.
+
+    >>> parse_rate("100mbit"), parse_rate("2.5gbit"), parse_rate("unlimited"), parse_rate(None)
+    (100000000, 2500000000, None, None)
+    """
+    if text is None or text == "unlimited":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", text.lower()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a rate: write '100mbit' (bit, kbit, mbit or gbit) or 'unlimited'")
+    rate = round(float(match[1]) * UNITS[match[2]])
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise ValueError(f"rate {text!r} is {rate} bit/s; a limited link has {MIN_RATE} to {MAX_RATE} bit/s")
+    return rate
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nodes, ranks and links of an emulated cluster.
+
+    Every node has one link, to the switch of its rack; with several racks, each rack's switch has one link to the core.
+    ``slow`` gives some nodes a rate of their own.
+
+    >>> shape = Shape(nodes=4, ranks_per_node=2, link="100mbit", racks=2, rack_link="50mbit", slow={3: "10mbit"})
+    >>> [shape.rack(node) for node in range(4)], shape.world, shape.address(3), shape.rate(3)
+    ([0, 0, 1, 1], 8, '10.77.0.4', 10000000)
+    """
+
+    nodes: int = 4
+    ranks_per_node: int = 8
+    link: str | None = "100mbit"
+    racks: int = 1
+    rack_link: str | None = None
+    slow: dict[int, str | None] = field(default_factory=dict)
+    mtu: int = 9000
+    shaper: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "racks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
+        if self.nodes > MAX_NODES:
+            raise ValueError(f"nodes={self.nodes} is more than the {MAX_NODES} that the lab has addresses for")
+        if self.nodes % self.racks:
+            raise ValueError(f"{self.nodes} nodes do not fill {self.racks} racks evenly")
+        if self.racks == 1 and self.rack_link is not None:
+            raise ValueError(f"rack_link={self.rack_link!r} limits links between racks, but racks=1")
+        for node in self.slow:
+            self.check_node(node)
+        for rate in (self.link, self.rack_link, *self.slow.values()):
+            parse_rate(rate)
+        if not isinstance(self.mtu, int) or not 576 <= self.mtu <= 65535:
+            raise ValueError(f"mtu={self.mtu!r} is not between 576 and 65535 bytes")
+        if self.shaper is not None and self.shaper not in SHAPERS:
+            raise ValueError(f"shaper={self.shaper!r} is none of {', '.join(SHAPERS)}")
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def check_node(self, node: int) -> None:
+        if not isinstance(node, int) or not 0 <= node < self.nodes:
+            raise ValueError(f"there is no node {node!r}: nodes are 0 to {self.nodes - 1}")
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def rack(self, node: int) -> int:
+        return node // (self.nodes // self.racks)
+
+    def address(self, node: int) -> str:
+        """The node's address on its link, in a private range that exists inside the lab's namespaces only."""
+        return f"10.77.0.{node + 1}"
+
+    def rate(self, node: int) -> int | None:
+        """The bits a second that the node's link starts with, each way."""
+        return parse_rate(self.slow.get(node, self.link))

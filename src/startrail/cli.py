@@ -1,0 +1,147 @@
+"""The command line: ``startrail check`` and ``startrail show``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from startrail.plan import Plan
+from startrail.view import show
+
+EXAMPLES = """examples:
+  startrail show 2x2                         the schedule of 4 ranks, step by step
+  startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
+  startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
+  startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ValueError as error:
+        print(f"startrail {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="startrail", description="Exact attention over near-infinite contexts.", epilog=EXAMPLES, formatter_class=plain
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("show", help="print a schedule as a grid", epilog=EXAMPLES, formatter_class=plain)
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2")
+    command.add_argument("--ranks", type=int, help="number of ranks (needed for star plans; default: the plan's size)")
+    command.add_argument("--rank", type=int, action="append", help="show this rank; may be repeated (default: the first 8)")
+    command.add_argument("--direction", choices=("forward", "backward"), default="forward")
+    command.set_defaults(run=_show)
+
+    command = commands.add_parser(
+        "check",
+        help="run a plan on local processes against float64",
+        description="Runs forward and backward with random inputs and cotangents on local processes; exit code 1 if a "
+        "result is off or a byte more or less was sent than the closed form says.",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
+    command.add_argument("--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)")
+    command.add_argument("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--heads", type=int, default=8, help="query heads (default %(default)s)")
+    command.add_argument("--kv-heads", type=int, help="key/value heads (default: as many as query heads)")
+    command.add_argument("--head-dim", type=int, default=64)
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="float32")
+    command.add_argument("--wire-dtype", choices=("float32", "bfloat16", "float16"), help="what travels (default: --dtype)")
+    command.add_argument("--causal", action="store_true")
+    command.add_argument("--window", type=int)
+    command.add_argument("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
+    command.add_argument("--layout", choices=("zigzag", "contiguous"), default="zigzag")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
+    command.set_defaults(run=_check)
+    return parser
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    plan = Plan.parse(arguments.plan)
+    world = _world(plan, arguments.ranks)
+    ranks = arguments.rank or list(range(min(world, 8)))
+    for rank in ranks:
+        if not 0 <= rank < world:
+            raise ValueError(f"--rank {rank} is not in a world of {world}")
+    print(show(plan, world, arguments.direction, ranks))
+    if not arguments.rank and world > len(ranks):
+        print(f"... and {world - len(ranks)} more ranks; choose with --rank")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    import torch  # here, so that the other commands work without torch
+
+    from startrail.check import Case, check_cases
+    from startrail.local import RankError
+
+    world = arguments.ranks
+    if arguments.plan != "auto":
+        world = _world(Plan.parse(arguments.plan), arguments.ranks)
+    elif world is None or world < 1:
+        raise ValueError("plan auto needs --ranks, at least 1")
+    case = Case(
+        plan=arguments.plan,
+        world=world,
+        length=arguments.length,
+        batch=arguments.batch,
+        q_heads=arguments.heads,
+        kv_heads=arguments.kv_heads or arguments.heads,
+        head_dim=arguments.head_dim,
+        dtype=getattr(torch, arguments.dtype),
+        causal=arguments.causal,
+        window=arguments.window,
+        documents=_documents(arguments.documents),
+        layout=arguments.layout,
+        wire_dtype=getattr(torch, arguments.wire_dtype) if arguments.wire_dtype else None,
+        seed=arguments.seed,
+    )
+    case.validate()
+    try:
+        (report,) = check_cases([case], arguments.deadline)
+    except RankError as error:
+        print(f"startrail check: {error}", file=sys.stderr)
+        return 1
+    print(report.text(case))
+    return 1 if report.verdict() else 0
+
+
+def _world(plan: Plan, ranks: int | None) -> int:
+    if ranks is None:
+        if plan.star:
+            raise ValueError(f"plan {plan} needs --ranks, a multiple of {plan.star**2 * plan.heads}")
+        ranks = plan.size
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} must be at least 1")
+    plan.check_world(ranks)
+    return ranks
+
+
+def _documents(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--documents {text!r}: write whole numbers with commas, for example 0,300,1000") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Forward and backward against float64, random cotangents, every byte accounted for, on 1 to 16 ranks."""
+
+from dataclasses import replace
+from math import lcm
+
+import pytest
+import torch
+
+from startrail.check import Case, check_cases
+from startrail.plan import Plan
+
+PLANS = {
+    1: ["1x1", "u1"],
+    2: ["1x2", "2x1", "u2", "auto"],
+    3: ["1x3", "3x1", "u3"],
+    4: ["1x4", "2x2", "4x1", "star2", "u4", "1x2/u2", "2x1/u2", "1x2/2x1", "2x1/1x2"],
+    6: ["1x6", "2x3", "3x2", "3x1/u2", "1x2/1x3", "1x3/2x1", "u6"],
+    8: ["1x8", "2x4", "4x2", "star2", "2x2/u2", "1x2/u4", "1x2/2x2", "2x1/2x2", "2x2/1x2", "u8"],
+    9: ["1x9", "3x3", "star3", "3x1/1x3", "1x3/u3"],
+    12: ["1x12", "3x4", "star2", "2x3/u2", "3x1/2x2", "1x3/2x1/u2"],
+    16: ["1x16", "4x4", "star2", "star4", "2x2/2x2", "2x2/u4", "1x4/1x4", "star2/u4", "2x1/1x2/2x2"],
+}
+VARIANTS = ["keep=queries", "keep=all", "backward=queries", "groups=2", "keep=all,groups=2"]
+
+# (length, q heads a U, kv heads, what else); the fewest shapes that meet every mask, ratio, dtype and awkward length
+SHAPES = [
+    dict(length=256, causal=False),
+    dict(length=1001, causal=True, kv=2),
+    dict(length=17, causal=True, batch=2),
+    dict(length=1, causal=False),
+    dict(length=330, causal=True, window=37, kv=1),
+    dict(length=200, causal=False, window=64, documents=(0, 3, 90, 91, 200)),
+    dict(length=513, causal=True, documents=(0, 130, 131, 260, 500, 513), kv=2, batch=2),
+    dict(length=300, causal=True, dtype=torch.bfloat16, kv=2),
+    dict(length=256, causal=False, dtype=torch.float16, layout="contiguous", head_dim=40),
+]
+
+
+def case_for(plan: str, world: int, shape: dict, seed: int) -> Case:
+    shape = dict(shape)
+    heads = 4 if plan == "auto" else lcm(4, Plan.parse(plan).heads)
+    kv_heads = shape.pop("kv", heads)
+    return Case(plan, world, q_heads=heads, kv_heads=kv_heads, seed=seed, **{"head_dim": 16, **shape})
+
+
+def run(cases: list[Case]) -> None:
+    wrong = []
+    for case, report in zip(cases, check_cases(cases), strict=True):
+        wrong += [f"{case}: {text}" for text in report.verdict()]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", sorted(PLANS))
+def test_every_plan_is_exact_on_every_shape(world):
+    cases = [
+        case_for(plan, world, shape, seed)
+        for plan in PLANS[world]
+        for seed, shape in enumerate(SHAPES)
+        if world <= 8 or seed in (1, 3, 5, 6, 7)
+    ]
+    run(cases)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("world, plans", [(4, ["2x2", "star2", "2x1/u2"]), (8, ["2x4", "2x1/2x2", "star2/u2", "1x4/u2"])])
+def test_backward_forms_keeping_and_groups(world, plans, variant):
+    plans = [plan for plan in plans if not ("star" in plan and "backward" in variant)]
+    shapes = [SHAPES[1], {**SHAPES[5], "batch": 2}, SHAPES[7]]
+    cases = []
+    for plan in plans:
+        for seed, shape in enumerate(shapes):
+            case = case_for(f"{plan},{variant}", world, shape, seed)
+            if "groups" in variant and case.kv_heads < 2 * Plan.parse(plan).heads:
+                case = replace(case, kv_heads=case.q_heads)
+            cases.append(case)
+    run(cases)
+
+
+def test_ulysses_below_and_above_the_number_of_kv_heads():
+    """u4 with 8, 4, 2, 1 and 6 key/value heads: sliced, one each, repeated; a ratio that fits neither way."""
+    cases = [Case("u4", 4, q_heads=8, kv_heads=kv, length=100, causal=True) for kv in (8, 4, 2, 1)]
+    cases += [Case("1x1/u4", 4, q_heads=12, kv_heads=6, length=100), Case("1x2/u2", 4, q_heads=6, kv_heads=3, length=64)]
+    run(cases)
+
+
+def test_head_dims_to_256_and_a_narrow_wire():
+    cases = [Case("2x2", 4, head_dim=dim, length=130, causal=True) for dim in (1, 3, 128, 256)]
+    run(cases)
+    narrow = [Case("2x2", 4, wire_dtype=torch.bfloat16, length=256)]
+    (report,) = check_cases(narrow)
+    assert report.sent == report.promised
+    assert 1e-5 < report.errors["out"].rms < 1e-2, "a bfloat16 wire must show, and no more than that"
+
+
+def test_float64_inputs_are_computed_in_float64():
+    (report,) = check_cases([Case("2x2", 4, dtype=torch.float64, causal=True)])
+    assert max(error.worst for error in report.errors.values()) < 1e-13
