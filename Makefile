@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test lint fuzz bench-engine clean
+.PHONY: setup test lint prove fuzz bench-engine clean
 
 setup: .venv/ready
 
@@ -21,6 +21,9 @@ lint: setup            ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+prove: setup           ## check every schedule of two levels up to 64 ranks (ten minutes)
+	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_schedule.py
 
 fuzz: setup            ## 500 random plans x shapes x masks against float64 (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)

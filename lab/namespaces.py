@@ -40,9 +40,12 @@ def enter_user_namespace() -> None:
     _call("unshare", NEW_USER)
     # Taking on capabilities makes a process "undumpable", and its /proc entries root's: undo that for our own parent.
     _call("prctl", SET_DUMPABLE, 1)
-    Path("/proc/self/setgroups").write_text("deny")  # the kernel's condition for writing gid_map without privileges
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    # "deny" is the kernel's condition for writing gid_map without privileges.
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        try:
+            Path("/proc/self", name).write_text(text)
+        except OSError as error:
+            raise OSError(error.errno, f"writing {text!r} to /proc/self/{name}: {error.strerror}") from None
 
 
 def new_network() -> int:

@@ -5,14 +5,13 @@
     node 0: eth0 ---- node0 :rack0: up0 ---- down0 :core: down1 ---- up1 :rack1: node2 ---- eth0 :node 2
     node 1: eth0 ---- node1 :                                                  : node3 ---- eth0 :node 3
 
-What lies between colons is a bridge; bridges live in the switch's namespace, each node in its own. Each end of a pair limits
-what it sends, so a link has its rate both ways. With one rack there is only ``rack0``.
+What lies between colons is a bridge; bridges live in the switch's namespace, each node in its own. Each end of a pair
+limits what it sends, so a link has its rate both ways. With one rack there is only ``rack0``.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,18 +19,14 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from lab.namespaces import enter_network, new_network
-from lab.shape import Shape, parse_rate
+from lab.shape import LINK, Shape, parse_rate
 
-LINK = "eth0"
-# A bucket holds this much of a link's time, so that a timer served late on a busy machine costs no throughput. It is also
-# what a run can gain by: 2 ms once, after an idle spell.
+# A bucket holds this much of a link's time, so that a timer served late on a busy machine costs no throughput. It is
+# also all that a run can gain by: once, after an idle spell.
 BURST_SECONDS = 0.002
 # Queues long enough never to drop: fabrics for training are lossless, and a TCP timeout would cost 200 ms.
 QUEUE_BYTES = 1 << 30
-# One link's worth of TCP window. Without it every connection could keep megabytes in the queue before the slow link, and a
-# barrier's few bytes would wait behind them for seconds. 20 ms is far above the round trip plus a rank's time off the CPU.
-WINDOW_SECONDS = 0.020
-MIN_WINDOW = 1 << 18
+ROOT = 0x10000  # tc writes 1:0; its one class is 1:1
 
 
 class Network:
@@ -40,6 +35,7 @@ class Network:
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self.switch = new_network()
+        _quieten()
         self._at_switch = IPRoute(groups=0)
         self._shaper = shape.shaper or self._find_shaper()
         for rack in range(shape.racks):
@@ -94,7 +90,9 @@ class Network:
     def _add_trunk(self, rack: int) -> None:
         rate = parse_rate(self._shape.rack_link)
         options = self._pair_options(rate)
-        self._at_switch.link("add", ifname=f"up{rack}", kind="veth", peer={"ifname": f"down{rack}", **options}, **options)
+        self._at_switch.link(
+            "add", ifname=f"up{rack}", kind="veth", peer={"ifname": f"down{rack}", **options}, **options
+        )
         for name, bridge in ((f"up{rack}", f"rack{rack}"), (f"down{rack}", "core")):
             self._attach(name, bridge)
             self._limit(self._at_switch, name, rate, self._shaper)
@@ -130,25 +128,35 @@ class Network:
         self._limit(self._at_node[node], LINK, rate, self._shaper)
 
     def _limit(self, ip: IPRoute, name: str, rate: int | None, shaper: str) -> None:
-        """Limit what one end of a pair sends."""
+        """Limit what one end of a pair sends, or stop limiting it."""
         index = _index(ip, name)
+        limited = any(queue.get_attr("TCA_KIND") == shaper for queue in ip.get_qdiscs(index))
         if rate is None:
-            with suppress(NetlinkError):  # there was no limit
-                ip.tc("del", index=index)
+            if limited:
+                ip.tc("del", index=index, root=True)
             return
         bytes_a_second = rate // 8
         burst = max(2 * self._shape.mtu, int(bytes_a_second * BURST_SECONDS))
         if shaper == "tbf":
-            ip.tc("replace", "tbf", index, 0x10000, rate=bytes_a_second, burst=burst, limit=QUEUE_BYTES)
+            ip.tc("replace", "tbf", index, ROOT, rate=bytes_a_second, burst=burst, limit=QUEUE_BYTES)
             return
+        if not limited:
+            ip.tc("add", "htb", index, ROOT, default=1)
         bucket = {"rate": bytes_a_second, "burst": burst, "cburst": burst, "quantum": self._shape.mtu}
-        with suppress(NetlinkError):  # it is there already: only its class changes
-            ip.tc("add", "htb", index, 0x10000, default=1)
-        ip.tc("replace-class", "htb", index, 0x10001, parent=0x10000, **bucket)
+        ip.tc("replace-class", "htb", index, ROOT + 1, parent=ROOT, **bucket)
+
+
+def _quieten() -> None:
+    """In a new namespace: no IPv6 chatter on the counters, and no dead rank's socket that retries for minutes."""
+    settings = {"ipv6/conf/all/disable_ipv6": 1, "ipv6/conf/default/disable_ipv6": 1, "ipv4/tcp_orphan_retries": 1}
+    for name, value in settings.items():
+        with suppress(OSError):  # a kernel without IPv6, or a container's read-only /proc: the lab works all the same
+            Path("/proc/sys/net", name).write_text(str(value))
 
 
 def _index(ip: IPRoute, name: str) -> int:
-    return ip.link_lookup(ifname=name)[0]
+    index: int = ip.link_lookup(ifname=name)[0]
+    return index
 
 
 def _counters(ip: IPRoute, name: str) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+LINK = "eth0"  # the interface of every node's link, as the node sees it
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 MIN_RATE = 100_000  # below this one jumbo frame takes most of a second, and TCP gives up before it starts
 MAX_RATE = 8 * (2**32 - 1)  # tbf holds bytes a second in 32 bits

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
-from startrail.agree import Agreement
+from startrail.agree import Agreement, Board
 from startrail.executor import Call, Counters, Executor, Lanes, tag_of
 from startrail.kernels import Kernel, kernel_for
 from startrail.layout import Layout, check_layout, layout_of_local
@@ -26,6 +28,7 @@ from startrail.schedule import Place, build_program, closed_form, lane_names
 from startrail.wire import DTYPES, KINDS, Shapes
 
 MAX_HEAD_DIM = 256
+_boards: dict[tuple[int, ...], Iterator[int]] = {}  # how many instances each group of ranks has made so far
 
 
 class SequenceParallel:
@@ -65,8 +68,8 @@ class SequenceParallel:
         if group is not None and mesh is not None:
             raise ValueError("pass group= or mesh=, not both")
         self.layout, self.wire_dtype = layout, wire_dtype
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._group = _group_of(group, mesh)
+        self._timeout = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self._group)
         self._ranks = tuple(dist.get_process_group_ranks(self._group)) if self._group else (0,)
         self.world = len(self._ranks)
         self.rank = dist.get_rank(self._group) if self._group else 0
@@ -76,10 +79,11 @@ class SequenceParallel:
             self._plan.check_world(self.world)
         if check_every_call is None:
             check_every_call = os.environ.get("STARTRAIL_CHECK_EVERY_CALL", "") not in ("", "0")
-        self._agreement = Agreement(self._group if self.world > 1 else None, check_every_call)
+        self._agreement = Agreement(self._board(), check_every_call)
+        self._counters = Counters()
         self._executors: dict[Plan, Executor] = {}
         self._agreed: dict[str, tuple[Shapes, Kernel]] = {}
-        self._number = op.register(self)
+        self._name = op.register(self)
 
     def __repr__(self) -> str:
         return f"SequenceParallel({self._plan or 'auto'}, rank {self.rank} of {self.world}, {self.layout})"
@@ -112,8 +116,7 @@ class SequenceParallel:
         dim = _dim(x, dim)
         layout = layout_of_local(self.layout, self.world, x.shape[dim], length)
         if self._group is not None and self.world > 1:
-            gather = funcol.all_gather_tensor_autograd if x.requires_grad else funcol.all_gather_tensor
-            x = funcol.wait_tensor(gather(x.contiguous(), dim, self._group))
+            x = funcol.wait_tensor(funcol.all_gather_single_autograd(x.contiguous(), dim, self._group))
             places = {c: i for i, c in enumerate(c for rank in range(self.world) for c in layout.chunks(rank))}
             x = torch.cat([x.narrow(dim, places[c] * layout.chunk, layout.chunk) for c in range(len(places))], dim)
         return x.narrow(dim, 0, layout.length)
@@ -150,7 +153,7 @@ class SequenceParallel:
         if scale is None:
             scale = q.shape[-1] ** -0.5
         arguments = (causal, window, length, float(scale))
-        out, _, _ = torch.ops.startrail.attention(q, k, v, documents, self._number, *arguments)
+        out, _, _ = torch.ops.startrail.attention(q, k, v, documents, self._name, *arguments)
         return out
 
     def plan_for(self, q_heads: int, kv_heads: int) -> Plan:
@@ -166,22 +169,14 @@ class SequenceParallel:
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes and messages that this rank has sent, by level of the plan, since it was made or last reset."""
-        total: dict[str, dict[str, int]] = {}
-        for executor in self._executors.values():
-            for name, lane in executor.counters.traffic.items():
-                entry = total.setdefault(name, {"bytes": 0, "hops": 0})
-                entry["bytes"] += lane.bytes
-                entry["hops"] += lane.hops
-        return total
+        return {name: {"bytes": lane.bytes, "hops": lane.hops} for name, lane in self._counters.traffic.items()}
 
     def timings(self) -> dict[str, float]:
         """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
-        counters = [executor.counters for executor in self._executors.values()]
-        return {"total": sum(c.total for c in counters), "waiting": sum(c.waiting for c in counters)}
+        return {"total": self._counters.total, "waiting": self._counters.waiting}
 
     def reset_counters(self) -> None:
-        for executor in self._executors.values():
-            executor.counters = Counters()
+        self._counters.reset()
 
     def promised_traffic(self, q: Tensor, k: Tensor, length: int | None = None) -> dict[str, dict[str, int]]:
         """Bytes by level that one call with such shards must send, by closed form: {"forward": ..., "backward": ...}."""
@@ -223,7 +218,7 @@ class SequenceParallel:
         program = build_program(shapes.plan, self.world, self.rank, "forward")
         kept = torch.empty(shapes.kept_bytes(program.kept), dtype=torch.uint8, device=q.device)
         inputs = {"q": (q,), "kv": shapes.with_copies(k, v)}
-        lse, out = executor.run(call, program, inputs, kept, None)["out"]
+        lse, out = self._run(executor, call, program, inputs, kept, None)["out"]
         return out, lse, kept
 
     def run_backward(
@@ -248,8 +243,15 @@ class SequenceParallel:
         inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
         if qkv:
             inputs |= {"q": (q,), "kv": shapes.with_copies(k, v)}
-        results = executor.run(call, program, inputs, kept, out)
+        results = self._run(executor, call, program, inputs, kept, out)
         return (*results["dq"], *shapes.without_copies(*results["dkv"]))
+
+    def _run(self, executor: Executor, *arguments: Any) -> dict[str, tuple[Tensor, ...]]:
+        try:
+            return executor.run(*arguments)
+        except BaseException:
+            self._executors.clear()  # its lanes may be closed: the next call makes new ones
+            raise
 
     def _call(
         self,
@@ -274,15 +276,19 @@ class SequenceParallel:
             f"q {_describe(q)}, k {_describe(k)}, v {_describe(v)}, causal={causal}, window={window}, "
             f"length={length}, scale={scale}{packed}"
         )
+        setup = f"plan {self._plan or 'auto'}, {self.layout}, wire {self.wire_dtype}"
+        self._agreement.start(f"{subject}{packed and f' {ends}'}, {setup}")
         if not self._agreement.knows(subject):
             problem, found = None, None
             try:
                 found = self._check(q, k, v, ends, causal, window, length)
             except ValueError as error:
                 problem = str(error)
-            plan = found[0].plan if found else self._plan
-            setup = f"plan {plan}, {self.layout}, wire {self.wire_dtype}"
-            self._agreement.confirm(subject, f"{subject}{'' if ends is None else f' {ends}'}, {setup}", problem)
+            try:
+                self._agreement.confirm(subject, problem)
+            except ValueError:
+                self._executors.clear()  # ranks that were already sending may have closed the lanes
+                raise
             assert found is not None
             self._agreed[subject] = found
         shapes, kernel = self._agreed[subject]
@@ -341,8 +347,18 @@ class SequenceParallel:
             lanes = None
             if self.world > 1:
                 lanes = Lanes(Place.of(plan, self.world, self.rank), self._ranks, self._timeout)
-            self._executors[plan] = Executor(lanes)
+                self._agreement.watch()
+            self._executors[plan] = Executor(lanes, self._agreement, self._counters)
         return self._executors[plan]
+
+    def _board(self) -> Board | None:
+        """Where the ranks of this group compare their calls; each group and each instance has a board of its own."""
+        if self.world == 1:
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        made = _boards.setdefault(self._ranks, itertools.count())
+        name = f"startrail/{'-'.join(map(str, self._ranks[:4]))}-{hash(self._ranks) & 0xFFFFFFFF:x}/{next(made)}"
+        return Board(dist.PrefixStore(name, store), self.rank, self.world, self._timeout)
 
 
 def _mask(causal: bool, window: int | None, ends: tuple[int, ...] | None, length: int) -> Mask:
@@ -361,6 +377,13 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long the group's own operations may take."""
+    if group is None:
+        return dist.distributed_c10d.default_pg_timeout
+    return group._get_backend(dist.distributed_c10d._get_pg_default_device(group)).options._timeout
 
 
 def _dim(x: Tensor, dim: int) -> int:

@@ -6,6 +6,7 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from startrail.agree import Agreement
 from startrail.kernels import Kernel, Partial, Sum, stand_in_out
 from startrail.mask import Tile
 from startrail.schedule import INPUTS, RESULTS, Merge, Piece, Place, Program, Step, Transfer, lane_names, last_uses
@@ -25,6 +27,7 @@ from startrail.wire import Shapes
 
 Work = dist.Work
 TAGS_A_PAIR = 1 << 11
+UNUSED_TAG = (1 << 31) - 1  # the digests' tags stay below
 
 
 class PeerError(RuntimeError):
@@ -41,11 +44,14 @@ class Traffic:
 
 @dataclass
 class Counters:
-    """Totals since the last reset: traffic by lane, and seconds."""
+    """Totals: traffic by lane, and seconds."""
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     waiting: float = 0.0
     total: float = 0.0
+
+    def reset(self) -> None:
+        self.traffic, self.waiting, self.total = {}, 0.0, 0.0
 
 
 class BufferPool:
@@ -69,10 +75,6 @@ class BufferPool:
     def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
         self._free.setdefault((buffer.numel(), buffer.device), []).append((buffer, pending))
 
-    def clear(self) -> None:
-        self._free.clear()
-        self.allocated = 0
-
 
 class Lanes:
     """One process group a lane, made once. ``ranks`` are the global ranks of the sequence-parallel group."""
@@ -87,6 +89,19 @@ class Lanes:
             if len(members) > 1:
                 group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
             self.groups.append(group)
+
+    def end_waits(self) -> None:
+        """Make every transfer under way fail at once, here and at the peers. The lanes are of no use afterwards."""
+        for group in self.groups:
+            if group is None:
+                continue
+            if dist.get_backend(group) != "gloo":
+                group.abort()
+                continue
+            # gloo cannot be aborted, but a receive that times out closes all its connections
+            with contextlib.suppress(RuntimeError):
+                peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+                dist.irecv(torch.empty(1), peer, group, tag=UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def post(self, transfers: list[tuple[Transfer, Tensor, int]]) -> list[Work]:
         """Post transfers with their buffers and tags as one batch a lane; a work for each, in order."""
@@ -162,12 +177,12 @@ class Call:
 
 
 class Executor:
-    """Runs programs for one rank. Keeps buffers and counters between calls, nothing else."""
+    """Runs programs for one rank. Keeps buffers between calls, nothing else; after an error it must not be used again,
+    since its lanes may be closed and its buffers still be written to."""
 
-    def __init__(self, lanes: Lanes | None) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
+        self.lanes, self.agreement, self.counters = lanes, agreement, counters
         self.pool = BufferPool()
-        self.counters = Counters()
 
     def run(
         self, call: Call, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor, out: Tensor | None
@@ -179,12 +194,8 @@ class Executor:
         """
         start = time.perf_counter()
         run = _Pass(self, call, program, inputs, kept, out)
-        try:
-            run.walk()
-            results = run.finish()
-        except BaseException:
-            self.pool.clear()  # buffers may still be written to by transfers under way
-            raise
+        run.walk()
+        results = run.finish()
         self.counters.total += time.perf_counter() - start
         return results
 
@@ -312,7 +323,11 @@ class _Pass:
             assert held.flat is not None
             batch.append((post, held.flat, self.call.tag + tag))
             helds.append(held)
-        works = lanes.post(batch)
+        try:
+            works = lanes.post(batch)
+        except RuntimeError as error:
+            names = ", ".join(self._name(post) for post in compiled.step.posts)
+            raise self._failure(self.index, f"posting {names}", error) from error
         for (post, flat, _), held, work in zip(batch, helds, works, strict=True):
             wait = self._waiter(work, post)
             self.open.append(wait)
@@ -399,24 +414,34 @@ class _Pass:
             if ended:
                 return
             ended = True
+            agreement, lanes = self.executor.agreement, self.executor.lanes
+            assert lanes is not None
             start = time.perf_counter()
+            agreement.waiting(lanes.end_waits)
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerError(self._describe(post, index, error)) from error
+                verb = f"{'sending' if post.send else 'receiving'} {self._name(post)}"
+                raise self._failure(index, verb, error) from error
             finally:
+                agreement.arrived()
                 self.executor.counters.waiting += time.perf_counter() - start
 
         return wait
 
-    def _describe(self, post: Transfer, index: int, error: RuntimeError) -> str:
+    def _name(self, post: Transfer) -> str:
         lanes = self.executor.lanes
         assert lanes is not None
-        verb = "sending" if post.send else "receiving"
-        return (
-            f"rank {self.place.rank}, {self.program.direction} step {index} of plan {self.program.plan}: "
-            f"{verb} {post.piece} {'to' if post.send else 'from'} rank {post.peer} "
-            f"(global rank {lanes.ranks[post.peer]}) over {lanes.names[post.lane]} failed: {str(error).splitlines()[0]}"
+        way = "to" if post.send else "from"
+        return f"{post.piece} {way} rank {post.peer} (global rank {lanes.ranks[post.peer]}) over {lanes.names[post.lane]}"
+
+    def _failure(self, index: int, what: str, error: RuntimeError) -> Exception:
+        """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
+        if disagreement := self.executor.agreement.disagreement():
+            return ValueError(disagreement)
+        return PeerError(
+            f"rank {self.place.rank}, {self.program.direction} step {index} of plan {self.program.plan}: {what} failed: "
+            f"{str(error).splitlines()[0]}"
         )
 
     def _arrive(self, held: Held) -> None:

@@ -1,8 +1,8 @@
 """The custom ops ``startrail::attention`` and ``startrail::attention_backward``.
 
 They are opaque to autograd and to torch.compile, so that a compiled graph stays whole, and selective activation
-checkpointing can save their results instead of repeating a distributed forward. ``instance`` is the number of the
-``SequenceParallel`` that runs the call: an op takes only tensors and numbers.
+checkpointing can save their results instead of repeating a distributed forward. ``instance`` names the
+``SequenceParallel`` that runs the call: an op takes only tensors, numbers and texts.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class Runner(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
+_runners: weakref.WeakValueDictionary[str, Runner] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(runner: Runner) -> int:
-    number = next(_numbers)
-    _runners[number] = runner
-    return number
+def register(runner: Runner) -> str:
+    """A name under which the ops find ``runner``; a text, since torch.compile would take numbers for sizes."""
+    name = f"sp{next(_numbers)}"
+    _runners[name] = runner
+    return name
 
 
 @torch.library.custom_op("startrail::attention", mutates_args=())
@@ -70,7 +71,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
-    instance: int,
+    instance: str,
     causal: bool,
     window: int | None,
     length: int | None,
@@ -86,7 +87,7 @@ def _(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
-    instance: int,
+    instance: str,
     causal: bool,
     window: int | None,
     length: int | None,
@@ -111,7 +112,7 @@ def attention_backward(
     kept: Tensor,
     documents: Tensor | None,
     kv_heads: int,
-    instance: int,
+    instance: str,
     causal: bool,
     window: int | None,
     length: int | None,
@@ -132,7 +133,7 @@ def _(
     kept: Tensor,
     documents: Tensor | None,
     kv_heads: int,
-    instance: int,
+    instance: str,
     causal: bool,
     window: int | None,
     length: int | None,

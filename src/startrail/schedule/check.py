@@ -9,10 +9,11 @@ owner with all its parts and none twice, and what should be kept is still there.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from startrail.plan import Plan
-from startrail.schedule.build import build_program
+from startrail.schedule.build import DIRECTIONS, build_program
 from startrail.schedule.memory import peak_pieces, stated_pieces
 from startrail.schedule.traffic import closed_form, count_sends
 from startrail.schedule.values import RESULTS, Piece, Program, Transfer
@@ -24,9 +25,9 @@ class ScheduleError(AssertionError):
     """A schedule breaks one of its promises; the text shows rank, step, what was expected and what was found."""
 
 
-def check_plan(plan: Plan, world: int) -> None:
-    """Raise ``ScheduleError`` unless both passes of ``plan`` on ``world`` ranks keep every promise."""
-    for direction in ("forward", "backward"):
+def check_plan(plan: Plan, world: int, directions: Sequence[str] = DIRECTIONS) -> None:
+    """Raise ``ScheduleError`` unless the passes of ``plan`` on ``world`` ranks keep every promise."""
+    for direction in directions:
         programs = [build_program.__wrapped__(plan, world, rank, direction) for rank in range(world)]
         check_programs(programs)
         for program in programs:
@@ -86,7 +87,7 @@ class _Rank:
 class _Game:
     def __init__(self, programs: list[Program]) -> None:
         self.ranks = [_Rank(program) for program in programs]
-        self.heads = programs[0].plan.heads
+        self.heads_lane = programs[0].place.heads_lane
         self.everything = (1 << programs[0].place.num_shards) - 1
         self.waiting: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active sends not yet met
         self.wanted: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active receives not yet met
@@ -117,9 +118,10 @@ class _Game:
             return False
         step = state.program.steps[state.index]
         if not state.posted:
-            sends = [post.piece for post in step.posts if post.send and post.piece.kind not in RESULTS]
-            if not all(self.ready(state, piece, post=True) for piece in sends):
-                return False
+            for post in step.posts:  # on the heads lane a rank sends its own tokens, which it always has
+                if post.send and post.lane != self.heads_lane and post.piece.kind not in RESULTS:
+                    if not self.ready(state, post.piece):
+                        return False
             self.post(rank, step.posts)
             state.posted = True
         for block in step.blocks:
@@ -147,16 +149,10 @@ class _Game:
         state.posted = False
         return True
 
-    def ready(self, state: _Rank, piece: Piece, post: bool = False) -> bool:
+    def ready(self, state: _Rank, piece: Piece) -> bool:
         if piece not in state.held:
             self.fail(state, f"needs {piece}, which it does not have and has not asked for")
-        if post and piece.shard == state.program.shard and piece.kind in ("q", "kv", "do"):
-            on_heads = [m for m in state.held[piece] if m.transfer.lane == state.program.place.heads_lane]
-            step = state.program.steps[state.index]
-            if any(p.send and p.piece == piece and p.lane == state.program.place.heads_lane for p in step.posts):
-                return True  # the exchange itself sends our own tokens, which we always have
-            return all(message.done for message in on_heads)
-        return all(message.done for message in state.held[piece])
+        return all([message.done for message in state.held[piece]])
 
     def combine(self, state: _Rank, piece: Piece, parts: int) -> None:
         have = state.results.get(piece, 0)
@@ -166,7 +162,6 @@ class _Game:
 
     def post(self, rank: int, posts: tuple[Transfer, ...]) -> None:
         state = self.ranks[rank]
-        lane_of_heads = state.program.place.heads_lane
         batches: dict[int, _Batch] = {}
         for transfer in posts:
             batch = batches.setdefault(transfer.lane, _Batch(rank, []))
@@ -178,11 +173,11 @@ class _Game:
                 if piece not in state.results:
                     self.fail(state, f"sends {piece}, of which it has nothing")
                 # a result leaves for good, but on the heads lane only a part of it does
-                message.content = state.results[piece] if transfer.lane == lane_of_heads else state.results.pop(piece)
+                message.content = state.results[piece] if transfer.lane == self.heads_lane else state.results.pop(piece)
             elif not transfer.send and piece.kind in RESULTS:
                 state.incoming.setdefault((piece, transfer.peer), deque()).append(message)
             elif not transfer.send:
-                if transfer.lane == lane_of_heads:
+                if transfer.lane == self.heads_lane:
                     state.held.setdefault(piece, []).append(message)
                 else:
                     state.held[piece] = [message]

@@ -33,37 +33,47 @@ def last_uses(program: Program) -> tuple[tuple[Piece, ...], ...]:
 def peak_pieces(program: Program) -> dict[str, int]:
     """The most pieces of each kind that a rank holds at once beside its own: received inputs, and for results the
     accumulators (``out``, ``dq``, ``dkv``) and the partial results on their way in (``out<`` and so on)."""
-    own = program.shard
-    live: set[Piece] = {piece for piece in program.given if piece.shard != own}
+    own, lane_of_heads = program.shard, program.place.heads_lane
+    forward = program.direction == "forward"
+    live = {piece for piece in program.given if piece.shard != own}
     sums: set[Piece] = set()
-    coming: Counter[str] = Counter()
-    peak: dict[str, int] = {kind: 0 for kind in (*INPUTS, *RESULTS, *(f"{kind}<" for kind in RESULTS))}
-    lane_of_heads = program.place.heads_lane
+    now: Counter[str] = Counter(piece.kind for piece in live)
+    peak = dict.fromkeys((*INPUTS, *RESULTS, *(f"{kind}<" for kind in RESULTS)), 0)
+
+    def add(pieces: set[Piece], piece: Piece) -> None:
+        if piece not in pieces:
+            pieces.add(piece)
+            now[piece.kind] += 1
+
+    def drop(pieces: set[Piece], piece: Piece) -> None:
+        if piece in pieces:
+            pieces.remove(piece)
+            now[piece.kind] -= 1
+
     for step, done in zip(program.steps, last_uses(program), strict=True):
         for post in step.posts:
             if post.lane == lane_of_heads:
                 continue
-            if post.piece.kind in RESULTS:
-                if post.send:
-                    sums.discard(post.piece)
-                else:
-                    coming[post.piece.kind] += 1
-            elif not post.send and post.piece.shard != own:
-                live.add(post.piece)
-        for block in step.blocks:
-            if program.direction == "forward":
-                sums.add(Piece("out", block.row, block.group))
+            if post.piece.kind in INPUTS:
+                if not post.send and post.piece.shard != own:
+                    add(live, post.piece)
+            elif post.send:
+                drop(sums, post.piece)
             else:
-                sums |= {Piece("dq", block.row, block.group), Piece("dkv", block.column, block.group)}
-        sums |= {merge.piece for merge in step.merges}
-        for kind in INPUTS:
-            peak[kind] = max(peak[kind], sum(piece.kind == kind for piece in live))
-        for kind in RESULTS:
-            peak[kind] = max(peak[kind], sum(piece.kind == kind for piece in sums))
-            peak[f"{kind}<"] = max(peak[f"{kind}<"], coming[kind])
+                now[f"{post.piece.kind}<"] += 1
+        for row, column, group in step.blocks:
+            add(sums, Piece("out" if forward else "dq", row, group))
+            if not forward:
+                add(sums, Piece("dkv", column, group))
         for merge in step.merges:
-            coming[merge.piece.kind] -= 1
-        live.difference_update(done)
+            add(sums, merge.piece)
+        for kind, number in now.items():
+            if number > peak[kind]:
+                peak[kind] = number
+        for merge in step.merges:
+            now[f"{merge.piece.kind}<"] -= 1
+        for piece in done:
+            drop(live, piece)
     return peak
 
 

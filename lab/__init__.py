@@ -1,0 +1,10 @@
+"""The lab: a cluster on one machine. Nodes are network namespaces, links have real limits, and traffic is real TCP.
+
+`Cluster` builds one, runs programs and functions on it, and counts what crosses each link.
+"""
+
+from lab.cluster import Cluster, available, own_link_bytes
+from lab.holder import LabError
+from lab.job import JobError
+
+__all__ = ["Cluster", "JobError", "LabError", "available", "own_link_bytes"]

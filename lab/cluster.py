@@ -1,0 +1,238 @@
+"""An emulated cluster: network namespaces as nodes, rate-limited links between them, and jobs that run on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from lab.holder import Holder, LabError
+from lab.job import Job, Program
+from lab.namespaces import die_with, enter_held_network, kill_all, signal_all
+from lab.shape import LINK, Shape, parse_rate
+
+if TYPE_CHECKING:
+    from lab.call import Call
+
+Result = TypeVar("Result")
+FIRST_PORT = 29500
+PORTS = 1000  # ports below the kernel's own range, taken in turn, so that a job never meets the last one's sockets
+
+
+class Cluster:
+    """Nodes, links and ranks on this machine, as a context manager.
+
+    ::
+
+        with Cluster(nodes=2, ranks_per_node=2, link="100mbit") as cluster:
+            cluster.run(["train.py", "--steps", "3"], deadline=60)    # as torchrun would, once a rank
+            sizes = cluster.call(lambda rank: dist.get_world_size(), deadline=60)   # [4, 4, 4, 4]
+            print(cluster.link_bytes()[0]["sent"])
+
+    ``link`` is every node's rate each way ("100mbit"; None: not limited), ``slow`` gives some nodes another one, and
+    ``rack_link`` limits what passes between ``racks``. Ranks of one node meet on its loopback, which has no limit and
+    is not counted. ``mtu`` defaults to jumbo frames, whose headers add about 1 % to the bytes. ``shaper`` chooses tbf
+    or htb; None takes tbf where the kernel has it.
+
+    Works as root, and otherwise in a user namespace where the system allows one; `LabError` says why not. Everything is
+    removed when the block ends, however it ends, and also when this process is killed.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 4,
+        ranks_per_node: int = 8,
+        link: str | None = "100mbit",
+        *,
+        racks: int = 1,
+        rack_link: str | None = None,
+        slow: Mapping[int, str | None] | None = None,
+        mtu: int = 9000,
+        shaper: str | None = None,
+    ) -> None:
+        self.shape = Shape(nodes, ranks_per_node, link, racks, rack_link, dict(slow or {}), mtu, shaper)
+        self._holder: Holder | None = None
+        self._folder = ""
+        self._owner = 0
+        self._job: Job | None = None
+        self._jobs = 0
+
+    def __enter__(self) -> Cluster:
+        self._folder = tempfile.mkdtemp(prefix="startrail-lab-")  # the holder removes it
+        self._owner = os.getpid()
+        self._holder = Holder(self.shape, self._folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        holder = self._running()
+        try:
+            if self._job is not None:
+                self._job.kill()
+        finally:
+            self._holder = None
+            holder.close()
+
+    def link_bytes(self) -> dict[int, dict[str, int]]:
+        """Bytes that each node's link has carried so far: ``{node: {"sent": ..., "received": ...}}``."""
+        return dict(enumerate(self._running().ask("link_bytes")))
+
+    def rack_bytes(self) -> dict[int, dict[str, int]]:
+        """Bytes that have left and entered each rack so far; empty with one rack."""
+        return dict(enumerate(self._running().ask("rack_bytes")))
+
+    def set_link(self, node: int, rate: str | None) -> None:
+        """Give a node's link another rate, both ways, at once."""
+        self.shape.check_node(node)
+        parse_rate(rate)
+        self._running().ask("set_link", node, rate)
+
+    def cut(self, node: int) -> None:
+        """Pull a node's cable: nothing passes, and connections wait for `restore`."""
+        self.shape.check_node(node)
+        self._running().ask("cut", node)
+
+    def restore(self, node: int) -> None:
+        """Plug a node's cable back in."""
+        self.shape.check_node(node)
+        self._running().ask("restore", node)
+
+    def stop(self, node: int) -> None:
+        """Freeze every process of a node, as if the machine hung: its connections stay, and nobody answers."""
+        self.shape.check_node(node)
+        signal_all({self._running().networks[node]}, signal.SIGSTOP)
+
+    def resume(self, node: int) -> None:
+        """Let a stopped node run on."""
+        self.shape.check_node(node)
+        signal_all({self._running().networks[node]}, signal.SIGCONT)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        deadline: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+    ) -> Program:
+        """Start ``script.py args``, ``-m module args`` or any command on every rank, and return without waiting.
+
+        Links can be cut and slowed until ``wait()`` of what this returns. The environment is torchrun's; see `run`.
+        """
+        self._be_free()
+        folder = Path(log_dir) if log_dir is not None else Path(self._folder, f"job{self._jobs}")
+        environments = [{**os.environ, **variables, **(env or {})} for variables in self._environments()]
+        job = Program(argv, environments, self._enter, folder, deadline, self._sweep)
+        self._job = job
+        return job
+
+    def run(
+        self,
+        argv: Sequence[str],
+        deadline: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+    ) -> list[Path]:
+        """Run a torchrun-style program on every rank, and return the log files by rank.
+
+        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the like are set, so ``init_process_group("gloo")`` meets through
+        the emulated links; ``env`` adds to them. The first rank that fails ends the job and is shown; so does the
+        ``deadline`` in seconds. Without a ``log_dir`` the logs go when the cluster does.
+        """
+        return self.start(argv, deadline, env, log_dir).wait()
+
+    def fork(
+        self,
+        function: Callable[[int], Result],
+        deadline: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        expendable: frozenset[int] = frozenset(),
+    ) -> Call:
+        """Start ``function(rank)`` on every rank as `call` does, and return without waiting.
+
+        ``expendable`` ranks are not waited for and may die, in tests of what the others then do; they return None.
+        """
+        from lab.call import Call  # here, so that whoever only runs programs does not wait for torch
+
+        self._be_free()
+        environments = [{**variables, **(env or {})} for variables in self._environments()]
+        store = Path(self._folder, f"store{self._jobs}")
+        job = Call(function, environments, self._enter, store, deadline, expendable, self._sweep)
+        self._job = job
+        return job
+
+    def call(
+        self, function: Callable[[int], Result], deadline: float = 300.0, env: Mapping[str, str] | None = None
+    ) -> list[Result]:
+        """Fork this process once a rank into the nodes, join the ranks with gloo, and return each ``function(rank)``.
+
+        Forking shares what is imported and loaded, so 32 ranks start in a second where programs take 40. As in
+        `startrail.local.run_local`, the parent must not have used its OpenMP threads: ``torch.set_num_threads(1)``.
+        """
+        return self.fork(function, deadline, env).wait()
+
+    def _running(self) -> Holder:
+        if self._holder is None:
+            raise LabError("the cluster is not running: use it inside its with block")
+        return self._holder
+
+    def _be_free(self) -> None:
+        self._running()
+        if self._job is not None and not self._job.over:
+            raise LabError("the cluster is still running a job: wait() for it, or kill() it")
+        self._jobs += 1
+
+    def _environments(self) -> list[dict[str, str]]:
+        shape = self.shape
+        common = {
+            "WORLD_SIZE": str(shape.world),
+            "LOCAL_WORLD_SIZE": str(shape.ranks_per_node),
+            "GROUP_WORLD_SIZE": str(shape.nodes),
+            "MASTER_ADDR": shape.address(0),
+            "MASTER_PORT": str(FIRST_PORT + self._jobs % PORTS),
+            "GLOO_SOCKET_IFNAME": LINK,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every rank warns that its peers' addresses have no names
+            "PYTHONUNBUFFERED": "1",  # a killed rank's last lines should be its last lines
+        }
+        return [
+            {
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % shape.ranks_per_node),
+                "GROUP_RANK": str(shape.node(rank)),
+                "NODE_RANK": str(shape.node(rank)),
+            }
+            for rank in range(shape.world)
+        ]
+
+    def _enter(self, rank: int) -> None:
+        # In the forked child, before it becomes a rank.
+        holder = self._running()
+        enter_held_network(holder.pid, holder.descriptors[self.shape.node(rank)], holder.in_user_namespace)
+        die_with(self._owner)
+
+    def _sweep(self) -> None:
+        kill_all(set(self._running().networks))
+
+
+@cache
+def available() -> str | None:
+    """Why a cluster cannot be emulated on this machine, or None if it can: found out by building a small one."""
+    try:
+        with Cluster(nodes=1, ranks_per_node=1, link="1gbit"):
+            return None
+    except LabError as error:
+        return str(error)
+
+
+def own_link_bytes() -> dict[str, int]:
+    """For use by a rank: the bytes that its own node's link has carried so far."""
+    with open("/proc/self/net/dev") as file:
+        fields = next(line for line in file if line.strip().startswith(f"{LINK}:")).split(":")[1].split()
+    return {"sent": int(fields[8]), "received": int(fields[0])}

@@ -1,0 +1,137 @@
+"""Jobs: one process a rank in the nodes' namespaces, waited for with a deadline, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+LAST_LINES = 30
+ECHO_SECONDS = 0.2
+
+
+class JobError(RuntimeError):
+    """A rank failed or the deadline passed; the text names the rank and holds its last words."""
+
+
+class Job:
+    """What programs and calls have in common: ranks to kill, and a deadline that counts from the start."""
+
+    def __init__(self, deadline: float, sweep: Callable[[], None]) -> None:
+        if not deadline > 0:
+            raise ValueError(f"deadline={deadline!r} is not a positive number of seconds")
+        self._deadline = deadline
+        self._end = time.monotonic() + deadline
+        self._sweep = sweep
+        self._processes: list[Any] = []
+        self.over = False
+
+    def kill(self) -> None:
+        """End every rank, and whatever the ranks started; harmless when the job is over."""
+        if self.over:
+            return
+        for process in self._processes:
+            process.kill()
+        self._sweep()
+        for process in self._processes:
+            process.wait() if isinstance(process, subprocess.Popen) else process.join()
+        self.over = True
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+class Program(Job):
+    """A command started once a rank, with a log file each."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        enter: Callable[[int], None],
+        log_dir: Path,
+        deadline: float,
+        sweep: Callable[[], None],
+    ) -> None:
+        super().__init__(deadline, sweep)
+        command = _command(argv)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.logs = [log_dir / f"rank{rank}.log" for rank in range(len(environments))]
+        try:
+            for rank, environment in enumerate(environments):
+                with self.logs[rank].open("wb") as log:
+                    self._processes.append(
+                        subprocess.Popen(
+                            command,
+                            env=environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                            preexec_fn=partial(enter, rank),
+                        )
+                    )
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait(self, echo: TextIO | None = None) -> list[Path]:
+        """Wait for every rank to end well, and return their log files; ``echo`` gets rank 0's output as it comes."""
+        waiting = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes)}
+        ended = select.poll()
+        for descriptor in waiting:
+            ended.register(descriptor, select.POLLIN)
+        try:
+            with self, self.logs[0].open(errors="replace") as output:
+                while waiting:
+                    left = self._end - time.monotonic()
+                    if left <= 0:
+                        raise JobError(self._late(sorted(waiting.values())))
+                    for descriptor, _ in ended.poll(1000 * min(left, ECHO_SECONDS)):
+                        ended.unregister(descriptor)
+                        rank = waiting.pop(descriptor)
+                        os.close(descriptor)
+                        if code := self._processes[rank].wait():
+                            raise JobError(self._failure(rank, code))
+                    if echo is not None:
+                        echo.write(output.read())
+                        echo.flush()
+        finally:
+            for descriptor in waiting:
+                os.close(descriptor)
+        return self.logs
+
+    def _failure(self, rank: int, code: int) -> str:
+        how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        return f"rank {rank} {how}; {self._last_lines(rank)}"
+
+    def _late(self, ranks: list[int]) -> str:
+        return f"ranks {ranks} did not finish within {self._deadline:g} s; {self._last_lines(ranks[0])}"
+
+    def _last_lines(self, rank: int) -> str:
+        lines = self.logs[rank].read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return (
+            f"rank {rank}'s last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it wrote nothing"
+        )
+
+
+def _command(argv: Sequence[str]) -> list[str]:
+    """The command line of ``script.py args`` or ``-m module args``, which need an interpreter, or of any program."""
+    if not argv:
+        raise ValueError("there is no program to run: give a script.py, -m module, or a command")
+    if argv[0].endswith(".py") and not Path(argv[0]).is_file():
+        raise ValueError(f"there is no script {argv[0]!r}")
+    return [sys.executable, *argv] if argv[0].endswith(".py") or argv[0] == "-m" else list(argv)

@@ -1,0 +1,172 @@
+"""Wrong arguments end in a ValueError on every rank, dead and slow peers in an error that names them; nothing hangs."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import startrail
+from startrail.local import run_local
+
+
+def qkv(tokens=16, heads=4, kv_heads=4, dim=8, dtype=torch.float32):
+    return [torch.randn(1, h, tokens, dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+def error_of(function):
+    try:
+        function()
+    except (ValueError, startrail.PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "plan, arguments, options, message",
+    [
+        ("1x2", qkv(tokens=15), {}, "zigzag shards hold 2 equal chunks, but this rank has 15 local tokens"),
+        ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens a rank"),
+        ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
+        ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
+        ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
+        ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
+        ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
+        ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
+        ("1x2", qkv(dim=300), {}, "head dim 300 is more than 256"),
+        ("1x2", qkv(dtype=torch.int64), {}, "must share one dtype"),
+        ("1x2", [*qkv()[:2], qkv(tokens=18)[2]], {}, "k, v of one shape"),
+        ("1x2", [qkv()[0], *qkv(dim=4)[1:]], {}, "must agree in batch, local tokens and head dim"),
+        ("1x2", [x[0] for x in qkv()], {}, r"need q \(batch, heads, tokens, dim\)"),
+        ("1x2", [x[:0] for x in qkv()], {}, "no dimension may be empty"),
+        ("1x2", [qkv()[0].double(), *qkv()[1:]], {}, "must share one dtype"),
+    ],
+)
+def test_the_same_mistake_everywhere(plan, arguments, options, message):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel(plan, timeout=20)
+        with pytest.raises(ValueError, match=message):
+            sp.attention(*arguments, **options)
+        assert not sp.traffic(), "nothing was sent"
+        return sp.attention(*qkv(heads=6, kv_heads=6)).shape == (1, 6, 16, 8)  # and the next call works
+
+    assert all(run_local(on_rank, 2, deadline=60))
+
+
+def test_one_rank_with_other_arguments_is_named_on_every_rank():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x2", timeout=20)
+        return [
+            error_of(lambda: sp.attention(*qkv(tokens=16 if rank != 2 else 18))),
+            error_of(lambda: sp.attention(*qkv(dim=8 if rank != 1 else 300))),
+            error_of(lambda: sp.attention(*qkv(), causal=rank == 3)),
+            error_of(lambda: sp.attention(*qkv(), documents=[0, 5 if rank else 6, 64])),
+            error_of(lambda: sp.attention(*qkv())),
+            sp.traffic()["level 0"]["hops"],
+        ]
+
+    for shapes, dim, causal, documents, good, hops in run_local(on_rank, 4, deadline=60):
+        assert shapes.startswith("ValueError: ranks disagree about one attention call: ranks 0, 1, 3: q (1, 4, 16, 8)")
+        assert "rank 2: q (1, 4, 18, 8)" in shapes
+        assert dim.startswith("ValueError: rank 1: head dim 300 is more than 256")
+        assert "rank 3: " in causal and "causal=True" in causal
+        assert "(0, 6, 64)" in documents and "(0, 5, 64)" in documents
+        assert good == "no error"
+        assert hops == 3, "nothing was sent by the calls that failed"
+
+
+def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
+    """Both kinds of call are known, so nobody asks beforehand: the ranks find out while they wait."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        for tokens in (16, 32):
+            sp.attention(*qkv(tokens=tokens))
+        start = time.monotonic()
+        known = error_of(lambda: sp.attention(*qkv(tokens=16 + 16 * rank)))
+        seconds = time.monotonic() - start
+        dist.barrier()
+        return known, seconds, error_of(lambda: sp.attention(*qkv(tokens=16)))
+
+    for known, seconds, after in run_local(on_rank, 2, deadline=100):
+        assert known.startswith("ValueError: ranks disagree about one attention call: rank 0: q (1, 4, 16, 8)")
+        assert "rank 1: q (1, 4, 32, 8)" in known
+        assert seconds < 15, "well before the timeout"
+        assert after == "no error"
+
+
+def test_a_new_shape_on_one_rank_only_is_told_too():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=30)
+        sp.attention(*qkv(tokens=16))
+        return error_of(lambda: sp.attention(*qkv(tokens=16 if rank else 20)))
+
+    for text in run_local(on_rank, 3, deadline=60):
+        assert text.startswith("ValueError: ranks disagree about one attention call")
+        assert "rank 0: q (1, 4, 20, 8)" in text
+
+
+def test_documents_that_differ_in_the_steady_state_do_not_leak():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x1", timeout=30)
+        sp.attention(*qkv(), documents=[0, 7, 32])
+        return error_of(lambda: sp.attention(*qkv(), documents=[0, 8 + rank, 32]))
+
+    for text in run_local(on_rank, 2, deadline=60):
+        assert "(0, 8, 32)" in text and "(0, 9, 32)" in text
+
+
+def test_every_call_is_compared_when_asked(monkeypatch):
+    monkeypatch.setenv("STARTRAIL_CHECK_EVERY_CALL", "1")
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        sp.attention(*qkv(tokens=16))
+        sp.attention(*qkv(tokens=32))
+        start = time.monotonic()
+        text = error_of(lambda: sp.attention(*qkv(tokens=16 + 16 * rank)))
+        return text, time.monotonic() - start, sp.traffic()["level 0"]["hops"]
+
+    for text, seconds, hops in run_local(on_rank, 2, deadline=60):
+        assert "ranks disagree" in text
+        assert seconds < 1.5 and hops == 2, "before anything was sent"
+
+
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_a_peer_that_dies_or_stalls_is_named_with_the_step(how):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=6)
+        inputs = qkv()
+        sp.attention(*inputs)
+        if rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)
+        start = time.monotonic()
+        text = error_of(lambda: sp.attention(*inputs))
+        return text, time.monotonic() - start
+
+    results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
+    texts = [result[0] for rank, result in enumerate(results) if rank != 1]
+    assert all(text.startswith("PeerError: rank ") for text in texts), texts
+    assert all(", forward step " in text and " of plan 1x3: " in text for text in texts), texts
+    assert any("kv1 from rank 1 (global rank 1) over level 0" in text for text in texts), texts
+    assert all(result[1] < 15 for rank, result in enumerate(results) if rank != 1)
+
+
+def test_wrong_constructor_arguments():
+    for arguments, message in [
+        (dict(plan="2x2"), "world size 1 is not teams 2 x ring 2 x heads 1 = 4"),
+        (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
+        (dict(plan="1x1", wire_dtype=torch.int8), "wire_dtype torch.int8"),
+        (dict(plan="1x1", timeout=0), "timeout=0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            startrail.SequenceParallel(**arguments)
+    sp = startrail.SequenceParallel("1x1")
+    with pytest.raises(ValueError, match="dim 3 is not a dimension"):
+        sp.shard(torch.zeros(2, 2), 3)
+    with pytest.raises(ValueError, match="length >= 1"):
+        sp.shard(torch.zeros(2, 0), 1)

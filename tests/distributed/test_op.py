@@ -1,0 +1,234 @@
+"""The op in a user's program: compile, checkpointing, meshes, sharding, stand-alone oracle, counters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import startrail
+from startrail.local import run_local
+
+
+def tensors(world: int, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, h, length, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def dense(q, k, v, dout, **options):
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
+
+
+def worst(ours, truth) -> float:
+    return max((a.double() - b).abs().max().item() for a, b in zip(ours, truth, strict=True))
+
+
+def test_shard_positions_and_unshard_are_inverse_and_adjoint():
+    def on_rank(rank):
+        found = []
+        for layout in ("zigzag", "contiguous"):
+            sp = startrail.SequenceParallel("1x3", layout=layout)
+            for length in (1, 5, 6, 17, 24):
+                x = torch.arange(2.0 * length).reshape(2, length)
+                local = sp.shard(x, dim=1)
+                positions = sp.positions(length)
+                real = sp.shard(torch.ones(length), dim=0).bool()
+                assert torch.equal(local[:, real], x[:, positions[real]])
+                assert positions.max() < length and not local[:, ~real].any()
+                assert torch.equal(sp.unshard(local, dim=-1, length=length), x)
+                # <unshard(s), y> summed over ranks = <s, adjoint(y)> summed over ranks
+                shard = torch.randn(local.shape, dtype=torch.float64).requires_grad_()
+                y = torch.randn(2, length, dtype=torch.float64)
+                whole = sp.unshard(shard, dim=1, length=length)
+                (adjoint,) = torch.autograd.grad(whole, shard, y)
+                sides = torch.stack([(whole * y).sum(), (shard * adjoint).sum()]).detach()
+                dist.all_reduce(sides)
+                found.append(abs(sides[0] - sides[1]).item())
+                # and of shard: only this rank's tokens get a gradient
+                whole = x.double().requires_grad_()
+                (grad,) = torch.autograd.grad(sp.shard(whole, 1), whole, torch.ones_like(local, dtype=torch.float64))
+                dist.all_reduce(grad)
+                assert torch.equal(grad, torch.ones_like(grad))
+        return max(found)
+
+    assert max(run_local(on_rank, 3)) < 1e-9
+
+
+def test_torch_compile_makes_one_graph_with_exact_gradients():
+    data = tensors(4, 64)
+    truth = dense(*data, is_causal=True)
+
+    def on_rank(rank):
+        errors = []
+        for plan in ("2x2", "1x2/u2,keep=all"):
+            sp = startrail.SequenceParallel(plan)
+
+            def model(q, k, v, sp=sp):
+                return sp.attention(q * 1.0, k, v, causal=True, length=64) * 1.0
+
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+            out = compiled(q, k, v)
+            grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
+            errors.append(worst([out, *grads], [sp.shard(x, 2) for x in truth]))
+        return max(errors)
+
+    assert max(run_local(on_rank, 4)) < 2e-6
+
+
+def test_the_op_passes_torchs_own_checks():
+    sp = startrail.SequenceParallel("1x1")
+    q, k, v = (torch.randn(1, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
+    documents = torch.tensor([0, 2, 6])
+    for ends in (None, documents):
+        torch.library.opcheck(torch.ops.startrail.attention.default, (q, k, v, ends, sp._name, True, 3, None, 0.3))
+
+
+def test_gradcheck_in_float64():
+    sp = startrail.SequenceParallel("u1")
+    q, k, v = (torch.randn(1, heads, 5, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    assert torch.autograd.gradcheck(lambda *x: sp.attention(*x, causal=True, window=3, documents=[0, 2, 5]), (q, k, v))
+
+
+@pytest.mark.parametrize("plan", ["2x2", "1x2/u2", "star2,keep=all"])
+def test_checkpointing_never_repeats_the_distributed_forward(plan):
+    data = tensors(4, 64)
+    truth = dense(*data, is_causal=True)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel(plan)
+        recomputed = []
+
+        def layer(q, k, v):
+            recomputed.append(1)
+            return sp.attention(q.sin(), k.sin(), v.sin(), causal=True, length=64).sin()
+
+        q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+        plain = layer(q, k, v)
+        expected = torch.autograd.grad(plain, (q, k, v), sp.shard(data[3], 2))
+        once = sp.traffic()
+        sp.reset_counters()
+        recomputed.clear()
+        out = checkpoint(layer, q, k, v, use_reentrant=False, context_fn=startrail.checkpoint_context)
+        grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
+        assert len(recomputed) == 2, "the layer must have been recomputed"
+        assert sp.traffic() == once, "and the distributed forward must not"
+        assert torch.equal(out, plain)
+        return all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+    assert all(run_local(on_rank, 4))
+    assert truth
+
+
+def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
+    data = tensors(2, 40)
+    truth = dense(*data)
+
+    def on_rank(rank):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "node", "gpu"))
+        errors = []
+        for sp in (
+            startrail.SequenceParallel("1x2", mesh=mesh["node"]),
+            startrail.SequenceParallel("2x1/u2", mesh=mesh["node", "gpu"]),
+            startrail.SequenceParallel("2x1", group=mesh["data"].get_group()),
+        ):
+            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+            out = sp.attention(q, k, v)
+            grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
+            errors.append(worst([out, *grads], [sp.shard(x, 2) for x in truth]))
+        return max(errors)
+
+    assert max(run_local(on_rank, 8)) < 2e-6
+
+
+def test_repeated_calls_reuse_buffers_and_remember_nothing():
+    first, second = tensors(4, 64, seed=1), tensors(4, 64, seed=2)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x2")
+
+        def call(data):
+            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+            out = sp.attention(q, k, v, causal=True)
+            return [out, *torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))]
+
+        before = call(first)
+        (executor,) = sp._executors.values()
+        allocated = executor.pool.allocated
+        # two calls under way at once, backward in either order: saved tensors are each call's own
+        inputs = [[sp.shard(x, 2).requires_grad_() for x in data[:3]] for data in (first, second)]
+        outs = [sp.attention(*qkv, causal=True) for qkv in inputs]
+        grads = [
+            torch.autograd.grad(out, qkv, sp.shard(data[3], 2))
+            for out, qkv, data in list(zip(outs, inputs, (first, second), strict=True))
+        ]
+        for _ in range(3):
+            call(second)
+        assert executor.pool.allocated == allocated, "steady state allocates no new buffers"
+        after = call(first)
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        return all(same) and all(torch.equal(a, b) for a, b in zip(before, [outs[0], *grads[0]], strict=True))
+
+    assert all(run_local(on_rank, 4))
+
+
+def test_gradients_of_strided_inputs_and_expanded_cotangents():
+    """Hugging Face hands over views of (batch, tokens, heads, dim); a sum's cotangent has stride 0."""
+    data = tensors(2, 32)
+    truth = dense(*data[:3], torch.full_like(data[3], 0.5), is_causal=True)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x1")
+        q, k, v = (sp.shard(x, 2).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in data[:3])
+        out = sp.attention(q, k, v, causal=True)
+        grads = torch.autograd.grad(out, (q, k, v), torch.tensor(0.5).expand_as(out))
+        return worst([out, *grads], [sp.shard(x, 2) for x in truth])
+
+    assert max(run_local(on_rank, 2)) < 2e-6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_pytorchs_own_ring_agrees(causal, kv_heads):
+    """torch's ring attention on the CPU kernel, an independent implementation of the same thing."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+
+    data = tensors(4, 64, kv_heads=kv_heads)
+    aten = torch.ops.aten
+
+    def on_rank(rank):
+        group = dist.group.WORLD
+        mesh = init_device_mesh("cpu", (4,))
+        sp = startrail.SequenceParallel("2x2", layout="contiguous")
+        q, k, v, dout = (sp.shard(x, 2) for x in data)
+        torch_cp._cp_options.enable_load_balance = False
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        theirs, lse, *_ = torch_cp._templated_ring_attention(
+            mesh.get_group(), 2, forward, query=q, key=k, value=v, dropout_p=0.0, is_causal=causal
+        )
+        grads = torch_cp._templated_ring_attention_backward(
+            mesh.get_group(),
+            2,
+            backward,
+            grad_out=dout,
+            grad_out_name="grad_out",
+            query=q,
+            key=k,
+            value=v,
+            out=theirs,
+            logsumexp=lse,
+            dropout_p=0.0,
+            is_causal=causal,
+        )
+        ours = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+        out = sp.attention(*ours, causal=causal)
+        mine = [out, *torch.autograd.grad(out, ours, dout)]
+        assert group is not None
+        return worst(mine, [x.double() for x in (theirs, *grads[:3])])
+
+    assert max(run_local(on_rank, 4)) < 2e-6

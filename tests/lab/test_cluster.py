@@ -1,0 +1,364 @@
+"""The emulated cluster: its links have the rates they say, its counters count, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lab
+from lab.launch import main
+from lab.namespaces import living_in
+
+pytestmark = pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
+
+ROOT = Path(__file__).resolve().parents[2]
+MB = 1 << 20
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[lab.Cluster]:
+    with lab.Cluster(nodes=2, ranks_per_node=2, link="40mbit") as cluster:
+        yield cluster
+
+
+def exchange(rank: int, peer: int, size: int) -> float:
+    """Send and receive ``size`` bytes at the same time, and return the seconds it took."""
+    incoming, outgoing = torch.empty(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    start = time.perf_counter()
+    receive = dist.irecv(incoming, peer)  # first: gloo's go-ahead would queue behind our own data
+    send = dist.isend(outgoing, peer)
+    receive.wait()
+    send.wait()
+    assert incoming.min() == 1
+    return time.perf_counter() - start
+
+
+def flow(routes: dict[int, int]):
+    """A rank function that sends for ever along ``routes``, sender to receiver."""
+
+    def run(rank: int) -> None:
+        buffer = torch.ones(MB, dtype=torch.uint8)
+        while True:
+            if rank in routes:
+                dist.send(buffer, routes[rank])
+            elif rank in routes.values():
+                dist.recv(buffer, next(sender for sender, receiver in routes.items() if receiver == rank))
+            else:
+                time.sleep(1)
+
+    return run
+
+
+def rate_into(cluster: lab.Cluster, node: int, seconds: float = 1.0) -> float:
+    """Bits a second that enter a node now."""
+    before, start = cluster.link_bytes()[node]["received"], time.perf_counter()
+    time.sleep(seconds)
+    after, end = cluster.link_bytes()[node]["received"], time.perf_counter()
+    return 8 * (after - before) / (end - start)
+
+
+def wait_for_flow(cluster: lab.Cluster, node: int) -> None:
+    end = time.monotonic() + 10
+    while rate_into(cluster, node, 0.1) < 1e6:
+        assert time.monotonic() < end, f"nothing enters node {node}"
+
+
+@pytest.mark.parametrize("shaper", ["tbf", "htb"])
+def test_limited_link_limits(shaper: str) -> None:
+    size = 12 * MB
+    try:
+        with lab.Cluster(nodes=2, ranks_per_node=1, link="40mbit", shaper=shaper) as cluster:
+            before = cluster.link_bytes()
+            seconds = cluster.call(lambda rank: exchange(rank, 1 - rank, size), deadline=30)
+            after = cluster.link_bytes()
+    except lab.LabError as error:
+        pytest.skip(f"no {shaper}: {error}")
+    for took in seconds:
+        assert 36e6 < 8 * size / took < 40.5e6
+    for node in range(2):
+        for way in ("sent", "received"):
+            assert size <= after[node][way] - before[node][way] <= 1.03 * size
+
+
+def test_ranks_of_a_node_meet_off_the_link(pair: lab.Cluster) -> None:
+    before = pair.link_bytes()
+    seconds = pair.call(lambda rank: exchange(rank, rank ^ 1, 16 * MB), deadline=30)
+    assert max(seconds) < 2.0  # 3.4 s, had it crossed the link
+    assert all(counted["sent"] - before[node]["sent"] < MB / 4 for node, counted in pair.link_bytes().items())
+
+
+def test_a_rank_reads_its_own_link(pair: lab.Cluster) -> None:
+    def run(rank: int) -> int:
+        before = lab.own_link_bytes()["sent"]
+        exchange(rank, (rank + 2) % 4, MB)
+        dist.barrier()
+        return lab.own_link_bytes()["sent"] - before
+
+    assert all(2 * MB <= sent <= 2.1 * MB for sent in pair.call(run, deadline=30))  # both ranks of the node
+
+
+def test_links_change_while_a_job_runs(pair: lab.Cluster) -> None:
+    with pair.fork(flow({0: 2}), deadline=60):
+        wait_for_flow(pair, 1)
+        assert rate_into(pair, 1) == pytest.approx(40e6, rel=0.1)
+        pair.set_link(1, "10mbit")
+        time.sleep(0.2)  # the receiver still empties what the faster link had brought
+        assert rate_into(pair, 1) == pytest.approx(10e6, rel=0.1)
+        pair.set_link(1, None)
+        pair.set_link(0, "20mbit")
+        time.sleep(0.2)
+        assert rate_into(pair, 1) == pytest.approx(20e6, rel=0.1)
+        pair.cut(0)
+        assert rate_into(pair, 1, 0.5) < 1e5
+        pair.restore(0)
+        wait_for_flow(pair, 1)
+        pair.stop(0)
+        time.sleep(0.5)  # what the kernel had buffered still leaves
+        assert rate_into(pair, 1, 0.5) < 1e6
+        pair.resume(0)
+        wait_for_flow(pair, 1)
+    pair.set_link(0, "40mbit")
+    pair.set_link(1, "40mbit")
+
+
+def test_racks_and_a_slow_node() -> None:
+    shape = {"nodes": 4, "ranks_per_node": 2, "racks": 2, "rack_link": "20mbit", "slow": {1: "5mbit"}}
+    with lab.Cluster(link="80mbit", **shape) as cluster, cluster.fork(flow({0: 4, 1: 2, 5: 6}), deadline=60):
+        for node in (1, 2, 3):
+            wait_for_flow(cluster, node)
+        before = cluster.rack_bytes()
+        assert rate_into(cluster, 1) == pytest.approx(5e6, rel=0.1)  # the slow node
+        assert rate_into(cluster, 2) == pytest.approx(20e6, rel=0.1)  # between racks
+        assert rate_into(cluster, 3) == pytest.approx(80e6, rel=0.1)  # inside a rack
+        after = cluster.rack_bytes()
+        assert after[0]["sent"] - before[0]["sent"] == pytest.approx(3 * 20e6 / 8, rel=0.15)
+        assert after[0]["sent"] == pytest.approx(after[1]["received"], rel=0.1)
+
+
+def test_a_program_meets_through_the_links(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        ranks = torch.tensor([float(os.environ["RANK"])])
+        dist.all_reduce(ranks)
+        print(dist.get_world_size(), int(ranks), os.environ["LOCAL_RANK"], os.environ["NODE_RANK"], *sys.argv[1:])
+        dist.destroy_process_group()
+        """)
+    )
+    with lab.Cluster(nodes=2, ranks_per_node=1, link="1gbit") as cluster:
+        logs = cluster.run([str(script), "hello"], deadline=60, log_dir=tmp_path / "logs")
+    assert [log.read_text() for log in logs] == ["2 1 0 0 hello\n", "2 1 0 1 hello\n"]
+
+
+def test_the_failing_rank_is_shown(pair: lab.Cluster) -> None:
+    program = ["sh", "-c", 'test "$RANK" = 2 || exec sleep 60; echo broken on purpose >&2; exit 3']
+    with pytest.raises(lab.JobError, match=r"^rank 2 exited with code 3; rank 2's last lines:\n  broken on purpose$"):
+        pair.run(program, deadline=30)
+
+    def fail(rank: int) -> None:
+        if rank == 3:
+            raise KeyError("broken on purpose")
+        dist.barrier()
+
+    with pytest.raises(lab.JobError, match=r"(?s)^rank 3 failed:.*KeyError: 'broken on purpose'"):
+        pair.call(fail, deadline=30)
+
+
+def test_a_deadline_ends_a_hung_job(pair: lab.Cluster) -> None:
+    start = time.monotonic()
+    with pytest.raises(lab.JobError, match=r"^ranks \[0, 1, 2, 3\] did not finish within 0.5 s; .*\n  hung$"):
+        pair.run(["sh", "-c", "echo hung; sleep 60"], deadline=0.5)
+    with pytest.raises(lab.JobError, match="deadline"):
+        pair.call(lambda rank: time.sleep(60), deadline=2)
+    assert time.monotonic() - start < 10
+
+
+def test_a_job_leaves_no_process_behind(pair: lab.Cluster) -> None:
+    holder = pair._holder
+    assert holder is not None
+    pair.run(["sh", "-c", "setsid sleep 300 & exit 0"], deadline=30)
+    assert living_in(holder.networks) == []
+
+
+def test_one_job_at_a_time_and_none_outside(pair: lab.Cluster) -> None:
+    with pair.start(["sleep", "60"]), pytest.raises(lab.LabError, match="still running a job"):
+        pair.call(lambda rank: rank)
+    with pytest.raises(lab.LabError, match="inside its with block"):
+        lab.Cluster().link_bytes()
+
+
+# What each way of ending leaves behind. The cluster lives in another process, which tells us what it made.
+
+CLUSTER = """
+import json, sys, time
+import lab
+cluster = lab.Cluster(nodes=2, ranks_per_node=2, link="40mbit")
+try:
+    with cluster:
+        print(json.dumps([cluster._holder.pid, cluster._holder.networks, cluster._folder]), flush=True)
+        {body}
+except ZeroDivisionError:
+    pass
+"""
+PROGRAM = '["sh", "-c", "sleep 300 & setsid sleep 300 & wait"]'
+ENDINGS = {
+    "exit": (f"cluster.start({PROGRAM}); sys.stdin.readline()", None),
+    "exception": (f"cluster.start({PROGRAM}); sys.stdin.readline(); 1 / 0", None),
+    "interrupt": (f"cluster.run({PROGRAM})", signal.SIGINT),
+    "terminate": (f"cluster.run({PROGRAM})", signal.SIGTERM),
+    "kill": (f"cluster.run({PROGRAM})", signal.SIGKILL),
+    "kill-call": ("cluster.call(lambda rank: time.sleep(300))", signal.SIGKILL),
+}
+
+
+def start_python(code: str, **options: object) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def holders_of(networks: list[int]) -> list[str]:
+    """File descriptors of any process that keep one of these namespaces alive."""
+    names, found = {f"net:[{inode}]" for inode in networks}, []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(path) in names:
+                found.append(str(path))
+        except OSError:
+            continue  # it closed meanwhile
+    return found
+
+
+def eventually(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_nothing_is_left(ending: str) -> None:
+    body, number = ENDINGS[ending]
+    interfaces, named = socket.if_nameindex(), sorted(Path("/run/netns").glob("*"))
+    process = start_python(CLUSTER.format(body=body))
+    assert process.stdout is not None
+    holder, networks, folder = json.loads(process.stdout.readline())
+    assert eventually(lambda: len(living_in(networks)) >= 4), "the job did not start"
+    assert holders_of(networks)
+    if number is not None:
+        process.send_signal(number)
+    _, errors = process.communicate("go on\n", timeout=20)
+    assert process.returncode == (0 if number is None else -number), errors
+    assert eventually(lambda: not living_in(networks)), living_in(networks)
+    assert eventually(lambda: not os.path.exists(f"/proc/{holder}/exe"))  # a zombie has none, and may wait for init
+    assert holders_of(networks) == []
+    assert not Path(folder).exists()
+    assert socket.if_nameindex() == interfaces
+    assert sorted(Path("/run/netns").glob("*")) == named
+
+
+def drop_capabilities() -> None:
+    import ctypes
+
+    drop_from_bounding_set, set_file_capabilities = 24, 31  # the latter is what lets uid 0 be mapped
+    libc = ctypes.CDLL(None)
+    for capability in set(range(64)) - {set_file_capabilities}:
+        libc.prctl(drop_from_bounding_set, capability, 0, 0, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root every other test runs in a user namespace already")
+def test_user_namespace() -> None:
+    body = "print(cluster._holder.in_user_namespace, [p.read_text() for p in cluster.run(['sh', '-c', 'echo $RANK'])])"
+    process = start_python(CLUSTER.format(body=body), preexec_fn=drop_capabilities)
+    output, errors = process.communicate(timeout=30)
+    if "nor the right to make user namespaces" in errors:
+        pytest.skip(errors.splitlines()[-1])
+    assert output.splitlines()[-1] == r"True ['0\n', '1\n', '2\n', '3\n']", errors
+
+
+def test_an_obstacle_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyroute2.py").write_text("raise ModuleNotFoundError(name='pyroute2')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(lab.LabError, match="cannot emulate a cluster here: pyroute2 is not installed"):
+        lab.Cluster(nodes=1).__enter__()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"link": "fast"}, "'fast' is not a rate"),
+        ({"link": "1bit"}, "'1bit' is 1 bit/s"),
+        ({"nodes": 0}, "nodes=0 is not"),
+        ({"nodes": 300}, "nodes=300 is more"),
+        ({"ranks_per_node": 1.5}, "ranks_per_node=1.5 is not"),
+        ({"nodes": 4, "racks": 3}, "4 nodes do not fill 3 racks"),
+        ({"rack_link": "1gbit"}, "but racks=1"),
+        ({"nodes": 4, "slow": {4: "1mbit"}}, "no node 4: nodes are 0 to 3"),
+        ({"slow": {0: "slow"}}, "'slow' is not a rate"),
+        ({"mtu": 100}, "mtu=100 is not"),
+        ({"shaper": "netem"}, "shaper='netem' is none of"),
+    ],
+)
+def test_bad_shapes(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lab.Cluster(**options)  # type: ignore[arg-type]
+
+
+def test_bad_requests(pair: lab.Cluster) -> None:
+    for request in (pair.cut, pair.restore, pair.stop, pair.resume, lambda node: pair.set_link(node, None)):
+        with pytest.raises(ValueError, match="no node 2"):
+            request(2)
+    with pytest.raises(ValueError, match="is not a rate"):
+        pair.set_link(0, "fast")
+    with pytest.raises(ValueError, match="deadline=0"):
+        pair.run(["true"], deadline=0)
+    with pytest.raises(ValueError, match="no script"):
+        pair.run(["missing.py"])
+    with pytest.raises(ValueError, match="no program"):
+        pair.run([])
+
+
+def test_command_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = ["run", "--nodes", "2", "--ranks", "2", "--link", "unlimited", "--slow", "1=50mbit"]
+    assert main([*shape, "--log-dir", str(tmp_path), "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "rank 0 of 4\n"
+    assert captured.err.startswith("node 0: ")
+    assert (tmp_path / "rank3.log").read_text() == "rank 3 of 4\n"
+    assert main([*shape, "--", "false"]) == 1
+    assert "exited with code 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["run"], ["run", "--link", "fast", "--", "x"], ["run", "--", "missing.py"], ["run", "--", "/missing"]],
+)
+def test_command_line_mistakes(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert capfd.readouterr().err.count("\n") == 1

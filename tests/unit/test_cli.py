@@ -1,0 +1,45 @@
+import pytest
+
+from startrail.cli import main
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["show", "2y2"], "cannot read '2y2'"),
+        (["show", "star2"], "needs --ranks, a multiple of 4"),
+        (["show", "2x2", "--ranks", "6"], "world size 6 is not teams 2 x ring 2 x heads 1 = 4"),
+        (["show", "2x2", "--rank", "4"], "--rank 4 is not in a world of 4"),
+        (["check", "1x2", "--window", "0"], "window=0 must be at least 1"),
+        (["check", "1x2", "--documents", "0,x"], "write whole numbers with commas"),
+        (["check", "1x2", "--documents", "0,5", "--length", "6"], "documents end at 5, but the sequence has 6 tokens"),
+        (["check", "u4", "--heads", "6"], "6 query heads cannot be split over u4; use u1, u2, u3, u6"),
+        (["check", "1x2", "--heads", "6", "--kv-heads", "4"], "6 query heads are not a multiple of 4"),
+        (["check", "1x2", "--head-dim", "512"], "head dim 512 is more than 256"),
+        (["check", "1x2", "--length", "0"], "length 0 must be at least 1"),
+        (["check", "auto"], "plan auto needs --ranks"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_check_reports_errors_bytes_and_waiting(capsys):
+    assert main(["check", "2x1", "--causal", "--length", "100", "--heads", "2", "--head-dim", "8"]) == 0
+    text = capsys.readouterr().out
+    for part in ("plan 2x1 on 2 ranks, 100 tokens, causal", "dv ", "level 0", "waiting for transfers", "ok: exact"):
+        assert part in text
+
+
+def test_check_takes_every_mask_at_once(capsys):
+    argv = ["check", "1x2", "--causal", "--window", "9", "--documents", "0,30,64", "--length", "64", "--kv-heads", "2"]
+    assert main([*argv, "--dtype", "bfloat16", "--heads", "4", "--head-dim", "8"]) == 0
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "startrail check 2x2/u2 --ranks 8 --causal" in capsys.readouterr().out

@@ -1,0 +1,71 @@
+import pytest
+
+from startrail.plan import Level, Plan, plans_for, variants_of
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1x16", "u8", "star4", "2x2/u8", "2x2/1x2/u4", "1x4/1x8", "star2/u4", "1x1", "u1"]
+    + ["2x2/u8,keep=all", "4x4,backward=queries", "2x2,keep=queries,groups=2", "star2,keep=all,groups=3"],
+)
+def test_text_form_round_trips(text):
+    assert str(Plan.parse(text)) == text
+
+
+def test_every_plan_round_trips():
+    for world in (1, 4, 12, 16):
+        for plan in plans_for(world, max_levels=3):
+            for variant in variants_of(plan):
+                assert Plan.parse(str(variant)) == variant
+                variant.check_world(world)
+
+
+def test_defaults_are_not_written():
+    assert str(Plan.parse(" 2x2 , keep=none,backward=keys, groups=1")) == "2x2"
+    assert str(Plan.parse("star2,backward=queries")) == "star2"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "cannot read ''"),
+        ("2x", "cannot read '2x'"),
+        ("2x2/", "cannot read ''"),
+        ("u8/2x2", "u8 must come last"),
+        ("u2/u2", "u2 must come last"),
+        ("0x4", "must be at least 1"),
+        ("u0", "must be at least 1"),
+        ("star0", "cannot read 'star0'"),
+        ("2x2/star2", "cannot read 'star2'"),
+        ("star2/2x2", "star2 cannot be combined with levels"),
+        ("2x2,fast", "cannot read option 'fast'"),
+        ("2x2,keep=some", "keep='some' is not one of none, queries, all"),
+        ("2x2,backward=values", "backward='values' is not one of"),
+        ("2x2,groups=two", "groups='two' is not a whole number"),
+        ("2x2,groups=0", "must be at least 1"),
+        ("2x2,keep=all,keep=all", "cannot read option"),
+        ("2x2,keep=all,backward=queries", "keep=all needs backward=keys"),
+        ("star2,backward=keys", "one backward form"),
+        ("-2x2", "cannot read '-2x2'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        Plan.parse(text)
+
+
+def test_a_plan_that_does_not_fit_states_the_equation_and_lists_those_that_do():
+    with pytest.raises(ValueError) as caught:
+        Plan.parse("2x4/u2").check_world(12)
+    text = str(caught.value)
+    assert "world size 12 is not teams 2 x ring 4 x heads 2 = 16" in text
+    assert "plans that fit 12 ranks: 1x12, 2x6, 3x4" in text
+    with pytest.raises(ValueError, match="world size 12 is not a multiple of team² 4² x heads 1 = 16"):
+        Plan.parse("star4").check_world(12)
+
+
+def test_sizes():
+    assert Plan.parse("2x2/1x2/u4").size == 32
+    assert Plan.parse("2x3").levels == (Level(2, 3),)
+    with pytest.raises(ValueError, match="fits any world size that 16 divides"):
+        _ = Plan.parse("star4").size
