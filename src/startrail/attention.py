@@ -383,7 +383,7 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long the group's own operations may take."""
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
-    return group._get_backend(dist.distributed_c10d._get_pg_default_device(group)).options._timeout
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def _dim(x: Tensor, dim: int) -> int:

@@ -104,9 +104,12 @@ class Report:
         wrong = list(self.problems)
         for name, error in self.errors.items():
             sdpa = self.yardstick[name]
+            # dq and dk are differences of numbers of the size of dout @ v. Where a query sees one key they cancel: SDPA
+            # then returns an exact zero, while we, who work from delta instead of out, keep a rounding error of those.
+            rms, worst = (floor / 2, 8 * floor) if name in ("dq", "dk") else (floor / 5, floor)
             for kind, ours, allowed in (
-                ("rms", error.rms, max(2 * sdpa.rms, floor / 5)),
-                ("worst", error.worst, max(4 * sdpa.worst, floor)),
+                ("rms", error.rms, max(2 * sdpa.rms, rms)),
+                ("worst", error.worst, max(4 * sdpa.worst, worst)),
             ):
                 if not ours <= allowed:  # written so that NaN fails
                     wrong.append(f"{name}: {kind} error {ours:.2e}, allowed {allowed:.2e}")

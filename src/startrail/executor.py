@@ -59,21 +59,27 @@ class BufferPool:
     only once the send has ended."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[tuple[Tensor, list[Callable[[], None]]]]] = {}
+        self._free: list[tuple[Tensor, list[Callable[[], None]]]] = []
         self.allocated = 0
 
     def get(self, nbytes: int, device: torch.device) -> Tensor:
-        free = self._free.get((nbytes, device))
-        if not free:
+        """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
+        fits = [
+            (buffer.numel(), index)
+            for index, (buffer, _) in enumerate(self._free)
+            if buffer.device == device and nbytes <= buffer.numel() <= 2 * nbytes
+        ]
+        if not fits:
             self.allocated += nbytes
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        buffer, pending = free.pop(0)
+        buffer, pending = self._free.pop(min(fits)[1])
         for wait in pending:
             wait()
-        return buffer
+        return buffer[:nbytes]
 
     def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
-        self._free.setdefault((buffer.numel(), buffer.device), []).append((buffer, pending))
+        whole = buffer if buffer._base is None else buffer._base
+        self._free.append((whole, pending))
 
 
 class Lanes:

@@ -18,6 +18,7 @@ from startrail.kernels import accumulator
 from startrail.layout import Layout
 from startrail.plan import Plan, divisors
 from startrail.schedule import INPUTS, RESULTS, Piece
+from startrail.schedule.memory import stated_pieces
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = (*INPUTS, *RESULTS)
@@ -98,6 +99,29 @@ class Shapes:
     def nbytes(self, kind: str, tokens: int | None = None) -> int:
         tokens = self.tokens if tokens is None else tokens
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.fields(kind, tokens))
+
+    def peak_bytes(self, direction: str) -> int:
+        """What one pass holds at most beside the tensors that the user gives: pieces that come in, own pieces packed
+        for sending, sums, partial results on their way in and out, one block's result, and the final ones."""
+        stated = stated_pieces(self.plan, self.layout.world, direction)
+        inputs, results = (("q", "kv"), ("out",)) if direction == "forward" else (INPUTS, ("dq", "dkv"))
+        total = 0
+        for kind in inputs:
+            total += (stated[kind] + (1 if self.layout.world > 1 else 0)) * self.nbytes(kind)
+            if self.wire != self.acc:  # kernels may compute in a wider dtype than travels
+                total += (stated[kind] + 1) * self._sum_bytes(kind)
+        for kind in results:
+            moving = stated[f"{kind}<"] + 1 if self.layout.world > 1 else 0
+            total += moving * self.nbytes(kind) + (stated[kind] + 2) * self._sum_bytes(kind)
+        if self.plan.heads > 1:  # parts for and from the other heads, and the whole pieces that they make
+            exchanged = ("q", "kv", "out") if direction == "forward" else ("do", "dq", "dkv")
+            total += sum(2 * self.nbytes(kind) for kind in exchanged)
+        if direction == "backward":  # the stand-ins for the outputs of foreign rows
+            total += stated["do"] * self._sum_bytes("dq")
+        return total
+
+    def _sum_bytes(self, kind: str) -> int:
+        return sum(prod(shape) * self.acc.itemsize for shape, _ in self.fields(kind, self.tokens))
 
     def views(self, flat: Tensor, kind: str, tokens: int | None = None) -> tuple[Tensor, ...]:
         """The tensors of a piece, as views of its bytes."""

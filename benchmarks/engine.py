@@ -1,0 +1,137 @@
+"""Speed and memory of the engine on this machine, against single-process SDPA with all cores, in one run.
+
+    make bench-engine                         # or: python -m benchmarks.engine --plans u8,1x8 --rounds 3
+
+Efficiency is the time of SDPA divided by ours, both forward + backward on the same sequence: with as many ranks as cores
+or more, 1.0 would mean that distributing costs nothing. Rounds are interleaved and medians reported, because other
+tenants of a machine come and go. Memory is what attention adds to a rank, against the engine's own formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import startrail
+from startrail.local import run_local
+
+PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
+
+
+def inputs(options: argparse.Namespace, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    shape = (1, options.heads, tokens, options.head_dim)
+    return [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+
+
+def time_sdpa(options: argparse.Namespace) -> float:
+    def on_rank(rank: int) -> float:
+        torch.set_num_threads(os.cpu_count() or 1)
+        qkv, dout = inputs(options, options.length)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=not options.full), qkv, dout)
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    (seconds,) = run_local(on_rank, 1)
+    assert seconds is not None
+    return seconds
+
+
+def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, float, float]:
+    """Seconds, share of waiting, peak bytes that attention added to a rank, and what the formula says."""
+
+    def on_rank(rank: int) -> tuple[float, float, float, float]:
+        sp = startrail.SequenceParallel(plan)
+        qkv, dout = inputs(options, options.length // options.ranks)
+        shapes = sp.shapes_of(qkv[0], qkv[1], None)
+        small = [x[:, :, :16].detach().requires_grad_() for x in qkv]  # libraries and connections are not attention's
+        torch.autograd.grad(sp.attention(*small, causal=not options.full), small, dout[:, :, :16])
+        resident = _status("VmRSS")
+        _reset_peak()
+        times, shares = [], []
+        for _ in range(3):
+            dist.barrier()
+            sp.reset_counters()
+            start = time.perf_counter()
+            torch.autograd.grad(sp.attention(*qkv, causal=not options.full), qkv, dout)
+            dist.barrier()
+            times.append(time.perf_counter() - start)
+            shares.append(sp.timings()["waiting"] / sp.timings()["total"])
+        formula = max(shapes.peak_bytes(direction) for direction in ("forward", "backward"))
+        return min(times[1:]), min(shares[1:]), _status("VmHWM") - resident, formula
+
+    results = [result for result in run_local(on_rank, options.ranks) if result is not None]
+    seconds, shares, added, formula = zip(*results, strict=True)
+    return max(seconds), statistics.mean(shares), max(added), formula[0]
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def _reset_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--plans", default=PLANS, help="separated by spaces or commas (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--full", action="store_true", help="no causal mask")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    plans = options.plans.replace(",", " ").split()
+    print(
+        f"forward + backward, {'full' if options.full else 'causal'}, N = {options.length}, {options.heads} heads x "
+        f"{options.head_dim}, float32, {options.ranks} ranks of one thread; {os.cpu_count()} cores, "
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, startrail {startrail.__version__}"
+    )
+    sdpa: list[float] = []
+    ours: dict[str, list[tuple[float, float, float, float]]] = {plan: [] for plan in plans}
+    total = options.rounds * (len(plans) + 1)
+    done = 0
+    for _ in range(options.rounds):
+        sdpa.append(time_sdpa(options))
+        for plan in plans:
+            ours[plan].append(time_plan(options, plan))
+            done += 1
+            _progress(done, total)
+        done += 1
+    _progress(total, total)
+    base = statistics.median(sdpa)
+    print(f"single-process SDPA, {os.cpu_count()} threads: {base:.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})\n")
+    print(f"{'plan':10s} {'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} {'formula':>8s}")
+    for plan in sorted(plans, key=lambda name: statistics.median(r[0] for r in ours[name])):
+        seconds = [result[0] for result in ours[plan]]
+        ratio = statistics.median(a / b for a, b in zip(sdpa, seconds, strict=True))
+        waiting, added = (statistics.median(r[i] for r in ours[plan]) for i in (1, 2))
+        print(
+            f"{plan:10s} {statistics.median(seconds):8.3f} {min(seconds):7.3f}-{max(seconds):7.3f} {ratio:10.2f} "
+            f"{waiting:8.1%} {added / 2**20:10.1f} {ours[plan][0][3] / 2**20:8.1f}"
+        )
+    return 0
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{total} " + "#" * (40 * done // total), end="" if done < total else "\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

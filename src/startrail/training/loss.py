@@ -1,0 +1,142 @@
+"""Losses over a sequence that is split over ranks: sums and counts, normalised once, by all that all ranks counted.
+
+The usual mistake is to average on each rank and then over ranks. Say one rank counts 3 tokens with losses 1, 2, 3 and
+the other, mostly padding, 1 token with loss 6. The mean loss is 12 / 4 = 3, but the mean of means is (2 + 6) / 2 = 4,
+and it weighs the last token's gradient three times as much as each of the others. A rank without any token gives 0 / 0.
+The right way, with or without our trainer::
+
+    loss_sum, count = chunked_cross_entropy(hidden, weight, labels, chunk=1024)
+    loss = global_mean(loss_sum, count, group)          # 3.0 on both ranks
+    loss.backward()
+    sum_gradients(model.parameters(), group)            # now the gradients of one process with all 4 tokens
+
+``group`` is all ranks whose gradients are summed: the sequence axis, times the data axis if there is one.
+
+FSDP and DDP reduce gradients themselves and divide the sum by their number of ranks W. So with them, leave out
+``sum_gradients`` and either call ``(W * loss).backward()`` or, with FSDP2, ``model.set_gradient_divide_factor(1.0)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BUCKET_BYTES = 32 * 2**20
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of ``hidden @ weight.T``, summed over the tokens, and the number of tokens with a label.
+
+    Only ``chunk`` tokens' logits exist at a time, forward and backward: their gradients are taken on the spot, while the
+    logits are there, and the backward pass only scales them. hidden (..., width), weight (vocab, width), labels (...).
+
+    >>> hidden, weight = torch.zeros(3, 2, requires_grad=True), torch.eye(2)
+    >>> loss_sum, count = chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, -100]), chunk=2)
+    >>> round(loss_sum.item(), 4), count.item()      # each of the two even choices costs ln 2 = 0.6931
+    (1.3863, 2)
+    >>> loss_sum.backward()
+    >>> hidden.grad.tolist()                         # probabilities (0.5, 0.5) minus the label; nothing for the last
+    [[-0.5, 0.5], [0.5, -0.5], [0.0, 0.0]]
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk {chunk} must be at least 1")
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
+            "need (..., width), (vocab, width), (...)"
+        )
+    loss_sum = _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, ignore_index)
+    return loss_sum, (labels != ignore_index).sum()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, ignore_index: int) -> Tensor:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        loss_sum = hidden.new_zeros((), dtype=precise)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if need_weight else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            ignored = (labels[rows] == ignore_index).unsqueeze(1)
+            target = labels[rows].unsqueeze(1).masked_fill(ignored, 0)
+            logits = (hidden[rows] @ weight.T).to(precise)
+            log_total = logits.logsumexp(1, keepdim=True)
+            loss_sum += (log_total - logits.gather(1, target)).masked_fill(ignored, 0).sum()
+            if grad_hidden is None and grad_weight is None:
+                continue
+            # in place, from here on the gradient of the logits: probabilities minus 1 at the label
+            logits.sub_(log_total).exp_().scatter_add_(1, target, logits.new_full((), -1).expand(target.shape))
+            gradient = logits.masked_fill_(ignored, 0).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = gradient @ weight
+            if grad_weight is not None:
+                grad_weight += gradient.T @ hidden[rows]
+        ctx.grads = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grads = (None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.grads)
+        return (*grads, None, None, None)
+
+
+def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean loss over everything that all ranks of ``group`` counted, to call ``backward`` on.
+
+    Its value is that mean, the same on every rank. Its gradient is this rank's share: *sum* the gradients over the group
+    (``sum_gradients``) for those of one process. Ranks that counted nothing take part with shares of zero; if none
+    counted anything, the loss is 0. ``group=None`` is the whole world, or one process if there is no world.
+
+    >>> w = torch.tensor(2.0, requires_grad=True)
+    >>> losses = w * torch.tensor([1.0, 2.0, 3.0])
+    >>> loss = global_mean(losses.sum(), 3)
+    >>> loss.backward()
+    >>> loss.item(), w.grad.item()
+    (4.0, 2.0)
+    """
+    totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in (loss_sum, count)])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(totals, group=group)
+    everywhere, counted = totals[0], totals[1].clamp(min=1)
+    share = loss_sum / counted.to(loss_sum.dtype)
+    return share + ((everywhere / counted).to(share.dtype) - share).detach()
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Replace every gradient by its sum over the ranks of ``group``, in buckets of about 32 MiB.
+
+    A parameter without a gradient takes part as zero, since another rank may have one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket = buckets.setdefault((parameter.dtype, parameter.device), [])
+        bucket.append(parameter.grad)
+        if sum(grad.nbytes for grad in bucket) >= BUCKET_BYTES:
+            _sum_bucket(bucket, group)
+            bucket.clear()
+    for bucket in buckets.values():
+        if bucket:
+            _sum_bucket(bucket, group)
+
+
+def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
