@@ -2,9 +2,9 @@
 
     make bench-engine                         # or: python -m benchmarks.engine --plans u8,1x8 --rounds 3
 
-Efficiency is the time of SDPA divided by ours, both forward + backward on the same sequence: with as many ranks as cores
-or more, 1.0 would mean that distributing costs nothing. Rounds are interleaved and medians reported, because other
-tenants of a machine come and go. Memory is what attention adds to a rank, against the engine's own formula.
+Efficiency is the time of SDPA divided by ours, both forward + backward on the same sequence: with at least as many
+ranks as cores, 1.0 would mean that distributing costs nothing. Rounds are interleaved and medians reported, because
+other tenants of a machine come and go. Memory is what attention adds to a rank, against the engine's own formula.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def main() -> int:
     _progress(total, total)
     base = statistics.median(sdpa)
     print(f"single-process SDPA, {os.cpu_count()} threads: {base:.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})\n")
-    print(f"{'plan':10s} {'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} {'formula':>8s}")
+    heads = f"{'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} {'formula':>8s}"
+    print(f"{'plan':10s} {heads}")
     for plan in sorted(plans, key=lambda name: statistics.median(r[0] for r in ours[name])):
         seconds = [result[0] for result in ours[plan]]
         ratio = statistics.median(a / b for a, b in zip(sdpa, seconds, strict=True))

@@ -65,7 +65,9 @@ def run(first_seed: int, count: int, progress: bool = False) -> list[str]:
                 wrong += [f"seed {case.seed}: {case}\n    {text}" for text in report.verdict()]
             done += len(part)
             if progress:
-                print(f"\r{done}/{count} cases, {len(wrong)} wrong, {time.monotonic() - start:.0f} s", end="", flush=True)
+                print(
+                    f"\r{done}/{count} cases, {len(wrong)} wrong, {time.monotonic() - start:.0f} s", end="", flush=True
+                )
     if progress:
         print()
     return wrong

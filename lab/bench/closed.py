@@ -96,6 +96,16 @@ def link_bytes(plan: Plan, machine: Machine, work: Work, across: bool = False) -
     return tuple((node["sent"], node["received"]) for node in node_bytes(plan, machine, sizes, order))
 
 
+def ring_bytes(machine: Machine, work: Work) -> float:
+    """What textbook Ring Attention moves over every node's link: one rank of a node sends to the next node.
+
+    Keys and values go round forward and again backward, P-1 hops each, and their gradients with them, P hops. The link
+    rates are chosen by this and not by a schedule of ours, so that nothing we do to our own ring moves the goal posts.
+    """
+    shapes = shapes_for(Plan.parse(f"1x{machine.world}"), machine, work)
+    return 2 * (machine.world - 1) * shapes.nbytes("kv") + machine.world * shapes.nbytes("dkv")
+
+
 def transfer_seconds(links: Sequence[tuple[float, float]], rates: Sequence[int | None]) -> float:
     """The least time in which these bytes can cross: the busiest direction of the slowest link decides.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from startrail.attention import SequenceParallel
     from startrail.checkpoint import checkpoint_context
-    from startrail.executor import PeerError
+    from startrail.lanes import PeerError
     from startrail.plan import Level, Plan
 
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ __all__ = ["Level", "PeerError", "Plan", "SequenceParallel", "checkpoint_context
 
 _HOMES = {
     "Level": "plan",
-    "PeerError": "executor",
+    "PeerError": "lanes",
     "Plan": "plan",
     "SequenceParallel": "attention",
     "checkpoint_context": "checkpoint",

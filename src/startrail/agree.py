@@ -1,7 +1,7 @@
 """Ranks that must do the same thing say so, and find out when they do not.
 
-Every attention call has a number, and a *detail*: a text with everything that its ranks must agree on. The first call of
-a kind is put on a board (torch.distributed's key-value store) and waits until all ranks have put up theirs; a rank
+Every attention call has a number, and a *detail*: a text with everything that its ranks must agree on. The first call
+of a kind is put on a board (torch.distributed's key-value store) and waits until all ranks have put up theirs; a rank
 whose arguments are wrong puts that up instead, so that every rank raises the same ``ValueError`` and nobody waits.
 
 Later calls of that kind cost nothing: nobody looks at the board. But a rank that has waited for a transfer longer than
@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 PATIENCE = 2.0  # seconds
 
@@ -27,7 +27,7 @@ PATIENCE = 2.0  # seconds
 class Board:
     """What each rank says of call number n. Ranks only count the same and the different, whatever their number."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
         self._up: dict[int, str] = {}
         self._lock = threading.Lock()

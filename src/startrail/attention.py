@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
 from startrail.agree import Agreement, Board
-from startrail.executor import Call, Counters, Executor, Lanes, tag_of
+from startrail.executor import Call, Executor
 from startrail.kernels import Kernel, kernel_for
+from startrail.lanes import Counters, Lanes, tag_of
 from startrail.layout import Layout, check_layout, layout_of_local
 from startrail.mask import Mask, tiles_of
 from startrail.plan import Plan
@@ -125,7 +127,9 @@ class SequenceParallel:
         """Global positions of this rank's tokens, for rotary and other position embeddings. Padding repeats the last
         position."""
         layout = Layout(self.layout, self.world, length)
-        chunks = [torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks(self.rank)]
+        chunks = [
+            torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks(self.rank)
+        ]
         return torch.cat(chunks).clamp_(max=length - 1)
 
     # --- attention
@@ -179,14 +183,16 @@ class SequenceParallel:
         self._counters.reset()
 
     def promised_traffic(self, q: Tensor, k: Tensor, length: int | None = None) -> dict[str, dict[str, int]]:
-        """Bytes by level that one call with such shards must send, by closed form: {"forward": ..., "backward": ...}."""
+        """Bytes by level that each pass of a call with such shards must send, by closed form."""
         shapes = self.shapes_of(q, k, length)
         sizes = {kind: shapes.nbytes(kind) for kind in KINDS}
         names = lane_names(Place.of(shapes.plan, self.world, self.rank))
         return {
             direction: {
                 name: round(amount)
-                for name, amount in zip(names, closed_form(shapes.plan, self.world, self.rank, direction, sizes), strict=True)
+                for name, amount in zip(
+                    names, closed_form(shapes.plan, self.world, self.rank, direction, sizes), strict=True
+                )
                 if amount
             }
             for direction in ("forward", "backward")
@@ -198,9 +204,7 @@ class SequenceParallel:
         """The sizes of a call; ``ValueError`` if the plan cannot run it."""
         layout = layout_of_local(self.layout, self.world, q.shape[2], length)
         plan = self.plan_for(q.shape[1], k.shape[1])
-        return Shapes(
-            plan, layout, q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, self.wire_dtype or q.dtype
-        )
+        return Shapes(plan, layout, q.shape[0], q.shape[1], k.shape[1], q.shape[3], q.dtype, self.wire_dtype or q.dtype)
 
     def run_forward(
         self,
@@ -244,7 +248,8 @@ class SequenceParallel:
         if qkv:
             inputs |= {"q": (q,), "kv": shapes.with_copies(k, v)}
         results = self._run(executor, call, program, inputs, kept, out)
-        return (*results["dq"], *shapes.without_copies(*results["dkv"]))
+        (dq,), (dk, dv) = results["dq"], results["dkv"]
+        return dq, *shapes.without_copies(dk, dv)
 
     def _run(self, executor: Executor, *arguments: Any) -> dict[str, tuple[Tensor, ...]]:
         try:
@@ -358,7 +363,7 @@ class SequenceParallel:
         store = dist.distributed_c10d._get_default_store()
         made = _boards.setdefault(self._ranks, itertools.count())
         name = f"startrail/{'-'.join(map(str, self._ranks[:4]))}-{hash(self._ranks) & 0xFFFFFFFF:x}/{next(made)}"
-        return Board(dist.PrefixStore(name, store), self.rank, self.world, self._timeout)
+        return Board(PrefixStore(name, store), self.rank, self.world, self._timeout)
 
 
 def _mask(causal: bool, window: int | None, ends: tuple[int, ...] | None, length: int) -> Mask:

@@ -117,7 +117,6 @@ class Report:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
 
-
     def text(self, case: Case) -> str:
         """A table that one can paste into an issue."""
         mask = Mask(case.causal, case.window, case.documents)
@@ -180,9 +179,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
     q, k, v = (sp.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
     sp.reset_counters()
-    out = sp.attention(
-        q, k, v, case.causal, case.window, documents=case.documents, length=case.length
-    )
+    out = sp.attention(q, k, v, case.causal, case.window, documents=case.documents, length=case.length)
     grads = torch.autograd.grad(out, (q, k, v), sp.shard(data.dout, 2))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
     both = sp.promised_traffic(q, k, case.length).values()

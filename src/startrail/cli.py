@@ -35,14 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="startrail", description="Exact attention over near-infinite contexts.", epilog=EXAMPLES, formatter_class=plain
+        prog="startrail",
+        description="Exact attention over near-infinite contexts.",
+        epilog=EXAMPLES,
+        formatter_class=plain,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser("show", help="print a schedule as a grid", epilog=EXAMPLES, formatter_class=plain)
     command.add_argument("plan", help="for example 2x2, 1x4/u2, star2")
     command.add_argument("--ranks", type=int, help="number of ranks (needed for star plans; default: the plan's size)")
-    command.add_argument("--rank", type=int, action="append", help="show this rank; may be repeated (default: the first 8)")
+    command.add_argument(
+        "--rank", type=int, action="append", help="show this rank; may be repeated (default: the first 8)"
+    )
     command.add_argument("--direction", choices=("forward", "backward"), default="forward")
     command.set_defaults(run=_show)
 
@@ -55,14 +60,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=plain,
     )
     command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
-    command.add_argument("--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)")
+    command.add_argument(
+        "--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)"
+    )
     command.add_argument("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
     command.add_argument("--batch", type=int, default=1)
     command.add_argument("--heads", type=int, default=8, help="query heads (default %(default)s)")
     command.add_argument("--kv-heads", type=int, help="key/value heads (default: as many as query heads)")
     command.add_argument("--head-dim", type=int, default=64)
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="float32")
-    command.add_argument("--wire-dtype", choices=("float32", "bfloat16", "float16"), help="what travels (default: --dtype)")
+    command.add_argument(
+        "--wire-dtype", choices=("float32", "bfloat16", "float16"), help="what travels (default: --dtype)"
+    )
     command.add_argument("--causal", action="store_true")
     command.add_argument("--window", type=int)
     command.add_argument("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")

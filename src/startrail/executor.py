@@ -6,12 +6,9 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 
 from __future__ import annotations
 
-import contextlib
 import time
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -20,111 +17,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from startrail.agree import Agreement
-from startrail.kernels import Kernel, Partial, Sum, stand_in_out
+from startrail.kernels import Kernel, Partial, Sums, stand_in_out
+from startrail.lanes import TAGS_A_PAIR, BufferPool, Counters, Lanes, PeerError, Traffic
 from startrail.mask import Tile
-from startrail.schedule import INPUTS, RESULTS, Merge, Piece, Place, Program, Step, Transfer, lane_names, last_uses
+from startrail.schedule import INPUTS, RESULTS, Merge, Piece, Program, Step, Transfer, last_uses
 from startrail.wire import Shapes
-
-Work = dist.Work
-TAGS_A_PAIR = 1 << 11
-UNUSED_TAG = (1 << 31) - 1  # the digests' tags stay below
-
-
-class PeerError(RuntimeError):
-    """A peer died or did not deliver in time; the text names rank, step, piece and peer."""
-
-
-@dataclass
-class Traffic:
-    """What this rank has sent over one lane."""
-
-    bytes: int = 0  # noqa: A003
-    hops: int = 0
-
-
-@dataclass
-class Counters:
-    """Totals: traffic by lane, and seconds."""
-
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    waiting: float = 0.0
-    total: float = 0.0
-
-    def reset(self) -> None:
-        self.traffic, self.waiting, self.total = {}, 0.0, 0.0
-
-
-class BufferPool:
-    """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
-    only once the send has ended."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[Tensor, list[Callable[[], None]]]] = []
-        self.allocated = 0
-
-    def get(self, nbytes: int, device: torch.device) -> Tensor:
-        """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
-        fits = [
-            (buffer.numel(), index)
-            for index, (buffer, _) in enumerate(self._free)
-            if buffer.device == device and nbytes <= buffer.numel() <= 2 * nbytes
-        ]
-        if not fits:
-            self.allocated += nbytes
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        buffer, pending = self._free.pop(min(fits)[1])
-        for wait in pending:
-            wait()
-        return buffer[:nbytes]
-
-    def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
-        whole = buffer if buffer._base is None else buffer._base
-        self._free.append((whole, pending))
-
-
-class Lanes:
-    """One process group a lane, made once. ``ranks`` are the global ranks of the sequence-parallel group."""
-
-    def __init__(self, place: Place, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
-        self.place, self.ranks = place, ranks
-        self.names = lane_names(place)
-        self.groups: list[dist.ProcessGroup | None] = []
-        for lane in range(len(self.names)):
-            members = [ranks[member] for member in place.lane_ranks(lane)]
-            group = None
-            if len(members) > 1:
-                group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-            self.groups.append(group)
-
-    def end_waits(self) -> None:
-        """Make every transfer under way fail at once, here and at the peers. The lanes are of no use afterwards."""
-        for group in self.groups:
-            if group is None:
-                continue
-            if dist.get_backend(group) != "gloo":
-                group.abort()
-                continue
-            # gloo cannot be aborted, but a receive that times out closes all its connections
-            with contextlib.suppress(RuntimeError):
-                peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
-                dist.irecv(torch.empty(1), peer, group, tag=UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-    def post(self, transfers: list[tuple[Transfer, Tensor, int]]) -> list[Work]:
-        """Post transfers with their buffers and tags as one batch a lane; a work for each, in order."""
-        works: list[Work | None] = [None] * len(transfers)
-        for lane, group in enumerate(self.groups):
-            here = [index for index, (transfer, _, _) in enumerate(transfers) if transfer.lane == lane]
-            if not here:
-                continue
-            ops = []
-            for index in here:
-                transfer, buffer, tag = transfers[index]
-                op = dist.isend if transfer.send else dist.irecv
-                ops.append(dist.P2POp(op, buffer, self.ranks[transfer.peer], group, tag))
-            posted = dist.batch_isend_irecv(ops)
-            for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
-                works[index] = posted[place] if len(posted) == len(here) else posted[0]
-        return works  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -133,13 +30,6 @@ class CompiledStep:
     label: str
     tags: tuple[int, ...]
     done: tuple[Piece, ...]
-
-
-def tag_of(signature: str) -> int:
-    """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
-    or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
-    aborting or computing nonsense."""
-    return (zlib.crc32(signature.encode()) & 0xFFFFF) * TAGS_A_PAIR
 
 
 @lru_cache(maxsize=256)
@@ -221,7 +111,7 @@ class _Pass:
         self.inputs, self.out = inputs, out
         self.pieces: dict[Piece, Held] = {}
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
-        self.results: dict[Piece, tuple[Partial] | tuple[Sum, Sum] | tuple[Sum]] = {}
+        self.results: dict[Piece, Partial | Sums] = {}
         self.incoming: dict[tuple[Piece, int], list[Held]] = {}
         self.parts: list[tuple[Piece, int, Held]] = []  # results of our own tokens, from the ranks of other heads
         self.open: list[Callable[[], None]] = []
@@ -411,7 +301,7 @@ class _Pass:
             self.shapes.join_tokens(whole, tokens, member)
         self.pool.put(part.flat, [])
 
-    def _waiter(self, work: Work, post: Transfer) -> Callable[[], None]:
+    def _waiter(self, work: dist.Work, post: Transfer) -> Callable[[], None]:
         """Waits once, counts the seconds, and says who waited for what if it fails."""
         index, ended = self.index, False
 
@@ -439,15 +329,17 @@ class _Pass:
         lanes = self.executor.lanes
         assert lanes is not None
         way = "to" if post.send else "from"
-        return f"{post.piece} {way} rank {post.peer} (global rank {lanes.ranks[post.peer]}) over {lanes.names[post.lane]}"
+        return (
+            f"{post.piece} {way} rank {post.peer} (global rank {lanes.ranks[post.peer]}) over {lanes.names[post.lane]}"
+        )
 
     def _failure(self, index: int, what: str, error: RuntimeError) -> Exception:
         """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
         if disagreement := self.executor.agreement.disagreement():
             return ValueError(disagreement)
         return PeerError(
-            f"rank {self.place.rank}, {self.program.direction} step {index} of plan {self.program.plan}: {what} failed: "
-            f"{str(error).splitlines()[0]}"
+            f"rank {self.place.rank}, {self.program.direction} step {index} of plan {self.program.plan}: "
+            f"{what} failed: {str(error).splitlines()[0]}"
         )
 
     def _arrive(self, held: Held) -> None:
@@ -477,7 +369,7 @@ class _Pass:
     def _forward(self, row: int, column: int, group: int, visible: tuple[Tile, ...]) -> None:
         (q,) = self._ready(Piece("q", row, group))
         k, v = self._ready(Piece("kv", column, group))
-        partial = self._result(Piece("out", row, group))[0]
+        partial = self._result(Piece("out", row, group))
         assert isinstance(partial, Partial)
         self.call.kernel.forward(q, k, v, visible, self.call.scale, partial)
 
@@ -489,39 +381,31 @@ class _Pass:
             lse, delta, dout = self._ready(gradient)
             self.rows[gradient] = dout, stand_in_out(dout, delta), lse
         dout, out, lse = self.rows[gradient]
-        sums = (*self._result(Piece("dq", row, group)), *self._result(Piece("dkv", column, group)))
-        self.call.kernel.backward(dout, q, k, v, out, lse, visible, self.call.scale, sums)  # type: ignore[arg-type]
+        by_row, by_key = self._result(Piece("dq", row, group)), self._result(Piece("dkv", column, group))
+        assert isinstance(by_row, Sums)
+        assert isinstance(by_key, Sums)
+        (dq,), (dk, dv) = by_row.parts, by_key.parts
+        self.call.kernel.backward(dout, q, k, v, out, lse, visible, self.call.scale, (dq, dk, dv))
 
-    def _result(self, piece: Piece) -> tuple[Partial] | tuple[Sum, Sum] | tuple[Sum]:
-        """The accumulators of a result, made when it is first needed."""
+    def _result(self, piece: Piece) -> Partial | Sums:
+        """The accumulator of a result, made when it is first needed."""
         if piece not in self.results:
             shapes = [shape for shape, _ in self.shapes.fields(piece.kind, self.shapes.tokens) if len(shape) == 4]
-            make = Partial if piece.kind == "out" else Sum
-            self.results[piece] = tuple(make(shape, self.shapes.acc, self.call.device) for shape in shapes)  # type: ignore[assignment]
+            acc, device = self.shapes.acc, self.call.device
+            self.results[piece] = Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
         return self.results[piece]
 
     def _tensors_of(self, piece: Piece, leaving: bool = False) -> tuple[Tensor, ...]:
-        accumulators = self._result(piece)
+        result = self._result(piece)
         if leaving:
             del self.results[piece]
-        first = accumulators[0]
-        if isinstance(first, Partial):
-            return first.lse, first.out
-        return tuple(total.value for total in accumulators)  # type: ignore[union-attr]
+        return result.tensors()
 
     def _merge(self, merge: Merge) -> None:
         held = self.incoming[merge.piece, merge.peer].pop(0)
         self._arrive(held)
         assert held.flat is not None
-        tensors = self.shapes.views(held.flat, merge.piece.kind)
-        accumulators = self._result(merge.piece)
-        first = accumulators[0]
-        if isinstance(first, Partial):
-            lse, out = tensors
-            first.merge(out, lse)
-        else:
-            for total, x in zip(accumulators, tensors, strict=True):
-                total.add(x)  # type: ignore[union-attr]
+        self._result(merge.piece).take(self.shapes.views(held.flat, merge.piece.kind))
         self.pool.put(held.flat, [])
 
     def _local_fields(self, kind: str) -> list[tuple[tuple[int, ...], torch.dtype]]:

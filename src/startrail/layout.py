@@ -80,7 +80,10 @@ class Layout:
     def order(self) -> list[int]:
         """Position of every token of the padded sequence, rank after rank."""
         return [
-            chunk * self.chunk + i for rank in range(self.world) for chunk in self.chunks(rank) for i in range(self.chunk)
+            chunk * self.chunk + i
+            for rank in range(self.world)
+            for chunk in self.chunks(rank)
+            for i in range(self.chunk)
         ]
 
     def positions(self, rank: int) -> list[int]:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 Result = TypeVar("Result")
 
@@ -38,7 +39,9 @@ def run_local(
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(function, rank, world, folder, theirs, deadline, not expendable))
+            process = context.Process(
+                target=_main, args=(function, rank, world, folder, theirs, deadline, not expendable)
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -85,7 +88,7 @@ def _main(
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(os.path.join(folder, "store"), world)
+        store = FileStore(os.path.join(folder, "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
         result = function(rank)
         if together:

@@ -17,6 +17,7 @@ would be tiny (many short documents, a narrow window) several are computed toget
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from startrail.layout import Runs
 
-# A kernel call costs about as much as this many query-key pairs; pieces shorter than SHORT rows may be computed together.
+# A kernel call costs about as much as this many query-key pairs; pieces of under SHORT rows may be computed together.
 CALL_COST = 128 * 128
 SHORT = 128
 MASKED_ROWS = 256
@@ -32,7 +33,7 @@ MASKED_ROWS = 256
 
 @dataclass(frozen=True)
 class Mask:
-    """Full by default. ``window`` w: i-j < w when causal, |i-j| < w otherwise. ``documents``: cu_seqlens (0, ..., N)."""
+    """Full by default. ``window`` w: i-j < w when causal, |i-j| < w otherwise. ``documents``: cu_seqlens (0, .., N)."""
 
     causal: bool = False
     window: int | None = None
@@ -43,7 +44,7 @@ class Mask:
             raise ValueError(f"window={self.window} must be at least 1 (1 is the token itself alone)")
         if self.documents is not None:
             ends = self.documents
-            if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in itertools.pairwise(ends)):
                 shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
                 raise ValueError(f"documents must be cu_seqlens: start at 0 and never fall; got ({shown})")
             object.__setattr__(self, "documents", tuple(sorted(set(ends))))  # drop empty documents
@@ -145,9 +146,11 @@ def _segments(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
             here.update(mask.documents[first : bisect_right(mask.documents, stop + window) + 1])
         cuts = {edge + shift for edge in here for shift in shifts}
         points = sorted({start, stop} | {cut for cut in cuts if start < cut < stop})
-        for p0, p1 in zip(points, points[1:], strict=False):
+        for p0, p1 in itertools.pairwise(points):
             low, high = bounds_at(p0)
-            dlow, dhigh = (x - y for x, y in zip(bounds_at(p0 + 1), (low, high), strict=True)) if p1 - p0 > 1 else (0, 0)
+            dlow, dhigh = (
+                (x - y for x, y in zip(bounds_at(p0 + 1), (low, high), strict=True)) if p1 - p0 > 1 else (0, 0)
+            )
             row = offset + p0 - start
             segment = Segment(row, row + p1 - p0, low, dlow, high, dhigh)
             if merged and (joined := _join(merged[-1], segment)):
@@ -164,7 +167,9 @@ def _join(a: Segment, b: Segment) -> Segment | None:
     dlow, dhigh = (a.dlow, a.dhigh) if rows > 1 else (b.low - a.low, b.high - a.high)
     if (dlow, dhigh) not in ((0, 0), (0, 1), (1, 0), (1, 1)):
         return None
-    if (b.low, b.high) != (a.low + rows * dlow, a.high + rows * dhigh) or (more > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)):
+    if (b.low, b.high) != (a.low + rows * dlow, a.high + rows * dhigh) or (
+        more > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)
+    ):
         return None
     return Segment(a.q0, b.q1, a.low, dlow, a.high, dhigh)
 

@@ -140,8 +140,8 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, tokens, dim = out.shape
-    keys = (batch, kv_heads, tokens, dim)
-    return (torch.empty_like(out), *(torch.empty(keys, dtype=out.dtype, device=out.device) for _ in range(2)))
+    dk = torch.empty((batch, kv_heads, tokens, dim), dtype=out.dtype, device=out.device)
+    return torch.empty_like(out), dk, torch.empty_like(dk)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

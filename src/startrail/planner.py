@@ -17,11 +17,11 @@ def auto_plan(world: int, ranks_per_node: int, q_heads: int, kv_heads: int) -> t
     >>> str(plan)
     '2x2/u8'
     >>> why
-    'auto chose 2x2/u8: 11.0 shards a rank over the nodes, 7.0 by heads (forward + backward; 32 query, 32 key/value heads)'
+    'auto chose 2x2/u8: 11.0 over the nodes, 7.0 by heads, in shards a rank (forward + backward; 32:32 heads)'
     """
     nodes = world // ranks_per_node if world % ranks_per_node == 0 else 1
     inside = world // nodes
-    best: tuple[tuple[float, ...], str, Plan] | None = None
+    best: tuple[tuple[float, float, float], str, Plan] | None = None
     for heads in divisors(inside):
         if q_heads % heads:
             continue
@@ -36,10 +36,10 @@ def auto_plan(world: int, ranks_per_node: int, q_heads: int, kv_heads: int) -> t
                         best = cost, str(candidate), candidate
     assert best is not None
     cost, _, plan = best
-    where = [f"{amount:.1f} shards a rank {name}" for amount, name in zip(cost, ("over the nodes", "inside them"), strict=False) if amount]
-    by_heads = [f"{cost[2]:.1f} by heads"] if cost[2] else []
-    text = ", ".join(where + by_heads) or "no traffic"
-    return plan, f"auto chose {plan}: {text} (forward + backward; {q_heads} query, {kv_heads} key/value heads)"
+    names = ("over the nodes", "inside them", "by heads")
+    where = [f"{amount:.1f} {name}" for amount, name in zip(cost, names, strict=True) if amount]
+    text = f"{', '.join(where)}, in shards a rank" if where else "no traffic"
+    return plan, f"auto chose {plan}: {text} (forward + backward; {q_heads}:{kv_heads} heads)"
 
 
 def _cost(plan: Plan, world: int, q_heads: int, kv_heads: int, nodes: int) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
 """What a piece looks like in memory and on the wire: one flat run of bytes, with its float32 statistics first.
 
-``Shapes`` holds the sizes of one attention call and answers what each rank needs to know of them: which heads a rank and
-a group compute, how large a piece is, and where its tokens lie. It knows nothing of who talks to whom.
+``Shapes`` holds the sizes of one attention call and answers what each rank needs to know of them: which heads a rank
+and a group compute, how large a piece is, and where its tokens lie. It knows nothing of who talks to whom.
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ class Shapes:
         by_row = ((*rows, self.head_dim), self.wire)
         by_key = ((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), self.wire)
         number = (rows, self.acc)
-        return {
+        by_kind: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
             "q": [by_row],
             "dq": [by_row],
             "out": [number, by_row],  # lse, out
             "do": [number, number, by_row],  # lse, delta, dout
             "kv": [by_key, by_key],
             "dkv": [by_key, by_key],
-        }[kind]
+        }
+        return by_kind[kind]
 
     def nbytes(self, kind: str, tokens: int | None = None) -> int:
         tokens = self.tokens if tokens is None else tokens

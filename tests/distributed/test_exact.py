@@ -62,7 +62,9 @@ def test_every_plan_is_exact_on_every_shape(world):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("world, plans", [(4, ["2x2", "star2", "2x1/u2"]), (8, ["2x4", "2x1/2x2", "star2/u2", "1x4/u2"])])
+@pytest.mark.parametrize(
+    "world, plans", [(4, ["2x2", "star2", "2x1/u2"]), (8, ["2x4", "2x1/2x2", "star2/u2", "1x4/u2"])]
+)
 def test_backward_forms_keeping_and_groups(world, plans, variant):
     plans = [plan for plan in plans if not ("star" in plan and "backward" in variant)]
     shapes = [SHAPES[1], {**SHAPES[5], "batch": 2}, SHAPES[7]]
@@ -79,7 +81,10 @@ def test_backward_forms_keeping_and_groups(world, plans, variant):
 def test_ulysses_below_and_above_the_number_of_kv_heads():
     """u4 with 8, 4, 2, 1 and 6 key/value heads: sliced, one each, repeated; a ratio that fits neither way."""
     cases = [Case("u4", 4, q_heads=8, kv_heads=kv, length=100, causal=True) for kv in (8, 4, 2, 1)]
-    cases += [Case("1x1/u4", 4, q_heads=12, kv_heads=6, length=100), Case("1x2/u2", 4, q_heads=6, kv_heads=3, length=64)]
+    cases += [
+        Case("1x1/u4", 4, q_heads=12, kv_heads=6, length=100),
+        Case("1x2/u2", 4, q_heads=6, kv_heads=3, length=64),
+    ]
     run(cases)
 
 

@@ -71,8 +71,10 @@ def test_one_rank_with_other_arguments_is_named_on_every_rank():
         assert shapes.startswith("ValueError: ranks disagree about one attention call: ranks 0, 1, 3: q (1, 4, 16, 8)")
         assert "rank 2: q (1, 4, 18, 8)" in shapes
         assert dim.startswith("ValueError: rank 1: head dim 300 is more than 256")
-        assert "rank 3: " in causal and "causal=True" in causal
-        assert "(0, 6, 64)" in documents and "(0, 5, 64)" in documents
+        assert "rank 3: " in causal
+        assert "causal=True" in causal
+        assert "(0, 6, 64)" in documents
+        assert "(0, 5, 64)" in documents
         assert good == "no error"
         assert hops == 3, "nothing was sent by the calls that failed"
 
@@ -115,7 +117,8 @@ def test_documents_that_differ_in_the_steady_state_do_not_leak():
         return error_of(lambda: sp.attention(*qkv(), documents=[0, 8 + rank, 32]))
 
     for text in run_local(on_rank, 2, deadline=60):
-        assert "(0, 8, 32)" in text and "(0, 9, 32)" in text
+        assert "(0, 8, 32)" in text
+        assert "(0, 9, 32)" in text
 
 
 def test_every_call_is_compared_when_asked(monkeypatch):

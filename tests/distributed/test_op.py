@@ -38,7 +38,8 @@ def test_shard_positions_and_unshard_are_inverse_and_adjoint():
                 positions = sp.positions(length)
                 real = sp.shard(torch.ones(length), dim=0).bool()
                 assert torch.equal(local[:, real], x[:, positions[real]])
-                assert positions.max() < length and not local[:, ~real].any()
+                assert positions.max() < length
+                assert not local[:, ~real].any()
                 assert torch.equal(sp.unshard(local, dim=-1, length=length), x)
                 # <unshard(s), y> summed over ranks = <s, adjoint(y)> summed over ranks
                 shard = torch.randn(local.shape, dtype=torch.float64).requires_grad_()

@@ -15,7 +15,7 @@ MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 
 
 def prove(world: int, levels: int) -> str:
-    """Check every plan with every backward form and ``keep``; the forward pass is the same for all but what it keeps."""
+    """Check every plan with every backward form and ``keep``; all have one forward pass but for what it keeps."""
     count = 0
     try:
         for plan in plans_for(world, levels):
@@ -123,7 +123,10 @@ def broken(change):
         (lambda steps: [steps[0]._replace(posts=steps[0].posts[:-1]), *steps[1:]], "deadlock|open on"),
         (lambda steps: steps[:-1], "lacking the parts of shards"),
         (lambda steps: [Step(steps[0].posts[::-1], steps[0].blocks), *steps[1:]], None),
-        (lambda steps: [steps[0]._replace(posts=steps[0].posts[2:]), *steps[1:]], "does not have and has not asked for"),
+        (
+            lambda steps: [steps[0]._replace(posts=steps[0].posts[2:]), *steps[1:]],
+            "does not have and has not asked for",
+        ),
     ],
 )
 def test_the_checker_finds_what_is_broken(change, message):

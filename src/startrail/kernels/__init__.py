@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from startrail.kernels.base import Kernel, Partial, Sum, accumulator, stand_in_out
+from startrail.kernels.accumulate import Partial, Sum, Sums, accumulator
+from startrail.kernels.base import Kernel, stand_in_out
 from startrail.kernels.cpu import CpuKernel
-from startrail.kernels.reference import ReferenceKernel
 
-__all__ = ["Kernel", "Partial", "Sum", "accumulator", "kernel_for", "stand_in_out"]
+__all__ = ["Kernel", "Partial", "Sum", "Sums", "accumulator", "kernel_for", "stand_in_out"]
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:

@@ -1,7 +1,7 @@
 """The block kernel: attention of one query shard to one key/value shard, forward and backward.
 
-``visible`` is the block's list of tiles (see ``startrail.mask``). A backend computes one tile, full or causal or under a
-boolean mask; everything else is here: slicing, anticausal squares by reversing both sides, and adding up tiles.
+``visible`` is the block's list of tiles (see ``startrail.mask``). A backend computes one tile: full, causal or under
+a boolean mask; everything else is here: slicing, anticausal squares by reversing both sides, and adding up tiles.
 
 The backward of a block takes the *global* out and lse of its rows, so block gradients simply add up.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from startrail.kernels.accumulate import Partial, Sum, accumulator
 from startrail.mask import Tile
 
 
@@ -55,11 +56,11 @@ class Kernel(ABC):
         into = Partial(q.shape, accumulator(q.dtype), q.device) if into is None else into
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            sides = [q[:, :, rows], k[:, :, keys], v[:, :, keys]]
+            qt, kt, vt = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             causal, mask, flip = _shape_of(tile, q.device)
             if flip:
-                sides = [side.flip(2) for side in sides]
-            out, lse = self.forward_tile(*sides, causal, mask, scale)
+                qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
+            out, lse = self.forward_tile(qt, kt, vt, causal, mask, scale)
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
             into.merge(out, lse, rows, fresh=True)
@@ -84,83 +85,14 @@ class Kernel(ABC):
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             causal, mask, flip = _shape_of(tile, q.device)
-            sides = [x[:, :, rows] for x in (dout, q)] + [x[:, :, keys] for x in (k, v)]
-            sides += [out[:, :, rows], lse[:, :, rows]]
+            dt, qt, ot, lt = (x[:, :, rows] for x in (dout, q, out, lse))
+            kt, vt = k[:, :, keys], v[:, :, keys]
             if flip:
-                sides = [side.flip(2) for side in sides]
-            grads = self.backward_tile(*sides, causal, mask, scale)
+                dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
+            grads = self.backward_tile(dt, qt, kt, vt, ot, lt, causal, mask, scale)
             for total, grad, part in zip(into, grads, (rows, keys, keys), strict=True):
                 total.add(grad.flip(2) if flip else grad, part, fresh=True)
         return into
-
-
-class Partial:
-    """A running merge of partial outputs by log-sum-exp. Rows that saw nothing have out 0 and lse -inf.
-
-    ``out`` is kept in float32 or wider, ``lse`` in float64: it is one number a row, and its rounding would enter the
-    weight of every later merge.
-    """
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-
-    @property
-    def out(self) -> Tensor:
-        self._allocate()
-        assert self._out is not None
-        return self._out
-
-    @property
-    def lse(self) -> Tensor:
-        self._allocate()
-        assert self._lse is not None
-        return self._lse
-
-    def _allocate(self) -> None:
-        if self._out is None:
-            self._out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            self._lse = torch.full(self.shape[:3], float("-inf"), dtype=torch.float64, device=self.device)
-
-    def merge(self, out: Tensor, lse: Tensor, rows: slice = slice(None), fresh: bool = False) -> None:
-        """Merge a result for ``rows``; where it saw nothing (lse = -inf) it changes nothing.
-
-        ``fresh``: nobody else holds these tensors, so a first result for all rows is taken without a copy.
-        """
-        if fresh and self._out is None and out.shape == self.shape:
-            self._out, self._lse = out.to(self.dtype), lse.double()
-            return
-        mine, total = self.out[:, :, rows], self.lse[:, :, rows]
-        lse = lse.double()
-        weight = torch.sigmoid(lse - total).nan_to_num_(0.0)  # both -inf: nothing seen so far
-        mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
-        total.copy_(torch.logaddexp(total, lse))
-
-
-class Sum:
-    """A running sum of gradients, in float32 or wider; zero where nothing was added."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
-        self._value: Tensor | None = None
-
-    @property
-    def value(self) -> Tensor:
-        if self._value is None:
-            self._value = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return self._value
-
-    def add(self, grad: Tensor, rows: slice = slice(None), fresh: bool = False) -> None:
-        if fresh and self._value is None and grad.shape == self.shape:
-            self._value = grad.to(self.dtype)
-        else:
-            self.value[:, :, rows] += grad
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Sums are kept in float32, or in float64 for float64 inputs."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from startrail.kernels.base import Kernel, accumulator
+from startrail.kernels.accumulate import accumulator
+from startrail.kernels.base import Kernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -53,7 +54,9 @@ def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:
     if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1] or k.shape != v.shape:
         raise ValueError(f"block kernel: q {tuple(q.shape)} does not go with k {tuple(k.shape)}, v {tuple(v.shape)}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
-        raise ValueError(f"block kernel: last dimension must be dense, strides {q.stride()}, {k.stride()}, {v.stride()}")
+        raise ValueError(
+            f"block kernel: last dimension must be dense, strides {q.stride()}, {k.stride()}, {v.stride()}"
+        )
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -43,6 +43,8 @@ def build_program(plan: Plan, world: int, rank: int, direction: str) -> Program:
 
     if plan.heads > 1:  # what the Ulysses exchange brought is kept too: the backward pass exchanges only gradients
         kept = own("q", "kv") + kept
+    enters: tuple[str, ...]
+    results: tuple[str, ...]
     if direction == "forward":
         enters, results = ("q", "kv"), ("out",)
         given, keeps = own("q", "kv"), kept

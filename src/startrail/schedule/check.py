@@ -51,7 +51,9 @@ def _check_memory(program: Program) -> None:
     peak, stated = peak_pieces(program), stated_pieces(program.plan, program.place.world, program.direction)
     for kind, number in peak.items():
         if number > stated[kind]:
-            raise ScheduleError(f"{_name(program)}: holds {number} {kind} pieces at once, the plan states {stated[kind]}")
+            raise ScheduleError(
+                f"{_name(program)}: holds {number} {kind} pieces at once, the plan states {stated[kind]}"
+            )
 
 
 def _name(program: Program) -> str:
@@ -119,9 +121,9 @@ class _Game:
         step = state.program.steps[state.index]
         if not state.posted:
             for post in step.posts:  # on the heads lane a rank sends its own tokens, which it always has
-                if post.send and post.lane != self.heads_lane and post.piece.kind not in RESULTS:
-                    if not self.ready(state, post.piece):
-                        return False
+                waits = post.send and post.lane != self.heads_lane and post.piece.kind not in RESULTS
+                if waits and not self.ready(state, post.piece):
+                    return False
             self.post(rank, step.posts)
             state.posted = True
         for block in step.blocks:
@@ -131,7 +133,7 @@ class _Game:
                 if not self.ready(state, Piece(kind, shard, block.group)):
                     return False
         for merge in step.merges:
-            queue = state.incoming.get((merge.piece, merge.peer))
+            queue = state.incoming.get((merge.piece, merge.peer), deque())
             if not queue:
                 self.fail(state, f"merges {merge}, which no receive was posted for")
             if not queue[0].done:
@@ -152,7 +154,7 @@ class _Game:
     def ready(self, state: _Rank, piece: Piece) -> bool:
         if piece not in state.held:
             self.fail(state, f"needs {piece}, which it does not have and has not asked for")
-        return all([message.done for message in state.held[piece]])
+        return all(message.done for message in state.held[piece])
 
     def combine(self, state: _Rank, piece: Piece, parts: int) -> None:
         have = state.results.get(piece, 0)
@@ -223,7 +225,9 @@ class _Game:
         program = state.program
         for lane, queue in state.lanes.items():
             if queue:
-                self.fail(state, f"ends with {[str(m.transfer) for m in queue[0].messages if not m.done]} open on {lane}")
+                self.fail(
+                    state, f"ends with {[str(m.transfer) for m in queue[0].messages if not m.done]} open on {lane}"
+                )
         for group in program.groups:
             for kind in program.results:
                 piece = Piece(kind, program.shard, group)

@@ -98,7 +98,10 @@ def stated_pieces(plan: Plan, world: int, direction: str) -> dict[str, int]:
         stated = {shared: team - 1, passed: ring - 1 if plan.keep == "all" else buffers}
         if direction == "backward":
             stated["do"] = stated["q"]
-        for kinds, number, levels in ((flow.team_out, team, team_levels), (flow.ring_out, 2 * ring_levels, ring_levels)):
+        for kinds, number, levels in (
+            (flow.team_out, team, team_levels),
+            (flow.ring_out, 2 * ring_levels, ring_levels),
+        ):
             for kind in kinds:  # sums, and partial results that are coming in: two a level
                 stated[kind] = max(number, 1)
                 stated[f"{kind}<"] = 2 * levels
@@ -112,6 +115,11 @@ def _star_pieces(team: int, direction: str, keep: str) -> dict[str, int]:
         return {"q": team - 1, "kv": 3 * team - 1 + kept, "out": team, "out<": team - 1}
     columns = team if keep == "all" else 2 * team - 1
     return {
-        **{"q": 2 * team, "do": 2 * team, "kv": columns},
-        **{"dq": 2 * team, "dq<": 2 * team, "dkv": team, "dkv<": team},
+        "q": 2 * team,
+        "do": 2 * team,
+        "kv": columns,
+        "dq": 2 * team,
+        "dq<": 2 * team,
+        "dkv": team,
+        "dkv<": team,
     }

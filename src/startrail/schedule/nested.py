@@ -113,9 +113,7 @@ class _Walk:
         to, source = self.place.ring_peer(level, -s[level]), self.place.ring_peer(level, s[level])
         self._return(level, self.flow.ring_out, self.columns[s], to, ours, source, due)
 
-    def _return(
-        self, level: int, kinds: Iterable[str], theirs: int, to: int, ours: int, source: int, due: int
-    ) -> None:
+    def _return(self, level: int, kinds: Iterable[str], theirs: int, to: int, ours: int, source: int, due: int) -> None:
         for kind in kinds:
             posts = [self.receive(level, kind, ours, source), self.send(level, kind, theirs, to)]
             self.line.later(due, posts, [Merge(Piece(kind, ours, self.group), source)])
@@ -171,7 +169,9 @@ class _Walk:
         if inner < 0:
             return []
         handed_on = [d for d in self.rows_of(inner) if any(d[:inner])]
-        waves: list[tuple[list[Transfer], list[Offset]]] = [([], [d for d in self.rows_of(inner) if d not in handed_on])]
+        waves: list[tuple[list[Transfer], list[Offset]]] = [
+            ([], [d for d in self.rows_of(inner) if d not in handed_on])
+        ]
         for level in range(1, inner + 1):
             arrived = [e for e in self.team_offsets if any(e) and not any(e[level:])]
             waves.append(([post for e in arrived for post in self.share(level, e)], self.rows_of(level - 1)))

@@ -43,7 +43,7 @@ class Star:
         return group * self.hops + (index - hop) % self.hops
 
     def column_team(self, hop: int) -> int:
-        """The team whose keys and values are here at a hop of the forward ring; hop 0 is where placement leaves them."""
+        """The team whose keys and values are here at a hop of the forward ring; placement leaves those of hop 0."""
         return (self.team - hop) % self.hops * self.size + self.spot
 
     def shards(self, team: int) -> range:
@@ -147,7 +147,8 @@ class _Walk:
                 ours = star.shards(star.team)
                 self.line.later(
                     self.line.now + 1,
-                    [self.receive("dq", shard, source) for shard in ours] + [self.send("dq", shard, home) for shard in rows],
+                    [self.receive("dq", shard, source) for shard in ours]
+                    + [self.send("dq", shard, home) for shard in rows],
                     [Merge(Piece("dq", shard, self.group), source) for shard in ours],
                 )
         self.combine("dq", star.mates, self.line.now + (3 if star.hops > 1 else 1))

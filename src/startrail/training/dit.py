@@ -133,25 +133,25 @@ def flow_matching_loss(
 ) -> tuple[Tensor, Tensor]:
     """The squared error of the velocity, summed over this rank's real patches, and how many numbers that sum has.
 
-    A patch travels the straight line ``(1 - t) * patch + t * noise``, so its velocity is ``noise - patch``. All ranks of
-    a sequence need the same ``time`` and ``label`` (batch,) and each its part of one ``noise``. ``real`` (n,) is False
-    for the padding of an uneven shard: ``sp.shard(torch.ones(config.tokens), 0).bool()``. Give both results to
+    A patch travels the straight line ``(1 - t) * patch + t * noise``, so its velocity is ``noise - patch``. All ranks
+    of a sequence need the same ``time`` and ``label`` (batch,) and each its part of one ``noise``. ``real`` (n,) is
+    False for the padding of an uneven shard: ``sp.shard(torch.ones(config.tokens), 0).bool()``. Give both results to
     ``global_mean``.
     """
     t = time.to(patches.dtype).view(-1, 1, 1)
     velocity = model((1 - t) * patches + t * noise, positions, time, label, attention)
-    error = (velocity - (noise - patches))[:, real]
+    error = (velocity - (noise - patches)).where(real.unsqueeze(-1), 0)
     at_least = torch.promote_types(error.dtype, torch.float32)
-    return error.square().sum(dtype=at_least), torch.tensor(error.numel(), device=error.device)
+    return error.square().sum(dtype=at_least), real.sum() * (len(patches) * patches.shape[-1])
 
 
 @torch.no_grad()
 def sample(model: DiT, noise: Tensor, label: Tensor, positions: Tensor, attention: Attention, steps: int) -> Tensor:
-    """Patches of images, by ``steps`` equal Euler steps from noise, time 1, to time 0; of this rank's part if sharded."""
+    """Patches of images (this rank's, if sharded), by ``steps`` equal Euler steps from noise, time 1, to time 0."""
     if steps < 1:
         raise ValueError(f"a sampler needs at least 1 step, got {steps}")
     patches = noise
     for step in range(steps, 0, -1):
-        time = torch.full((len(noise),), step / steps, dtype=noise.dtype, device=noise.device)
+        time = torch.full((len(noise),), step / steps, dtype=torch.float64, device=noise.device)
         patches = patches - model(patches, positions, time, label, attention) / steps
     return patches

@@ -13,7 +13,8 @@ The right way, with or without our trainer::
 ``group`` is all ranks whose gradients are summed: the sequence axis, times the data axis if there is one.
 
 FSDP and DDP reduce gradients themselves and divide the sum by their number of ranks W. So with them, leave out
-``sum_gradients`` and either call ``(W * loss).backward()`` or, with FSDP2, ``model.set_gradient_divide_factor(1.0)``.
+``sum_gradients`` and call ``(W * loss).backward()``. (FSDP2's ``set_gradient_divide_factor(1.0)`` would do as well, but
+counts only for the module it is called on, not for those inside that are sharded on their own.)
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of ``hidden @ weight.T``, summed over the tokens, and the number of tokens with a label.
 
-    Only ``chunk`` tokens' logits exist at a time, forward and backward: their gradients are taken on the spot, while the
-    logits are there, and the backward pass only scales them. hidden (..., width), weight (vocab, width), labels (...).
+    Only ``chunk`` tokens' logits exist at a time, forward and backward: their gradients are taken on the spot, while
+    the logits are there, and the backward pass only scales them. hidden (..., width), weight (vocab, width),
+    labels (...).
 
     >>> hidden, weight = torch.zeros(3, 2, requires_grad=True), torch.eye(2)
     >>> loss_sum, count = chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, -100]), chunk=2)
@@ -80,22 +82,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_hidden[rows] = gradient @ weight
             if grad_weight is not None:
                 grad_weight += gradient.T @ hidden[rows]
-        ctx.grads = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.grads)
+        grads = (None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors)
         return (*grads, None, None, None)
 
 
 def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean loss over everything that all ranks of ``group`` counted, to call ``backward`` on.
 
-    Its value is that mean, the same on every rank. Its gradient is this rank's share: *sum* the gradients over the group
-    (``sum_gradients``) for those of one process. Ranks that counted nothing take part with shares of zero; if none
-    counted anything, the loss is 0. ``group=None`` is the whole world, or one process if there is no world.
+    Its value is that mean, the same on every rank. Its gradient is this rank's share: *sum* the gradients over the
+    group (``sum_gradients``) for those of one process. Ranks that counted nothing take part with shares of zero; if
+    none counted anything, the loss is 0. ``group=None`` is the whole world, or one process if there is no world.
 
     >>> w = torch.tensor(2.0, requires_grad=True)
     >>> losses = w * torch.tensor([1.0, 2.0, 3.0])

@@ -5,11 +5,11 @@
 sends a rank (shards of q; k and v are 1 each): level 0: 2.0
 holds beside its own at most: kv 1, sums: out 1
 <BLANKLINE>
-step  rank 0           rank 1
-   0  send kv0>1       send kv1>0
-      compute 0x0      compute 1x1
-   1  hold kv1         hold kv0
-      compute 0x1      compute 1x0
+step  rank 0       rank 1
+   0  send kv0>1   send kv1>0
+      compute 0x0  compute 1x1
+   1  hold kv1     hold kv0
+      compute 0x1  compute 1x0
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def show(plan: Plan, world: int, direction: str, ranks: Sequence[int]) -> str:
     columns = [_cells(program, steps) for program in programs]
     widths = [max(len(line) for cell in column for line in cell) for column in columns]
     widths = [max(width, len(f"rank {rank}")) for width, rank in zip(widths, ranks, strict=True)]
-    lines = [*_summary(programs[0]), "", "step  " + "  ".join(f"rank {r}".ljust(w) for r, w in zip(ranks, widths, strict=True))]
+    lines = [
+        *_summary(programs[0]),
+        "",
+        "step  " + "  ".join(f"rank {r}".ljust(w) for r, w in zip(ranks, widths, strict=True)),
+    ]
     for index in range(steps):
         cells = [column[index] for column in columns]
         for line in range(max(map(len, cells))):
@@ -59,7 +63,11 @@ def _cells(program: Program, steps: int) -> list[list[str]]:
     held = [piece for piece in program.given if piece.shard != own]
     coming: list[Piece] = []
     for step, done in zip(program.steps, last_uses(program), strict=True):
-        needed = {Piece(kind, block.column if kind == "kv" else block.row, block.group) for block in step.blocks for kind in INPUTS}
+        needed = {
+            Piece(kind, block.column if kind == "kv" else block.row, block.group)
+            for block in step.blocks
+            for kind in INPUTS
+        }
         needed |= {post.piece for post in step.posts if post.send}
         held += [piece for piece in coming if piece in needed]
         coming = [piece for piece in coming if piece not in needed]

@@ -1,0 +1,101 @@
+"""Running results: partial outputs merged by log-sum-exp, and gradients that add up.
+
+Both give their tensors in the order in which they travel (``tensors``) and take in those of a peer (``take``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Sums are kept in float32, or in float64 for float64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Partial:
+    """A running merge of partial outputs by log-sum-exp. Rows that saw nothing have out 0 and lse -inf.
+
+    ``out`` is kept in float32 or wider, ``lse`` in float64: it is one number a row, and its rounding would enter the
+    weight of every later merge.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    @property
+    def out(self) -> Tensor:
+        self._allocate()
+        assert self._out is not None
+        return self._out
+
+    @property
+    def lse(self) -> Tensor:
+        self._allocate()
+        assert self._lse is not None
+        return self._lse
+
+    def _allocate(self) -> None:
+        if self._out is None:
+            self._out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self._lse = torch.full(self.shape[:3], float("-inf"), dtype=torch.float64, device=self.device)
+
+    def merge(self, out: Tensor, lse: Tensor, rows: slice = slice(None), fresh: bool = False) -> None:
+        """Merge a result for ``rows``; where it saw nothing (lse = -inf) it changes nothing.
+
+        ``fresh``: nobody else holds these tensors, so a first result for all rows is taken without a copy.
+        """
+        if fresh and self._out is None and out.shape == self.shape:
+            self._out, self._lse = out.to(self.dtype), lse.double()
+            return
+        mine, total = self.out[:, :, rows], self.lse[:, :, rows]
+        lse = lse.double()
+        weight = torch.sigmoid(lse - total).nan_to_num_(0.0)  # both -inf: nothing seen so far
+        mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
+        total.copy_(torch.logaddexp(total, lse))
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.lse, self.out
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        lse, out = tensors
+        self.merge(out, lse)
+
+
+class Sum:
+    """A running sum of gradients, in float32 or wider; zero where nothing was added."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        self._value: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            self._value = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self._value
+
+    def add(self, grad: Tensor, rows: slice = slice(None), fresh: bool = False) -> None:
+        if fresh and self._value is None and grad.shape == self.shape:
+            self._value = grad.to(self.dtype)
+        else:
+            self.value[:, :, rows] += grad
+
+
+class Sums:
+    """Several sums that travel together, such as dk and dv."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
+        self.parts = tuple(Sum(shape, dtype, device) for shape in shapes)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(part.value for part in self.parts)
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        for part, x in zip(self.parts, tensors, strict=True):
+            part.add(x)

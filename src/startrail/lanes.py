@@ -1,0 +1,124 @@
+"""Messages: one process group a lane, buffers that are used again, and counters of what was sent."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from startrail.schedule import Place, Transfer, lane_names
+
+TAGS_A_PAIR = 1 << 11
+UNUSED_TAG = (1 << 31) - 1  # above those of every call
+
+
+def tag_of(signature: str) -> int:
+    """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
+    or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
+    aborting or computing nonsense."""
+    return (zlib.crc32(signature.encode()) & 0xFFFFF) * TAGS_A_PAIR
+
+
+class PeerError(RuntimeError):
+    """A peer died or did not deliver in time; the text names rank, step, piece and peer."""
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent over one lane."""
+
+    bytes: int = 0
+    hops: int = 0
+
+
+@dataclass
+class Counters:
+    """Totals: traffic by lane, and seconds."""
+
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    waiting: float = 0.0
+    total: float = 0.0
+
+    def reset(self) -> None:
+        self.traffic, self.waiting, self.total = {}, 0.0, 0.0
+
+
+class BufferPool:
+    """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
+    only once the send has ended."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[Tensor, list[Callable[[], None]]]] = []
+        self.allocated = 0
+
+    def get(self, nbytes: int, device: torch.device) -> Tensor:
+        """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
+        fits = [
+            (buffer.numel(), index)
+            for index, (buffer, _) in enumerate(self._free)
+            if buffer.device == device and nbytes <= buffer.numel() <= 2 * nbytes
+        ]
+        if not fits:
+            self.allocated += nbytes
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        buffer, pending = self._free.pop(min(fits)[1])
+        for wait in pending:
+            wait()
+        return buffer[:nbytes]
+
+    def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
+        whole = buffer if buffer._base is None else buffer._base
+        self._free.append((whole, pending))
+
+
+class Lanes:
+    """One process group a lane, made once. ``ranks`` are the global ranks of the sequence-parallel group."""
+
+    def __init__(self, place: Place, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
+        self.place, self.ranks = place, ranks
+        self.names = lane_names(place)
+        self.groups: list[dist.ProcessGroup | None] = []
+        for lane in range(len(self.names)):
+            members = [ranks[member] for member in place.lane_ranks(lane)]
+            group = None
+            if len(members) > 1:
+                group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            self.groups.append(group)
+
+    def end_waits(self) -> None:
+        """Make every transfer under way fail at once, here and at the peers. The lanes are of no use afterwards."""
+        for group in self.groups:
+            if group is None:
+                continue
+            if dist.get_backend(group) != "gloo":
+                group.abort()
+                continue
+            # gloo cannot be aborted, but a receive that times out closes all its connections
+            with contextlib.suppress(RuntimeError):
+                peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+                receive = dist.irecv(torch.empty(1), peer, group, tag=UNUSED_TAG)
+                assert receive is not None
+                receive.wait(timedelta(milliseconds=1))
+
+    def post(self, transfers: list[tuple[Transfer, Tensor, int]]) -> list[dist.Work]:
+        """Post transfers with their buffers and tags as one batch a lane; a work for each, in order."""
+        works: dict[int, dist.Work] = {}
+        for lane, group in enumerate(self.groups):
+            here = [index for index, (transfer, _, _) in enumerate(transfers) if transfer.lane == lane]
+            if not here:
+                continue
+            ops = []
+            for index in here:
+                transfer, buffer, tag = transfers[index]
+                op = dist.isend if transfer.send else dist.irecv
+                ops.append(dist.P2POp(op, buffer, self.ranks[transfer.peer], group, tag))
+            posted = dist.batch_isend_irecv(ops)
+            for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
+                works[index] = posted[place] if len(posted) == len(here) else posted[0]
+        return [works[index] for index in range(len(transfers))]

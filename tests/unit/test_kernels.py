@@ -1,0 +1,102 @@
+"""Backends against each other and against float64, tile kinds included; the traps of ATen's CPU kernel."""
+
+import pytest
+import torch
+
+from startrail.kernels import kernel_for, stand_in_out
+from startrail.kernels.cpu import CpuKernel, check_block
+from startrail.kernels.reference import ReferenceKernel
+from startrail.mask import Mask, tiles_of
+
+MASKS = [
+    Mask(),
+    Mask(causal=True),
+    Mask(causal=True, window=9),
+    Mask(window=5),
+    Mask(causal=True, window=150),
+    Mask(window=170),
+    Mask(causal=True, documents=(0, 3, 4, 60, 200, 300)),
+    Mask(documents=(0, 100, 101, 300)),
+]
+
+
+def tensors(dtype, kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, h, 300, 16) for h in (4, kv_heads, kv_heads, 4)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_cpu_agrees_with_the_reference_forward_and_backward(mask, kv_heads, dtype):
+    q, k, v, dout = tensors(dtype, kv_heads)
+    runs = ((0, 300),)
+    visible = tiles_of(mask, runs, runs)
+    results = []
+    for kernel in (CpuKernel(), ReferenceKernel()):
+        q_, k_, v_, dout_ = (kernel.prepare(x) for x in (q, k, v, dout))
+        partial = kernel.forward(q_, k_, v_, visible, 0.3)
+        grads = kernel.backward(dout_, q_, k_, v_, partial.out, partial.lse.to(q_.dtype), visible, 0.3)
+        results.append([partial.out, partial.lse, *(grad.value for grad in grads)])
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-6
+    for ours, truth in zip(*results, strict=True):
+        assert (ours.double() - truth).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_backward_from_delta_instead_of_out(mask):
+    """What travels is delta; any out with the same row sums gives the same gradients, also where dout is zero."""
+    q, k, v, dout = tensors(torch.float64, 2)
+    dout[:, :, 7] = 0
+    visible = tiles_of(mask, ((0, 300),), ((0, 300),))
+    kernel = CpuKernel()
+    partial = kernel.forward(q, k, v, visible, 0.3)
+    replaced = stand_in_out(dout, (dout * partial.out).sum(-1))
+    assert replaced[:, :, 7].abs().max() == 0
+    pairs = zip(
+        kernel.backward(dout, q, k, v, partial.out, partial.lse, visible, 0.3),
+        kernel.backward(dout, q, k, v, replaced, partial.lse, visible, 0.3),
+        strict=True,
+    )
+    assert all((a.value - b.value).abs().max() < 1e-12 for a, b in pairs)
+
+
+def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
+    q, k, v, dout = tensors(torch.float32, 2)
+    kernel = ReferenceKernel()
+    q, k, v, dout = (kernel.prepare(x) for x in (q, k, v, dout))
+    whole = kernel.forward(q, k, v, tiles_of(Mask(), ((0, 300),), ((0, 300),)), 0.3)
+    parts = None
+    for start, stop in ((0, 1), (1, 130), (130, 300)):
+        visible = tiles_of(Mask(), ((0, 300),), ((start, stop - start),))
+        parts = kernel.forward(q, k[:, :, start:stop], v[:, :, start:stop], visible, 0.3, parts)
+    assert (whole.out - parts.out).abs().max() < 1e-12
+    assert (whole.lse - parts.lse).abs().max() < 1e-12
+
+
+def test_rows_that_see_nothing_have_no_weight():
+    kernel = CpuKernel()
+    q, k, v, _ = tensors(torch.float32, 4)
+    visible = tiles_of(
+        Mask(causal=True), ((0, 100), (400, 200)), ((100, 300),)
+    )  # the first 100 rows see none of the keys
+    partial = kernel.forward(q, k, v, visible, 0.3)
+    assert torch.isinf(partial.lse[:, :, :100]).all()
+    assert not partial.out[:, :, :100].any()
+    before = partial.out.clone()
+    partial.merge(torch.full_like(before, 7.0), torch.full(before.shape[:3], float("-inf")))
+    assert torch.equal(partial.out, before), "merging nothing changes nothing, also where nothing was seen so far"
+
+
+def test_the_kernels_traps_are_refused():
+    q, k, v, _ = tensors(torch.float32, 4)
+    with pytest.raises(ValueError, match="does not go with"):
+        check_block(q, k[:, :, :0], v[:, :, :0])
+    with pytest.raises(ValueError, match="does not go with"):
+        check_block(q, k[:, :3], v[:, :3])
+    with pytest.raises(ValueError, match="last dimension must be dense"):
+        check_block(q, k[..., ::2], v[..., ::2])
+    assert CpuKernel().prepare(k[..., ::2]).stride(-1) == 1
+    with pytest.raises(ValueError, match="no attention kernel for device"):
+        kernel_for(torch.device("meta"), torch.float32, 64)
