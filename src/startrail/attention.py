@@ -6,8 +6,9 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from startrail.mask import Mask, tiles_of
 from startrail.plan import Plan
 from startrail.planner import auto_plan
 from startrail.schedule import Place, build_program, closed_form, lane_names
+from startrail.sdpa import SdpaPatch
 from startrail.wire import DTYPES, KINDS, Shapes
 
 MAX_HEAD_DIM = 256
@@ -159,6 +161,20 @@ class SequenceParallel:
         arguments = (causal, window, length, float(scale))
         out, _, _ = torch.ops.startrail.attention(q, k, v, documents, self._name, *arguments)
         return out
+
+    def patch_sdpa(
+        self, length: int | None = None, documents: Tensor | Sequence[int] | None = None
+    ) -> AbstractContextManager[Any]:
+        """Within this context ``F.scaled_dot_product_attention`` runs here, on the local shards that a model gives it.
+
+        >>> sp = SequenceParallel("1x1")
+        >>> q = torch.randn(1, 2, 4, 8)
+        >>> with sp.patch_sdpa():
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> torch.equal(out, sp.attention(q, q, q, causal=True))
+        True
+        """
+        return SdpaPatch(partial(self.attention, length=length, documents=documents))
 
     def plan_for(self, q_heads: int, kv_heads: int) -> Plan:
         """The plan that a call with these heads runs: the given one, or what ``auto`` chooses."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
@@ -39,15 +41,14 @@ def run_local(
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_main, args=(function, rank, world, folder, theirs, deadline, not expendable)
-            )
+            join = partial(_join, rank, world, folder, deadline)
+            process = context.Process(target=serve, args=(function, rank, join, theirs, not expendable))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, expendable, time.monotonic() + deadline)
+            return collect(pipes, expendable, time.monotonic() + deadline)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -55,7 +56,14 @@ def run_local(
                 process.join()
 
 
-def _collect(pipes: list[Connection], expendable: frozenset[int], end: float) -> list[Result | None]:
+def _join(rank: int, world: int, folder: str, deadline: float) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = FileStore(os.path.join(folder, "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
+
+
+def collect(pipes: list[Connection], expendable: frozenset[int], end: float) -> list[Result | None]:
+    """What the ranks behind ``pipes`` return, until the monotonic time ``end``; see ``serve``."""
     world = len(pipes)
     results: dict[int, Result | None] = dict.fromkeys(expendable)
     while len(results) < world:
@@ -76,20 +84,13 @@ def _collect(pipes: list[Connection], expendable: frozenset[int], end: float) ->
     return [results[rank] for rank in range(world)]
 
 
-def _main(
-    function: Callable[[int], Result],
-    rank: int,
-    world: int,
-    folder: str,
-    pipe: Connection,
-    deadline: float,
-    together: bool,
+def serve(
+    function: Callable[[int], Result], rank: int, join: Callable[[], None], pipe: Connection, together: bool
 ) -> None:
+    """The life of a forked rank: join the others, call ``function``, send what it returns or its traceback, and end."""
     try:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = FileStore(os.path.join(folder, "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
+        torch.set_num_threads(1)  # before anything else: the parent's OpenMP threads did not survive the fork
+        join()
         result = function(rank)
         if together:
             dist.barrier()  # nobody leaves while a peer still reads from it
@@ -98,4 +99,5 @@ def _main(
         pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
+        sys.stdout.flush()
         os._exit(0)  # a forked child must not run the parent's exit handlers

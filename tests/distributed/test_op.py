@@ -233,3 +233,38 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
         return worst(mine, [x.double() for x in (theirs, *grads[:3])])
 
     assert max(run_local(on_rank, 4)) < 2e-6
+
+
+def test_a_model_that_calls_sdpa_runs_unchanged():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = torch.nn.Linear(32, 96)
+
+        def forward(self, x):
+            q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.proj(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model = Model().double()
+    x, dout = torch.randn(2, 1, 50, 32, dtype=torch.float64)
+    expected = model(x)
+    truth = torch.autograd.grad(expected, list(model.parameters()), dout)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x2")
+        with sp.patch_sdpa(length=50):
+            out = model(sp.shard(x, 1))
+        grads = torch.autograd.grad(out, list(model.parameters()), sp.shard(dout, 1))
+        for grad in grads:
+            dist.all_reduce(grad)
+        q = torch.randn(1, 4, 16, 8)
+        with sp.patch_sdpa():
+            for refused in (dict(attn_mask=torch.ones(16, 16)), dict(dropout_p=0.1)):
+                with pytest.raises(ValueError, match="patch_sdpa"):
+                    F.scaled_dot_product_attention(q, q, q, **refused)
+            with pytest.raises(ValueError, match="need enable_gqa=True"):
+                F.scaled_dot_product_attention(q, q[:, :2], q[:, :2])
+        return worst([sp.unshard(out, 1, 50), *grads], [expected, *truth])
+
+    assert max(run_local(on_rank, 4)) < 1e-12

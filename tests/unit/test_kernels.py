@@ -41,7 +41,7 @@ def test_cpu_agrees_with_the_reference_forward_and_backward(mask, kv_heads, dtyp
         results.append([partial.out, partial.lse, *(grad.value for grad in grads)])
     tolerance = 1e-12 if dtype == torch.float64 else 5e-6
     for ours, truth in zip(*results, strict=True):
-        assert (ours.double() - truth).abs().max() < tolerance
+        assert (ours.double() - truth).abs().max() < tolerance * truth[truth.isfinite()].abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
