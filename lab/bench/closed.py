@@ -23,10 +23,7 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal size; ranks are numbered node by node, as torchrun does.
-
-    ``order`` says which rank stands at each place of the sequence-parallel group; see `interleaved`.
-    """
+    """Nodes of equal size; ranks are numbered node by node, as torchrun does."""
 
     nodes: int
     ranks_per_node: int
@@ -103,7 +100,7 @@ def ring_bytes(machine: Machine, work: Work) -> float:
     rates are chosen by this and not by a schedule of ours, so that nothing we do to our own ring moves the goal posts.
     """
     shapes = shapes_for(Plan.parse(f"1x{machine.world}"), machine, work)
-    return 2 * (machine.world - 1) * shapes.nbytes("kv") + machine.world * shapes.nbytes("dkv")
+    return work.layers * (2 * (machine.world - 1) * shapes.nbytes("kv") + machine.world * shapes.nbytes("dkv"))
 
 
 def transfer_seconds(links: Sequence[tuple[float, float]], rates: Sequence[int | None]) -> float:

@@ -9,69 +9,52 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from lab.bench.cases import COMPUTE, Contender, Trial, Work
-from lab.bench.closed import Machine, rate_for, ring_bytes
-from lab.bench.peers import Results, Runner, make_runner
+from lab.bench.closed import Machine, rate_for, ring_bytes, shapes_for
+from lab.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, make_data
+from lab.bench.ring import TextbookRing
 from lab.cluster import Cluster, own_link_bytes
+from startrail import SequenceParallel
+from startrail.plan import Plan
 
-FAST = "2gbit"  # for what is not timed; slow enough to be a limited link, whose frames are real ones
-TOLERANCE = {"rtol": 1e-3, "atol": 2e-5}
+FAST = 2_000_000_000  # bit/s, for what is not timed
+WARM_UP = 5
 Progress = Callable[[str], None]
+Rates = Sequence[int | None]
+ATTENDERS: dict[str, type[Attender]] = {
+    "plan": Planned,
+    "compute": Alone,
+    "textbook ring": TextbookRing,
+    "torch ring": TorchRing,
+    "torch gather": TorchRing,
+    "deepspeed": DeepSpeed,
+}
 
 
-@dataclass
-class Data:
-    """Inputs and the answers of one process that has all of the sequence."""
+class Runner(Protocol):
+    """What the measuring needs of a contender on this rank."""
 
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    answers: Results
+    def step(self) -> None: ...
 
+    def mistake(self) -> str | None: ...
 
-def make_data(work: Work, seed: int = 0) -> Data:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(heads: int) -> Tensor:
-        return torch.randn(work.batch, heads, work.length, work.head_dim, generator=generator)
-
-    q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=work.causal, enable_gqa=work.q_heads != work.kv_heads)
-    return Data((q, k, v, dout), (out.detach(), *torch.autograd.grad(out, leaves, dout)))
-
-
-class Links:
-    """What a rank knows of its links: their bytes, and how to ask for other rates. On a real cluster, neither."""
-
-    def __init__(self, pipe: Connection | None, nodes: int) -> None:
-        self.pipe, self.nodes = pipe, nodes
-
-    def ask(self, *request: Any) -> None:
-        if self.pipe is not None and dist.get_rank() == 0:
-            self.pipe.send(request)
-            self.pipe.recv()
-        dist.barrier()
-
-    def set_rates(self, rates: Sequence[int | None]) -> None:
-        self.ask("rates", tuple(rates))
-
-    def bytes(self) -> dict[str, int] | None:
-        return None if self.pipe is None else own_link_bytes()
+    def waiting(self) -> float | None: ...
 
 
 @dataclass
 class Sample:
-    """One repeat of one contender, as one rank saw it."""
+    """One repeat of one contender, as one rank saw it; bytes are those of its node's link, where they can be read."""
 
     seconds: float
     waiting: float | None
@@ -81,63 +64,123 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What one rank measured in one trial: the links' rates by node, and samples by contender."""
+    """What one rank measured in one trial. ``refused``: who failed or erred, and how; they are not timed."""
 
     rates: list[int | None]
     samples: dict[str, list[Sample]]
+    refused: dict[str, str]
+
+
+def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
+    """Inputs and right answers of all the work, made once and shared with the ranks."""
+    data: dict[Work, Any] = {}
+    for work in {trial.work: None for trial in trials}:
+        if work.model:
+            from lab.bench.models import expected_loss
+
+            data[work] = expected_loss(work)
+        else:
+            data[work] = make_data(work)
+    return data
+
+
+def make_runner(contender: Contender, machine: Machine, work: Work, data: Any) -> Runner:
+    if work.model:
+        from lab.bench.models import Step
+
+        return Step(contender, machine, work, data)
+    return ATTENDERS[contender.way](contender, machine, work, data)
+
+
+def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
+    """Why a plan cannot do this work here, or None if it can; asked before any rank starts."""
+    try:
+        if contender.way == "plan":
+            shapes_for(Plan.parse(contender.plan), machine, work)
+    except ValueError as error:
+        return str(error).partition("; plans that fit")[0]
+    return None
+
+
+class Links:
+    """What a rank knows of the links: their bytes, and how to ask for other rates. On a real cluster, neither."""
+
+    def __init__(self, pipe: Connection | None) -> None:
+        self.pipe = pipe
+
+    def ask(self, *request: Any) -> None:
+        """Have the process that owns the cluster do something, and go on together when it has."""
+        if self.pipe is not None and dist.get_rank() == 0:
+            self.pipe.send(request)
+            self.pipe.recv()
+        dist.barrier()
+
+    def bytes(self) -> dict[str, int] | None:  # noqa: A003
+        return None if self.pipe is None else own_link_bytes()
 
 
 class Ranks:
-    """The measuring end: lives on every rank."""
+    """The measuring end: lives on every rank, and does everything on all of them at once."""
 
-    def __init__(self, machine: Machine, links: Links, data: dict[Work, Data]) -> None:
+    def __init__(self, machine: Machine, links: Links, data: Mapping[Work, Any]) -> None:
         self.machine, self.links, self.data = machine, links, data
         self.runners: dict[tuple[Contender, Work], Runner] = {}
-        self.inputs: dict[tuple[Contender, Work], list[Tensor]] = {}
+        self.refused: dict[tuple[Contender, Work], str] = {}
         self.compute: dict[Work, float] = {}
 
     def run(self, trials: Sequence[Trial]) -> list[Outcome]:
         outcomes = []
-        for trial in trials:
-            self.links.set_rates([parse(FAST)] * self.machine.nodes)
+        for number, trial in enumerate(trials):
+            self.links.ask("rates", [FAST] * self.machine.nodes)
             for contender in (COMPUTE, *trial.contenders):
+                self.links.ask("progress", number, f"preparing {contender.name}")
                 self.prepare(contender, trial.work)
-            outcomes.append(self.measure(trial))
+            if (COMPUTE, trial.work) in self.refused:
+                raise RuntimeError(f"compute alone, {trial.work}: {self.refused[COMPUTE, trial.work]}")
+            outcomes.append(self.measure(number, trial))
         return outcomes
 
     def prepare(self, contender: Contender, work: Work) -> None:
-        """Connect, warm up, and see that the answers are right, so that nothing wrong is ever timed."""
-        if (contender, work) in self.runners:
+        """Connect, warm up, and see that the answers are right."""
+        key = contender, work
+        if key in self.runners or key in self.refused:
             return
-        self.links.ask("progress", f"preparing {contender.name}")
-        runner = make_runner(contender, self.machine, work)
-        data = self.data[work]
-        inputs = [runner.shard(x) for x in data.inputs]
-        results = runner.step(*inputs)
-        if contender.way != "compute":
-            for name, ours, whole in zip(("out", "dq", "dk", "dv"), results, data.answers, strict=True):
-                torch.testing.assert_close(
-                    ours, runner.shard(whole), **TOLERANCE, msg=lambda text, n=name: f"{contender.name}, {n}: {text}"
-                )
-        runner.waiting()
-        self.runners[contender, work], self.inputs[contender, work] = runner, inputs
-        if contender.way == "compute":
-            times = [self.sample(contender, work).seconds for _ in range(5)]
-            slowest = torch.tensor(times, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            self.compute[work] = statistics.median(slowest.tolist())
+        problem = None
+        try:
+            runner = make_runner(contender, self.machine, work, self.data[work])
+            problem = runner.mistake()
+            runner.waiting()
+        except (ImportError, RuntimeError, ValueError) as error:
+            problem = str(error).strip().splitlines()[0]
+        problems: list[str | None] = [None] * self.machine.world
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+            self.refused[key] = f"rank {rank}: {text}"
+            return
+        self.runners[key] = runner
+        if contender == COMPUTE:
+            times = torch.tensor([self.sample(contender, work).seconds for _ in range(WARM_UP)], dtype=torch.float64)
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+            self.compute[work] = statistics.median(times.tolist())
 
-    def measure(self, trial: Trial) -> Outcome:
+    def measure(self, number: int, trial: Trial) -> Outcome:
         rates = self.rates_of(trial)
-        self.links.set_rates(rates)
-        everyone = (COMPUTE, *trial.contenders)
+        self.links.ask("rates", rates)
+        refused = {c.name: self.refused[c, trial.work] for c in trial.contenders if (c, trial.work) in self.refused}
+        everyone = (COMPUTE, *(contender for contender in trial.contenders if contender.name not in refused))
         samples: dict[str, list[Sample]] = {contender.name: [] for contender in everyone}
+        start = time.perf_counter()
         for repeat in range(trial.repeats):
             turn = repeat % len(everyone)  # nobody always runs after the same neighbour
             for contender in everyone[turn:] + everyone[:turn]:
-                self.links.ask("progress", f"{trial.work.kind} {trial.work.mask}, {contender.name}")
+                self.links.ask("progress", number, f"{contender.name}, repeat {repeat + 1}")
                 samples[contender.name].append(self.sample(contender, trial.work))
-        return Outcome(rates, samples)
+            late = [time.perf_counter() - start > trial.seconds and repeat > 0]
+            dist.broadcast_object_list(late, 0)  # rank 0's clock decides for all
+            if late[0]:
+                break
+        return Outcome(rates, samples, refused)
 
     def rates_of(self, trial: Trial) -> list[int | None]:
         if trial.pressure is None:
@@ -146,55 +189,70 @@ class Ranks:
         return [rate // 2 if trial.slow_node and node == 0 else rate for node in range(self.machine.nodes)]
 
     def sample(self, contender: Contender, work: Work) -> Sample:
-        runner, inputs = self.runners[contender, work], self.inputs[contender, work]
+        runner = self.runners[contender, work]
         dist.barrier()  # the last contender's bytes have all arrived
         before = self.links.bytes()
         dist.barrier()  # everybody has read the counters
         start = time.perf_counter()
-        runner.step(*inputs)
+        runner.step()
         seconds = time.perf_counter() - start
         dist.barrier()
         after = self.links.bytes()
         if before is None or after is None:
             return Sample(seconds, runner.waiting(), None, None)
-        sent, received = (after[way] - before[way] for way in ("sent", "received"))
-        return Sample(seconds, runner.waiting(), sent, received)
-
-
-def parse(rate: str) -> int:
-    from lab.shape import parse_rate
-
-    bits = parse_rate(rate)
-    assert bits is not None
-    return bits
+        return Sample(seconds, runner.waiting(), *(after[way] - before[way] for way in ("sent", "received")))
 
 
 def run_on_cluster(
-    machine: Machine, trials: Sequence[Trial], progress: Progress, deadline: float, limited: bool = True
+    machine: Machine, trials: Sequence[Trial], progress: Callable[[int, str], None], limited: bool, deadline: float
 ) -> list[list[Outcome]]:
-    """Outcomes by rank, then by trial, on an emulated cluster. The parent's data is shared with the forked ranks."""
-    torch.set_num_threads(1)
-    data = {work: make_data(work) for work in {trial.work for trial in trials}}
+    """Outcomes by rank, then by trial, on an emulated cluster."""
+    warm_up_imports()
+    data = prepare_data(trials)
     ours, theirs = Pipe()
-    with Cluster(machine.nodes, machine.ranks_per_node, link=FAST if limited else None) as cluster:
 
-        def on_rank(rank: int) -> list[Outcome]:
-            return Ranks(machine, Links(theirs, machine.nodes), data).run(trials)
+    def on_rank(rank: int) -> list[Outcome]:
+        stop_probes()
+        return Ranks(machine, Links(theirs), data).run(trials)
 
-        def serve() -> None:
-            while (request := ours.recv()) is not None:
-                if request[0] == "rates" and limited:
-                    for node, rate in enumerate(request[1]):
+    def serve() -> None:
+        while (request := ours.recv()) is not None:
+            match request:
+                case "rates", rates if limited:
+                    for node, rate in enumerate(rates):
                         cluster.set_link(node, f"{rate}bit")
-                elif request[0] == "progress":
-                    progress(request[1])
-                ours.send(True)
+                case "progress", number, text:
+                    progress(number, text)
+            ours.send(True)
 
+    with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST}bit" if limited else None) as cluster:
+        job = cluster.fork(on_rank, deadline)  # before the thread starts: a fork takes only its own thread along
         server = threading.Thread(target=serve, daemon=True)
-        job = cluster.fork(on_rank, deadline)  # forked before the thread starts: a fork takes only its own thread along
         server.start()
         try:
             return job.wait()
         finally:
             theirs.send(None)
             server.join()
+
+
+def run_on_group(trials: Sequence[Trial], machine: Machine) -> list[list[Outcome]]:
+    """The same on ranks that torchrun started, on links as they are; every rank gets all outcomes."""
+    mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials)
+    everyone: list[Any] = [None] * machine.world
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def warm_up_imports() -> None:
+    """Attend once in the parent: what torch then imports, 32 ranks on two cores would take 20 seconds to import."""
+    torch.set_num_threads(1)
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    SequenceParallel("1x1").attention(x, x, x).sum().backward()
+
+
+def stop_probes() -> None:
+    """No tail loss probes in this rank's namespace: links lose nothing, and a probe through a long queue is sent for
+    nothing and counted all the same."""
+    with suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")

@@ -1,64 +1,113 @@
-"""How each contender is called: one small adapter a way of doing the work, all with the same two methods.
+"""How each contender is called: one small adapter a way of doing the work.
 
-``shard`` gives this rank's part of a tensor that is the same everywhere; ``step`` runs forward and backward on such
-parts and returns out, dq, dk, dv of the same tokens. Adapters of peers call the peer's own code and say in
-``DISCLOSURES`` what was changed around it, if anything was.
+``shard`` gives this rank's part of a tensor that is the same everywhere; ``attend`` runs forward and backward on such
+parts and returns out, dq, dk, dv of the same tokens. Adapters of peers call the peer's own code; ``DISCLOSURES`` says
+what a figure is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lab.bench.cases import Contender, Work
-from lab.bench.closed import Machine, shapes_for
+from lab.bench.closed import Machine
 from startrail import SequenceParallel
 from startrail.kernels import kernel_for
 from startrail.layout import Layout
 from startrail.mask import Mask, tiles_of
-from startrail.plan import Plan
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
+TOLERANCE = {"rtol": 1e-3, "atol": 2e-5}
 aten = torch.ops.aten
 
 DISCLOSURES = {
-    "plan": "this package",
+    "plan": "our engine",
     "compute": "every rank attends its own queries to the whole sequence with the same kernel; nothing is sent",
-    "torch ring": "torch's _templated_ring_attention(_backward), unmodified, called with ATen's CPU flash op",
-    "torch gather": "torch's _templated_ring_attention(_backward), unmodified, called with ATen's CPU flash op",
+    "textbook ring": "Ring Attention written out plainly on the same kernel, gradients travelling with their keys",
+    "torch ring": "torch's _templated_ring_attention(_backward), unmodified, with ATen's CPU flash op, rotating by "
+    "all-to-all",
+    "torch gather": "the same with torch's default rotation, all-gather, which holds all keys and values at once",
     "deepspeed": "DeepSpeed's DistributedAttention, unmodified, around torch's scaled_dot_product_attention",
 }
 
 
-class Runner(Protocol):
-    def shard(self, x: Tensor) -> Tensor: ...
+@dataclass
+class Data:
+    """Inputs, and the answers of one process that has all of the sequence."""
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    answers: Results
+
+
+def make_data(work: Work, seed: int = 0) -> Data:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(work.batch, heads, work.length, work.head_dim, generator=generator)
+
+    q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=work.causal, enable_gqa=work.q_heads != work.kv_heads)
+    return Data((q, k, v, dout), (out.detach(), *torch.autograd.grad(out, leaves, dout)))
+
+
+class Attender(ABC):
+    """A contender on this rank, with its part of the inputs. Holds tokens as ``layout`` and ``place`` say."""
+
+    def __init__(self, contender: Contender, machine: Machine, work: Work, data: Data | None) -> None:
+        self.contender, self.machine, self.work = contender, machine, work
+        self.layout, self.place = Layout("zigzag", machine.world, work.length), dist.get_rank()
+        self.set_up()
+        if data is not None:  # else the caller has inputs of its own
+            self.data = data
+            self.inputs = [self.shard(x) for x in data.inputs]
+
+    @abstractmethod
+    def set_up(self) -> None: ...
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
+
+    def shard(self, x: Tensor) -> Tensor:
+        runs = self.layout.runs(self.place)
+        return torch.cat([x[:, :, start : start + count] for start, count in runs], 2)
+
+    def step(self) -> None:
+        self.attend(*self.inputs)
+
+    def mistake(self) -> str | None:
+        """What is wrong with the results, if anything is: nothing wrong is ever timed."""
+        results = self.attend(*self.inputs)
+        for name, ours, whole in zip(("out", "dq", "dk", "dv"), results, self.data.answers, strict=True):
+            right = self.shard(whole)
+            if not torch.allclose(ours, right, **TOLERANCE):
+                return f"wrong {name}: off by up to {(ours - right).abs().max().item():.1e}"
+        return None
 
     def waiting(self) -> float | None:
         """Seconds that this rank has waited for transfers since it was last asked; None where that is not known."""
+        return None
 
 
-class PlanRunner:
-    """Our own engine with one plan; with ``across``, places are dealt out to nodes in turn."""
+class Planned(Attender):
+    """Our engine with one plan; with ``across``, places are dealt out to nodes in turn."""
 
-    def __init__(self, contender: Contender, machine: Machine, work: Work) -> None:
+    def set_up(self) -> None:
         group = None
-        if contender.across:
-            group = dist.new_group(list(machine.interleaved()), sort_ranks=False)
-        self.sp = SequenceParallel(contender.plan, group)
-        self.causal = work.causal
+        if self.contender.across:
+            group = dist.new_group(list(self.machine.interleaved()), sort_ranks=False)
+        self.sp = SequenceParallel(self.contender.plan, group)
+        self.place = self.sp.rank
 
-    def shard(self, x: Tensor) -> Tensor:
-        return self.sp.shard(x, 2)
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
         qkv = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = self.sp.attention(*qkv, causal=self.causal)
+        out = self.sp.attention(*qkv, causal=self.work.causal)
         return (out.detach(), *torch.autograd.grad(out, qkv, dout))
 
     def waiting(self) -> float | None:
@@ -67,85 +116,79 @@ class PlanRunner:
         return seconds
 
 
-class ComputeRunner:
+class Alone(Attender):
     """The work without the network: this rank's queries against the whole sequence, gradients of the keys not summed."""
 
-    def __init__(self, contender: Contender, machine: Machine, work: Work) -> None:
-        self.rank, self.layout = dist.get_rank(), Layout("zigzag", machine.world, work.length)
-        whole = self.layout.runs(0, machine.world)
-        self.visible = tiles_of(Mask(work.causal), self.layout.runs(self.rank), whole)
-        self.kernel = kernel_for(torch.device("cpu"), torch.float32, work.head_dim)
-        self.scale = work.head_dim**-0.5
-        self.repeats = machine.world
-        generator = torch.Generator().manual_seed(0)
-        shape = (work.batch, work.kv_heads, self.layout.local * machine.world, work.head_dim)
-        self.k, self.v = (torch.randn(shape, generator=generator) for _ in range(2))
+    def set_up(self) -> None:
+        whole = self.layout.runs(0, self.machine.world)
+        self.visible = tiles_of(Mask(self.work.causal), self.layout.runs(self.place), whole)
+        self.kernel = kernel_for(torch.device("cpu"), torch.float32, self.work.head_dim)
+        self.scale = self.work.head_dim**-0.5
 
-    def shard(self, x: Tensor) -> Tensor:
-        parts = [x[:, :, start : start + count] for start, count in self.layout.runs(self.rank)]
-        return torch.cat(parts, 2)
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        partial = self.kernel.forward(q, self.k, self.v, self.visible, self.scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        _, k, v, _ = self.data.inputs
+        partial = self.kernel.forward(q, k, v, self.visible, self.scale)
         lse = partial.lse.to(q.dtype)
-        sums = self.kernel.backward(dout, q, self.k, self.v, partial.out, lse, self.visible, self.scale)
+        sums = self.kernel.backward(dout, q, k, v, partial.out, lse, self.visible, self.scale)
         return (partial.out, *(total.value for total in sums))
+
+    def mistake(self) -> str | None:
+        out, dq, *_ = self.attend(*self.inputs)
+        for name, ours, whole in (("out", out, self.data.answers[0]), ("dq", dq, self.data.answers[1])):
+            if not torch.allclose(ours, self.shard(whole), **TOLERANCE):
+                return f"wrong {name}"
+        return None
 
     def waiting(self) -> float | None:
         return 0.0
 
 
-class TorchRing:
+class TorchRing(Attender):
     """torch's own ring attention; causal with its round-robin balance, which is the zigzag layout."""
 
-    def __init__(self, contender: Contender, machine: Machine, work: Work) -> None:
-        if work.length % (2 * machine.world):
-            raise ValueError(f"torch's ring needs a length that 2 x {machine.world} ranks divide, not {work.length}")
+    def set_up(self) -> None:
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
-        self.cp, self.causal = _attention, work.causal
-        self.method = "alltoall" if contender.way == "torch ring" else "allgather"
-        self.layout = Layout("zigzag" if work.causal else "contiguous", machine.world, work.length)
+        world, length = self.machine.world, self.work.length
+        if length % (2 * world):
+            raise ValueError(f"torch's ring needs a length that 2 x {world} ranks divide, not {length}")
         assert dist.group.WORLD is not None
-        self.group, self.rank = dist.group.WORLD, dist.get_rank()
+        self.cp, self.group = _attention, dist.group.WORLD
+        self.method = "alltoall" if self.contender.way == "torch ring" else "allgather"
+        self.layout = Layout("zigzag" if self.work.causal else "contiguous", world, length)
 
-    def shard(self, x: Tensor) -> Tensor:
-        return torch.cat([x[:, :, start : start + count] for start, count in self.layout.runs(self.rank)], 2)
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        self.cp._cp_options.enable_load_balance = self.causal
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        self.cp._cp_options.enable_load_balance = self.work.causal
         self.cp.set_rotate_method(self.method)
-        ends = {"dropout_p": 0.0, "is_causal": self.causal}
+        options = {"dropout_p": 0.0, "is_causal": self.work.causal}
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-        out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **ends)
+        out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **options)
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         saved = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
-        grads = self.cp._templated_ring_attention_backward(
-            self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **ends
+        dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(
+            self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **options
         )
-        return (out, *grads[:3])
-
-    def waiting(self) -> float | None:
-        return None
+        return out, dq, dk, dv
 
 
-MAKERS: dict[str, Callable[[Contender, Machine, Work], Runner]] = {
-    "plan": PlanRunner,
-    "compute": ComputeRunner,
-    "torch ring": TorchRing,
-    "torch gather": TorchRing,
-}
+class DeepSpeed(Attender):
+    """DeepSpeed's Ulysses. It takes (batch, tokens, heads, dim) with contiguous shards."""
 
+    def set_up(self) -> None:
+        from deepspeed.sequence.layer import DistributedAttention
 
-def make_runner(contender: Contender, machine: Machine, work: Work) -> Runner:
-    return MAKERS[contender.way](contender, machine, work)
+        heads = min(self.work.q_heads, self.work.kv_heads)
+        if heads % self.machine.world:
+            raise ValueError(f"DeepSpeed Ulysses on {self.machine.world} ranks: {heads} key/value heads do not divide")
+        self.layout = Layout("contiguous", self.machine.world, self.work.length)
+        self.distributed = DistributedAttention(self.local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
 
+    def local(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.work.causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
 
-def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
-    """Why a contender cannot do this work here, or None if it can. Asked before any rank starts."""
-    try:
-        if contender.way == "plan":
-            shapes_for(Plan.parse(contender.plan), machine, work)
-    except ValueError as error:
-        return str(error).partition("; plans that fit")[0]
-    return None
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = self.distributed(*(x.transpose(1, 2).contiguous() for x in qkv), 0).transpose(1, 2)
+        return (out.detach(), *torch.autograd.grad(out, qkv, dout))

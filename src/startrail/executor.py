@@ -115,6 +115,7 @@ class _Pass:
         self.incoming: dict[tuple[Piece, int], list[Held]] = {}
         self.parts: list[tuple[Piece, int, Held]] = []  # results of our own tokens, from the ranks of other heads
         self.open: list[Callable[[], None]] = []
+        self.released: list[Held] = []  # may be used again from the next step on: this one may still send them
         self.index, self.step = 0, Step()
         slices = self.shapes.kept_slices(self._kept_pieces())
         self.kept = {piece: kept[part] for piece, part in slices.items()}
@@ -137,6 +138,10 @@ class _Pass:
                     self._merge(merge)
                 for piece in compiled.done:
                     self._release(piece)
+                for held in self.released:
+                    assert held.flat is not None
+                    self.pool.put(held.flat, held.sends)
+                self.released.clear()
 
     def finish(self) -> dict[str, tuple[Tensor, ...]]:
         """Local results in the user's layout and dtype; every transfer of this pass has ended."""
@@ -212,10 +217,11 @@ class _Pass:
             return
         lanes = self.executor.lanes
         assert lanes is not None
-        payloads = [self._payload(post) if post.send else None for post in compiled.step.posts]
+        posts = compiled.step.posts
+        payloads = {index: self._payload(post) for index, post in enumerate(posts) if post.send}
         batch, helds = [], []
-        for post, tag, payload in zip(compiled.step.posts, compiled.tags, payloads, strict=True):
-            held = self._room_for(post) if payload is None else payload
+        for index, (post, tag) in enumerate(zip(posts, compiled.tags, strict=True)):
+            held = payloads[index] if post.send else self._room_for(post)
             assert held.flat is not None
             batch.append((post, held.flat, self.call.tag + tag))
             helds.append(held)
@@ -283,12 +289,9 @@ class _Pass:
             held = Held(flat=self.pool.get(self.shapes.nbytes(piece.kind), self.call.device))
             self.incoming.setdefault((piece, post.peer), []).append(held)
             return held
-        old = self.pieces.get(piece)
-        held = self._new_held(piece)
-        if old is not None and old.pooled and old.flat is not None:
-            self.pool.put(old.flat, old.sends)
-        self.pieces[piece] = held
-        return held
+        self._release(piece)  # a piece that comes anew
+        self.pieces[piece] = self._new_held(piece)
+        return self.pieces[piece]
 
     def _join(self, piece: Piece, peer: int, part: Held) -> None:
         """Another head rank's tokens have come: put them among ours."""
@@ -351,7 +354,7 @@ class _Pass:
         held = self.pieces.pop(piece, None)
         self.rows.pop(piece, None)
         if held is not None and held.pooled and held.flat is not None:
-            self.pool.put(held.flat, held.sends)
+            self.released.append(held)
 
     # --- compute
 

@@ -79,18 +79,23 @@ def wait_for_flow(cluster: lab.Cluster, node: int) -> None:
 @pytest.mark.parametrize("shaper", ["tbf", "htb"])
 def test_limited_link_limits(shaper: str) -> None:
     size = 12 * MB
-    try:
-        with lab.Cluster(nodes=2, ranks_per_node=1, link="40mbit", shaper=shaper) as cluster:
-            before = cluster.link_bytes()
-            seconds = cluster.call(lambda rank: exchange(rank, 1 - rank, size), deadline=30)
-            after = cluster.link_bytes()
-    except lab.LabError as error:
-        pytest.skip(f"no {shaper}: {error}")
-    for took in seconds:
-        assert 36e6 < 8 * size / took < 40.5e6
-    for node in range(2):
-        for way in ("sent", "received"):
-            assert size <= after[node][way] - before[node][way] <= 1.03 * size
+    slowest = 0.0
+    for _ in range(3):  # a busy machine may starve the link, but nothing makes it faster than its limit
+        try:
+            with lab.Cluster(nodes=2, ranks_per_node=1, link="40mbit", shaper=shaper) as cluster:
+                before = cluster.link_bytes()
+                seconds = cluster.call(lambda rank: exchange(rank, 1 - rank, size), deadline=30)
+                after = cluster.link_bytes()
+        except lab.LabError as error:
+            pytest.skip(f"no {shaper}: {error}")
+        assert 8 * size / min(seconds) < 40.5e6
+        for node in range(2):
+            for way in ("sent", "received"):
+                assert size <= after[node][way] - before[node][way] <= 1.03 * size
+        slowest = max(slowest, 8 * size / max(seconds))
+        if slowest > 36e6:
+            break
+    assert slowest > 36e6
 
 
 def test_ranks_of_a_node_meet_off_the_link(pair: lab.Cluster) -> None:
@@ -102,7 +107,9 @@ def test_ranks_of_a_node_meet_off_the_link(pair: lab.Cluster) -> None:
 
 def test_a_rank_reads_its_own_link(pair: lab.Cluster) -> None:
     def run(rank: int) -> int:
+        dist.barrier()  # nobody starts to send before all have read
         before = lab.own_link_bytes()["sent"]
+        dist.barrier()
         exchange(rank, (rank + 2) % 4, MB)
         dist.barrier()
         return lab.own_link_bytes()["sent"] - before
