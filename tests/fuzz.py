@@ -49,6 +49,7 @@ def random_case(seed: int) -> Case:
         window=rng.choice([None, None, 1, rng.randint(2, 50), rng.randint(51, 500)]),
         documents=documents,
         layout=rng.choice(["zigzag", "zigzag", "contiguous"]),
+        scale=rng.choice([None, None, 0.05, 0.7]),
         seed=seed,
     )
 

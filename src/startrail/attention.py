@@ -79,6 +79,8 @@ class SequenceParallel:
         self.rank = dist.get_rank(self._group) if self._group else 0
         self._plan: Plan | None = None
         if not (isinstance(plan, str) and plan.strip() == "auto"):
+            if not isinstance(plan, str | Plan):
+                raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
             self._plan = Plan.parse(plan) if isinstance(plan, str) else plan
             self._plan.check_world(self.world)
         if check_every_call is None:
@@ -156,6 +158,8 @@ class SequenceParallel:
         """
         if documents is not None:
             documents = torch.as_tensor(documents)
+        if window is not None and not isinstance(window, int):
+            raise ValueError(f"window={window!r} must be a whole number of tokens")
         if scale is None:
             scale = q.shape[-1] ** -0.5
         arguments = (causal, window, length, float(scale))

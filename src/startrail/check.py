@@ -56,6 +56,7 @@ class Case:
     documents: tuple[int, ...] | None = None
     layout: str = "zigzag"
     wire_dtype: torch.dtype | None = None
+    scale: float | None = None
     seed: int = 0
 
     def validate(self) -> None:
@@ -163,15 +164,15 @@ def make_data(case: Case) -> Data:
 
     q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
     mask = visible_pairs(case)
-    exact = _dense(q.double(), k.double(), v.double(), dout.double(), mask)
-    same_dtype = _dense(q, k, v, dout, mask)
+    exact = _dense(q.double(), k.double(), v.double(), dout.double(), mask, case.scale)
+    same_dtype = _dense(q, k, v, dout, mask, case.scale)
     yardstick = {name: Error.of(same_dtype[name], exact[name]) for name in NAMES}
     return Data(q, k, v, dout, exact, yardstick)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def _dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Tensor, scale: float | None) -> dict[str, Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), dout)), strict=True))
 
 
@@ -179,7 +180,8 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
     q, k, v = (sp.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
     sp.reset_counters()
-    out = sp.attention(q, k, v, case.causal, case.window, documents=case.documents, length=case.length)
+    masks = (case.causal, case.window, case.documents)
+    out = sp.attention(q, k, v, *masks, length=case.length, scale=case.scale)
     grads = torch.autograd.grad(out, (q, k, v), sp.shard(data.dout, 2))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
     both = sp.promised_traffic(q, k, case.length).values()

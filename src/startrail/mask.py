@@ -44,6 +44,8 @@ class Mask:
             raise ValueError(f"window={self.window} must be at least 1 (1 is the token itself alone)")
         if self.documents is not None:
             ends = self.documents
+            if not all(isinstance(end, int) for end in ends):
+                raise ValueError(f"documents must be whole numbers in one dimension, got {ends[:8]}")
             if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in itertools.pairwise(ends)):
                 shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
                 raise ValueError(f"documents must be cu_seqlens: start at 0 and never fall; got ({shown})")

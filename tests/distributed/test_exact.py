@@ -26,7 +26,7 @@ VARIANTS = ["keep=queries", "keep=all", "backward=queries", "groups=2", "keep=al
 SHAPES = [
     dict(length=256, causal=False),
     dict(length=1001, causal=True, kv=2),
-    dict(length=17, causal=True, batch=2),
+    dict(length=17, causal=True, batch=2, scale=0.7),
     dict(length=1, causal=False),
     dict(length=330, causal=True, window=37, kv=1),
     dict(length=200, causal=False, window=64, documents=(0, 3, 90, 91, 200)),

@@ -32,6 +32,9 @@ def error_of(function):
         ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
         ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
         ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
+        ("1x2", qkv(), dict(documents=[0, 9.5, 32]), "documents must be whole numbers"),
+        ("1x2", qkv(), dict(documents=[[0, 9, 32]]), "documents must be whole numbers in one dimension"),
+        ("1x2", qkv(), dict(window=2.5), "window=2.5 must be a whole number"),
         ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
         ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
         ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
@@ -165,6 +168,7 @@ def test_wrong_constructor_arguments():
         (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
         (dict(plan="1x1", wire_dtype=torch.int8), "wire_dtype torch.int8"),
         (dict(plan="1x1", timeout=0), "timeout=0"),
+        (dict(plan=4), "plan 4 must be a Plan or its text form"),
     ]:
         with pytest.raises(ValueError, match=message):
             startrail.SequenceParallel(**arguments)
