@@ -71,10 +71,11 @@ class Agreement:
         self._waiting_since: float | None = None
         self._end_wait: Callable[[], None] | None = None
 
-    def start(self, detail: str) -> None:
-        """A new call begins."""
+    def start(self, detail: str) -> int:
+        """A new call begins; its number."""
         self._call += 1
         self._detail = detail
+        return self._call
 
     def knows(self, kind: str) -> bool:
         return kind in self._agreed and not self.every_call
@@ -127,6 +128,8 @@ class Agreement:
 
     def watch(self) -> None:
         """Look after long waits from a thread of our own, as long as this object lives."""
+        if self.board is None:
+            return
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="startrail-agreement", daemon=True).start()
 
     def look(self) -> None:

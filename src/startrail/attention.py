@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from startrail.mask import Mask, tiles_of
 from startrail.plan import Plan
 from startrail.planner import auto_plan
 from startrail.schedule import Place, build_program, closed_form, lane_names
-from startrail.sdpa import SdpaPatch
 from startrail.wire import DTYPES, KINDS, Shapes
 
 MAX_HEAD_DIM = 256
@@ -85,7 +84,13 @@ class SequenceParallel:
             self._plan.check_world(self.world)
         if check_every_call is None:
             check_every_call = os.environ.get("STARTRAIL_CHECK_EVERY_CALL", "") not in ("", "0")
+        members = zlib.crc32(repr(self._ranks).encode())
+        number = next(_boards.setdefault(self._ranks, itertools.count()))
+        self._board_name = f"startrail/{self._ranks[0]}-{members:x}/{number}"
+        self._made = 0  # lanes so far
         self._agreement = Agreement(self._board(), check_every_call)
+        self._agreement.watch()
+        self._said: set[str] = set()
         self._counters = Counters()
         self._executors: dict[Plan, Executor] = {}
         self._agreed: dict[str, tuple[Shapes, Kernel]] = {}
@@ -160,33 +165,24 @@ class SequenceParallel:
             documents = torch.as_tensor(documents)
         if window is not None and not isinstance(window, int):
             raise ValueError(f"window={window!r} must be a whole number of tokens")
+        if torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
         if scale is None:
-            scale = q.shape[-1] ** -0.5
+            scale = max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
         arguments = (causal, window, length, float(scale))
         out, _, _ = torch.ops.startrail.attention(q, k, v, documents, self._name, *arguments)
         return out
-
-    def patch_sdpa(
-        self, length: int | None = None, documents: Tensor | Sequence[int] | None = None
-    ) -> AbstractContextManager[Any]:
-        """Within this context ``F.scaled_dot_product_attention`` runs here, on the local shards that a model gives it.
-
-        >>> sp = SequenceParallel("1x1")
-        >>> q = torch.randn(1, 2, 4, 8)
-        >>> with sp.patch_sdpa():
-        ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        >>> torch.equal(out, sp.attention(q, q, q, causal=True))
-        True
-        """
-        return SdpaPatch(partial(self.attention, length=length, documents=documents))
 
     def plan_for(self, q_heads: int, kv_heads: int) -> Plan:
         """The plan that a call with these heads runs: the given one, or what ``auto`` chooses."""
         if self._plan is not None:
             return self._plan
+        if kv_heads < 1 or q_heads % kv_heads:
+            raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
         plan, why = auto_plan(self.world, self._ranks_per_node, q_heads, kv_heads)
-        if plan not in self._executors and self.rank == 0:
+        if why not in self._said and self.rank == 0:
             print(f"startrail: {why}", file=sys.stderr)
+        self._said.add(why)
         return plan
 
     # --- what happened
@@ -237,7 +233,7 @@ class SequenceParallel:
         length: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call, executor = self._call(q, k, v, documents, causal, window, length, scale)
+        call, executor = self._call("forward", q, k, v, documents, causal, window, length, scale)
         shapes = call.shapes
         program = build_program(shapes.plan, self.world, self.rank, "forward")
         kept = torch.empty(shapes.kept_bytes(program.kept), dtype=torch.uint8, device=q.device)
@@ -260,7 +256,7 @@ class SequenceParallel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
-        call, executor = self._call(q, k, v, documents, causal, window, length, scale)
+        call, executor = self._call("backward", q, k, v, documents, causal, window, length, scale)
         shapes = call.shapes
         program = build_program(shapes.plan, self.world, self.rank, "backward")
         delta = (dout.to(shapes.acc) * out.to(shapes.acc)).sum(-1)
@@ -280,6 +276,7 @@ class SequenceParallel:
 
     def _call(
         self,
+        direction: str,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -291,55 +288,46 @@ class SequenceParallel:
     ) -> tuple[Call, Executor]:
         """Check the arguments, agree on them with the other ranks if they are new, and find what runs them.
 
-        Only what decides who sends how much is compared (and the documents when all of it is new): packed documents
-        change with every batch, and comparing them each time would cost a collective. They are part of the
-        messages' tags, so that ranks that disagree about them run into the deadline instead of into wrong results.
+        A kind of call leaves out what packed documents it is about: they change with every batch, and comparing them
+        each time would cost a round trip. But they are in the detail, and so in the messages' tags: ranks that
+        disagree about anything never take each other's messages.
         """
         ends = None if documents is None else tuple(documents.tolist())
         packed = "" if ends is None else ", documents"
-        subject = (
-            f"q {_describe(q)}, k {_describe(k)}, v {_describe(v)}, causal={causal}, window={window}, "
+        kind = (
+            f"{direction}: q {_describe(q)}, k {_describe(k)}, v {_describe(v)}, causal={causal}, window={window}, "
             f"length={length}, scale={scale}{packed}"
         )
-        setup = f"plan {self._plan or 'auto'}, {self.layout}, wire {self.wire_dtype}"
-        self._agreement.start(f"{subject}{packed and f' {ends}'}, {setup}")
-        if not self._agreement.knows(subject):
-            problem, found = None, None
+        problem = None
+        try:
+            shapes, kernel = self._agreed.get(kind) or self._check(q, k, v, length)
+            mask = Mask(causal, window, ends)
+            mask.check_length(shapes.layout.length)
+            plan: object = shapes.plan
+        except ValueError as error:
+            problem, plan = str(error), self._plan or "auto"
+        detail = f"{kind}{packed and f' {ends}'}, plan {plan}, {self.layout}, wire {self.wire_dtype}"
+        number = self._agreement.start(detail)
+        if problem or not self._agreement.knows(kind):
             try:
-                found = self._check(q, k, v, ends, causal, window, length)
-            except ValueError as error:
-                problem = str(error)
-            try:
-                self._agreement.confirm(subject, problem)
+                self._agreement.confirm(kind, problem)
             except ValueError:
                 self._executors.clear()  # ranks that were already sending may have closed the lanes
                 raise
-            assert found is not None
-            self._agreed[subject] = found
-        shapes, kernel = self._agreed[subject]
-        mask = _mask(causal, window, ends, shapes.layout.length)
-        runs = [shapes.layout.runs(shard, shapes.plan.heads) for shard in range(self.world // shapes.plan.heads)]
+            self._agreed[kind] = shapes, kernel
+        runs = cache(lambda shard: shapes.layout.runs(shard, shapes.plan.heads))
         call = Call(
             shapes,
             kernel,
-            lambda row, column: tiles_of(mask, runs[row], runs[column]),
+            lambda row, column: tiles_of(mask, runs(row), runs(column)),
             scale,
-            tag_of(f"{subject} {ends}"),
+            tag_of(f"{number} {detail}"),
             q.device,
         )
         return call, self._executor(shapes.plan)
 
-    def _check(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ends: tuple[int, ...] | None,
-        causal: bool,
-        window: int | None,
-        length: int | None,
-    ) -> tuple[Shapes, Kernel]:
-        """Everything that can be wrong with one rank's arguments."""
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, length: int | None) -> tuple[Shapes, Kernel]:
+        """Everything that can be wrong with one rank's tensors."""
         given = f"q {_describe(q)}, k {_describe(k)}, v {_describe(v)}"
         if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
             raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
@@ -354,7 +342,6 @@ class SequenceParallel:
         if q.shape[3] > MAX_HEAD_DIM:
             raise ValueError(f"head dim {q.shape[3]} is more than {MAX_HEAD_DIM}, got {given}")
         shapes = self.shapes_of(q, k, length)
-        _mask(causal, window, ends, shapes.layout.length)
         return shapes, kernel_for(q.device, q.dtype, q.shape[3])
 
     @cached_property
@@ -371,8 +358,9 @@ class SequenceParallel:
         if plan not in self._executors:
             lanes = None
             if self.world > 1:
-                lanes = Lanes(Place.of(plan, self.world, self.rank), self._ranks, self._timeout)
-                self._agreement.watch()
+                self._made += 1
+                name = f"{self._board_name}/{self._made}"
+                lanes = Lanes(Place.of(plan, self.world, self.rank), self._ranks, name, self._timeout)
             self._executors[plan] = Executor(lanes, self._agreement, self._counters)
         return self._executors[plan]
 
@@ -381,15 +369,14 @@ class SequenceParallel:
         if self.world == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
-        made = _boards.setdefault(self._ranks, itertools.count())
-        name = f"startrail/{'-'.join(map(str, self._ranks[:4]))}-{hash(self._ranks) & 0xFFFFFFFF:x}/{next(made)}"
-        return Board(PrefixStore(name, store), self.rank, self.world, self._timeout)
+        return Board(PrefixStore(self._board_name, store), self.rank, self.world, self._timeout)
 
+    def __deepcopy__(self, memo: object) -> SequenceParallel:
+        """A copied model talks over the same lanes."""
+        return self
 
-def _mask(causal: bool, window: int | None, ends: tuple[int, ...] | None, length: int) -> Mask:
-    mask = Mask(causal, window, ends)
-    mask.check_length(length)
-    return mask
+    def __reduce__(self) -> str:
+        raise ValueError("SequenceParallel belongs to its process and cannot be pickled; make a new one from its plan")
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -401,6 +388,9 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
         return dist.new_group(ranks, use_local_synchronization=True)
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if group is None and launched not in ("", "1"):
+        raise ValueError(f"WORLD_SIZE is {launched}: call torch.distributed.init_process_group first")
     return group
 
 

@@ -165,7 +165,9 @@ def make_data(case: Case) -> Data:
     q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
     mask = visible_pairs(case)
     exact = _dense(q.double(), k.double(), v.double(), dout.double(), mask, case.scale)
-    same_dtype = _dense(q, k, v, dout, mask, case.scale)
+    wire = case.wire_dtype or case.dtype
+    coarser = wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
+    same_dtype = _dense(q.to(coarser), k.to(coarser), v.to(coarser), dout.to(coarser), mask, case.scale)
     yardstick = {name: Error.of(same_dtype[name], exact[name]) for name in NAMES}
     return Data(q, k, v, dout, exact, yardstick)
 

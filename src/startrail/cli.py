@@ -112,7 +112,7 @@ def _check(arguments: argparse.Namespace) -> int:
         length=arguments.length,
         batch=arguments.batch,
         q_heads=arguments.heads,
-        kv_heads=arguments.kv_heads or arguments.heads,
+        kv_heads=arguments.heads if arguments.kv_heads is None else arguments.kv_heads,
         head_dim=arguments.head_dim,
         dtype=getattr(torch, arguments.dtype),
         causal=arguments.causal,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 
 from startrail.schedule import Place, Transfer, lane_names
 
@@ -80,16 +83,17 @@ class BufferPool:
 class Lanes:
     """One process group a lane, made once. ``ranks`` are the global ranks of the sequence-parallel group."""
 
-    def __init__(self, place: Place, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
+    def __init__(self, place: Place, ranks: tuple[int, ...], name: str, timeout: timedelta) -> None:
         self.place, self.ranks = place, ranks
         self.names = lane_names(place)
         self.groups: list[dist.ProcessGroup | None] = []
         for lane in range(len(self.names)):
             members = [ranks[member] for member in place.lane_ranks(lane)]
-            group = None
-            if len(members) > 1:
-                group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            group = _named_group(members, f"{name}/{lane}-{members[0]}", timeout) if len(members) > 1 else None
             self.groups.append(group)
+
+        made = [group for group in self.groups if group is not None]
+        weakref.finalize(self, _destroy, made).atexit = False
 
     def end_waits(self) -> None:
         """Make every transfer under way fail at once, here and at the peers. The lanes are of no use afterwards."""
@@ -122,3 +126,31 @@ class Lanes:
             for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
                 works[index] = posted[place] if len(posted) == len(here) else posted[0]
         return [works[index] for index in range(len(transfers))]
+
+
+def _named_group(members: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group under a name of our own, made by its members alone.
+
+    ``new_group`` would name it by how many groups this process has made so far, so that ranks that have made different
+    numbers of them wait for each other in vain.
+    """
+    store = PrefixStore(f"{name}/", c10d._get_default_store())
+    backend = c10d.Backend(dist.get_backend_config())
+    index = members.index(dist.get_rank())
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(members), index, members, backend, store, group_name=c10d.GroupName(name), timeout=timeout
+        )
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise PeerError(
+            f"global rank {dist.get_rank()}: no connection to ranks {members} within {timeout}: {first}"
+        ) from error
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    return group
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    with contextlib.suppress(ValueError, AssertionError):  # the whole world may be gone already
+        for group in groups:
+            dist.destroy_process_group(group)

@@ -65,6 +65,14 @@ def register(runner: Runner) -> str:
     return name
 
 
+def _runner(name: str) -> Runner:
+    if name not in _runners:
+        raise ValueError(
+            f"the SequenceParallel {name!r} of this attention call no longer exists; keep it with the model"
+        )
+    return _runners[name]
+
+
 @torch.library.custom_op("startrail::attention", mutates_args=())
 def attention(
     q: Tensor,
@@ -78,7 +86,7 @@ def attention(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the bytes that the forward pass keeps for its backward pass."""
-    return _runners[instance].run_forward(q, k, v, documents, causal, window, length, scale)
+    return _runner(instance).run_forward(q, k, v, documents, causal, window, length, scale)
 
 
 @attention.register_fake
@@ -93,7 +101,7 @@ def _(
     length: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    runner = _runners[instance]
+    runner = _runner(instance)
     shapes = runner.shapes_of(q, k, length)
     kept = build_program(shapes.plan, runner.world, runner.rank, "forward").kept
     return (
@@ -119,9 +127,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after a Ulysses exchange."""
-    return _runners[instance].run_backward(
-        dout, qkv, out, lse, kept, documents, kv_heads, causal, window, length, scale
-    )
+    return _runner(instance).run_backward(dout, qkv, out, lse, kept, documents, kv_heads, causal, window, length, scale)
 
 
 @attention_backward.register_fake
@@ -148,7 +154,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     q, k, v, documents, ctx.instance, *ctx.arguments = inputs
     out, lse, kept = output
     ctx.kv_heads = k.shape[1]
-    plan = _runners[ctx.instance].shapes_of(q, k, ctx.arguments[2]).plan
+    plan = _runner(ctx.instance).shapes_of(q, k, ctx.arguments[2]).plan
     qkv = () if plan.heads > 1 else (q, k, v)
     ctx.save_for_backward(out, lse, kept, documents, *qkv)
 

@@ -1,6 +1,9 @@
 """Wrong arguments end in a ValueError on every rank, dead and slow peers in an error that names them; nothing hangs."""
 
+import copy
+import gc
 import os
+import pickle
 import signal
 import time
 
@@ -71,8 +74,10 @@ def test_one_rank_with_other_arguments_is_named_on_every_rank():
         ]
 
     for shapes, dim, causal, documents, good, hops in run_local(on_rank, 4, deadline=60):
-        assert shapes.startswith("ValueError: ranks disagree about one attention call: ranks 0, 1, 3: q (1, 4, 16, 8)")
-        assert "rank 2: q (1, 4, 18, 8)" in shapes
+        assert shapes.startswith(
+            "ValueError: ranks disagree about one attention call: ranks 0, 1, 3: forward: q (1, 4, 16, 8)"
+        )
+        assert "rank 2: forward: q (1, 4, 18, 8)" in shapes
         assert dim.startswith("ValueError: rank 1: head dim 300 is more than 256")
         assert "rank 3: " in causal
         assert "causal=True" in causal
@@ -96,8 +101,8 @@ def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
         return known, seconds, error_of(lambda: sp.attention(*qkv(tokens=16)))
 
     for known, seconds, after in run_local(on_rank, 2, deadline=100):
-        assert known.startswith("ValueError: ranks disagree about one attention call: rank 0: q (1, 4, 16, 8)")
-        assert "rank 1: q (1, 4, 32, 8)" in known
+        assert known.startswith("ValueError: ranks disagree about one attention call: rank 0: forward: q (1, 4, 16, 8)")
+        assert "rank 1: forward: q (1, 4, 32, 8)" in known
         assert seconds < 15, "well before the timeout"
         assert after == "no error"
 
@@ -110,7 +115,7 @@ def test_a_new_shape_on_one_rank_only_is_told_too():
 
     for text in run_local(on_rank, 3, deadline=60):
         assert text.startswith("ValueError: ranks disagree about one attention call")
-        assert "rank 0: q (1, 4, 20, 8)" in text
+        assert "rank 0: forward: q (1, 4, 20, 8)" in text
 
 
 def test_documents_that_differ_in_the_steady_state_do_not_leak():
@@ -177,3 +182,79 @@ def test_wrong_constructor_arguments():
         sp.shard(torch.zeros(2, 2), 3)
     with pytest.raises(ValueError, match="length >= 1"):
         sp.shard(torch.zeros(2, 0), 1)
+
+
+def test_a_backward_on_one_rank_never_meets_a_forward_on_another():
+    """A rank that skips its backward pass is told; nobody takes the other's messages for its own."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2,keep=all", timeout=30)
+        inputs = [x.requires_grad_() for x in qkv()]
+        for _ in range(2):
+            out = sp.attention(*inputs)
+            torch.autograd.grad(out, inputs, torch.randn_like(out))
+        out = sp.attention(*inputs)
+        step = (lambda: sp.attention(*inputs)) if rank else (lambda: torch.autograd.grad(out, inputs, out))
+        return error_of(step)
+
+    for text in run_local(on_rank, 2, deadline=60):
+        assert "rank 0: backward: q" in text
+        assert "rank 1: forward: q" in text
+
+
+def test_ranks_may_have_made_different_numbers_of_groups():
+    def on_rank(rank):
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            startrail.SequenceParallel("1x2", group=pair, timeout=20).attention(*qkv())
+        return startrail.SequenceParallel("2x2", timeout=20).attention(*qkv()).shape == (1, 4, 16, 8)
+
+    assert all(run_local(on_rank, 4, deadline=60))
+
+
+def test_instances_that_are_dropped_leave_nothing_behind():
+    def on_rank(rank):
+        def use():
+            sp = startrail.SequenceParallel("2x1", timeout=20)
+            sp.attention(*(x.requires_grad_() for x in qkv())).square().sum().backward()
+            del sp
+            gc.collect()
+
+        use()
+        dist.barrier()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            use()
+            dist.barrier()
+        return len(os.listdir("/proc/self/fd")) - before
+
+    assert max(run_local(on_rank, 2, deadline=60)) <= 2
+
+
+def test_a_process_group_must_come_first_under_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2: call"):
+        startrail.SequenceParallel("auto")
+
+
+def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
+    def on_rank(rank):
+        os.environ["LOCAL_WORLD_SIZE"] = "4" if rank < 4 else "2"
+        sp = startrail.SequenceParallel("auto", timeout=20)
+        return error_of(lambda: sp.attention(*qkv(heads=6, kv_heads=6)))
+
+    for text in run_local(on_rank, 6, deadline=60):
+        assert text == "no error" or "plan u6" in text, text
+
+
+def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
+    sp = startrail.SequenceParallel("1x1")
+    assert copy.deepcopy({"sp": sp})["sp"] is sp
+    with pytest.raises(ValueError, match="cannot be pickled"):
+        pickle.dumps(sp)
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = sp.attention(q, q, q)
+    del sp
+    gc.collect()
+    with pytest.raises(ValueError, match="no longer exists; keep it with the model"):
+        out.sum().backward()

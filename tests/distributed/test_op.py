@@ -98,7 +98,6 @@ def test_gradcheck_in_float64():
 @pytest.mark.parametrize("plan", ["2x2", "1x2/u2", "star2,keep=all"])
 def test_checkpointing_never_repeats_the_distributed_forward(plan):
     data = tensors(4, 64)
-    truth = dense(*data, is_causal=True)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan)
@@ -122,7 +121,6 @@ def test_checkpointing_never_repeats_the_distributed_forward(plan):
         return all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
     assert all(run_local(on_rank, 4))
-    assert truth
 
 
 def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
@@ -202,7 +200,6 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
     aten = torch.ops.aten
 
     def on_rank(rank):
-        group = dist.group.WORLD
         mesh = init_device_mesh("cpu", (4,))
         sp = startrail.SequenceParallel("2x2", layout="contiguous")
         q, k, v, dout = (sp.shard(x, 2) for x in data)
@@ -229,42 +226,6 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
         ours = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
         out = sp.attention(*ours, causal=causal)
         mine = [out, *torch.autograd.grad(out, ours, dout)]
-        assert group is not None
         return worst(mine, [x.double() for x in (theirs, *grads[:3])])
 
     assert max(run_local(on_rank, 4)) < 2e-6
-
-
-def test_a_model_that_calls_sdpa_runs_unchanged():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.proj = torch.nn.Linear(32, 96)
-
-        def forward(self, x):
-            q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.proj(x).chunk(3, -1))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-    torch.manual_seed(0)
-    model = Model().double()
-    x, dout = torch.randn(2, 1, 50, 32, dtype=torch.float64)
-    expected = model(x)
-    truth = torch.autograd.grad(expected, list(model.parameters()), dout)
-
-    def on_rank(rank):
-        sp = startrail.SequenceParallel("2x2")
-        with sp.patch_sdpa(length=50):
-            out = model(sp.shard(x, 1))
-        grads = torch.autograd.grad(out, list(model.parameters()), sp.shard(dout, 1))
-        for grad in grads:
-            dist.all_reduce(grad)
-        q = torch.randn(1, 4, 16, 8)
-        with sp.patch_sdpa():
-            for refused in (dict(attn_mask=torch.ones(16, 16)), dict(dropout_p=0.1)):
-                with pytest.raises(ValueError, match="patch_sdpa"):
-                    F.scaled_dot_product_attention(q, q, q, **refused)
-            with pytest.raises(ValueError, match="need enable_gqa=True"):
-                F.scaled_dot_product_attention(q, q[:, :2], q[:, :2])
-        return worst([sp.unshard(out, 1, 50), *grads], [expected, *truth])
-
-    assert max(run_local(on_rank, 4)) < 1e-12

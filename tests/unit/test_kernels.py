@@ -34,7 +34,7 @@ def test_cpu_agrees_with_the_reference_forward_and_backward(mask, kv_heads, dtyp
     runs = ((0, 300),)
     visible = tiles_of(mask, runs, runs)
     results = []
-    for kernel in (CpuKernel(), ReferenceKernel()):
+    for kernel in (CpuKernel(dtype), ReferenceKernel()):
         q_, k_, v_, dout_ = (kernel.prepare(x) for x in (q, k, v, dout))
         partial = kernel.forward(q_, k_, v_, visible, 0.3)
         grads = kernel.backward(dout_, q_, k_, v_, partial.out, partial.lse.to(q_.dtype), visible, 0.3)
@@ -50,7 +50,7 @@ def test_a_backward_from_delta_instead_of_out(mask):
     q, k, v, dout = tensors(torch.float64, 2)
     dout[:, :, 7] = 0
     visible = tiles_of(mask, ((0, 300),), ((0, 300),))
-    kernel = CpuKernel()
+    kernel = CpuKernel(torch.float64)
     partial = kernel.forward(q, k, v, visible, 0.3)
     replaced = stand_in_out(dout, (dout * partial.out).sum(-1))
     assert replaced[:, :, 7].abs().max() == 0
@@ -76,7 +76,7 @@ def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
 
 
 def test_rows_that_see_nothing_have_no_weight():
-    kernel = CpuKernel()
+    kernel = CpuKernel(torch.float32)
     q, k, v, _ = tensors(torch.float32, 4)
     visible = tiles_of(
         Mask(causal=True), ((0, 100), (400, 200)), ((100, 300),)
@@ -97,6 +97,6 @@ def test_the_kernels_traps_are_refused():
         check_block(q, k[:, :3], v[:, :3])
     with pytest.raises(ValueError, match="last dimension must be dense"):
         check_block(q, k[..., ::2], v[..., ::2])
-    assert CpuKernel().prepare(k[..., ::2]).stride(-1) == 1
+    assert CpuKernel(torch.float32).prepare(k[..., ::2]).stride(-1) == 1
     with pytest.raises(ValueError, match="no attention kernel for device"):
         kernel_for(torch.device("meta"), torch.float32, 64)

@@ -14,7 +14,7 @@ __all__ = ["Kernel", "Partial", "Sum", "Sums", "accumulator", "kernel_for", "sta
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     """The fastest backend for these tensors; ``ValueError`` names what has none."""
     if device.type == "cpu":
-        return CpuKernel()
+        return CpuKernel(dtype)
     if device.type == "cuda":
         from startrail.kernels.cuda import cuda_kernel
 

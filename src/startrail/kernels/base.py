@@ -104,8 +104,11 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     5.0
     """
     wide = dout.to(delta.dtype)
-    squares = wide.square().sum(-1)
-    return (wide * (delta / squares.where(squares > 0, 1)).unsqueeze(-1)).to(dout.dtype)
+    largest = wide.abs().amax(-1)
+    largest = largest.where(largest > 0, 1)
+    unit = wide / largest.unsqueeze(-1)  # its square neither vanishes nor overflows
+    factor = delta / largest / unit.square().sum(-1).clamp(min=1)
+    return (unit * factor.unsqueeze(-1)).to(dout.dtype)
 
 
 def _shape_of(tile: Tile, device: torch.device) -> tuple[bool, Tensor | None, bool]:

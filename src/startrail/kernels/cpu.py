@@ -23,9 +23,12 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 class CpuKernel(Kernel):
     name = "cpu"
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = accumulator(dtype)
+
     def prepare(self, x: Tensor) -> Tensor:
-        x = x.to(accumulator(x.dtype))
-        return x if x.stride(-1) == 1 else x.contiguous()
+        x = x.to(self.dtype)
+        return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
     def forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
