@@ -100,8 +100,10 @@ class Lanes:
         for group in self.groups:
             if group is None:
                 continue
-            if dist.get_backend(group) != "gloo":
+            backend = dist.get_backend(group)  # such as cpu:gloo,cuda:nccl
+            if "nccl" in backend:
                 group.abort()
+            if "gloo" not in backend:
                 continue
             # gloo cannot be aborted, but a receive that times out closes all its connections
             with contextlib.suppress(RuntimeError):

@@ -1,0 +1,42 @@
+"""Bytes that the engine says it sent between nodes are those that the nodes' interfaces saw."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lab
+import startrail
+
+pytestmark = pytest.mark.skipif(lab.available() is not None, reason=f"no lab: {lab.available()}")
+
+
+def test_the_interfaces_see_what_the_closed_form_promises():
+    """Two nodes of two ranks. The outer level crosses the nodes' link, the inner one and the heads must not."""
+    plans = ["1x2/u2", "2x1/1x2", "1x2/2x1", "2x1/u2,keep=all"]
+
+    def on_rank(rank):
+        found = []
+        for plan in plans:
+            sp = startrail.SequenceParallel(plan)
+            q, k, v = (torch.randn(1, 4, 2048, 32, requires_grad=True) for _ in range(3))
+            out = sp.attention(q, k, v)  # groups connect and ranks agree here
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            sp.reset_counters()
+            dist.barrier()
+            before = lab.own_link_bytes()["sent"]
+            dist.barrier()
+            out = sp.attention(q, k, v)
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            dist.barrier()
+            seen = lab.own_link_bytes()["sent"] - before
+            sent = torch.tensor(sp.traffic()["level 0"]["bytes"])
+            promised = sum(part["level 0"] for part in sp.promised_traffic(q, k).values())
+            assert sent == promised
+            dist.all_reduce(sent)  # both nodes send the same
+            found.append(seen / (sent.item() / 2))
+            dist.barrier()
+        return found
+
+    with lab.Cluster(nodes=2, ranks_per_node=2, link="unlimited") as cluster:
+        for ratios in cluster.call(on_rank, deadline=120):
+            assert all(1.0 <= ratio <= 1.03 for ratio in ratios), ratios
