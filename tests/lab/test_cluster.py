@@ -235,6 +235,8 @@ ENDINGS = {
 
 def start_python(code: str, **options: object) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    # Whoever runs the tests in the background has them ignore SIGINT, and children would inherit that.
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment,
