@@ -1,0 +1,100 @@
+"""What text and image data share: finding files, holding some of them out, and seeds."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+SPLITS = ("train", "held-out")
+HELD_OUT = 20  # one token, or image, in so many is held out
+NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+
+
+def find_files(source: str) -> list[Path]:
+    """The files of a folder and all below it (but for hidden ones), of a glob, or one file; sorted by path.
+
+    ``"stdlib"`` is the Python source of the running interpreter's standard library, without its tests. (A folder of
+    that name is ``"./stdlib"``.)
+    """
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"source {source!r} is not the name of a folder, a file or a glob")
+    if source == "stdlib":
+        files = [file for file in _walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB) if file.suffix == ".py"]
+    else:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            files = _walk(path)
+        elif path.is_file():
+            files = [path]
+        elif path.exists() or not glob.has_magic(source):
+            raise ValueError(f"source {source!r} is not a folder, a file or a glob that is there")
+        else:
+            files = [Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
+    if not files:
+        raise ValueError(f"source {source!r} has no files")
+    return sorted(files)
+
+
+def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        found += [path for path in paths if path.is_file()]
+    return found
+
+
+def names_of(files: Sequence[Path]) -> list[str]:
+    """Their paths inside the folder that they share, so that a corpus has the same names on every machine.
+
+    >>> names_of([Path("/data/books/a/one.txt"), Path("/data/books/b/two.txt")])
+    ['a/one.txt', 'b/two.txt']
+    """
+    shared = os.path.commonpath([file.absolute().parent for file in files])
+    return [file.absolute().relative_to(shared).as_posix() for file in files]
+
+
+def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
+    """Which files to hold out: in the order of their names' hashes, all that fit into a twentieth of the whole.
+
+    Empty where whole files would come to less than half of that: then a part of every file has to be held out.
+
+    >>> len(held_out([f"{i}.txt" for i in range(100)], [10] * 100))
+    5
+    >>> held_out(["large.txt", "small.txt"], [1000, 1])      # a twentieth is 50; one is too much, one too little
+    set()
+    """
+    budget = sum(sizes) // HELD_OUT
+    chosen, total = set(), 0
+    for i in sorted(
+        range(len(names)), key=lambda i: hashlib.sha256(names[i].encode(errors="surrogateescape")).digest()
+    ):
+        if 0 < sizes[i] <= budget - total:
+            chosen.add(i)
+            total += sizes[i]
+    return chosen if 2 * total >= budget else set()
+
+
+def generator_of(*key: int | str) -> torch.Generator:
+    """Random numbers that depend on all of ``key``; neighbouring keys have nothing in common.
+
+    (A seed of ``seed + epoch`` would give seed 0 in its second epoch the numbers of seed 1 in its first.)
+    """
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def check_count(name: str, value: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} {value!r} must be a whole number of at least {least}")
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")

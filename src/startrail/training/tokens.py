@@ -1,0 +1,230 @@
+"""Tokens in memory-mapped files: documents, streams of them, and the cache of a tokenizer's work.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     one, two = Path(folder, "one"), Path(folder, "two")
+...     _ = one.write_text("abc"), two.write_text("de")
+...     stream = bytes_of([one, two])
+...     stream.ends, bytes(stream.read(1, 4).tolist())       # the 2nd to the 4th byte of "abcde"
+([3, 5], b'bcd')
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import tempfile
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+from torch import Tensor
+
+from startrail.training.files import HELD_OUT, held_out
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CACHE_FORMAT = 1
+CACHE_DEADLINE = 3600.0  # seconds that a process waits for another that tokenises the same files
+PIECE = 2**20  # characters to tokenise in one go; a longer file is cut after a line
+PIECES = 8  # pieces that the tokenizer's threads share
+
+
+@dataclass(frozen=True)
+class Document:
+    """``count`` tokens from the ``start``-th on of the file ``path``."""
+
+    path: Path
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents one behind the other; ``dtype`` is what a token is in their files."""
+
+    documents: tuple[Document, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where each document ends."""
+        return list(accumulate(document.count for document in self.documents))
+
+    @property
+    def length(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def ends_within(self, start: int, stop: int) -> list[int]:
+        """Ends of documents after ``start``, up to and including ``stop``."""
+        return self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, stop)]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Tokens from ``start`` up to ``stop``; nothing else is read from disk."""
+        parts = [torch.empty(0, dtype=torch.long)]
+        number = bisect_right(self.ends, start)
+        while start < stop:
+            document = self.documents[number]
+            first = start - (self.ends[number] - document.count)
+            count = min(document.count - first, stop - start)
+            parts.append(_read(document.path, document.start + first, count, self.dtype))
+            start, number = start + count, number + 1
+        return torch.cat(parts)
+
+
+def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    first, last = start * dtype.itemsize, (start + count) * dtype.itemsize
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < last:
+                raise ValueError(f"{path} has changed: it has {size} bytes, and had at least {last}")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+                return torch.frombuffer(bytearray(memory[first:last]), dtype=dtype).long()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def bytes_of(files: Sequence[Path]) -> Stream:
+    """Every file a document, every byte a token."""
+    return Stream(tuple(Document(file, 0, file.stat().st_size) for file in files), torch.uint8)
+
+
+def split_stream(stream: Stream, names: Sequence[str], split: str) -> Stream:
+    """The documents to train on, or those held out; or if single files are too large for that, parts of all of them.
+
+    Documents without tokens are left out.
+    """
+    chosen = held_out(names, [document.count for document in stream.documents])
+    kept = []
+    for number, whole in enumerate(stream.documents):
+        if chosen:
+            start, stop = (0, whole.count) if (number in chosen) == (split == "held-out") else (0, 0)
+        else:
+            border = whole.count - whole.count // HELD_OUT
+            start, stop = (0, border) if split == "train" else (border, whole.count)
+        if start < stop:
+            kept.append(Document(whole.path, whole.start + start, stop - start))
+    return Stream(tuple(kept), stream.dtype)
+
+
+# --- tokenizers
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """A Hugging Face ``tokenizers`` file, set to encode all of a text: such files may ask to cut or pad it."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError(
+            f"tokenizer {path!r} needs the package tokenizers: pip install 'startrail[tokenizers]'"
+        ) from None
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"tokenizer {path!r} cannot be loaded: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if not tokenizer.get_vocab():
+        raise ValueError(f"tokenizer {path!r} has no tokens")
+    return tokenizer
+
+
+def tokens_of(files: Sequence[Path], tokenizer_path: str, tokenizer: Tokenizer) -> Stream:
+    """Every file a document of the tokenizer's ids, from a cache that the first process to need it makes.
+
+    The others wait for a lock, which is free again also when its holder dies. A cache belongs to the tokenizer and to
+    the files' paths, sizes and times of change: all ranks can tell which one they need without reading the corpus.
+    """
+    key = hashlib.sha256(Path(tokenizer_path).read_bytes())
+    for file in files:
+        status = file.stat()
+        key.update(repr((str(file.resolve()), status.st_size, status.st_mtime_ns, CACHE_FORMAT)).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "startrail", "tokens")
+    path = folder / key.hexdigest()[:32]
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _make_cache(path, files, tokenizer)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the tokens of {len(files)} files to {path}: {error.strerror}; make room there, or set "
+            "XDG_CACHE_HOME to another folder"
+        ) from error
+    return _read_cache(path, len(files))
+
+
+def _make_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
+    end = time.monotonic() + CACHE_DEADLINE
+    with open(path.with_suffix(".lock"), "w") as lock:
+        while not path.exists():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise ValueError(
+                        f"another process has held {lock.name} for {CACHE_DEADLINE:.0f} s and not made the tokens of "
+                        f"{len(files)} files"
+                    ) from None
+                time.sleep(0.1)
+                continue
+            if not path.exists():
+                _write_cache(path, files, tokenizer)
+
+
+def _write_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
+    """All ids as int32, then how many each file has as int64; under another name until it is complete."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as cache:
+        try:
+            _encode(files, tokenizer, cache.file)  # type: ignore[arg-type]
+            cache.flush()
+            os.fsync(cache.fileno())
+            os.replace(cache.name, path)
+        except BaseException:
+            os.unlink(cache.name)
+            raise
+
+
+def _encode(files: Sequence[Path], tokenizer: Tokenizer, cache: BinaryIO) -> None:
+    counts = [0] * len(files)
+    pieces = _pieces(files)
+    while group := [piece for piece, _ in zip(pieces, range(PIECES), strict=False)]:
+        encodings = tokenizer.encode_batch_fast([text for _, text in group], add_special_tokens=False)
+        for (number, _), encoding in zip(group, encodings, strict=True):
+            cache.write(array("i", encoding.ids).tobytes())
+            counts[number] += len(encoding.ids)
+    cache.write(array("q", counts).tobytes())
+
+
+def _pieces(files: Sequence[Path]) -> Iterator[tuple[int, str]]:
+    for number, file in enumerate(files):
+        try:
+            with open(file, encoding="utf-8", errors="replace", newline="") as text:
+                while lines := text.readlines(PIECE):
+                    yield number, "".join(lines)
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _read_cache(path: Path, num_files: int) -> Stream:
+    size, table = path.stat().st_size, 8 * num_files
+    counts: list[int] = []
+    if size >= table:
+        with open(path, "rb") as cache:
+            cache.seek(size - table)
+            counts = array("q", cache.read()).tolist()
+    if 4 * sum(counts) + table != size:
+        raise ValueError(f"the tokens in {path} are damaged: delete that file to have them made again")
+    starts = accumulate(counts, initial=0)
+    documents = (Document(path, start, count) for start, count in zip(starts, counts, strict=False))
+    return Stream(tuple(documents), torch.int32)
