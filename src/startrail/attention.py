@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from startrail import op
 from startrail.agree import Agreement, Board
 from startrail.executor import Call, Executor
-from startrail.kernels import Kernel, kernel_for
+from startrail.kernels import Kernel, kernel_for, row_sums
 from startrail.lanes import Counters, Lanes, tag_of
 from startrail.layout import Layout, check_layout, layout_of_local
 from startrail.mask import Mask, tiles_of
@@ -238,7 +238,7 @@ class SequenceParallel:
         program = build_program(shapes.plan, self.world, self.rank, "forward")
         kept = torch.empty(shapes.kept_bytes(program.kept), dtype=torch.uint8, device=q.device)
         inputs = {"q": (q,), "kv": shapes.with_copies(k, v)}
-        lse, out = self._run(executor, call, program, inputs, kept, None)["out"]
+        lse, out = self._run(executor, call, program, inputs, kept)["out"]
         return out, lse, kept
 
     def run_backward(
@@ -259,11 +259,10 @@ class SequenceParallel:
         call, executor = self._call("backward", q, k, v, documents, causal, window, length, scale)
         shapes = call.shapes
         program = build_program(shapes.plan, self.world, self.rank, "backward")
-        delta = (dout.to(shapes.acc) * out.to(shapes.acc)).sum(-1)
-        inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
+        inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, shapes.acc), dout)}
         if qkv:
             inputs |= {"q": (q,), "kv": shapes.with_copies(k, v)}
-        results = self._run(executor, call, program, inputs, kept, out)
+        results = self._run(executor, call, program, inputs, kept)
         (dq,), (dk, dv) = results["dq"], results["dkv"]
         return dq, *shapes.without_copies(dk, dv)
 

@@ -81,15 +81,15 @@ class Executor:
         self.pool = BufferPool()
 
     def run(
-        self, call: Call, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor, out: Tensor | None
+        self, call: Call, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
         """One pass. ``inputs`` are this rank's local tensors by kind: q, kv = (k, v), do = (lse, delta, dout).
 
-        ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. ``out``: this rank's own
-        output, in the backward pass. Returns local results by kind: out = (lse, out), dq, dkv = (dk, dv).
+        ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. Returns local results by
+        kind: out = (lse, out), dq, dkv = (dk, dv).
         """
         start = time.perf_counter()
-        run = _Pass(self, call, program, inputs, kept, out)
+        run = _Pass(self, call, program, inputs, kept)
         run.walk()
         results = run.finish()
         self.counters.total += time.perf_counter() - start
@@ -104,11 +104,10 @@ class _Pass:
         program: Program,
         inputs: Mapping[str, tuple[Tensor, ...]],
         kept: Tensor,
-        out: Tensor | None,
     ) -> None:
         self.executor, self.call, self.program = executor, call, program
         self.shapes, self.place, self.pool = call.shapes, program.place, executor.pool
-        self.inputs, self.out = inputs, out
+        self.inputs = inputs
         self.pieces: dict[Piece, Held] = {}
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
         self.results: dict[Piece, Partial | Sums] = {}
@@ -195,13 +194,6 @@ class _Pass:
             else:
                 flat = self.kept[piece]
                 self.pieces[piece] = Held(self.shapes.views(flat, piece.kind), flat)
-        if self.program.direction == "backward" and not exchanges:
-            assert self.out is not None
-            for group in self.program.groups:
-                lse, _, dout = self.pieces[Piece("do", self.program.shard, group)].tensors  # type: ignore[misc]
-                out = self.shapes.share_of(self.out, group, self.place.head)
-                prepare = self.call.kernel.prepare
-                self.rows[Piece("do", self.program.shard, group)] = prepare(dout), prepare(out), lse
 
     def _new_held(self, piece: Piece) -> Held:
         """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""

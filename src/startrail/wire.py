@@ -117,8 +117,8 @@ class Shapes:
         if self.plan.heads > 1:  # parts for and from the other heads, and the whole pieces that they make
             exchanged = ("q", "kv", "out") if direction == "forward" else ("do", "dq", "dkv")
             total += sum(2 * self.nbytes(kind) for kind in exchanged)
-        if direction == "backward":  # the stand-ins for the outputs of foreign rows
-            total += stated["do"] * self._sum_bytes("dq")
+        if direction == "backward":  # the stand-ins for the rows' outputs
+            total += (stated["do"] + 1) * self._sum_bytes("dq")
         return total
 
     def _sum_bytes(self, kind: str) -> int:

@@ -62,6 +62,19 @@ def test_a_backward_from_delta_instead_of_out(mask):
     assert all((a.value - b.value).abs().max() < 1e-12 for a, b in pairs)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 4e-7), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
+def test_a_stand_in_adds_up_to_delta_also_in_half_precision(dtype, tolerance):
+    dout = torch.randn(1000, 16, dtype=torch.float64).to(dtype)
+    dout[:10, 1:] = 0  # one number left: then it carries all, to its own precision
+    dout[10] = 0
+    delta = torch.randn(1000) * 4
+    delta[10] = 0
+    sums = (dout.double() * stand_in_out(dout, delta).double()).sum(-1)
+    error = (sums - delta).abs()
+    assert error[10:].max() < 20 * tolerance and error[11:].square().mean().sqrt() < tolerance
+    assert error[:10].max() <= 20 * torch.finfo(dtype).eps
+
+
 def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
     q, k, v, dout = tensors(torch.float32, 2)
     kernel = ReferenceKernel()
