@@ -24,26 +24,35 @@ def find_files(source: str) -> list[Path]:
     """
     if not isinstance(source, str) or not source:
         raise ValueError(f"source {source!r} is not the name of a folder, a file or a glob")
-    if source == "stdlib":
-        files = [file for file in _walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB) if file.suffix == ".py"]
-    else:
-        path = Path(source).expanduser()
-        if path.is_dir():
-            files = _walk(path)
-        elif path.is_file():
-            files = [path]
-        elif path.exists() or not glob.has_magic(source):
-            raise ValueError(f"source {source!r} is not a folder, a file or a glob that is there")
-        else:
-            files = [Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
+    try:
+        files = _search(source)
+    except OSError as error:
+        raise ValueError(f"source {source!r} cannot be searched: {error.strerror}: {error.filename}") from error
     if not files:
         raise ValueError(f"source {source!r} has no files")
     return sorted(files)
 
 
+def _search(source: str) -> list[Path]:
+    if source == "stdlib":
+        return [file for file in _walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB) if file.suffix == ".py"]
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _walk(path)
+    if path.is_file():
+        return [path]
+    if path.exists() or not glob.has_magic(source):
+        raise ValueError(f"source {source!r} is not a folder, a file or a glob that is there")
+    names = set(glob.glob(str(path), recursive=True))
+    return [Path(name) for name in names if os.path.isfile(name)]
+
+
 def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+    def fail(error: OSError) -> None:  # os.walk would leave out a folder that it cannot read
+        raise error
+
     found = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths = (Path(parent, name) for name in names if not name.startswith("."))
         found += [path for path in paths if path.is_file()]

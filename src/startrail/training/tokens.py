@@ -15,14 +15,13 @@ import fcntl
 import hashlib
 import mmap
 import os
-import tempfile
 import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -183,22 +182,26 @@ def _make_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None
 
 
 def _write_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    """All ids as int32, then how many each file has as int64; under another name until it is complete."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as cache:
-        try:
-            _encode(files, tokenizer, cache.file)  # type: ignore[arg-type]
+    """All ids as int32, then how many each file has as int64; under another name until it is complete.
+
+    Who holds the lock is alone, so what a killed process may have left under that name is simply overwritten.
+    """
+    part = path.with_suffix(".part")
+    try:
+        with open(part, "wb") as cache:
+            _encode(files, tokenizer, cache)
             cache.flush()
             os.fsync(cache.fileno())
-            os.replace(cache.name, path)
-        except BaseException:
-            os.unlink(cache.name)
-            raise
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _encode(files: Sequence[Path], tokenizer: Tokenizer, cache: BinaryIO) -> None:
     counts = [0] * len(files)
     pieces = _pieces(files)
-    while group := [piece for piece, _ in zip(pieces, range(PIECES), strict=False)]:
+    while group := list(islice(pieces, PIECES)):
         encodings = tokenizer.encode_batch_fast([text for _, text in group], add_special_tokens=False)
         for (number, _), encoding in zip(group, encodings, strict=True):
             cache.write(array("i", encoding.ids).tobytes())
