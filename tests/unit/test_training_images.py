@@ -152,6 +152,9 @@ def test_a_file_that_is_no_image_and_a_bad_index_are_refused(tmp_path):
         (tmp_path / "bad.png").write_bytes(body)
         with pytest.raises(ValueError, match=r"cannot read the image .*bad.png: "):
             ImageData(str(tmp_path / "bad.png"), ONE, size=4, patch=2).batch(0)
+    Image.new("I;16", (4, 4), 30_000).save(tmp_path / "wide.png")
+    with pytest.raises(ValueError, match=r"wide.png: its numbers are of mode I;16, wider than 8 bits"):
+        ImageData(str(tmp_path / "wide.png"), ONE, size=4, patch=2).batch(0)
     with pytest.raises(ValueError, match="index -3 must be a whole number of at least 0"):
         ImageData("photos", ONE, size=4, patch=2).batch(-3)
 

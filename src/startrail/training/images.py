@@ -49,7 +49,7 @@ PHOTOS = (
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SMALLEST_CROP = 0.5  # of the shorter side
 HELD_OUT_STRIP = 4  # the right quarter of every image is held out where there are too few to hold out whole ones
-CACHED_IMAGES = 16  # all the photos, shrunk to what the smallest crop needs
+CACHED_IMAGES = 32  # all the photos of both splits, shrunk to what the smallest crop needs
 GAP = 2  # pixels between the images of a grid
 
 
@@ -219,6 +219,8 @@ def _load(path: Path, part: str, side: int) -> Image:
 
     try:
         with Image.open(path) as file:
+            if file.mode.startswith(("I", "F")):  # Pillow would cut them off at 255
+                raise ValueError(f"its numbers are of mode {file.mode}, wider than 8 bits")
             image = ImageOps.exif_transpose(file).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow says to bad files
         raise ValueError(f"cannot read the image {path}: {error}") from error
