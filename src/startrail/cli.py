@@ -1,4 +1,4 @@
-"""The command line: ``startrail check`` and ``startrail show``."""
+"""The command line: ``startrail show``, ``check``, ``train`` and ``export``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from startrail.plan import Plan
+from startrail.training.command import export_command, fields_text, train_command
 from startrail.view import show
 
 EXAMPLES = """examples:
@@ -14,12 +15,18 @@ EXAMPLES = """examples:
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
+  startrail train                            a small GPT on 8 local ranks, two minutes
+  startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "train":  # reads its own: the fields of its recipe
+        arguments.rest = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(arguments.run(arguments))
     except ValueError as error:
@@ -79,6 +86,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
     command.set_defaults(run=_check)
+
+    command = commands.add_parser(
+        "train",
+        help="train a GPT or a DiT",
+        usage="startrail train [RECIPE] [--FIELD VALUE ...]",
+        description="Starts local ranks itself; under torchrun, uses those that it gives. Continues from the newest "
+        "checkpoint in its folder.",
+        epilog=fields_text(),
+        formatter_class=plain,
+        allow_abbrev=False,
+    )
+    command.set_defaults(run=lambda arguments: train_command(arguments.rest))
+
+    command = commands.add_parser("export", help="write a checkpoint's model as safetensors")
+    command.add_argument("checkpoint", help="a run's folder (its newest checkpoint), or one checkpoint's")
+    command.add_argument("file", help="for example model.safetensors")
+    command.set_defaults(run=lambda arguments: export_command(arguments.checkpoint, arguments.file))
     return parser
 
 

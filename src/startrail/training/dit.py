@@ -38,17 +38,21 @@ class DiT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise, also what was built on the meta device and then given memory.
+        """Initialise, also what was built on the meta device and then given memory."""
+        for name, parameter in self.named_parameters():
+            self.reset_parameter(name, parameter)
+
+    def reset_parameter(self, name: str, parameter: Tensor) -> None:
+        """Initialise the parameter of that name alone, so that a sharded model can be filled one by one.
 
         adaLN-zero: modulations and the last projection start at zero, so every block starts as the identity.
         """
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1 or "modulation" in name or "patches_out" in name:
-                nn.init.zeros_(parameter)
-            elif "label" in name or "time" in name:
-                nn.init.normal_(parameter, std=0.02)
-            else:
-                nn.init.xavier_uniform_(parameter)
+        if parameter.dim() == 1 or "modulation" in name or "patches_out" in name:
+            nn.init.zeros_(parameter)
+        elif "label" in name or "time" in name:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.xavier_uniform_(parameter)
 
     def forward(self, patches: Tensor, positions: Tensor, time: Tensor, label: Tensor, attention: Attention) -> Tensor:
         """(batch, n, patch dim) patches -> their velocities, for times (batch,) from 0, image, to 1, noise.

@@ -38,12 +38,16 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise, also what was built on the meta device and then given memory."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                # what is added to the residual stream is smaller, so that its variance does not grow with the depth
-                added = name.endswith(("output.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** 0.5 if added else 0.02)
+            self.reset_parameter(name, parameter)
+
+    def reset_parameter(self, name: str, parameter: Tensor) -> None:
+        """Initialise the parameter of that name alone, so that a sharded model can be filled one by one."""
+        if parameter.dim() == 1:
+            nn.init.ones_(parameter)
+        else:
+            # what is added to the residual stream is smaller, so that its variance does not grow with the depth
+            added = name.endswith(("output.weight", "down.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** 0.5 if added else 0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """(batch, n) tokens -> (batch, n, width) hidden states, normalised for the output.

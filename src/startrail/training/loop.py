@@ -1,0 +1,226 @@
+"""The training loop of one rank. Every rank runs the same; the first one tells what happens.
+
+A step's loss is the sum over all ranks and passes, divided by all that they counted together, so losses and gradients
+are those of one process with all the tokens, whatever the plan, the number of ranks and the passes in a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from startrail.attention import SequenceParallel
+from startrail.training import memory
+from startrail.training.display import Display, Records, Summary
+from startrail.training.parallel import (
+    agree,
+    backward,
+    build_model,
+    clip_gradients,
+    data_by_sequence,
+    finish_gradients,
+    forget_gathered,
+    largest_over_ranks,
+    sum_over_ranks,
+)
+from startrail.training.recipes import Recipe
+from startrail.training.saving import Checkpoints, TrainingError
+from startrail.training.stopping import Stop
+from startrail.training.tasks import make_task
+
+BETAS = (0.9, 0.95)
+
+
+class Trainer:
+    """One run in the process group that is there. All ranks make one and ``run`` it.
+
+    ``ValueError`` for mistakes in the recipe, its data or its checkpoint, on all ranks, before anything is written.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, display: Display, stop: Stop) -> None:
+        self.recipe, self.device, self.display, self.stop = recipe, device, display, stop
+        self.world, self.folder = dist.get_world_size(), Path(recipe.out)
+        recipe.check_world(self.world)
+        mesh = data_by_sequence(recipe.data_parallel, device.type)
+        self.data_rank = mesh["data"].get_local_rank()
+        problem = None
+        try:
+            self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], layout=recipe.layout)
+            self.task: Any = make_task(recipe, self.sp, device)
+            self.expected = memory.estimate(recipe, self.task, self.world)
+            self.traffic = self._promised(mesh["sequence"])
+        except ValueError as error:
+            problem = str(error)
+        agree(problem)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.keep)
+        self.begin = self.checkpoints.prepare(recipe, self.expected.checkpoint * (self.world if recipe.zero else 1))
+        self.records = self._records()
+        self.before = memory.resident_bytes()
+        memory.reset_peak(device)
+        self.model: Any = build_model(recipe, device)
+        self.optimizer = _optimizer(self.model, recipe)
+        if self.begin:
+            self.checkpoints.load(self.begin, self.model, self.optimizer)
+
+    def run(self) -> bool:
+        """Train to the recipe's last step; False if a signal stopped it before."""
+        recipe, lead = self.recipe, dist.get_rank() == 0
+        if lead:
+            plan = str(self.sp.plan_for(*recipe.heads))
+            self.display.start(recipe, self.begin, self.task.describe(), plan, self.world, self.expected)
+        held_out = {self.begin: self._held_out()} if recipe.evaluate_batches else {}
+        spent = waited = 0.0
+        done, finished = self.begin, True
+        for step in range(self.begin, recipe.steps):
+            start = time.perf_counter()
+            loss, norm, sums = self._step(step)
+            seconds = time.perf_counter() - start
+            spent, waited, done = spent + seconds, waited + sums["waiting"] / self.world, step + 1
+            metrics = dict(
+                step=done,
+                loss=loss,
+                gradient_norm=norm,
+                learning_rate=recipe.rate(step),
+                seconds=seconds,
+                tokens_per_second=recipe.tokens_per_step / seconds,
+                waiting=sums["waiting"] / self.world / seconds,
+                sent={name: sums[name] / self.world for name in self.sp.traffic()},
+            )
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                metrics["skipped"] = True
+                text = f"step {done}: loss {loss}, gradient norm {norm}"
+                if recipe.on_nan == "stop":
+                    self.checkpoints.wait()
+                    raise TrainingError(f"{text}; stopped before the parameters changed (on_nan skip would go on)")
+                self.display.note(f"{text}: skipped")
+            if recipe.evaluate_batches and (_due(done, recipe.evaluate_every) or done == recipe.steps):
+                metrics["held_out"] = held_out[done] = self._held_out()
+            self.records.write(metrics)
+            self.display.step(metrics)
+            if sums["failed"]:
+                agree(self.records.problem, TrainingError)
+                self.checkpoints.wait()
+            if sums["stop"] and done < recipe.steps:
+                finished = False
+                break
+            if _due(done, recipe.save_every) and done < recipe.steps:
+                self.checkpoints.save(done, self.model, self.optimizer, recipe)
+        if done > self.begin:
+            self.checkpoints.save(done, self.model, self.optimizer, recipe)
+        self.checkpoints.wait()
+        self.records.close()
+        peak = largest_over_ranks(memory.peak_bytes(self.device), self.device)
+        sample = self._sample() if finished and recipe.sample else ""
+        self.display.finish(
+            Summary(
+                done=done,
+                steps=done - self.begin,
+                tokens=(done - self.begin) * recipe.tokens_per_step,
+                seconds=spent,
+                waiting=waited / spent if spent else 0.0,
+                held_out=held_out,
+                traffic=self.traffic,
+                peak=peak,
+                before=self.before if self.device.type == "cpu" else 0,
+                expected=self.expected.total,
+                sample=sample,
+                stopped=not finished,
+            )
+        )
+        return finished
+
+    def _records(self) -> Records:
+        """Only the first rank writes."""
+        problem, records = None, Records()
+        try:
+            if dist.get_rank() == 0:
+                records.open(self.folder, self.recipe, self.begin)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        agree(problem)
+        return records
+
+    def _step(self, step: int) -> tuple[float, float, dict[str, float]]:
+        """One update: the loss, the norm of its gradient, and sums over all ranks of what else happened."""
+        recipe = self.recipe
+        self.sp.reset_counters()
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.rate(step)
+        batches = [
+            self.task.load((step * recipe.accumulate + micro) * recipe.data_parallel + self.data_rank)
+            for micro in range(recipe.accumulate)
+        ]
+        (counted,) = sum_over_ranks([float(sum(map(self.task.counted, batches)))], self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in batches:
+            share = self.task.loss_sum(self.model, batch) / max(counted, 1.0)
+            backward(self.model, share)
+            loss += share.detach()
+        finish_gradients(self.model)
+        norm = clip_gradients(self.model.parameters(), recipe.clip)
+        traffic = {name: float(lane["bytes"]) for name, lane in self.sp.traffic().items()}
+        numbers = dict(
+            loss=loss.item(),
+            waiting=self.sp.timings()["waiting"],
+            stop=float(self.stop.wanted),
+            failed=float(self.checkpoints.failed or self.records.problem is not None),
+            **traffic,
+        )
+        sums = dict(zip(numbers, sum_over_ranks(list(numbers.values()), self.device), strict=True))
+        if math.isfinite(sums["loss"]) and math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sums["loss"], norm, sums
+
+    @torch.no_grad()
+    def _held_out(self) -> float:
+        """The mean loss of the same held-out batches every time."""
+        total = counted = 0.0
+        for index in range(self.recipe.evaluate_batches):
+            batch = self.task.load(index * self.recipe.data_parallel + self.data_rank, held_out=True)
+            total += self.task.loss_sum(self.model, batch).item()
+            counted += self.task.counted(batch)
+        forget_gathered(self.model)
+        total, counted = sum_over_ranks([total, counted], self.device)
+        return total / max(counted, 1.0)
+
+    def _sample(self) -> str:
+        text: str = self.task.show(self.model, self.folder)
+        forget_gathered(self.model)
+        return text
+
+    def _promised(self, sequence: DeviceMesh) -> dict[str, dict[str, float]]:
+        """What attention sends in one step, by level, on this rank: by our plan and by Ring Attention."""
+        recipe = self.recipe
+        ring = SequenceParallel(f"1x{self.sp.world}", mesh=sequence, layout=recipe.layout)
+        calls = recipe.shape.layers * recipe.accumulate
+        promised = {}
+        for name, sp in (("ours", self.sp), ("ring", ring)):
+            levels: dict[str, float] = {}
+            for direction in sp.promised_traffic(*self.task.queries_and_keys(), recipe.tokens).values():
+                for level, size in direction.items():
+                    levels[level] = levels.get(level, 0.0) + size * calls
+            promised[name] = levels
+        return promised
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; only matrices decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [
+        dict(params=matrices, weight_decay=recipe.weight_decay),
+        dict(params=others, weight_decay=0.0),
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
+

@@ -1,0 +1,188 @@
+"""Memory of a training step: recomputing instead of keeping, an estimate before the start, the peak after.
+
+What a rank needs is its share of the parameters, their gradients and the optimizer's state, and the activations of its
+own N/P tokens. The first part is counted; the second is found by running one step on fake tensors, which have shapes
+but no memory, and adding up what lives at the same time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from startrail import checkpoint_context
+from startrail.training.dit import DiT
+from startrail.training.gpt import GPT
+from startrail.training.recipes import Recipe
+from startrail.training.tasks import ImageTask, TextTask, make_model
+
+FLOAT = 4  # bytes: parameters, gradients and the optimizer's two moments are float32
+
+
+def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
+    """Let every block keep only its input and its attention's result, and compute the rest again when it is needed.
+
+    Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs wait in
+    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations.
+    """
+    for block in model.blocks:
+        block.forward = _recomputed(block.forward, offload)
+
+
+def _recomputed(forward: Callable[..., Tensor], offload: bool) -> Callable[..., Tensor]:
+    def run(*arguments: Any) -> Tensor:
+        host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
+        with host:
+            return checkpoint(
+                forward, *arguments, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False
+            )
+
+    return run
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that one rank needs at once."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    copy: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, item.name) for item in fields(self))
+
+    @property
+    def checkpoint(self) -> int:
+        """What this rank writes of a checkpoint."""
+        return self.parameters + self.optimizer
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{item.name} {mib(getattr(self, item.name))}" for item in fields(self))
+        return f"{mib(self.total)} a rank: {parts}"
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate:
+    """What one step of ``recipe`` needs on each of ``world`` ranks.
+
+    ``gathered`` are whole parameters and gradients that FSDP has on their way: of everything (ZeRO-2) or of two blocks
+    (ZeRO-3), and a block's gradients twice. ``copy`` is what an asynchronous checkpoint holds while it is written, where
+    that is the same memory.
+    """
+    with torch.device("meta"):
+        model = make_model(recipe.shape)
+    whole = FLOAT * _count(model)
+    block = FLOAT * _count(model.blocks[0])
+    share = whole // (world if recipe.zero else 1)
+    gathered = {0: 0, 2: whole + 2 * block, 3: whole - (recipe.shape.layers - 2) * block + 2 * block}[recipe.zero]
+    return Estimate(
+        parameters=share,
+        gradients=share,
+        optimizer=2 * share,
+        gathered=gathered,
+        activations=_activations(recipe, task),
+        copy=3 * share if task.device.type == "cpu" else 0,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
+    """The most bytes alive at once in a forward and backward pass, beside parameters and their gradients."""
+    real: Any = task.load(0)
+    with FakeTensorMode() as mode:
+        made = {
+            item.name: mode.from_tensor(value)
+            for item in fields(real)
+            if isinstance(value := getattr(real, item.name), Tensor)
+        }
+        batch = replace(real, **made)
+        with torch.device(task.device):
+            model: Any = make_model(recipe.shape)
+        if recipe.recompute:
+            recompute_blocks(model, recipe.offload)
+        for parameter in model.parameters():  # gradients are counted apart: they leave when they are summed
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        shapes = task.sp.shapes_of(*task.queries_and_keys(), recipe.tokens)
+        inside = {
+            torch.ops.startrail.attention.default: shapes.peak_bytes("forward"),
+            torch.ops.startrail.attention_backward.default: shapes.peak_bytes("backward"),
+        }
+        with _Watch(inside) as watch:
+            task.loss_sum(model, batch).backward()
+    return watch.peak
+
+
+class _Watch(TorchDispatchMode):
+    """Adds up the bytes of all tensors made under it, as long as they live. ``inside``: what an op needs while it
+    runs."""
+
+    def __init__(self, inside: dict[Any, int]) -> None:
+        super().__init__()
+        self.inside = inside
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.peak = max(self.peak, self.now + self.inside.get(func, 0))
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._seen:
+            self.now += storage.nbytes()
+            self._seen[key] = weakref.finalize(storage, self._drop, key, storage.nbytes())
+
+    def _drop(self, key: int, size: int) -> None:
+        del self._seen[key]
+        self.now -= size
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now (Linux; elsewhere 0)."""
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has had in memory since ``reset_peak``."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # elsewhere than on Linux, nothing is measured
+            file.write("5")
+
+
+def _status(name: str) -> int:
+    try:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+    except OSError:
+        return 0

@@ -1,0 +1,253 @@
+"""Recipes: everything that decides a training run, as data, with the named ones at the end. No torch.
+
+>>> recipe = find("gpt-tiny").with_({"steps": "10", "width": "64"})       # fields of the run and of its model alike
+>>> recipe.steps, recipe.shape.width
+(10, 64)
+>>> recipe.with_({"stepz": "5"})
+Traceback (most recent call last):
+ValueError: no field 'stepz'; did you mean 'steps'?
+
+A recipe file, TOML or JSON, names a recipe to start from and what to change::
+
+    recipe = "gpt-tiny"
+    steps = 500
+    data = "my/texts"
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from startrail.layout import check_layout
+from startrail.plan import Plan
+from startrail.training.shapes import DIT_SHAPES, GPT_SHAPES, DiTConfig, GPTConfig
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "zero": (0, 2, 3),
+    "precision": ("auto", "float32", "bfloat16"),
+    "device": ("auto", "cpu", "cuda"),
+    "on_nan": ("stop", "skip"),
+}
+AT_LEAST_0 = ("evaluate_every", "evaluate_batches", "save_every", "sample", "warmup")
+
+
+def _field(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run. ``shape`` decides between GPT and DiT; its own fields can be changed like all others."""
+
+    name: str
+    shape: GPTConfig | DiTConfig
+    data: str = _field("", "text: stdlib, a folder, a file or a glob; images: photos or a folder")
+    length: int | None = _field(None, "tokens of a text's context (an image has rows x columns)")
+    tokenizer: str | None = _field(None, "a Hugging Face tokenizers file (default: bytes)")
+    packed: bool = _field(False, "pack whole documents, which do not see each other, into a context")
+    batch: int = _field(1, "sequences or images in one pass of one data-parallel group")
+    accumulate: int = _field(1, "passes in one step")
+    plan: str = _field("auto", "how ranks share a sequence: 1x8, 2x2/u2, star2, u8, auto")
+    layout: str = _field("zigzag", "which tokens a rank gets: zigzag, contiguous")
+    data_parallel: int = _field(1, "groups of ranks with sequences of their own")
+    ranks: int = _field(8, "local ranks to start (under torchrun: as many as it gives)")
+    device: str = _field("auto", "cpu, cuda, or auto: cuda where there is one")
+    zero: int = _field(3, "0: all parameters on every rank; 2: gradients, optimizer sharded; 3: parameters too")
+    recompute: bool = _field(True, "activation checkpointing: all of a block but attention is computed again")
+    offload: bool = _field(False, "keep what recomputing starts from in host memory")
+    precision: str = _field("auto", "float32, bfloat16 (autocast), or auto: bfloat16 where the hardware has it")
+    loss_chunk: int = _field(1024, "tokens whose logits exist at a time")
+    steps: int = _field(1000, "optimizer steps in all")
+    learning_rate: float = _field(3e-4, "the highest one, after the warm-up")
+    final_rate: float = _field(0.1, "the cosine ends at this share of it")
+    warmup: int = _field(20, "steps of linear warm-up")
+    weight_decay: float = _field(0.1, "on matrices")
+    clip: float = _field(1.0, "largest norm of all gradients together")
+    seed: int = _field(0, "of parameters, data order, noise and samples")
+    on_nan: str = _field("stop", "a step whose loss or gradient is not finite: stop, or skip it")
+    evaluate_every: int = _field(50, "steps between held-out losses (0: at the start and the end only)")
+    evaluate_batches: int = _field(4, "held-out passes of each data-parallel group (0: never)")
+    save_every: int = _field(50, "steps between checkpoints (0: at the end only)")
+    keep: int = _field(2, "checkpoints that are kept")
+    resume: bool = _field(True, "continue from the newest checkpoint in out, if there is one")
+    out: str = _field("", "folder of checkpoints, metrics and samples (default: runs/NAME)")
+    tensorboard: bool = _field(False, "write TensorBoard events into out as well")
+    sample: int = _field(120, "tokens of text, or sampler steps of images, to show at the end (0: none)")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type in ("int", "int | None") and value is not None and item.name != "seed":
+                least = 0 if item.name in AT_LEAST_0 or item.name in CHOICES else 1
+                if value < least:
+                    raise ValueError(f"{item.name} {value} must be at least {least}")
+            if item.type == "float" and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{item.name} {value} must be a number of at least 0")
+            if item.name in CHOICES and value not in CHOICES[item.name]:
+                raise ValueError(f"{item.name} {value!r} is not one of {', '.join(map(str, CHOICES[item.name]))}")
+        check_layout(self.layout)
+        if self.plan != "auto":
+            Plan.parse(self.plan)
+        if isinstance(self.shape, GPTConfig) and self.length is None:
+            raise ValueError(f"recipe {self.name}: a GPT needs length, the tokens of its context")
+        if isinstance(self.shape, DiTConfig):
+            for name in ("length", "tokenizer", "packed"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for text; an image of a DiT has rows x columns tokens")
+            if self.shape.rows != self.shape.columns or self.shape.channels != 3:
+                raise ValueError(
+                    f"images are square and have 3 channels, not {self.shape.channels}: set channels 3 and "
+                    f"rows {self.shape.rows} = columns {self.shape.columns}"
+                )
+        if self.offload and not self.recompute:
+            raise ValueError("offload moves what recomputing starts from: it needs recompute")
+        if not self.out:
+            object.__setattr__(self, "out", f"runs/{self.name}")
+        if not self.data:
+            object.__setattr__(self, "data", "stdlib" if isinstance(self.shape, GPTConfig) else "photos")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sequence."""
+        return self.shape.tokens if isinstance(self.shape, DiTConfig) else self.length or 0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads, key/value heads."""
+        shape = self.shape
+        return shape.heads, shape.kv_heads if isinstance(shape, GPTConfig) else shape.heads
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.tokens * self.batch * self.accumulate * self.data_parallel
+
+    def check_world(self, world: int) -> None:
+        """``ValueError`` unless ``world`` ranks are whole groups that the plan fits."""
+        if world % self.data_parallel:
+            raise ValueError(f"{world} ranks are not a multiple of data_parallel {self.data_parallel}")
+        if self.plan != "auto":
+            Plan.parse(self.plan).check_world(world // self.data_parallel)
+
+    def with_(self, changes: Mapping[str, object]) -> Recipe:
+        """Changed fields, by name, as texts or values; ``ValueError`` names the nearest field if there is none such."""
+        of_run = {item.name: item for item in fields(self) if item.name not in ("name", "shape")}
+        of_shape = {item.name: item for item in fields(self.shape)}
+        run: dict[str, Any] = {}
+        shape: dict[str, Any] = {}
+        for name, value in changes.items():
+            name = name.replace("-", "_")
+            if name not in of_run and name not in of_shape:
+                near = difflib.get_close_matches(name, [*of_run, *of_shape], n=1)
+                raise ValueError(f"no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            target, item = (run, of_run[name]) if name in of_run else (shape, of_shape[name])
+            target[name] = _read(name, str(item.type), value)
+        return replace(self, shape=replace(self.shape, **shape), **run)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, those of the shape among them; ``find(name).with_`` takes them back."""
+        run = asdict(self)
+        return {**run.pop("shape"), **run}
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step 0, 1, ...: linear warm-up, then a cosine to ``final_rate`` of the highest.
+
+        >>> recipe = find("gpt-tiny").with_(dict(steps=6, warmup=2, learning_rate=1.0, final_rate=0.0))
+        >>> [round(recipe.rate(step), 2) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
+        """
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        share = (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * share)
+
+
+def _read(name: str, kind: str, value: object) -> object:
+    """A field's value from a text or a value of the right kind."""
+    wanted, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
+    if optional and value in (None, "none"):
+        return None
+    texts = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    try:
+        if wanted == "bool" and (isinstance(value, bool) or str(value).lower() in texts):
+            return texts[str(value).lower()]
+        if wanted == "int" and not isinstance(value, bool | float):
+            return int(str(value).replace("_", ""))
+        if wanted == "float" and not isinstance(value, bool):
+            return float(str(value))
+        if wanted == "str" and isinstance(value, str):
+            return value
+    except ValueError:
+        pass
+    meant = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}[wanted]
+    raise ValueError(f"{name} {value!r} is not {meant}")
+
+
+def find(name: str) -> Recipe:
+    """The recipe of that name, or in the file of that name (.toml, .json)."""
+    if name in RECIPES:
+        return RECIPES[name]
+    path = Path(name)
+    if path.suffix not in (".toml", ".json"):
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(RECIPES)}, or give a .toml or .json"
+        raise ValueError(f"no recipe {name!r}{hint}")
+    changes = _read_file(path)
+    base = changes.pop("recipe", "gpt-tiny")
+    if base not in RECIPES:
+        raise ValueError(f"{path}: recipe {base!r} is not one of {', '.join(RECIPES)}")
+    try:
+        return replace(RECIPES[str(base)], name=path.stem, out="").with_(changes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            import tomllib  # Python 3.11
+
+            found = tomllib.loads(text)
+    except ModuleNotFoundError:
+        raise ValueError(f"{path}: Python 3.10 cannot read TOML; write the recipe as JSON") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: a recipe is a table of fields")
+    return found
+
+
+_LONG = dict(plan="auto", ranks=64, length=131_072, steps=10_000, warmup=500, save_every=250, evaluate_every=250)
+
+# The tiny ones learn something worth seeing in two minutes on two cores. The paper's sizes are for clusters; a DiT
+# sees pixels here, where SD3 sees latents, so its patches are larger to cut a 1024 x 1024 image into as many tokens.
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "gpt-tiny", GPT_SHAPES["gpt-tiny"], length=2048, plan="2x2/u2", steps=200, zero=2, recompute=False,
+            learning_rate=3e-3, warmup=20, evaluate_every=50,
+        ),
+        Recipe(
+            "dit-tiny", DIT_SHAPES["dit-tiny"], batch=4, plan="2x2/u2", steps=200, zero=2, recompute=False,
+            learning_rate=1e-3, warmup=20, evaluate_every=50, sample=20,
+        ),
+        Recipe("gpt-3b", GPT_SHAPES["gpt-3b"], learning_rate=1.6e-4, **_LONG),
+        Recipe("gpt-7b", GPT_SHAPES["gpt-7b"], learning_rate=1.2e-4, **_LONG),
+        Recipe(
+            "dit-1b", replace(DIT_SHAPES["dit-1b"], channels=3, patch=16), batch=8, learning_rate=1e-4, sample=50,
+            **{**_LONG, "length": None, "ranks": 32},
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,214 @@
+"""Checkpoints: written beside the training, complete or not there at all, readable on any plan and number of ranks.
+
+A checkpoint is the folder ``step-00000050``: torch.distributed.checkpoint's files, and ``state.json`` with the step, the
+recipe and the size of every file. It is written under another name and renamed when all of it is on the disk, so that
+a kill at any moment leaves the last good one:
+
+    checkpoints/step-00000050      good
+    checkpoints/.writing-00000100  being written; removed by the next run
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from startrail.training.parallel import agree
+from startrail.training.recipes import Recipe
+
+FORMAT = "startrail checkpoint 1"
+_GOOD = re.compile(r"step-(\d{8,})")
+# fields whose change means another order of samples, which a run that continues should know
+DATA_ORDER = ("data", "tokenizer", "packed", "length", "batch", "seed")
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on, through no fault of its arguments; the text is one line."""
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the good checkpoints in a folder, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := _GOOD.fullmatch(path.name)))
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The ``state.json`` of a checkpoint whose files are all there; ``ValueError`` if it is not ours or not whole."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"{path} is not a checkpoint of startrail: state.json is missing or cannot be read") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a checkpoint that this version reads: need format {FORMAT!r}")
+    for name, size in state["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            has = "is missing" if found is None else f"has {found} bytes"
+            raise ValueError(f"checkpoint {path} is damaged: {name} {has}, {size} were written; remove the folder to use an older one")
+    return state
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks make one and call its methods together."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self._group = dist.new_group(backend="gloo")  # writing talks while training does
+        self._lead = dist.get_rank() == 0
+        self._writing: tuple[int, Future[None]] | None = None
+
+    def prepare(self, recipe: Recipe, size: int) -> int:
+        """The step to continue from, 0 for a fresh start; ``size`` is about what one checkpoint will take.
+
+        Removes what a killed run left half-written.
+        """
+        problem, step = None, 0
+        if self._lead:
+            try:
+                step = self._prepare(recipe, size)
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        agree(problem)
+        found = [step]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    def _prepare(self, recipe: Recipe, size: int) -> int:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(".*-*"):
+            shutil.rmtree(path)
+        free = shutil.disk_usage(self.folder).free
+        if free < size:
+            raise ValueError(f"{self.folder} has {free / 1e9:.2f} GB left, a checkpoint needs about {size / 1e9:.2f}")
+        steps = steps_in(self.folder)
+        if not steps:
+            return 0
+        if not recipe.resume:
+            raise ValueError(f"{self.folder} has checkpoints up to step {steps[-1]}: resume, or choose another out")
+        path = path_of(self.folder, steps[-1])
+        old, new = read_state(path)["recipe"], recipe.as_dict()
+        for name in vars(recipe.shape):
+            if old.get(name) != new[name]:
+                raise ValueError(f"checkpoint {path} is of a model with {name} {old.get(name)}, not {new[name]}")
+        for name in DATA_ORDER:
+            if old.get(name) != new[name]:
+                print(f"startrail train: {name} was {old.get(name)}, is {new[name]}: other samples from here on")
+        return steps[-1]
+
+    def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        path, problem = path_of(self.folder, step), None
+        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        try:
+            dcp.load(parts, checkpoint_id=str(path), process_group=self._group)
+        except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
+            problem = f"checkpoint {path} cannot be read: {_reason(error)}"
+        agree(problem)
+        set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
+        """Start to write; the model may change as soon as this returns. Waits first for the one before."""
+        self.wait()
+        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        target = self.folder / f".writing-{step:08d}"
+        written: Any = dcp.async_save(parts, checkpoint_id=str(target), process_group=self._group)
+        finished: Future[None] = Future()
+        written.add_done_callback(lambda written: self._after(written, finished, step, recipe))
+        self._writing = step, finished
+
+    def _after(self, written: Future[Any], finished: Future[None], step: int, recipe: Recipe) -> None:
+        error = written.exception()
+        try:
+            if self._lead and error is None:  # its own part ends last, when all ranks' files are there
+                self._finish(step, recipe)
+        except OSError as problem:
+            error = problem
+        if error is None:
+            finished.set_result(None)
+        else:
+            finished.set_exception(error)
+
+    def _finish(self, step: int, recipe: Recipe) -> None:
+        source = self.folder / f".writing-{step:08d}"
+        files = {path.name: path.stat().st_size for path in sorted(source.iterdir())}
+        with open(source / "state.json", "w") as file:
+            json.dump({"format": FORMAT, "step": step, "recipe": recipe.as_dict(), "files": files}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        source.rename(path_of(self.folder, step))
+        for old in steps_in(self.folder)[: -self.keep]:
+            gone = path_of(self.folder, old).rename(self.folder / f".removing-{old:08d}")
+            shutil.rmtree(gone)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that its last checkpoint could not be written; ``wait`` then raises."""
+        return self._writing is not None and self._writing[1].done() and self._writing[1].exception() is not None
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is there; ``TrainingError`` on all ranks if it cannot be."""
+        if self._writing is None:
+            return
+        step, finished = self._writing
+        self._writing = None
+        error, problem = finished.exception(), None
+        if error is not None:
+            if self._lead:
+                shutil.rmtree(self.folder / f".writing-{step:08d}", ignore_errors=True)
+            good = steps_in(self.folder)
+            kept = f"that of step {good[-1]} is kept" if good else "there is none before it"
+            problem = f"the checkpoint of step {step} could not be written: {_reason(error)}; {kept}"
+        agree(problem, TrainingError)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, on whatever rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def export(checkpoint: Path, target: Path) -> str:
+    """Write a checkpoint's model as one safetensors file, with its recipe as metadata; says what was written.
+
+    ``checkpoint`` may be a run's folder: its newest checkpoint then.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError:
+        raise ValueError("export needs safetensors: pip install 'startrail[train]'") from None
+    folder = checkpoint / "checkpoints"
+    if steps := steps_in(folder):
+        checkpoint = path_of(folder, steps[-1])
+    state = read_state(checkpoint)
+    if target.exists():
+        raise ValueError(f"{target} exists already")
+    shapes = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    tensors = {
+        name.removeprefix("model."): torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in shapes.items()
+        if name.startswith("model.") and hasattr(item, "size")
+    }
+    dcp.load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
+    partial = target.with_name(f".{target.name}.writing")
+    save_file(tensors, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
+    partial.rename(target)
+    return f"{target}: {len(tensors)} tensors of step {state['step']}, {target.stat().st_size / 2**20:.1f} MiB"

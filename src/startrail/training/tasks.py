@@ -1,0 +1,200 @@
+"""What a run learns: text by a GPT, images by a DiT. Each task loads this rank's part of a batch, computes its loss, and
+shows at the end what was learnt.
+
+Random numbers belong to samples, not to ranks: noise and time of image number 17 are the same on any plan and any
+number of ranks, and so is the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from startrail.attention import SequenceParallel
+from startrail.training.dit import DiT, flow_matching_loss, sample, unpatchify
+from startrail.training.gpt import GPT
+from startrail.training.files import generator_of
+from startrail.training.images import ImageData, draw_noise, save_grid
+from startrail.training.loss import chunked_cross_entropy
+from startrail.training.recipes import Recipe
+from startrail.training.shapes import DiTConfig, GPTConfig
+from startrail.training.text import TextBatch, TextData
+
+PROMPT = 64  # tokens
+TEMPERATURE = 0.8
+GRID = 8  # images
+Batch = TypeVar("Batch")
+Model = TypeVar("Model", GPT, DiT)
+
+
+class Task(Generic[Model, Batch]):
+    """``counted`` is what the loss is divided by, on this rank; ``loss_sum`` is its share before that."""
+
+    def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
+        self.recipe, self.sp, self.device = recipe, sp, device
+        # on a CPU bfloat16 is slower than float32
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        wanted = recipe.precision == "bfloat16" or (recipe.precision == "auto" and fast)
+        self.dtype = torch.bfloat16 if wanted else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def queries_and_keys(self) -> tuple[Tensor, Tensor]:
+        """Tensors without memory, shaped as this rank's queries and keys in one attention call."""
+        local = len(self.sp.positions(self.recipe.tokens))
+        q, k = (
+            torch.empty(self.recipe.batch, heads, local, self.recipe.shape.head_dim, dtype=self.dtype, device="meta")
+            for heads in self.recipe.heads
+        )
+        return q, k
+
+    def load(self, index: int, held_out: bool = False) -> Batch:
+        raise NotImplementedError
+
+    def counted(self, batch: Batch) -> int:
+        raise NotImplementedError
+
+    def loss_sum(self, model: Model, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+    def show(self, model: Model, folder: Path) -> str:
+        """Something a person can look at; all ranks must call it."""
+        raise NotImplementedError
+
+
+class TextTask(Task[GPT, TextBatch]):
+    def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
+        super().__init__(recipe, sp, device)
+        assert isinstance(recipe.shape, GPTConfig) and recipe.length is not None
+        arguments = dict(
+            length=recipe.length, batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
+        )
+        self.data = TextData(recipe.data, sp, split="train", **arguments)
+        self.held_out = TextData(recipe.data, sp, split="held-out", **arguments)
+        if self.data.vocab > recipe.shape.vocab:
+            raise ValueError(f"the data has {self.data.vocab} different tokens, the model only vocab {recipe.shape.vocab}")
+
+    def load(self, index: int, held_out: bool = False) -> TextBatch:
+        batch = (self.held_out if held_out else self.data).batch(index)
+        return replace(
+            batch,
+            tokens=batch.tokens.to(self.device),
+            labels=batch.labels.to(self.device),
+            positions=batch.positions.to(self.device),
+        )
+
+    def counted(self, batch: TextBatch) -> int:
+        return int((batch.labels != -100).sum())
+
+    def loss_sum(self, model: GPT, batch: TextBatch) -> Tensor:
+        attention = partial(self.sp.attention, causal=True, length=batch.length, documents=batch.documents)
+        with self.autocast():
+            hidden = model(batch.tokens, batch.positions, attention)
+            return chunked_cross_entropy(hidden, model.output_weight, batch.labels, self.recipe.loss_chunk)[0]
+
+    def describe(self) -> str:
+        return f"{self.data.describe()}; a uniform guess costs ln {self.data.vocab} = {math.log(self.data.vocab):.2f}"
+
+    @torch.no_grad()
+    def show(self, model: GPT, folder: Path) -> str:
+        """A held-out prompt, continued. Every rank computes the same: the text is short, and FSDP needs them all."""
+        batch = self.load(0, held_out=True)
+        tokens = self.sp.unshard(batch.tokens, 1, batch.length)[:1, :PROMPT]
+        dense = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        generator = generator_of(self.recipe.seed, "text")
+        for _ in range(self.recipe.sample):
+            seen = tokens[:, -self.recipe.tokens :]
+            with self.autocast():
+                hidden = model(seen, torch.arange(seen.shape[1], device=self.device), dense)
+                logits = model.logits(hidden[:, -1]).float().cpu()[:, : self.data.vocab]
+            following = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, following.to(self.device)), dim=1)
+        prompt, written = self.data.decode(tokens[0, :PROMPT]), self.data.decode(tokens[0, PROMPT:])
+        if dist.get_rank() == 0:
+            (folder / "sample.txt").write_text(prompt + written)
+        return f"a held-out text, up to |, continued by the model:\n{prompt}|{written}"
+
+
+@dataclass(frozen=True)
+class Images:
+    """This rank's patches of a batch of images, on their way to noise."""
+
+    patches: Tensor
+    noise: Tensor
+    time: Tensor
+    labels: Tensor
+    positions: Tensor
+    real: Tensor
+
+
+class ImageTask(Task[DiT, Images]):
+    def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
+        super().__init__(recipe, sp, device)
+        assert isinstance(recipe.shape, DiTConfig)
+        self.shape = recipe.shape
+        arguments = dict(
+            size=self.shape.rows * self.shape.patch, patch=self.shape.patch, batch=recipe.batch, seed=recipe.seed
+        )
+        self.data = ImageData(recipe.data, sp, split="train", **arguments)
+        self.held_out = ImageData(recipe.data, sp, split="held-out", **arguments)
+        if self.data.num_classes > self.shape.classes:
+            raise ValueError(f"the data has {self.data.num_classes} classes, the model only classes {self.shape.classes}")
+
+    def load(self, index: int, held_out: bool = False) -> Images:
+        batch = (self.held_out if held_out else self.data).batch(index)
+        noise, time = self._noise("held-out" if held_out else "train", batch.first, len(batch.labels))
+        tensors = batch.patches, noise, time, batch.labels, batch.positions, batch.real
+        return Images(*(tensor.to(self.device) for tensor in tensors))
+
+    def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
+        seed = generator_of(self.recipe.seed, purpose).initial_seed()
+        return draw_noise(self.sp, seed, range(first, first + count), self.shape.tokens, self.shape.patch_dim)
+
+    def counted(self, batch: Images) -> int:
+        return int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
+
+    def loss_sum(self, model: DiT, batch: Images) -> Tensor:
+        inputs = batch.patches, batch.noise, batch.time, batch.labels, batch.positions, batch.real
+        with self.autocast():
+            return flow_matching_loss(model, *inputs, self._attention)[0]
+
+    @property
+    def _attention(self) -> Any:
+        return partial(self.sp.attention, length=self.shape.tokens)
+
+    def describe(self) -> str:
+        return f"{self.data.describe()}; loss is the squared error of the velocity, and predicting 0 is how it starts"
+
+    def show(self, model: DiT, folder: Path) -> str:
+        """A grid of new images, one class after the other."""
+        noise, _ = self._noise("grid", 0, GRID)
+        labels = torch.arange(GRID, device=self.device) % self.data.num_classes
+        positions = self.sp.positions(self.shape.tokens, self.device)
+        with self.autocast():
+            patches = sample(model, noise.to(self.device), labels, positions, self._attention, self.recipe.sample)
+        whole = self.sp.unshard(patches, 1, self.shape.tokens).cpu()
+        images = unpatchify(whole, self.shape.patch, self.shape.rows, self.shape.columns)
+        path = folder / "samples.png"
+        if dist.get_rank() == 0:
+            save_grid(images, path, 4)
+        return f"{GRID} new images by {self.recipe.sample} Euler steps: {path}"
+
+
+def make_task(recipe: Recipe, sp: SequenceParallel, device: torch.device) -> TextTask | ImageTask:
+    return (TextTask if isinstance(recipe.shape, GPTConfig) else ImageTask)(recipe, sp, device)
+
+
+def make_model(shape: GPTConfig | DiTConfig) -> GPT | DiT:
+    return GPT(shape) if isinstance(shape, GPTConfig) else DiT(shape)
