@@ -121,6 +121,16 @@ def test_packed_documents_are_whole_but_where_a_window_ends(tmp_path):
     assert packings[0] != packings[1] != packings[2]
 
 
+def test_a_document_that_ends_with_the_window_has_no_empty_one_behind_it(tmp_path):
+    for number in range(3):
+        (tmp_path / str(number)).write_bytes(bytes(range(10 * number, 10 * number + 10)))
+    data = TextData(str(tmp_path), ONE, length=10, packed=True)
+    for index in range(3):
+        batch = data.batch(index)
+        first = batch.tokens[0, 0].item()
+        assert batch.documents == (0, 10) and batch.labels.tolist() == [[*range(first + 1, first + 10), -100]]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     world=st.integers(1, 9),
