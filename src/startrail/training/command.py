@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from startrail.training.recipes import RECIPES, Recipe, find
+from startrail.training.shapes import DiTConfig, GPTConfig
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +48,10 @@ def fields_text() -> str:
     """What can be set, for ``startrail train --help``."""
     shown = [item for item in fields(Recipe) if "meaning" in item.metadata]
     lines = [f"  --{item.name:17s} {item.metadata['meaning']} ({item.default})" for item in shown]
-    shape = "  and of the model's shape: --width, --layers, --heads, --kv_heads, --hidden, --vocab, --tied; --patch, --rows ..."
-    return "\n".join([f"recipes: {', '.join(RECIPES)} (default {DEFAULT}), or a .toml or .json file", "fields:", *lines, shape])
+    for kind, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
+        lines.append(f"  shape of a {kind}: " + ", ".join(f"--{item.name}" for item in fields(config)))
+    names = ", ".join(RECIPES)
+    return "\n".join([f"recipes: {names} (default {DEFAULT}), or a .toml or .json file", "fields:", *lines])
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -71,6 +74,7 @@ def _start(recipe: Recipe) -> int:
     import torch
 
     from startrail.local import RankError, run_local
+    from startrail.training import loop  # noqa: F401, here once, rather than on every rank
     from startrail.training.stopping import Stop
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
@@ -79,7 +83,8 @@ def _start(recipe: Recipe) -> int:
     try:
         results = run_local(lambda rank: _run(recipe, torch.device("cpu"), stop), recipe.ranks, deadline=FOREVER)
     except RankError as error:
-        print(f"startrail train: {error}\nstartrail train: the same command continues from the last checkpoint", file=sys.stderr)
+        print(f"startrail train: {error}", file=sys.stderr)
+        print("startrail train: the same command continues from the last checkpoint", file=sys.stderr)
         return 1
     return _end(results[0], stop)
 

@@ -208,7 +208,7 @@ class Records:
             except ModuleNotFoundError:
                 raise ValueError("tensorboard true needs it: pip install 'startrail[tensorboard]'") from None
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
-        self._file = open(folder / "metrics.jsonl", "a")
+        self._file = (folder / "metrics.jsonl").open("a")
 
     def write(self, metrics: Metrics) -> None:
         if self._file is None:

@@ -45,7 +45,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, device: torch.device, display: Display, stop: Stop) -> None:
         self.recipe, self.device, self.display, self.stop = recipe, device, display, stop
-        self.world, self.folder = dist.get_world_size(), Path(recipe.out)
+        self.world, self.lead, self.folder = dist.get_world_size(), dist.get_rank() == 0, Path(recipe.out)
         recipe.check_world(self.world)
         mesh = data_by_sequence(recipe.data_parallel, device.type)
         self.data_rank = mesh["data"].get_local_rank()
@@ -53,7 +53,7 @@ class Trainer:
         try:
             self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], layout=recipe.layout)
             self.task: Any = make_task(recipe, self.sp, device)
-            self.expected = memory.estimate(recipe, self.task, self.world)
+            self.expected = memory.estimate(recipe, self.task, self.world) if self.lead else memory.NOTHING
             self.traffic = self._promised(mesh["sequence"])
         except ValueError as error:
             problem = str(error)
@@ -70,8 +70,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the recipe's last step; False if a signal stopped it before."""
-        recipe, lead = self.recipe, dist.get_rank() == 0
-        if lead:
+        recipe = self.recipe
+        if self.lead:
             plan = str(self.sp.plan_for(*recipe.heads))
             self.display.start(recipe, self.begin, self.task.describe(), plan, self.world, self.expected)
         held_out = {self.begin: self._held_out()} if recipe.evaluate_batches else {}
@@ -139,7 +139,7 @@ class Trainer:
         """Only the first rank writes."""
         problem, records = None, Records()
         try:
-            if dist.get_rank() == 0:
+            if self.lead:
                 records.open(self.folder, self.recipe, self.begin)
         except (ValueError, OSError) as error:
             problem = str(error)
@@ -200,10 +200,11 @@ class Trainer:
         recipe = self.recipe
         ring = SequenceParallel(f"1x{self.sp.world}", mesh=sequence, layout=recipe.layout)
         calls = recipe.shape.layers * recipe.accumulate
+        q, k = self.task.queries_and_keys()
         promised = {}
         for name, sp in (("ours", self.sp), ("ring", ring)):
             levels: dict[str, float] = {}
-            for direction in sp.promised_traffic(*self.task.queries_and_keys(), recipe.tokens).values():
+            for direction in sp.promised_traffic(q, k, recipe.tokens).values():
                 for level, size in direction.items():
                     levels[level] = levels.get(level, 0.0) + size * calls
             promised[name] = levels
@@ -223,4 +224,3 @@ def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         dict(params=others, weight_decay=0.0),
     ]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
-

@@ -75,6 +75,9 @@ class Estimate:
         return f"{mib(self.total)} a rank: {parts}"
 
 
+NOTHING = Estimate(0, 0, 0, 0, 0, 0)
+
+
 def mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
@@ -83,8 +86,8 @@ def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate
     """What one step of ``recipe`` needs on each of ``world`` ranks.
 
     ``gathered`` are whole parameters and gradients that FSDP has on their way: of everything (ZeRO-2) or of two blocks
-    (ZeRO-3), and a block's gradients twice. ``copy`` is what an asynchronous checkpoint holds while it is written, where
-    that is the same memory.
+    (ZeRO-3), and a block's gradients twice. ``copy`` is what a checkpoint holds while it is written, where that is the
+    same memory.
     """
     with torch.device("meta"):
         model = make_model(recipe.shape)
@@ -176,7 +179,7 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # elsewhere than on Linux, nothing is measured
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not Linux: nothing is measured
             file.write("5")
 
 

@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +212,7 @@ def find(name: str) -> Recipe:
 def _read_file(path: Path) -> dict[str, object]:
     try:
         text = path.read_text()
-        if path.suffix == ".json":
-            found = json.loads(text)
-        else:
-            import tomllib  # Python 3.11
-
-            found = tomllib.loads(text)
+        found = json.loads(text) if path.suffix == ".json" else import_module("tomllib").loads(text)
     except ModuleNotFoundError:
         raise ValueError(f"{path}: Python 3.10 cannot read TOML; write the recipe as JSON") from None
     except OSError as error:
@@ -228,7 +224,7 @@ def _read_file(path: Path) -> dict[str, object]:
     return found
 
 
-_LONG = dict(plan="auto", ranks=64, length=131_072, steps=10_000, warmup=500, save_every=250, evaluate_every=250)
+_LONG: dict[str, Any] = dict(length=131_072, ranks=64, steps=10_000, warmup=500, save_every=250, evaluate_every=250)
 
 # The tiny ones learn something worth seeing in two minutes on two cores. The paper's sizes are for clusters; a DiT
 # sees pixels here, where SD3 sees latents, so its patches are larger to cut a 1024 x 1024 image into as many tokens.

@@ -1,8 +1,8 @@
 """Checkpoints: written beside the training, complete or not there at all, readable on any plan and number of ranks.
 
-A checkpoint is the folder ``step-00000050``: torch.distributed.checkpoint's files, and ``state.json`` with the step, the
-recipe and the size of every file. It is written under another name and renamed when all of it is on the disk, so that
-a kill at any moment leaves the last good one:
+A checkpoint is the folder ``step-00000050``: torch.distributed.checkpoint's files, and ``state.json`` with the step,
+the recipe and the size of every file. It is written under another name and renamed when all of it is on the disk, so
+that a kill at any moment leaves the last good one:
 
     checkpoints/step-00000050      good
     checkpoints/.writing-00000100  being written; removed by the next run
@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import Optimizer
 
 from startrail.training.parallel import agree
@@ -62,7 +65,9 @@ def read_state(path: Path) -> dict[str, Any]:
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
             has = "is missing" if found is None else f"has {found} bytes"
-            raise ValueError(f"checkpoint {path} is damaged: {name} {has}, {size} were written; remove the folder to use an older one")
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} {has}, {size} were written; remove it to use an older one"
+            )
     return state
 
 
@@ -115,9 +120,9 @@ class Checkpoints:
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         path, problem = path_of(self.folder, step), None
-        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        parts = _parts(model, optimizer)
         try:
-            dcp.load(parts, checkpoint_id=str(path), process_group=self._group)
+            load(parts, checkpoint_id=str(path), process_group=self._group)
         except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
             problem = f"checkpoint {path} cannot be read: {_reason(error)}"
         agree(problem)
@@ -126,9 +131,9 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
         """Start to write; the model may change as soon as this returns. Waits first for the one before."""
         self.wait()
-        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        parts = _parts(model, optimizer)
         target = self.folder / f".writing-{step:08d}"
-        written: Any = dcp.async_save(parts, checkpoint_id=str(target), process_group=self._group)
+        written: Any = async_save(parts, checkpoint_id=str(target), process_group=self._group)
         finished: Future[None] = Future()
         written.add_done_callback(lambda written: self._after(written, finished, step, recipe))
         self._writing = step, finished
@@ -178,6 +183,12 @@ class Checkpoints:
         agree(problem, TrainingError)
 
 
+def _parts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What is saved, as torch.distributed.checkpoint wants it: by name, each rank with its own part."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
 def _reason(error: BaseException) -> str:
     """The first line of what went wrong, on whatever rank."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -201,13 +212,13 @@ def export(checkpoint: Path, target: Path) -> str:
     state = read_state(checkpoint)
     if target.exists():
         raise ValueError(f"{target} exists already")
-    shapes = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    shapes = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     tensors = {
         name.removeprefix("model."): torch.empty(item.size, dtype=item.properties.dtype)
         for name, item in shapes.items()
-        if name.startswith("model.") and hasattr(item, "size")
+        if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
     }
-    dcp.load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
+    load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
     partial = target.with_name(f".{target.name}.writing")
     save_file(tensors, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
     partial.rename(target)

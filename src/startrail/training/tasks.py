@@ -1,4 +1,4 @@
-"""What a run learns: text by a GPT, images by a DiT. Each task loads this rank's part of a batch, computes its loss, and
+"""What a run learns: text by a GPT, images by a DiT. A task loads this rank's part of a batch, computes its loss, and
 shows at the end what was learnt.
 
 Random numbers belong to samples, not to ranks: noise and time of image number 17 are the same on any plan and any
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from startrail.attention import SequenceParallel
 from startrail.training.dit import DiT, flow_matching_loss, sample, unpatchify
-from startrail.training.gpt import GPT
 from startrail.training.files import generator_of
+from startrail.training.gpt import GPT
 from startrail.training.images import ImageData, draw_noise, save_grid
 from startrail.training.loss import chunked_cross_entropy
 from startrail.training.recipes import Recipe
@@ -78,13 +78,13 @@ class TextTask(Task[GPT, TextBatch]):
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         super().__init__(recipe, sp, device)
         assert isinstance(recipe.shape, GPTConfig) and recipe.length is not None
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             length=recipe.length, batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
         )
         self.data = TextData(recipe.data, sp, split="train", **arguments)
         self.held_out = TextData(recipe.data, sp, split="held-out", **arguments)
         if self.data.vocab > recipe.shape.vocab:
-            raise ValueError(f"the data has {self.data.vocab} different tokens, the model only vocab {recipe.shape.vocab}")
+            raise ValueError(f"the data has {self.data.vocab} tokens, the model a vocab of {recipe.shape.vocab} only")
 
     def load(self, index: int, held_out: bool = False) -> TextBatch:
         batch = (self.held_out if held_out else self.data).batch(index)
@@ -144,13 +144,13 @@ class ImageTask(Task[DiT, Images]):
         super().__init__(recipe, sp, device)
         assert isinstance(recipe.shape, DiTConfig)
         self.shape = recipe.shape
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             size=self.shape.rows * self.shape.patch, patch=self.shape.patch, batch=recipe.batch, seed=recipe.seed
         )
         self.data = ImageData(recipe.data, sp, split="train", **arguments)
         self.held_out = ImageData(recipe.data, sp, split="held-out", **arguments)
         if self.data.num_classes > self.shape.classes:
-            raise ValueError(f"the data has {self.data.num_classes} classes, the model only classes {self.shape.classes}")
+            raise ValueError(f"the data has {self.data.num_classes} classes, the model {self.shape.classes} only")
 
     def load(self, index: int, held_out: bool = False) -> Images:
         batch = (self.held_out if held_out else self.data).batch(index)
