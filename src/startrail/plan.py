@@ -124,6 +124,22 @@ class Plan:
         return ",".join(["/".join(parts), *options])
 
     @property
+    def is_ring(self) -> bool:
+        """Plain Ring Attention: one ring of more than two ranks, no teams, no heads."""
+        return len(self.levels) == 1 and self.levels[0].team == 1 and self.levels[0].ring > 2 and self.heads == 1
+
+    @property
+    def running_sums(self) -> tuple[str, ...]:
+        """Gradients that are added up from rank to rank while they travel, and so are rounded at each hop if at all.
+
+        >>> Plan.parse("1x8").running_sums, Plan.parse("star2").running_sums, Plan.parse("2x4").running_sums
+        (('dkv',), ('dq',), ())
+        """
+        if self.star or self.is_ring:
+            return ("dq",) if self.backward == "queries" else ("dkv",)
+        return ()
+
+    @property
     def size(self) -> int:
         """Ranks that the plan needs; a star plan fits several world sizes and has none of its own."""
         if self.star:

@@ -84,8 +84,10 @@ class Shapes:
         batch = self.batch if self.split_heads else self.batch // groups
         share = self.plan.heads * (groups if self.split_heads else 1)
         rows = (batch, self.q_heads // share, tokens)
-        by_row = ((*rows, self.head_dim), self.wire)
-        by_key = ((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), self.wire)
+        # the wire's dtype, but a sum that would be rounded at every hop travels as it is kept
+        dtype = self.acc if kind in self.plan.running_sums else self.wire
+        by_row = ((*rows, self.head_dim), dtype)
+        by_key = ((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), dtype)
         number = (rows, self.acc)
         by_kind: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
             "q": [by_row],

@@ -174,8 +174,10 @@ class _Game:
             if transfer.send and piece.kind in RESULTS:
                 if piece not in state.results:
                     self.fail(state, f"sends {piece}, of which it has nothing")
-                # a result leaves for good, but on the heads lane only a part of it does
-                message.content = state.results[piece] if transfer.lane == self.heads_lane else state.results.pop(piece)
+                if transfer.lane != self.heads_lane:
+                    message.content = state.results.pop(piece)  # it leaves for good
+                elif state.results[piece] != self.everything:
+                    self.fail(state, f"exchanges {piece} over heads before it is complete")
             elif not transfer.send and piece.kind in RESULTS:
                 state.incoming.setdefault((piece, transfer.peer), deque()).append(message)
             elif not transfer.send:

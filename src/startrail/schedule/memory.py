@@ -102,9 +102,9 @@ def stated_pieces(plan: Plan, world: int, direction: str) -> dict[str, int]:
             (flow.team_out, team, team_levels),
             (flow.ring_out, 2 * ring_levels, ring_levels),
         ):
-            for kind in kinds:  # sums, and partial results that are coming in: two a level
+            for kind in kinds:  # sums, and partial results that come in: two a level, three if they let a group pass
                 stated[kind] = max(number, 1)
-                stated[f"{kind}<"] = 2 * levels
+                stated[f"{kind}<"] = (3 if plan.groups > 1 else 2) * levels
     kinds = (*INPUTS, *RESULTS, *(f"{kind}<" for kind in RESULTS))
     return {kind: stated.get(kind, 0) * place.plan.groups for kind in kinds}
 

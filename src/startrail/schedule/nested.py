@@ -7,6 +7,10 @@ runs the same program and each post is a permutation of the ranks of its lane.
 What is shared in the team goes outermost level first, and is handed on at the inner levels. A ring piece of an outer
 level is fetched while the inner ring turns. Results go the other way: innermost level first, merged at each level, so
 that only one partial result a shard crosses an outer link.
+
+A ring's results go straight from each rank to their owner, where levels and teams are used: every rank of a level is
+then as near as every other. Plain Ring Attention (``1xT``) is also run over several nodes, where it is not: there a
+result goes round the ring from neighbour to neighbour, each adding its part, in as many hops (``Plan.is_ring``).
 """
 
 from __future__ import annotations
@@ -34,6 +38,11 @@ class Flow:
 
 
 def nested_flow(direction: str, backward: str, keep: str) -> Flow:
+    """What a pass moves.
+
+    >>> nested_flow("backward", "keys", "none").ring_out
+    ('dkv',)
+    """
     if direction == "forward":
         return Flow(("q",), ("out",), ("kv",), (), True)
     if backward == "queries":
@@ -107,16 +116,25 @@ class _Walk:
         to, source = self.place.team_peer(level, d[level]), self.place.team_peer(level, -d[level])
         self._return(level, self.flow.team_out, self.members[d], to, ours, source, due)
 
+    def pass_column_on(self, s: Offset, due: int) -> None:
+        """Ring Attention: hand the result of column s to the rank that has the column next (at last its owner), and add
+        what the one before us hands on."""
+        ours = self.columns[((s[0] + 1) % self.rings[0],)]
+        to, source = self.place.ring_peer(0, 1), self.place.ring_peer(0, -1)
+        self._return(0, self.flow.ring_out, self.columns[s], to, ours, source, due, rest=0)
+
     def return_column(self, s: Offset, due: int) -> None:
         level = _innermost(s)
         ours = self.columns[_put(s, level, 0)]
         to, source = self.place.ring_peer(level, -s[level]), self.place.ring_peer(level, s[level])
         self._return(level, self.flow.ring_out, self.columns[s], to, ours, source, due)
 
-    def _return(self, level: int, kinds: Iterable[str], theirs: int, to: int, ours: int, source: int, due: int) -> None:
+    def _return(
+        self, level: int, kinds: Iterable[str], theirs: int, to: int, ours: int, source: int, due: int, rest: int = 1
+    ) -> None:
         for kind in kinds:
             posts = [self.receive(level, kind, ours, source), self.send(level, kind, theirs, to)]
-            self.line.later(due, posts, [Merge(Piece(kind, ours, self.group), source)])
+            self.line.later(due, posts, [Merge(Piece(kind, ours, self.group), source)], rest)
 
     def send(self, lane: int, kind: str, shard: int, peer: int) -> Transfer:
         return Transfer(True, lane, Piece(kind, shard, self.group), peer)
@@ -128,31 +146,32 @@ class _Walk:
 
     def steps(self) -> list[Step]:
         """Own row first, while foreign rows arrive; in the last column foreign rows first, so that their results
-        travel under the own row's block."""
+        travel under the own row's block. Columns in the order in which they arrive, or, if all are here (kept), the own
+        one last: its result need not travel."""
         own = (0,) * len(self.levels)
-        last = self.ring_offsets[-1]
-        self.first_column(own)
-        for s in self.ring_offsets[1:-1]:
+        first, *middle = self.ring_offsets if self.flow.ring_in else [*self.ring_offsets[1:], own]
+        self.first_column(own, first)
+        for s in middle[:-1]:
             foreign = [self.block(d, s) for d in self.team_offsets if d != own]
             self.line.emit(self.hop(s), [*foreign, self.block(own, s)])
             self.return_columns(s)
-        if last != own:
-            self.last_column(own, last)
-            self.return_columns(last)
+        for s in middle[-1:]:
+            self.last_column(own, s)
+            self.return_columns(s)
         return self.line.finish()
 
-    def first_column(self, own: Offset) -> None:
+    def first_column(self, own: Offset, s: Offset) -> None:
         """Rows are computed as they arrive. With one column only, each row is then complete and returns."""
         single = len(self.ring_offsets) == 1
         posts = [post for level in self.levels for post in self.share(level, own)] + self.hop(own)
-        self.line.emit(posts, [self.block(own, own)])
+        self.line.emit(posts, [self.block(own, s)])
         for posts, rows in self.arrivals():
             if not single:
-                self.line.emit(posts, [self.block(d, own) for d in rows])
+                self.line.emit(posts, [self.block(d, s) for d in rows])
                 continue
             self.line.emit(posts)
             for d in rows:
-                self.line.emit(blocks=[self.block(d, own)])
+                self.line.emit(blocks=[self.block(d, s)])
                 if _innermost(d) == self.inner:
                     self.return_row(d, self.line.now + 1)
         if single:
@@ -162,6 +181,7 @@ class _Walk:
                     self.return_row(d, due)
                     due += 1  # one at a time, so that two buffers suffice for what comes in
                 due += 1
+        self.return_columns(s)
 
     def arrivals(self) -> list[tuple[list[Transfer], list[Offset]]]:
         """Foreign rows in waves: straight from the innermost level, then outer ones, each handed on as it comes."""
@@ -196,6 +216,10 @@ class _Walk:
     def return_columns(self, s: Offset) -> None:
         """After column s is done: its result leaves, and so does that of every outer column whose inner turn ends."""
         due = self.line.now + 1
+        if self.place.plan.is_ring:
+            if any(s):
+                self.pass_column_on(s, due)
+            return
         for level in reversed(self.levels):
             entry = s[: level + 1] + (0,) * (len(s) - level - 1)
             if self.rings[level] == 1:

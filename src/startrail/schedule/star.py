@@ -133,28 +133,19 @@ class _Walk:
             self.line.emit(blocks=blocks[-star.size :])
 
     def backward_ring(self) -> None:
-        """Keys stay; queries and output gradients travel. dQ goes straight back to the place that its row came from,
-        which adds up the partials of its sub-ring before the team combines them."""
+        """Keys stay; queries, output gradients and, one hop behind, dQ travel. A rank adds its part to the dQ of rows
+        that it has just used; after the last hop they are back where they came from, and the team combines them."""
         star = self.star
         columns = star.shards(star.column_team(0))
         for hop in range(star.hops):
-            rows = star.shards(star.row_team(hop))
+            rows, following = star.row_team(hop), star.row_team(hop + 1)
             last = hop == star.hops - 1
-            posts = [] if last else self.pass_on(("q", "do"), star.row_team(hop), star.row_team(hop + 1))
-            self.line.emit(posts, [Block(r, c, self.group) for r in rows for c in columns])
-            if hop:
-                home, source = self.rank_back(hop), self.rank_back(-hop)
-                ours = star.shards(star.team)
-                self.line.later(
-                    self.line.now + 1,
-                    [self.receive("dq", shard, source) for shard in ours]
-                    + [self.send("dq", shard, home) for shard in rows],
-                    [Merge(Piece("dq", shard, self.group), source) for shard in ours],
-                )
-        self.combine("dq", star.mates, self.line.now + (3 if star.hops > 1 else 1))
-
-    def rank_back(self, hop: int) -> int:
-        return self.star.rank_in(self.star.row_team(hop), self.star.spot)
+            posts = [] if last else self.pass_on(("q", "do"), rows, following)
+            self.line.emit(posts, [Block(r, c, self.group) for r in star.shards(rows) for c in columns])
+            if hop:  # our own part of our own team's rows stays here
+                merges = [Merge(Piece("dq", shard, self.group), star.previous) for shard in star.shards(following)]
+                self.line.later(self.line.now + 1, self.pass_on(("dq",), rows, following), merges, rest=0)
+        self.combine("dq", star.mates, self.line.now + (2 if star.hops > 1 else 1))
 
     def unplace_keys(self) -> None:
         """dK, dV partials return through the inverse of the placement."""
