@@ -1,4 +1,4 @@
-"""Training on several ranks: the losses and gradients of one process, whatever the plan, and after every interruption."""
+"""Training on several ranks: losses and gradients of one process, whatever the plan, and after every interruption."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +22,6 @@ from startrail.local import run_local
 from startrail.training.display import Display
 from startrail.training.images import save_grid
 from startrail.training.loop import BETAS, Trainer
-from startrail.training.parallel import forget_gathered
 from startrail.training.recipes import Recipe
 from startrail.training.shapes import DiTConfig, GPTConfig
 from startrail.training.stopping import Stop
@@ -32,7 +31,8 @@ STEPS = 30
 CPU = torch.device("cpu")
 GPT_SHAPE = GPTConfig(vocab=256, width=32, layers=2, heads=8, kv_heads=4, hidden=48, tied=True)
 DIT_SHAPE = DiTConfig(channels=3, patch=2, rows=6, columns=6, classes=4, width=32, layers=2, heads=8)
-QUIET = dict(evaluate_batches=0, save_every=0, sample=0, steps=STEPS, learning_rate=1e-3, warmup=5, zero=0, recompute=False)
+PLAIN = dict(evaluate_batches=0, save_every=0, sample=0, steps=STEPS, learning_rate=1e-3, warmup=5)
+PLAIN |= dict(zero=0, recompute=False)
 PLANS = {4: ["1x4", "star2", "2x2", "u4"], 8: ["1x8", "star2", "2x2/u2", "u8"]}
 # what goes with the plans in turn, so that each option meets several plans
 OPTIONS = [
@@ -59,13 +59,14 @@ def data(tmp_path_factory):
     return folder
 
 
-def gpt(data, out, **changes):
-    source = str(data / "texts")
-    return Recipe("gpt", GPT_SHAPE, data=source, out=str(out), **{"length": 61, **QUIET, **changes})
+def gpt(data, out, layers=2, **changes):
+    shape = replace(GPT_SHAPE, layers=layers)
+    return Recipe("gpt", shape, data=str(data / "texts"), out=str(out), **{"length": 61, **PLAIN, **changes})
 
 
-def dit(data, out, **changes):
-    return Recipe("dit", DIT_SHAPE, data=str(data / "images"), out=str(out), **{"batch": 2, **QUIET, **changes})
+def dit(data, out, layers=2, **changes):
+    shape = replace(DIT_SHAPE, layers=layers)
+    return Recipe("dit", shape, data=str(data / "images"), out=str(out), **{"batch": 2, **PLAIN, **changes})
 
 
 def reference(recipe):
@@ -107,7 +108,9 @@ def fill(model, recipe):
 
 def dense_loss(model, batch, text):
     if text:
-        document = torch.bucketize(torch.arange(batch.length), torch.tensor(batch.documents or [0, batch.length])[1:], right=True)
+        document = torch.bucketize(
+            torch.arange(batch.length), torch.tensor(batch.documents or [0, batch.length])[1:], right=True
+        )
         mask = (document.unsqueeze(1) == document).tril()
         attention = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
         logits = model.logits(model(batch.tokens, batch.positions, attention))
@@ -164,28 +167,207 @@ def differences(display, first, truth):
 
 @pytest.mark.parametrize("world", PLANS)
 def test_every_plan_trains_like_one_process(world, data, tmp_path):
+    layers = 2 if world == 4 else 1  # eight ranks on two cores are slow
     cases = []
     for number, plan in enumerate(PLANS[world]):
-        options = dict(plan=plan, **OPTIONS[number])
+        options = dict(plan=plan, layers=layers, **OPTIONS[number])
         cases.append(gpt(data, tmp_path / f"gpt-{number}", **options))
         cases.append(dit(data, tmp_path / f"dit-{number}", **options))
-        cases.append(gpt(data, tmp_path / f"packed-{number}", packed=True, plan=plan, **OPTIONS[number - 1]))
+    cases.append(gpt(data, tmp_path / "packed", **{**options, "packed": True, "plan": PLANS[world][2]}))
+    cases.append(
+        gpt(data, tmp_path / "groups", layers=layers, plan=PLANS[world // 2][2], data_parallel=2, accumulate=2, zero=2)
+        if world == 8
+        else dit(data, tmp_path / "groups", layers=layers, plan="u2", data_parallel=2, batch=1, zero=3)
+    )
     truths = {}
     for recipe in cases:
-        key = recipe.shape, recipe.packed
-        if key not in truths:
-            truths[key] = reference(recipe)
+        truths.setdefault(key_of(recipe), reference(recipe) if key_of(recipe) not in truths else None)
 
     def on_rank(rank):
         wrong = []
         for recipe in cases:
-            start = time.monotonic()
             display, first = run(recipe)
             assert len(display.metrics) == STEPS
-            lines = differences(display, first, truths[recipe.shape, recipe.packed])
+            lines = differences(display, first, truths[key_of(recipe)])
             wrong += [f"{recipe.plan} {Path(recipe.out).name}: {line}" for line in lines]
-            if rank == 0:
-                print(recipe.plan, Path(recipe.out).name, round(time.monotonic() - start, 2))
         return wrong
 
     assert run_local(on_rank, world) == [[]] * world
+
+
+def key_of(recipe):
+    return recipe.shape, recipe.packed, recipe.data_parallel, recipe.batch
+
+
+def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp_path):
+    """Ranks 4, then 2 as two data-parallel groups of 1, then 8, with every kind of sharding: one loss curve."""
+    legs = [
+        (4, dict(plan="2x2", zero=3, recompute=True, accumulate=2), 7),
+        (2, dict(plan="1x1", zero=0, data_parallel=2), 13),
+        (8, dict(plan="1x2/u4", zero=2, accumulate=2, keep=1), None),
+    ]
+    truth = reference(gpt(data, tmp_path / "truth", accumulate=2))
+    out = tmp_path / "run"
+    for world, options, last in legs:
+        recipe = gpt(data, out, save_every=4, **options)
+
+        def on_rank(rank, recipe=recipe, last=last, world=world):
+            stop = Stop()
+
+            class Stopping(Recorded):
+                def step(self, metrics):
+                    super().step(metrics)
+                    if metrics["step"] == last and rank == world - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+            stop.listen()
+            display = Stopping()
+            trainer = Trainer(recipe, CPU, display, stop)
+            begin = trainer.begin
+            finished = trainer.run()
+            wrong = differences(display, {}, (truth[0], {}))
+            return begin, display.metrics[-1]["step"], finished, display.summary.stopped, wrong
+
+        results = run_local(on_rank, world)
+        end = STEPS if last is None else last + 1  # the signal is heard at the end of the next step
+        begin = {4: 0, 2: 8, 8: 14}[world]
+        assert results == [(begin, end, last is None, last is not None, [])] * world
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == [f"step-{STEPS:08d}"]
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def write_recipe(path, recipe):
+    """A recipe file with everything that differs from the named one."""
+    fields = recipe.as_dict()
+    fields.pop("name")
+    path.write_text(json.dumps({"recipe": "gpt-tiny", **fields}))
+    return str(path)
+
+
+def losses_in(out):
+    """By step; where a step was repeated after a kill, both."""
+    found = {}
+    path = out / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        metrics = json.loads(line)
+        found.setdefault(metrics["step"], []).append(metrics["loss"])
+    return found
+
+
+def wait_for_step(out, step, process, deadline=120):
+    end = time.monotonic() + deadline
+    while max(losses_in(out), default=0) < step:
+        assert time.monotonic() < end and process.poll() is None, "the run ended before it could be stopped"
+        time.sleep(0.01)
+
+
+def check_curve(out, truth, steps):
+    found = losses_in(out)
+    assert sorted(found) == list(range(1, steps + 1))
+    for step, losses in found.items():
+        for loss in losses:
+            assert abs(loss / truth[step - 1] - 1) <= 1e-5, (step, loss, truth[step - 1])
+
+
+def startrail_train(*arguments, launcher=(), **options):
+    command = [sys.executable, "-m", *launcher, "startrail.cli", "train", *arguments]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_sigterm_saves_and_the_same_command_continues(data, tmp_path):
+    recipe = gpt(data, tmp_path / "run", ranks=2, plan="1x2", length=512, steps=60, zero=2)
+    truth, _ = reference(recipe)
+    file = write_recipe(tmp_path / "recipe.json", recipe)
+    process = startrail_train(file)
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    stopped = max(losses_in(tmp_path / "run"))
+    assert 5 <= stopped < 60
+    assert f"stopped after step {stopped} and saved; the same command continues from there" in out
+    process = startrail_train(file, "--ranks", "4", "--plan", "2x1/u2")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert f"continuing {recipe.out} after step {stopped}" in out
+    check_curve(tmp_path / "run", truth, 60)
+
+
+def test_a_killed_rank_under_torchrun_costs_at_most_the_steps_since_the_last_checkpoint(data, tmp_path):
+    recipe = gpt(data, tmp_path / "run", plan="1x2", length=512, steps=60, zero=3, save_every=5)
+    truth, _ = reference(recipe)
+    file = write_recipe(tmp_path / "recipe.json", recipe)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m")
+    process = startrail_train(file, launcher=torchrun)
+    wait_for_step(tmp_path / "run", 12, process)
+    victim = worker_of(process.pid, rank=1)
+    os.kill(victim, signal.SIGKILL)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    check_curve(tmp_path / "run", truth, 60)
+    continued = int(out.split(f"continuing {recipe.out} after step ")[1].split()[0])
+    repeated = [step for step, losses in losses_in(tmp_path / "run").items() if len(losses) == 2]
+    assert continued >= 5
+    assert len(repeated) <= 10, "at most the steps since the last checkpoint that was complete"
+
+
+def worker_of(launcher, rank):
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (path / "environ").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in environment:
+            return int(path.name)
+    raise AssertionError(f"rank {rank} not found")
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_good(data, tmp_path):
+    """Files can grow to 32 KiB only: as on a full disk, writing fails in the middle."""
+    recipe = gpt(data, tmp_path / "run", ranks=2, plan="u2", steps=8, zero=2)
+    file = write_recipe(tmp_path / "recipe.json", recipe)
+    first = startrail_train(file, "--steps", "4")
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == 0, error
+    limited = ["bash", "-c", f"ulimit -f 32; exec {sys.executable} -m startrail.cli train {file}"]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "startrail train: the checkpoint of step 8 could not be written: " in done.stderr
+    assert "File too large; that of step 4 is kept" in done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
+    def on_rank(rank):
+        from startrail.training.saving import TrainingError
+
+        said = []
+        for on_nan in ("stop", "skip"):
+            recipe = gpt(data, tmp_path / on_nan, plan="1x2", steps=4, on_nan=on_nan, zero=2)
+            display = Recorded()
+            trainer = Trainer(recipe, CPU, display, Stop())
+            load = trainer.task.load
+
+            def poisoned(index, held_out=False, load=load, trainer=trainer):
+                batch = load(index, held_out)
+                if index == 2:  # as a broken sample would
+                    with torch.no_grad():
+                        trainer.model.norm.weight.to_local().fill_(float("inf"))
+                return batch
+
+            trainer.task.load = poisoned
+            try:
+                trainer.run()
+            except TrainingError as error:
+                said.append(str(error))
+            said.append([metrics.get("skipped", False) for metrics in display.metrics])
+        return said
+
+    results = run_local(on_rank, 2)
+    assert results[0] == results[1]
+    text, before, skipped = results[0]
+    assert text.startswith("step 3: loss nan, gradient norm nan; stopped before the parameters changed")
+    assert before == [False, False]
+    assert skipped[:3] == [False, False, True]

@@ -90,19 +90,16 @@ def _start(recipe: Recipe) -> int:
 
 
 def _join(recipe: Recipe) -> int:
-    """Be the rank that torchrun says; NCCL between GPUs is written for use, but has not been run on hardware."""
-    import torch
+    """Be the rank that torchrun says."""
     import torch.distributed as dist
 
+    from startrail.training.joining import device_of_rank, join
     from startrail.training.stopping import Stop
 
     stop = Stop()
     stop.listen()
-    on_gpu = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    device = device_of_rank(recipe.device)
+    join(device)
     result = _run(recipe, device, stop)
     lead = dist.get_rank() == 0
     dist.barrier()  # nobody leaves while a peer still reads from it
