@@ -2,7 +2,8 @@
 
 The reference is dense attention written from the masks' definition, with autograd's gradients for random cotangents;
 it shares nothing with the engine. The yardstick is what single-process scaled_dot_product_attention errs on the same
-inputs, in the same dtype or in float32, whichever is worse. Our root-mean-square error and our worst element may
+inputs: in the same dtype or in float32, and with the tokens in order or shuffled, whichever is worse, since its worst
+element changes up to twofold with the order in which it adds up. Our root-mean-square error and our worst element may
 each be twice that, or what float32 arithmetic can promise (``Data.floor``), whichever is larger. Where half precision
 travels, partial results are rounded once more than SDPA rounds, and the worst element may be three times SDPA's.
 """
@@ -176,11 +177,15 @@ def make_data(case: Case) -> Data:
     mask = visible_pairs(case)
     inputs = (q, k, v, dout)
     exact = _dense([x.double() for x in inputs], mask, case.scale)
-    same = _dense([x.to(_coarser(case)) for x in inputs], mask, case.scale)
-    wide = _dense([x.to(accumulator(case.dtype)) for x in inputs], mask, case.scale)
-    yardstick = {
-        name: Error.worse(Error.of(same[name], exact[name]), Error.of(wide[name], exact[name])) for name in NAMES
-    }
+    yardstick = dict.fromkeys(NAMES, Error(0.0, 0.0))
+    for dtype, order in (
+        (_coarser(case), torch.arange(case.length)),
+        (_coarser(case), torch.randperm(case.length, generator=generator)),
+        (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
+    ):
+        found = _dense([x[:, :, order].to(dtype) for x in inputs], mask[order][:, order], case.scale)
+        for name, x in found.items():
+            yardstick[name] = Error.worse(yardstick[name], Error.of(x, exact[name][:, :, order]))
     return Data(q, k, v, dout, exact, yardstick, _floor(case, [x.double() for x in inputs], mask))
 
 

@@ -137,7 +137,9 @@ def _named_group(members: list[int], name: str, timeout: timedelta) -> dist.Proc
     numbers of them wait for each other in vain.
     """
     store = PrefixStore(f"{name}/", c10d._get_default_store())
-    backend = c10d.Backend(dist.get_backend_config())
+    config = dist.get_backend_config()  # such as cpu:gloo,cuda:gloo
+    kinds = {part.rpartition(":")[2] for part in config.split(",")}
+    backend = c10d.Backend(kinds.pop() if len(kinds) == 1 else config)  # one name, or torch warns when the group ends
     index = members.index(dist.get_rank())
     try:
         group, _ = c10d._new_process_group_helper(
