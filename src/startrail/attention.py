@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -165,6 +166,8 @@ class SequenceParallel:
             documents = torch.as_tensor(documents)
         if window is not None and not isinstance(window, int):
             raise ValueError(f"window={window!r} must be a whole number of tokens")
+        if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+            raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
         if scale is None:

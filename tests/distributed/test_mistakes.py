@@ -247,6 +247,12 @@ def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
         assert text == "no error" or "plan u6" in text, text
 
 
+def test_forward_mode_derivatives_are_refused_not_zero():
+    sp, x = startrail.SequenceParallel("1x1"), torch.randn(1, 2, 8, 4)
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: sp.attention(q, x, x), (x,), (torch.ones_like(x),))
+
+
 def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
     sp = startrail.SequenceParallel("1x1")
     assert copy.deepcopy({"sp": sp})["sp"] is sp

@@ -75,6 +75,37 @@ def test_the_papers_forward_traffic():
     assert sorted(map(len, rings)) == [4, 4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    "plan, world, kinds, mates",
+    [
+        ("1x8", 8, ("kv", "dkv"), 0),
+        ("1x8,keep=all", 8, ("dkv",), 0),
+        ("1x8,backward=queries", 8, ("q", "do", "dq"), 0),
+        ("star2", 32, ("q", "do", "dq"), 1),
+    ],
+)
+def test_rings_talk_to_their_neighbours_only(plan, world, kinds, mates):
+    """Where a ring runs over several nodes, any other way home would cross more links. A star's team comes on top."""
+    program = build_program(Plan.parse(plan), world, 5, "backward")
+    posts = [post for step in program.steps for post in step.posts if post.send and post.piece.kind in kinds]
+    assert {post.piece.kind for post in posts} == set(kinds)
+    assert len({post.peer for post in posts}) == 1 + mates
+
+
+def test_groups_run_one_behind_the_other():
+    """The second group's pieces are asked for before the first group computes, and its blocks come before the first
+    group's results are waited for."""
+    steps = build_program(Plan.parse("2x2/u2,groups=2"), 8, 0, "backward").steps
+
+    def where(test):
+        return [index for index, step in enumerate(steps) if test(step)]
+
+    blocks = {g: where(lambda step: any(b.group == g for b in step.blocks)) for g in (0, 1)}
+    asked = where(lambda step: any(not p.send and p.piece.kind == "kv" and p.piece.group == 1 for p in step.posts))
+    waited = where(lambda step: any(m.piece.group == 0 for m in step.merges))
+    assert max(asked) < min(blocks[0]) < max(blocks[0]) < min(blocks[1]) < max(blocks[1]) < min(waited)
+
+
 def test_the_papers_llama_30b_volumes():
     """Width 6656, 65,536 tokens, P = 64, C = 4, bf16, one layer, in GiB: DESIGN section 3."""
     shard = 65536 / 64 * 6656 * 2 / 2**30
