@@ -97,13 +97,10 @@ def test_groups_run_one_behind_the_other():
     group's results are waited for."""
     steps = build_program(Plan.parse("2x2/u2,groups=2"), 8, 0, "backward").steps
 
-    def where(test):
-        return [index for index, step in enumerate(steps) if test(step)]
-
-    blocks = {g: where(lambda step: any(b.group == g for b in step.blocks)) for g in (0, 1)}
-    asked = where(lambda step: any(not p.send and p.piece.kind == "kv" and p.piece.group == 1 for p in step.posts))
-    waited = where(lambda step: any(m.piece.group == 0 for m in step.merges))
-    assert max(asked) < min(blocks[0]) < max(blocks[0]) < min(blocks[1]) < max(blocks[1]) < min(waited)
+    first, second = ([i for i, step in enumerate(steps) if any(b.group == g for b in step.blocks)] for g in (0, 1))
+    asked = [i for i, step in enumerate(steps) if any(str(post) == "kv2.1<4@0" for post in step.posts)]
+    waited = [i for i, step in enumerate(steps) if any(merge.piece.group == 0 for merge in step.merges)]
+    assert max(asked) < min(first) <= max(first) < min(second) <= max(second) < min(waited)
 
 
 def test_the_papers_llama_30b_volumes():
