@@ -20,9 +20,11 @@ Rank 0's output is shown as it comes; every rank's is in --log-dir. Needs Linux,
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")  # one line, where argparse adds the usage
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")  # argparse would add the usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:split])
     program = arguments[split + 1 :]
-    run: _Parser = options.parser
+    run: Parser = options.parser
     if not program:
         run.error("no program to run: put it after --, as in -- script.py --its-own-options")
     shape = {"racks": options.racks, "rack_link": options.rack_link, "slow": dict(options.slow)}
@@ -57,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="startrail lab", description="An emulated multi-node cluster on this machine.")
+def _parser() -> Parser:
+    parser = Parser(prog="startrail lab", description="An emulated multi-node cluster on this machine.")
     commands = parser.add_subparsers(required=True, metavar="command")
     run = commands.add_parser(
         "run",

@@ -1,10 +1,11 @@
-"""The command line: ``startrail show``, ``check``, ``train`` and ``export``."""
+"""The command line: ``startrail show``, ``check``, ``train``, ``export``, ``lab`` and ``bench``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from startrail.plan import Plan
 from startrail.training.command import export_command, fields_text, train_command
@@ -17,10 +18,15 @@ EXAMPLES = """examples:
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
+  startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
+  startrail bench --quick                    plans and peers on limited links, three minutes
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in ("lab", "bench"):  # read their own arguments: the lab is a package beside this one
+        return _lab(argv[0], argv[1:])
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "train":  # reads its own: the fields of its recipe
@@ -99,11 +105,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=lambda arguments: train_command(arguments.rest))
 
+    commands.add_parser("lab", help="run a program on an emulated cluster", add_help=False)
+    commands.add_parser("bench", help="measure plans and peers side by side", add_help=False)
+
     command = commands.add_parser("export", help="write a checkpoint's model as safetensors")
     command.add_argument("checkpoint", help="a run's folder (its newest checkpoint), or one checkpoint's")
     command.add_argument("file", help="for example model.safetensors")
     command.set_defaults(run=lambda arguments: export_command(arguments.checkpoint, arguments.file))
     return parser
+
+
+def _lab(command: str, argv: Sequence[str]) -> int:
+    module = {"lab": "lab.launch", "bench": "lab.bench.__main__"}[command]
+    try:
+        return int(import_module(module).main(argv))
+    except ModuleNotFoundError as error:
+        print(f"startrail {command}: {error.name} is not installed (pip install 'startrail[lab]')", file=sys.stderr)
+        return 2
 
 
 def _show(arguments: argparse.Namespace) -> int:

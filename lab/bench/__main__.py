@@ -1,0 +1,159 @@
+"""``python -m lab.bench``: run the benchmark and write the report.
+
+On one machine it builds an emulated cluster for every shape. Under torchrun it measures the ranks and links that there
+are: ``torchrun --nnodes 4 --nproc-per-node 8 -m lab.bench --out report``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lab.bench.cases import Trial, limited_trials, unlimited_trials
+from lab.bench.closed import Machine
+from lab.bench.findings import Json, claims, measured_trial
+from lab.bench.measure import run_on_cluster, run_on_group, why_not
+from lab.bench.report import metadata, write
+from lab.cluster import available
+from lab.launch import Parser
+
+SHAPES = ("4x8", "4x4", "2x8", "8x4")
+DEADLINE = 1500.0  # seconds for all trials of one machine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="startrail bench", description=__doc__.split("\n\n")[1])
+    parser.add_argument("--quick", action="store_true", help="4x4 ranks only, in under three minutes")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default: {' '.join(SHAPES)})")
+    parser.add_argument(
+        "--again", type=Path, metavar="JSON", help="measure nothing: judge and draw a recorded report anew"
+    )
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    started = time.time()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if options.again:
+        report = json.loads(options.again.read_text())
+    elif "WORLD_SIZE" in os.environ:
+        found = measure_group(options.quick)
+        if found is None:
+            return 0  # rank 0 writes the report
+        report = {"meta": metadata(arguments, started), **found}
+    else:
+        if why := available():
+            print(f"no cluster can be emulated here: {why}", file=sys.stderr)
+            return 1
+        try:
+            machines = [parse_shape(text) for text in options.shapes or (["4x4"] if options.quick else SHAPES)]
+        except ValueError as error:
+            parser.error(str(error))
+        found = measure_clusters(machines, options.quick)
+        report = {"meta": metadata(arguments, started), **found}
+    write(report, options.out)
+    for claim in claims(report):
+        print(f"{ {True: 'met', False: 'NOT MET', None: '-'}[claim.met]:8s} {claim.text}: {claim.found}")
+    print(f"\n{options.out / 'report.html'}")
+    return 0
+
+
+def parse_shape(text: str) -> Machine:
+    """
+    >>> parse_shape("4x8").world
+    32
+    """
+    nodes, _, ranks = text.partition("x")
+    if not (nodes.isdecimal() and ranks.isdecimal() and int(nodes) and int(ranks)):
+        raise ValueError(f"shape {text!r} is not NODESxRANKS, such as 4x8")
+    return Machine(int(nodes), int(ranks))
+
+
+def measure_clusters(machines: Sequence[Machine], quick: bool) -> Json:
+    found: Json = {"trials": [], "left_out": []}
+    plan = []
+    for machine in machines:
+        shape = machine.nodes, machine.ranks_per_node
+        for limited, trials in ((True, limited_trials(*shape, quick)), (False, unlimited_trials(*shape, quick))):
+            if trials:
+                plan.append((machine, limited, fitting(machine, trials, found["left_out"])))
+    bar = Bar(sum(trial.seconds + 10 for _, _, trials in plan for trial in trials))
+    for machine, limited, trials in plan:
+        by_rank = run_on_cluster(machine, trials, bar.in_trial(machine, trials), limited, DEADLINE)
+        for trial, outcomes in zip(trials, zip(*by_rank, strict=True), strict=True):
+            found["trials"].append(measured_trial(machine, trial, outcomes))
+        bar.done(trials)
+    return found
+
+
+def measure_group(quick: bool) -> Json | None:
+    """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
+    dist.init_process_group()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machine = Machine(dist.get_world_size() // ranks, ranks)
+    left_out: list[Json] = []
+    every = [*limited_trials(machine.nodes, ranks, quick), *unlimited_trials(machine.nodes, ranks, quick)]
+    once = {trial.work: replace(trial, pressure=None, slow_node=False) for trial in reversed(every)}
+    trials = fitting(machine, list(once.values()), left_out)
+    by_rank = run_on_group(trials, machine)
+    dist.barrier()
+    first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    if not first:
+        return None
+    outcomes = [list(row) for row in zip(*by_rank, strict=True)]
+    records = [measured_trial(machine, trial, row) for trial, row in zip(trials, outcomes, strict=True)]
+    return {"trials": records, "left_out": left_out}
+
+
+def fitting(machine: Machine, trials: Sequence[Trial], left_out: list[Json]) -> list[Trial]:
+    """Trials with those contenders that can do the work; why the others cannot goes to ``left_out``."""
+    kept = []
+    for trial in trials:
+        reasons = {contender: why_not(contender, machine, trial.work) for contender in trial.contenders}
+        where = f"{machine} {trial.work.kind} {trial.work.mask}"
+        left_out += [{"name": c.name, "where": where, "why": why} for c, why in reasons.items() if why]
+        able = tuple(contender for contender, why in reasons.items() if not why)
+        kept.append(replace(trial, contenders=_without_twins(able)))
+    return kept
+
+
+def _without_twins(contenders: Sequence) -> tuple:
+    """On two nodes our plan is USP's: the same plan need not run twice, but its claims need its role, so ours stays."""
+    by_plan = {(c.way, c.plan or c.way, c.across): c for c in contenders}
+    return tuple(by_plan.values())
+
+
+class Bar:
+    """Progress by planned seconds: what a trial may take, whether it has taken it or not."""
+
+    def __init__(self, total: float) -> None:
+        self.total, self.before = total, 0.0
+
+    def in_trial(self, machine: Machine, trials: Sequence[Trial]):  # type: ignore[no-untyped-def]
+        def show(number: int, text: str) -> None:
+            so_far = self.before + sum(trial.seconds + 10 for trial in trials[:number])
+            self.draw(so_far, f"{machine} {trials[number].work.kind} {trials[number].work.mask}: {text}")
+
+        return show
+
+    def done(self, trials: Sequence[Trial]) -> None:
+        self.before += sum(trial.seconds + 10 for trial in trials)
+        self.draw(self.before, "")
+
+    def draw(self, so_far: float, text: str) -> None:
+        if sys.stderr.isatty():
+            filled = int(30 * so_far / self.total)
+            line = f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}"
+            print(f"{line[:118]:118s}", end="" if so_far < self.total else "\n", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What is measured, as data: work, contenders, and trials that put contenders to the same work on the same links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import isqrt
+
+from startrail.plan import divisors
+
+# How long textbook Ring Attention keeps a node's link busy, by closed form, in units of what computing takes.
+PRESSURES = (8.0, 3.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Forward + backward attention over one sequence, float32, with random cotangents; or a whole training step.
+
+    ``model`` is empty for attention alone, or ``gpt`` or ``dit``: then the sizes are those of each of its ``layers``.
+    """
+
+    length: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    batch: int = 1
+    model: str = ""
+    layers: int = 1
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
+    def kind(self) -> str:
+        """``MHA``; for grouped queries how many share a key head, ``GQA 8:1``; or the model's name."""
+        if self.model:
+            return {"gpt": "GPT step", "dit": "DiT step"}[self.model]
+        return "MHA" if self.q_heads == self.kv_heads else f"GQA {self.q_heads // self.kv_heads}:1"
+
+    def __str__(self) -> str:
+        layers = f", {self.layers} layers" if self.model else ""
+        heads = f"{self.q_heads}:{self.kv_heads} heads x {self.head_dim}"
+        return f"{self.kind} {self.mask}, {self.length} tokens, {heads}{layers}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Somebody who does the work. ``way`` says how it is called: ``plan`` is our engine, others are named in `peers`.
+
+    ``role`` is the part it plays in the claims. ``across``: ranks are dealt to places so that neighbours live on
+    different nodes, and the paper's teams span nodes.
+    """
+
+    name: str
+    role: str
+    way: str = "plan"
+    plan: str = ""
+    across: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Contenders at the same work and the same link rates.
+
+    Repeats are interleaved and stop early, but not before ``at_least`` of them, once the trial has taken ``seconds``.
+    Contenders that are ``brief`` too take part in the first two only. ``pressure`` None leaves the links as they are;
+    ``slow_node`` gives node 0's link half the rate.
+    """
+
+    work: Work
+    contenders: tuple[Contender, ...]
+    pressure: float | None
+    repeats: int
+    seconds: float
+    slow_node: bool = False
+    at_least: int = 2
+    brief: tuple[Contender, ...] = ()
+
+
+BRIEF = 2  # repeats of a contender that is in a trial's ``brief``
+COMPUTE = Contender("compute alone", role="compute", way="compute")
+PEERS = (
+    Contender("ring, textbook", role="ring", way="textbook ring"),
+    Contender("torch ring, all-to-all", role="ring", way="torch ring"),
+    Contender("torch ring, all-gather", role="ring", way="torch gather"),
+    Contender("ring-flash-attn", role="ring", way="ring-flash-attn"),
+    Contender("yunchang USP", role="usp", way="yunchang"),
+    Contender("DeepSpeed Ulysses", role="ulysses", way="deepspeed"),
+)
+
+
+def balanced_team(nodes: int) -> int:
+    """The team size that moves least between nodes for MHA: the divisor nearest to the square root.
+
+    >>> [balanced_team(nodes) for nodes in (2, 4, 8, 16)]
+    [1, 2, 2, 4]
+    """
+    return min(divisors(nodes), key=lambda team: (abs(team - isqrt(nodes)), team))
+
+
+def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
+    """Our engine with every plan that a claim needs, on ``nodes`` of ``ranks`` each."""
+    team = balanced_team(nodes)
+    nested = f"{team}x{nodes // team}/u{ranks}"
+    return (
+        Contender("ring, ours", "ring", plan=f"1x{nodes * ranks}"),
+        Contender("double ring", "double ring", plan=f"1x{nodes}/1x{ranks}"),
+        Contender("USP", "usp", plan=f"1x{nodes}/u{ranks}"),
+        Contender("Ulysses", "ulysses", plan=f"u{nodes * ranks}"),
+        Contender("star2", "star", plan="star2"),
+        Contender("star4", "star", plan="star4"),
+        Contender("star2 across nodes", "star", plan="star2", across=True),
+        Contender("star4 across nodes", "star", plan="star4", across=True),
+        Contender("nested", "nested", plan=nested),
+        Contender("nested, groups", "nested", plan=f"{nested},groups=2"),
+        Contender("nested, keep", "nested keep", plan=f"{nested},keep=all"),
+        Contender("nested, keep, groups", "nested keep", plan=f"{nested},keep=all,groups=2"),
+    )
+
+
+def picked(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...]:
+    return tuple(contender for contender in contenders if contender.name in names)
+
+
+def auto_contender(nodes: int, ranks: int, work: Work) -> Contender:
+    """What ``auto`` chooses for this work: with few key heads it is often not the plan that suits MHA."""
+    from startrail.planner import auto_plan
+
+    plan, _ = auto_plan(nodes * ranks, ranks, work.q_heads, work.kv_heads)
+    return Contender("auto", "nested", plan=str(plan))
+
+
+MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
+GQA = replace(MHA, kv_heads=2)
+# The claims' own work is longer: starting and ending a pass costs the same at any length, and is not what counts.
+HEADLINE = replace(MHA, length=3072)
+LONG = replace(MHA, length=16_384, q_heads=8, kv_heads=8, causal=True)
+# A batch of 4, so that activations outweigh the gradients of the parameters, as they do where contexts are long.
+GPT = Work(length=2048, q_heads=8, kv_heads=8, head_dim=16, causal=True, batch=4, model="gpt", layers=2)
+DIT = replace(GPT, causal=False, model="dit")
+MAIN = ("ring, ours", "ring, textbook", "USP", "star2", "star4", "nested", "nested, groups", "nested, keep")
+FEW = ("ring, textbook", "USP", "nested", "nested, keep")
+
+
+def masks(work: Work) -> tuple[Work, Work]:
+    return replace(work, causal=True), replace(work, causal=False)
+
+
+def limited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
+    """What runs where links are limited. 4 nodes of 8 ranks are the claims' machine and get everything."""
+    everyone = (*PEERS, *plan_contenders(nodes, ranks))
+    main, few = picked(everyone, *MAIN, "nested, keep, groups"), picked(everyone, *FEW)
+    if quick:
+        return [Trial(work, main, pressure, 3, 12.0) for work in masks(MHA) for pressure in (8.0, 1.0)]
+    trials = []
+    headline = (nodes, ranks) == (4, 8)
+    for work in masks(HEADLINE if headline else MHA):
+        if headline:
+            budgets = zip(PRESSURES, (100.0, 30.0, 20.0) if work.causal else (160.0, 45.0, 35.0), strict=True)
+            trials += [Trial(work, everyone if p == 8.0 else main, p, 5, seconds) for p, seconds in budgets]
+        else:
+            trials += [Trial(work, everyone, 8.0, 3, 25.0), Trial(work, main, 1.0, 3, 12.0)]
+    if headline:
+        for work in masks(GQA):
+            chosen = (*picked(everyone, "ring, ours", *FEW, "star2"), auto_contender(nodes, ranks, work))
+            trials += [Trial(work, chosen, p, 3, seconds) for p, seconds in zip(PRESSURES, (25, 12, 8), strict=True)]
+        slowed = picked(everyone, "ring, textbook", "star2", "star4", "nested", "nested, keep")
+        trials += [Trial(masks(HEADLINE)[1], slowed, 8.0, 2, 60.0, slow_node=True)]
+        for work in (GPT, DIT):
+            trials += [Trial(work, few, 8.0, 3, 25.0), Trial(work, few, 1.0, 3, 12.0)]
+    elif (nodes, ranks) == (4, 4):  # how costs grow with the sequence
+        for length in (1024, 4096):
+            trials += [Trial(replace(MHA, length=length), few, 8.0, 2, 15.0)]
+    return trials
+
+
+def unlimited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
+    everyone = (*PEERS, *plan_contenders(nodes, ranks))
+    main = picked(everyone, *MAIN)
+    if quick:
+        return [Trial(masks(MHA)[0], main, None, 3, 10.0)]
+    if (nodes, ranks) != (4, 8):
+        return []
+    long = Trial(LONG, picked(everyone, "ring, ours", "nested", "nested, keep"), None, 2, 45.0)
+    return [*(Trial(work, main, None, 5, 20.0) for work in masks(HEADLINE)), long]

@@ -1,0 +1,273 @@
+"""Running trials: one set of ranks a machine, contenders in turn, link rates changed while the ranks live.
+
+Starting 32 ranks and connecting them costs more than most trials, so ranks are forked once and told what to measure.
+Only the process that built the cluster can change its links; rank 0 asks it to, through a pipe made before the fork.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lab.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
+from lab.bench.closed import Machine, rate_for, ring_bytes, shapes_for
+from lab.bench.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
+from lab.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data
+from lab.bench.ring import TextbookRing
+from lab.cluster import Cluster, own_link_bytes
+from startrail import SequenceParallel
+from startrail.plan import Plan
+
+FAST = 2_000_000_000  # bit/s, for what is not timed
+WARM_UP = 5
+Progress = Callable[[str], None]
+Rates = Sequence[int | None]
+ATTENDERS: dict[str, type[Attender]] = {
+    "plan": Planned,
+    "compute": Alone,
+    "textbook ring": TextbookRing,
+    "torch ring": TorchRing,
+    "torch gather": TorchRing,
+    "ring-flash-attn": RingFlash,
+    "yunchang": Yunchang,
+    "deepspeed": DeepSpeed,
+}
+# Peers that must be installed, by way: the module, and what imports it.
+PACKAGES: dict[str, tuple[str, Callable[[], object]]] = {
+    "ring-flash-attn": ("ring_flash_attn", ring_flash_attn),
+    "yunchang": ("yunchang", yunchang),
+    "deepspeed": ("deepspeed", deepspeed),
+}
+EVEN = ("torch ring", "torch gather", "ring-flash-attn", "yunchang")  # those that cannot pad
+
+
+class Runner(Protocol):
+    """What the measuring needs of a contender on this rank."""
+
+    def step(self) -> None: ...
+
+    def mistake(self) -> str | None: ...
+
+    def waiting(self) -> float | None: ...
+
+
+@dataclass
+class Sample:
+    """One repeat of one contender, as one rank saw it; bytes are those of its node's link, where they can be read."""
+
+    seconds: float
+    waiting: float | None
+    sent: int | None
+    received: int | None
+
+
+@dataclass
+class Outcome:
+    """What one rank measured in one trial. ``refused``: who failed or erred, and how; they are not timed."""
+
+    rates: list[int | None]
+    samples: dict[str, list[Sample]]
+    refused: dict[str, str]
+
+
+def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
+    """Inputs and right answers of all the work, made once and shared with the ranks."""
+    data: dict[Work, Any] = {}
+    for work in {trial.work: None for trial in trials}:
+        if work.model:
+            from lab.bench.models import expected_loss
+
+            data[work] = expected_loss(work)
+        else:
+            data[work] = make_data(work)
+    return data
+
+
+def make_runner(contender: Contender, machine: Machine, work: Work, data: Any) -> Runner:
+    if work.model:
+        from lab.bench.models import Step
+
+        return Step(contender, machine, work, data)
+    return ATTENDERS[contender.way](contender, machine, work, data)
+
+
+def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
+    """Why a contender cannot do this work here, or None if it can; asked before any rank starts."""
+    if work.model and contender.way not in ("plan", "textbook ring"):
+        return f"{contender.name} has no adapter for whole models"
+    if contender.way in PACKAGES and find_spec(PACKAGES[contender.way][0]) is None:
+        return f"{contender.way} is not installed (make setup-bench)"
+    if contender.way in EVEN and work.length % (2 * machine.world):
+        return f"it needs a length that 2 x {machine.world} ranks divide, not {work.length}"
+    share = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node}.get(contender.way, 1)
+    if work.kv_heads % share:
+        return f"{share} ranks cannot share {work.kv_heads} key/value heads evenly"
+    try:
+        if contender.way == "plan":
+            shapes_for(Plan.parse(contender.plan), machine, work)
+    except ValueError as error:
+        return str(error).partition("; plans that fit")[0]
+    return None
+
+
+class Links:
+    """What a rank knows of the links: their bytes, and how to ask for other rates. On a real cluster, neither."""
+
+    def __init__(self, pipe: Connection | None) -> None:
+        self.pipe = pipe
+
+    def ask(self, *request: Any) -> None:
+        """Have the process that owns the cluster do something, and go on together when it has."""
+        if self.pipe is not None and dist.get_rank() == 0:
+            self.pipe.send(request)
+            self.pipe.recv()
+        dist.barrier()
+
+    def bytes(self) -> dict[str, int] | None:
+        return None if self.pipe is None else own_link_bytes()
+
+
+class Ranks:
+    """The measuring end: lives on every rank, and does everything on all of them at once."""
+
+    def __init__(self, machine: Machine, links: Links, data: Mapping[Work, Any]) -> None:
+        self.machine, self.links, self.data = machine, links, data
+        self.runners: dict[tuple[Contender, Work], Runner] = {}
+        self.refused: dict[tuple[Contender, Work], str] = {}
+        self.compute: dict[Work, float] = {}
+
+    def run(self, trials: Sequence[Trial]) -> list[Outcome]:
+        outcomes = []
+        for number, trial in enumerate(trials):
+            self.links.ask("rates", [FAST] * self.machine.nodes)
+            for contender in (COMPUTE, *trial.contenders):
+                self.links.ask("progress", number, f"preparing {contender.name}")
+                self.prepare(contender, trial.work)
+            if (COMPUTE, trial.work) in self.refused:
+                raise RuntimeError(f"compute alone, {trial.work}: {self.refused[COMPUTE, trial.work]}")
+            outcomes.append(self.measure(number, trial))
+        return outcomes
+
+    def prepare(self, contender: Contender, work: Work) -> None:
+        """Connect, warm up, and see that the answers are right."""
+        key = contender, work
+        if key in self.runners or key in self.refused:
+            return
+        problem = None
+        try:
+            runner = make_runner(contender, self.machine, work, self.data[work])
+            problem = runner.mistake()
+            runner.waiting()
+        except Exception as error:  # whatever a peer raises is its verdict, not ours to tell apart
+            problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        problems: list[str | None] = [None] * self.machine.world
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+            self.refused[key] = f"rank {rank}: {text}"
+            return
+        self.runners[key] = runner
+        if contender == COMPUTE:
+            times = torch.tensor([self.sample(contender, work).seconds for _ in range(WARM_UP)], dtype=torch.float64)
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+            self.compute[work] = statistics.median(times.tolist())
+
+    def measure(self, number: int, trial: Trial) -> Outcome:
+        rates = self.rates_of(trial)
+        self.links.ask("rates", rates)
+        refused = {c.name: self.refused[c, trial.work] for c in trial.contenders if (c, trial.work) in self.refused}
+        everyone = (COMPUTE, *(contender for contender in trial.contenders if contender.name not in refused))
+        samples: dict[str, list[Sample]] = {contender.name: [] for contender in everyone}
+        start = time.perf_counter()
+        for repeat in range(trial.repeats):
+            if repeat == BRIEF:
+                everyone = tuple(contender for contender in everyone if contender not in trial.brief)
+            turn = repeat % len(everyone)  # nobody always runs after the same neighbour
+            for contender in everyone[turn:] + everyone[:turn]:
+                self.links.ask("progress", number, f"{contender.name}, repeat {repeat + 1}")
+                samples[contender.name].append(self.sample(contender, trial.work))
+            late = [time.perf_counter() - start > trial.seconds and repeat + 1 >= trial.at_least]
+            dist.broadcast_object_list(late, 0)  # rank 0's clock decides for all
+            if late[0]:
+                break
+        return Outcome(rates, samples, refused)
+
+    def rates_of(self, trial: Trial) -> list[int | None]:
+        if trial.pressure is None:
+            return [None] * self.machine.nodes
+        rate = rate_for(ring_bytes(self.machine, trial.work), self.compute[trial.work], trial.pressure)
+        return [rate // 2 if trial.slow_node and node == 0 else rate for node in range(self.machine.nodes)]
+
+    def sample(self, contender: Contender, work: Work) -> Sample:
+        runner = self.runners[contender, work]
+        dist.barrier()  # the last contender's bytes have all arrived
+        before = self.links.bytes()
+        dist.barrier()  # everybody has read the counters
+        start = time.perf_counter()
+        runner.step()
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        after = self.links.bytes()
+        if before is None or after is None:
+            return Sample(seconds, runner.waiting(), None, None)
+        return Sample(seconds, runner.waiting(), *(after[way] - before[way] for way in ("sent", "received")))
+
+
+def run_on_cluster(
+    machine: Machine, trials: Sequence[Trial], progress: Callable[[int, str], None], limited: bool, deadline: float
+) -> list[list[Outcome]]:
+    """Outcomes by rank, then by trial, on an emulated cluster."""
+    warm_up_imports(trials)
+    data = prepare_data(trials)
+    ours, theirs = Pipe()
+
+    def on_rank(rank: int) -> list[Outcome]:
+        return Ranks(machine, Links(theirs), data).run(trials)
+
+    def serve() -> None:
+        while (request := ours.recv()) is not None:
+            match request:
+                case "rates", rates if limited:
+                    for node, rate in enumerate(rates):
+                        cluster.set_link(node, f"{rate}bit")
+                case "progress", number, text:
+                    progress(number, text)
+            ours.send(True)
+
+    with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST}bit" if limited else None) as cluster:
+        job = cluster.fork(on_rank, deadline)  # before the thread starts: a fork takes only its own thread along
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        try:
+            return job.wait()
+        finally:
+            theirs.send(None)
+            server.join()
+
+
+def run_on_group(trials: Sequence[Trial], machine: Machine) -> list[list[Outcome]]:
+    """The same on ranks that torchrun started, on links as they are; every rank gets all outcomes."""
+    mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials)
+    everyone: list[Any] = [None] * machine.world
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def warm_up_imports(trials: Sequence[Trial]) -> None:
+    """Import peers and attend once in the parent: 32 ranks on two cores would take 20 seconds and more to do so."""
+    torch.set_num_threads(1)
+    for way in {contender.way for trial in trials for contender in trial.contenders} & PACKAGES.keys():
+        PACKAGES[way][1]()
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    alone = SequenceParallel("1x1")
+    alone.attention(x, x, x).sum().backward()

@@ -1,0 +1,218 @@
+"""How each contender is called: one small adapter a way of doing the work.
+
+``shard`` gives this rank's part of a tensor that is the same everywhere; ``attend`` runs forward and backward on such
+parts and returns out, dq, dk, dv of the same tokens. Adapters of peers call the peer's own code; ``DISCLOSURES`` says
+what a figure is of.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lab.bench.cases import Contender, Work
+from lab.bench.closed import Machine
+from startrail import SequenceParallel
+from startrail.kernels import kernel_for
+from startrail.layout import Layout
+from startrail.mask import Mask, tiles_of
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+TOLERANCE = {"rtol": 1e-3, "atol": 2e-5}
+aten = torch.ops.aten
+
+DISCLOSURES = {
+    "plan": "our engine",
+    "compute": "every rank attends its own queries to the whole sequence with the same kernel; nothing is sent",
+    "textbook ring": "Ring Attention written out plainly on the same kernel, gradients travelling with their keys",
+    "torch ring": "torch's _templated_ring_attention(_backward), unmodified, with ATen's CPU flash op, rotating by "
+    "all-to-all",
+    "torch gather": "the same with torch's default rotation, all-gather, which holds all keys and values at once",
+    "ring-flash-attn": "ring-flash-attn's communication code, unmodified, on a substitute kernel: "
+    "zigzag_ring_flash_attn (causal) and ring_flash_attn (full) find a stand-in for flash_attn that calls ATen's CPU "
+    "flash op. flash-attn takes half precision only: so that float32 works, .to(float32) is made to copy in its "
+    "backward pass, as it does there. With a full mask it returns dq in bfloat16, and is checked to that precision",
+    "yunchang": "yunchang's LongContextAttention (USP: Ulysses in a node, a ring over nodes), unmodified, on the same "
+    "substitute kernel, in float32 and checked in the same way",
+    "deepspeed": "DeepSpeed's DistributedAttention, unmodified, around torch's scaled_dot_product_attention (its "
+    "shared-memory all-reduce, which plays no part, is not built)",
+}
+
+
+@dataclass
+class Data:
+    """Inputs, and the answers of one process that has all of the sequence."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    answers: Results
+
+
+def make_data(work: Work, seed: int = 0) -> Data:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(work.batch, heads, work.length, work.head_dim, generator=generator)
+
+    q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=work.causal, enable_gqa=work.q_heads != work.kv_heads)
+    return Data((q, k, v, dout), (out.detach(), *torch.autograd.grad(out, leaves, dout)))
+
+
+class Attender(ABC):
+    """A contender on this rank, with its part of the inputs. Holds tokens as ``layout`` and ``place`` say."""
+
+    def __init__(self, contender: Contender, machine: Machine, work: Work, data: Data | None) -> None:
+        self.contender, self.machine, self.work = contender, machine, work
+        self.layout, self.place = Layout("zigzag", machine.world, work.length), dist.get_rank()
+        self.set_up()
+        if data is not None:  # else the caller has inputs of its own
+            self.data = data
+            self.inputs = [self.shard(x) for x in data.inputs]
+
+    @abstractmethod
+    def set_up(self) -> None: ...
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
+
+    def shard(self, x: Tensor) -> Tensor:
+        runs = self.layout.runs(self.place)
+        return torch.cat([x[:, :, start : start + count] for start, count in runs], 2)
+
+    def step(self) -> None:
+        self.attend(*self.inputs)
+
+    def mistake(self) -> str | None:
+        """What is wrong with the results, if anything is: nothing wrong is ever timed."""
+        results = self.attend(*self.inputs)
+        for name, ours, whole in zip(("out", "dq", "dk", "dv"), results, self.data.answers, strict=True):
+            right = self.shard(whole)
+            if not torch.allclose(ours, right, **self.tolerance(name)):
+                return f"wrong {name}: off by up to {(ours - right).abs().max().item():.1e}"
+        return None
+
+    def tolerance(self, name: str) -> dict[str, float]:
+        """How far one of out, dq, dk, dv may be off."""
+        return TOLERANCE
+
+    def waiting(self) -> float | None:
+        """Seconds that this rank has waited for transfers since it was last asked; None where that is not known."""
+        return None
+
+
+@cache
+def engine(plan: str, machine: Machine, across: bool = False) -> SequenceParallel:
+    """One a plan, for all the work that it does: each connects process groups of its own."""
+    group = dist.new_group(list(machine.interleaved()), sort_ranks=False) if across else None
+    return SequenceParallel(plan, group)
+
+
+class Planned(Attender):
+    """Our engine with one plan; with ``across``, places are dealt out to nodes in turn."""
+
+    def set_up(self) -> None:
+        self.sp = engine(self.contender.plan, self.machine, self.contender.across)
+        self.place = self.sp.rank
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = self.sp.attention(*qkv, causal=self.work.causal)
+        return (out.detach(), *torch.autograd.grad(out, qkv, dout))
+
+    def waiting(self) -> float | None:
+        seconds = self.sp.timings()["waiting"]
+        self.sp.reset_counters()
+        return seconds
+
+
+class Alone(Attender):
+    """The work without the network: this rank's queries against the whole sequence, key gradients not summed."""
+
+    def set_up(self) -> None:
+        whole = self.layout.runs(0, self.machine.world)
+        self.visible = tiles_of(Mask(self.work.causal), self.layout.runs(self.place), whole)
+        self.kernel = kernel_for(torch.device("cpu"), torch.float32, self.work.head_dim)
+        self.scale = self.work.head_dim**-0.5
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        _, k, v, _ = self.data.inputs
+        partial = self.kernel.forward(q, k, v, self.visible, self.scale)
+        lse = partial.lse.to(q.dtype)
+        sums = self.kernel.backward(dout, q, k, v, partial.out, lse, self.visible, self.scale)
+        return (partial.out, *(total.value for total in sums))
+
+    def mistake(self) -> str | None:
+        out, dq, *_ = self.attend(*self.inputs)
+        for name, ours, whole in (("out", out, self.data.answers[0]), ("dq", dq, self.data.answers[1])):
+            if not torch.allclose(ours, self.shard(whole), **TOLERANCE):
+                return f"wrong {name}"
+        return None
+
+    def waiting(self) -> float | None:
+        return 0.0
+
+
+class TorchRing(Attender):
+    """torch's own ring attention; causal with its round-robin balance, which is the zigzag layout."""
+
+    def set_up(self) -> None:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        world, length = self.machine.world, self.work.length
+        assert dist.group.WORLD is not None
+        self.cp, self.group = _attention, dist.group.WORLD
+        self.method = "alltoall" if self.contender.way == "torch ring" else "allgather"
+        self.layout = Layout("zigzag" if self.work.causal else "contiguous", world, length)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        self.cp._cp_options.enable_load_balance = self.work.causal
+        self.cp.set_rotate_method(self.method)
+        options = {"dropout_p": 0.0, "is_causal": self.work.causal}
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **options)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        saved = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
+        dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(
+            self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **options
+        )
+        return out, dq, dk, dv
+
+
+@cache
+def deepspeed() -> tuple[Any, Any]:
+    """DeepSpeed's comm module and its DistributedAttention."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every rank warns that it found no other
+    comm, layer = import_module("deepspeed.comm"), import_module("deepspeed.sequence.layer")
+    # Its shared-memory all-reduce plays no part here, and would be compiled for a minute on first use.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return comm, layer.DistributedAttention
+
+
+class DeepSpeed(Attender):
+    """DeepSpeed's Ulysses. It takes (batch, tokens, heads, dim) with contiguous shards."""
+
+    def set_up(self) -> None:
+        comm, distributed_attention = deepspeed()
+        comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.layout = Layout("contiguous", self.machine.world, self.work.length)
+        self.distributed = distributed_attention(self.local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def local(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.work.causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = self.distributed(*(x.transpose(1, 2).contiguous() for x in qkv), 0).transpose(1, 2)
+        return (out.detach(), *torch.autograd.grad(out, qkv, dout))

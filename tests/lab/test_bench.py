@@ -1,0 +1,117 @@
+"""The benchmark: its closed forms are what really crosses the links, and its verdicts follow from the data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+import lab
+from lab.bench.__main__ import fitting, main, parse_shape
+from lab.bench.cases import COMPUTE, MHA, PEERS, Contender, Trial, plan_contenders
+from lab.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
+from lab.bench.findings import claims, lines_of, measured_trial
+from lab.bench.measure import run_on_cluster
+from lab.bench.report import metadata, write
+from startrail.plan import Plan
+
+torch.set_num_threads(1)
+PAIR = Machine(2, 2)
+SMALL = replace(MHA, length=1024, q_heads=4, kv_heads=4)
+RING, STAR, NESTED = (Contender(plan, plan, plan=plan) for plan in ("1x4", "star2", "2x1/u2,groups=2"))
+STAR_ACROSS = replace(STAR, name="star2 across", across=True)
+
+
+@pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
+@pytest.mark.parametrize("limited", [True, False])
+def test_bytes_on_the_links_are_those_of_the_closed_form(limited):
+    contenders = (RING, STAR, STAR_ACROSS, NESTED, PEERS[0])
+    trial = Trial(SMALL, contenders, 2.0 if limited else None, repeats=2, seconds=10.0)
+    by_rank = run_on_cluster(PAIR, [trial], lambda number, text: None, limited, deadline=50)
+    record = measured_trial(PAIR, trial, [outcomes[0] for outcomes in by_rank])
+    assert not [row["name"] for row in record["rows"] if row["refused"]]
+    lines = {line.name: line for line in lines_of(record)}
+    for contender in (RING, STAR, STAR_ACROSS, NESTED):
+        assert abs(lines[contender.name].bytes_off) < 0.03, lines[contender.name]
+    textbook = lines[PEERS[0].name].bytes_measured
+    assert abs(textbook / ring_bytes(PAIR, SMALL) - 1) < 0.03
+    if limited:
+        assert len(set(record["rates"])) == 1
+        assert all(line.seconds > 0.9 * line.bound for line in lines.values()), "nobody can beat its bound"
+
+
+def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
+    busiest = ring_bytes(Machine(4, 8), MHA)
+    shard = MHA.length // 32 * MHA.q_heads * MHA.head_dim * 4
+    assert busiest == (31 * 2 + 31 * 2 + 32 * 2) * shard
+    for pressure in (8.0, 3.0, 1.0):
+        rate = rate_for(busiest, 0.25, pressure)
+        assert transfer_seconds([(busiest, busiest)] * 4, [rate] * 4) == pytest.approx(pressure * 0.25, rel=1e-6)
+    with pytest.raises(ValueError, match="must be more than 0"):
+        rate_for(busiest, 0.0, 8.0)
+
+
+def test_who_cannot_take_part_is_named_with_the_reason():
+    left_out: list[dict[str, str]] = []
+    (trial,) = fitting(Machine(4, 8), [Trial(MHA, plan_contenders(4, 8), 8.0, 1, 1.0)], left_out)
+    assert [entry["name"] for entry in left_out] == ["Ulysses"]
+    assert "16 query heads cannot be split over u32" in left_out[0]["why"]
+    assert {"ring, ours", "USP", "nested, keep, groups"} <= {contender.name for contender in trial.contenders}
+    with pytest.raises(ValueError, match="not NODESxRANKS"):
+        parse_shape("4by8")
+
+
+def recorded(seconds: dict[str, float], pressure: float | None = 8.0, extra: float = 1.01) -> dict[str, Any]:
+    """A trial on 4x8 with these times; measured bytes are ``extra`` times the closed form."""
+    machine, rates = Machine(4, 8), [None if pressure is None else 10**8] * 4
+    rows: list[dict[str, Any]] = [
+        {**asdict(COMPUTE), "refused": None, "seconds": [0.1], "waiting": 0.0, "links": [[0.0, 0.0]] * 4}
+    ]
+    for contender in (*PEERS, *plan_contenders(4, 8)):
+        if contender.name not in seconds:
+            continue
+        times = [seconds[contender.name] * factor for factor in (0.9, 1.0, 1.2)]
+        row = {**asdict(contender), "refused": None, "seconds": times, "waiting": None}
+        if contender.way == "plan":
+            row["closed"] = link_bytes(Plan.parse(contender.plan), machine, MHA)
+        row["links"] = [[extra * a, extra * b] for a, b in row.get("closed", [[1e6, 1e6]] * 4)]
+        rows.append(row)
+    work = {**asdict(MHA)}
+    common = {"machine": "4x8", "nodes": 4, "ranks_per_node": 8, "slow_node": False}
+    return {**common, "work": work, "pressure": pressure, "rates": rates, "rows": rows}
+
+
+TIMES = {"ring, textbook": 2.1, "ring, ours": 5.0, "USP": 1.4, "star2": 3.0, "nested": 1.0, "nested, keep": 0.9}
+
+
+def test_claims_are_judged_by_the_data_against_the_fastest_ring():
+    verdicts = {claim.text: claim for claim in claims({"trials": [recorded(TIMES)]})}
+    where = "4x8, MHA, full, ring 8x its compute: "
+    assert verdicts[where + "nested against ring >= 2.0x"].met is True
+    assert "ring, textbook" in verdicts[where + "nested against ring >= 2.0x"].found
+    assert verdicts[where + "nested with keep against ring >= 2.5x"].met is False
+    assert verdicts[where + "nested against usp >= 1.3x"].met is True
+    assert verdicts[where.replace("full", "causal") + "nested against ring >= 2.0x"].met is None
+    assert next(claim for text, claim in verdicts.items() if text.startswith("bytes")).met is True
+    slower = claims({"trials": [recorded({**TIMES, "nested": 2.4}, extra=1.05)]})
+    assert [claim.met for claim in slower if claim.text.startswith(("bytes", "no plan"))] == [False, False]
+
+
+def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_path, capsys):
+    refused = recorded(TIMES, None)
+    refused["rows"][-1] |= {"refused": "rank 3: wrong dk: off by <much>"}
+    left_out = [{"name": "Ulysses", "where": "4x8 MHA full", "why": "16 heads & 32 ranks"}]
+    trials = [recorded(TIMES), recorded(TIMES, 1.0), refused]
+    write({"meta": metadata(["--quick"], 0.0), "trials": trials, "left_out": left_out}, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    for text in ("name='viewport'", "not met", "wrong dk: off by &lt;much&gt;", "16 heads &amp; 32 ranks", "2x2/u8"):
+        assert text in page
+    assert "http" not in page.replace("data:image", "")
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert {"commit", "torch", "processor", "cores", "arguments"} <= stored["meta"].keys()
+    assert main(["--again", str(tmp_path / "report.json"), "--out", str(tmp_path / "again")]) == 0
+    assert "nested against ring >= 2.0x: 2.10x" in capsys.readouterr().out
+    assert (tmp_path / "again" / "report.html").read_text() == page
