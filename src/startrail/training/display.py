@@ -45,9 +45,10 @@ class Summary:
             found.append(f"held-out loss {start:.3f} at step {first}, {end:.3f} at step {last}; {data}")
         ours, ring = (sum(self.traffic[name].values()) for name in ("ours", "ring"))
         if ring:
+            less = f"{abs(1 - ours / ring):.0%} {'saved' if ours <= ring else 'more'}"
             found.append(
                 f"attention sends {size_text(ours)} a rank and step ({by_level(self.traffic['ours'])}); "
-                f"Ring Attention would send {size_text(ring)}: {1 - ours / ring:.0%} saved"
+                f"Ring Attention would send {size_text(ring)}: {less}"
             )
         if self.peak:
             found.append(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers and FSDP need it: better now, once, than later on every forked rank
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,6 +62,8 @@ class Trainer:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.keep)
         self.begin = self.checkpoints.prepare(recipe, self.expected.checkpoint * (self.world if recipe.zero else 1))
         self.records = self._records()
+        if device.type == "cpu":
+            memory.return_freed_memory()
         self.before = memory.resident_bytes()
         memory.reset_peak(device)
         self.model: Any = build_model(recipe, device)

@@ -7,6 +7,7 @@ but no memory, and adding up what lives at the same time.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -21,11 +22,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from startrail import checkpoint_context
+from startrail.schedule import INPUTS
+from startrail.schedule.memory import stated_pieces
 from startrail.training.dit import DiT
 from startrail.training.gpt import GPT
 from startrail.training.recipes import Recipe
 from startrail.training.tasks import ImageTask, TextTask, make_model
+from startrail.wire import Shapes
 
+M_MMAP_THRESHOLD = -3  # from malloc.h
+LIBRARIES = 32 * 2**20  # what libraries, threads and connections of a process take once they are used; measured
 FLOAT = 4  # bytes: parameters, gradients and the optimizer's two moments are float32
 
 
@@ -60,6 +66,7 @@ class Estimate:
     gathered: int
     activations: int
     copy: int
+    libraries: int
 
     @property
     def total(self) -> int:
@@ -75,7 +82,7 @@ class Estimate:
         return f"{mib(self.total)} a rank: {parts}"
 
 
-NOTHING = Estimate(0, 0, 0, 0, 0, 0)
+NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0)
 
 
 def mib(size: float) -> str:
@@ -86,8 +93,8 @@ def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate
     """What one step of ``recipe`` needs on each of ``world`` ranks.
 
     ``gathered`` are whole parameters and gradients that FSDP has on their way: of everything (ZeRO-2) or of two blocks
-    (ZeRO-3), and a block's gradients twice. ``copy`` is what a checkpoint holds while it is written, where that is the
-    same memory.
+    (ZeRO-3), and a block's gradients twice. ``activations`` has attention's buffers in it. ``copy`` is what a
+    checkpoint holds while it is written, where that is the same memory.
     """
     with torch.device("meta"):
         model = make_model(recipe.shape)
@@ -95,13 +102,15 @@ def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate
     block = FLOAT * _count(model.blocks[0])
     share = whole // (world if recipe.zero else 1)
     gathered = {0: 0, 2: whole + 2 * block, 3: whole - (recipe.shape.layers - 2) * block + 2 * block}[recipe.zero]
+    on_cpu = task.device.type == "cpu"
     return Estimate(
         parameters=share,
         gradients=share,
         optimizer=2 * share,
         gathered=gathered,
         activations=_activations(recipe, task),
-        copy=3 * share if task.device.type == "cpu" else 0,
+        copy=3 * share if on_cpu else 0,
+        libraries=LIBRARIES if on_cpu else 0,
     )
 
 
@@ -126,13 +135,28 @@ def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
         for parameter in model.parameters():  # gradients are counted apart: they leave when they are summed
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         shapes = task.sp.shapes_of(*task.queries_and_keys(), recipe.tokens)
+        buffers = {direction: _buffers(shapes, direction) for direction in ("forward", "backward")}
         inside = {
-            torch.ops.startrail.attention.default: shapes.peak_bytes("forward"),
-            torch.ops.startrail.attention_backward.default: shapes.peak_bytes("backward"),
+            torch.ops.startrail.attention.default: shapes.peak_bytes("forward") - buffers["forward"],
+            torch.ops.startrail.attention_backward.default: shapes.peak_bytes("backward") - buffers["backward"],
         }
         with _Watch(inside) as watch:
             task.loss_sum(model, batch).backward()
-    return watch.peak
+    return watch.peak + max(buffers.values())
+
+
+def _buffers(shapes: Shapes, direction: str) -> int:
+    """The part of ``shapes.peak_bytes`` that attention keeps for its next call: what travels, in and out."""
+    if shapes.layout.world == 1:
+        return 0
+    stated = stated_pieces(shapes.plan, shapes.layout.world, direction)
+    inputs, results = (("q", "kv"), ("out",)) if direction == "forward" else (INPUTS, ("dq", "dkv"))
+    total = sum((stated[kind] + 1) * shapes.nbytes(kind) for kind in inputs)
+    total += sum((stated[f"{kind}<"] + 1) * shapes.nbytes(kind) for kind in results)
+    if shapes.plan.heads > 1:
+        exchanged = ("q", "kv", "out") if direction == "forward" else ("do", "dq", "dkv")
+        total += sum(2 * shapes.nbytes(kind) for kind in exchanged)
+    return total
 
 
 class _Watch(TorchDispatchMode):
@@ -163,6 +187,15 @@ class _Watch(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         del self._seen[key]
         self.now -= size
+
+
+def return_freed_memory() -> None:
+    """Let every tensor above 256 KiB go back to the system when it is freed (glibc; elsewhere nothing changes).
+
+    Otherwise malloc keeps holes of all sizes for later, and a process that needs 75 MiB at once holds twice that.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
 
 
 def resident_bytes() -> int:
