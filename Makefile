@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test lint prove fuzz bench-engine clean
+.PHONY: setup test lint prove fuzz train train-dit bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 
@@ -12,6 +12,13 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -r constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+setup-bench: .venv/ready-bench
+
+# The peers name torch without a version; the constraint keeps the one that is there.
+.venv/ready-bench: .venv/ready
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@
 
 test: setup            ## every test
@@ -28,8 +35,26 @@ prove: setup           ## check every schedule of two levels up to 64 ranks (ten
 fuzz: setup            ## 500 random plans x shapes x masks against float64 (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)
 
+bench: setup-bench     ## every plan and peer on emulated clusters: report/report.html (20 minutes)
+	$(BIN)/startrail bench --out report
+
+bench-quick: setup-bench ## the same on 4 nodes of 4 ranks only (3 minutes)
+	$(BIN)/startrail bench --quick --out report
+
 bench-engine: setup    ## speed and memory of the engine on this machine
 	$(BIN)/python -m benchmarks.engine
+
+train: setup           ## a small GPT on 8 local ranks: about two minutes on 2 cores (ARGS="--steps 50 --plan 1x8" ...)
+	$(BIN)/startrail train gpt-tiny $(ARGS)
+
+train-dit: setup       ## a small DiT on 8 local ranks, which paints a grid of images
+	$(BIN)/startrail train dit-tiny $(ARGS)
+
+bench-memory: setup    ## peak memory of a rank in training against its estimate
+	$(BIN)/python -m benchmarks.memory
+
+bench-train: setup     ## tokens/s and exposed communication in training, Ring Attention against the default plan
+	$(BIN)/python -m benchmarks.timeshare
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache

@@ -2,8 +2,8 @@
 
     make bench-memory                         # or: python -m benchmarks.memory --lengths 32768,65536 --ranks 4
 
-First the sequence grows on a fixed number of ranks, then both grow together, N/P fixed: memory must follow N/P. The model
-is narrow, because attention costs N², and memory is what this is about. Each run is one step in ranks of its own.
+First the sequence grows on a fixed number of ranks, then both grow together, N/P fixed: memory must follow N/P. The
+model is narrow, because attention costs N², and memory is what this is about. Each run is one step in its own ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
 
 import torch
 
@@ -61,7 +60,9 @@ def main() -> int:
         f"{'nothing' if options.keep_all else 'all but attention'} recomputed; {platform.machine()}, "
         f"{os.cpu_count()} cores, torch {torch.__version__}\n"
     )
-    print(f"{'N':>8s} {'P':>3s} {'N/P':>7s} {'plan':>5s} {'measured':>10s} {'estimate':>10s} {'off':>7s} {'seconds':>8s}")
+    print(
+        f"{'N':>8s} {'P':>3s} {'N/P':>7s} {'plan':>5s} {'measured':>10s} {'estimate':>10s} {'off':>7s} {'seconds':>8s}"
+    )
     cases = [(int(length), options.ranks) for length in options.lengths.split(",")]
     cases += [(options.local * int(world), int(world)) for world in options.worlds.split(",")]
     worst = 0.0

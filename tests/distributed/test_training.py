@@ -212,19 +212,17 @@ def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp
         recipe = gpt(data, out, save_every=4, **options)
 
         def on_rank(rank, recipe=recipe, last=last, world=world):
-            stop = Stop()
-
             class Stopping(Recorded):
                 def step(self, metrics):
                     super().step(metrics)
                     if metrics["step"] == last and rank == world - 1:
                         os.kill(os.getpid(), signal.SIGTERM)
 
-            stop.listen()
             display = Stopping()
-            trainer = Trainer(recipe, CPU, display, stop)
-            begin = trainer.begin
-            finished = trainer.run()
+            with Stop() as stop:
+                trainer = Trainer(recipe, CPU, display, stop)
+                begin = trainer.begin
+                finished = trainer.run()
             wrong = differences(display, {}, (truth[0], {}))
             return begin, display.metrics[-1]["step"], finished, display.summary.stopped, wrong
 

@@ -78,10 +78,9 @@ def _start(recipe: Recipe) -> int:
     from startrail.training.stopping import Stop
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
-    stop = Stop()
-    stop.listen()
     try:
-        results = run_local(lambda rank: _run(recipe, torch.device("cpu"), stop), recipe.ranks, deadline=FOREVER)
+        with Stop() as stop:
+            results = run_local(lambda rank: _run(recipe, torch.device("cpu"), stop), recipe.ranks, deadline=FOREVER)
     except RankError as error:
         print(f"startrail train: {error}", file=sys.stderr)
         print("startrail train: the same command continues from the last checkpoint", file=sys.stderr)
@@ -96,14 +95,13 @@ def _join(recipe: Recipe) -> int:
     from startrail.training.joining import device_of_rank, join
     from startrail.training.stopping import Stop
 
-    stop = Stop()
-    stop.listen()
     device = device_of_rank(recipe.device)
-    join(device)
-    result = _run(recipe, device, stop)
-    lead = dist.get_rank() == 0
-    dist.barrier()  # nobody leaves while a peer still reads from it
-    dist.destroy_process_group()
+    with Stop() as stop:
+        join(device)
+        result = _run(recipe, device, stop)
+        lead = dist.get_rank() == 0
+        dist.barrier()  # nobody leaves while a peer still reads from it
+        dist.destroy_process_group()
     return _end(result if lead else (result[0], ""), stop)
 
 

@@ -7,6 +7,7 @@ parameters, gradients and optimizer state are split over all eight, since every 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -42,6 +43,8 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
     if recipe.recompute:
         recompute_blocks(model, recipe.offload)
     if recipe.zero:
+        # it warns of outputs that are views, in case somebody changes them in place, which nobody does here
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=recipe.zero == 3)

@@ -232,8 +232,8 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe(
-            "gpt-tiny", GPT_SHAPES["gpt-tiny"], length=2048, plan="2x2/u2", steps=200, zero=2, recompute=False,
-            learning_rate=3e-3, warmup=20, evaluate_every=50,
+            "gpt-tiny", GPT_SHAPES["gpt-tiny"], length=2048, plan="2x2/u2", steps=160, zero=2, recompute=False,
+            learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
             "dit-tiny", DIT_SHAPES["dit-tiny"], batch=4, plan="2x2/u2", steps=200, zero=2, recompute=False,

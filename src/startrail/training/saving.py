@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,9 @@ def export(checkpoint: Path, target: Path) -> str:
         for name, item in shapes.items()
         if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
     }
-    load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
+    with warnings.catch_warnings():  # that it reads in one process, which is meant
+        warnings.simplefilter("ignore", UserWarning)
+        load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
     partial = target.with_name(f".{target.name}.writing")
     save_file(tensors, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
     partial.rename(target)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from typing import Any
 
 
 class Stop:
-    """Made and told to ``listen`` before ranks are forked, so that no rank misses a signal that comes early.
+    """Used as a context around the forking of ranks, so that no rank misses a signal that comes early.
 
     SIGTERM and SIGINT (Ctrl-C) ask for a stop, and are passed on to the ranks that this process has forked; a second
     SIGINT ends at once. A rank whose parent is gone wants to stop as well, rather than train on unseen.
@@ -16,12 +17,17 @@ class Stop:
 
     def __init__(self) -> None:
         self._asked = self.interrupted = False
-        self._home = os.getpid()
-        self._parent = os.getppid()
+        self._home, self._parent = os.getpid(), os.getppid()
+        self._before: dict[signal.Signals, Any] = {}
 
-    def listen(self) -> None:
-        signal.signal(signal.SIGTERM, self._hear)
-        signal.signal(signal.SIGINT, self._hear)
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @property
     def wanted(self) -> bool:

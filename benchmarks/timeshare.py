@@ -1,0 +1,90 @@
+"""Tokens/s and time exposed in communication while GPT and DiT train: Ring Attention against the default plan.
+
+    make bench-train                          # or: python -m benchmarks.timeshare --rounds 5 --steps 6
+
+Both plans run in the same invocation, one after the other in every round, and medians are reported, because other
+tenants of a machine come and go. Ranks share this machine's cores and its loopback, which is faster than any network:
+what a plan saves over real links shows in the bytes, and in the lab.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+
+import torch
+
+from startrail.local import run_local
+from startrail.training.display import Display, Metrics, Summary
+from startrail.training.loop import Trainer
+from startrail.training.recipes import find
+from startrail.training.stopping import Stop
+
+
+class Collected(Display):
+    def __init__(self) -> None:
+        self.metrics: list[Metrics] = []
+        self.sent = 0.0
+
+    def step(self, metrics: Metrics) -> None:
+        self.metrics.append(metrics)
+
+    def finish(self, summary: Summary) -> None:
+        self.sent = sum(summary.traffic["ours"].values())
+
+
+def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[float], list[float], float]:
+    """Tokens/s and exposed share of every step but the first, and bytes that a rank's attention sends in one."""
+    with tempfile.TemporaryDirectory() as out:
+        fixed = dict(plan=plan, steps=options.steps + 1, evaluate_batches=0, sample=0, save_every=0, out=out)
+        recipe = find(name).with_(fixed)
+
+        def on_rank(rank: int) -> tuple[list[float], list[float], float]:
+            display = Collected()
+            Trainer(recipe, torch.device("cpu"), display, Stop()).run()
+            steps = display.metrics[1:]  # the first one connects
+            return [s["tokens_per_second"] for s in steps], [s["waiting"] for s in steps], display.sent
+
+        result = run_local(on_rank, recipe.ranks, deadline=1800)[0]
+    assert result is not None
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", default="gpt-tiny,dit-tiny")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps in a round (default %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"training, float32, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}\n")
+    print(
+        f"{'recipe':10s} {'ranks':>5s} {'plan':>7s} {'tokens/s':>9s} {'spread':>15s} {'exposed':>8s} {'sent/rank/step':>15s}"
+    )
+    for name in options.recipes.split(","):
+        recipe = find(name)
+        plans = [f"1x{recipe.ranks}", recipe.plan]
+        speeds: dict[str, list[float]] = {plan: [] for plan in plans}
+        shares: dict[str, list[float]] = {plan: [] for plan in plans}
+        sent = {}
+        for _ in range(options.rounds):
+            for plan in plans:
+                rates, exposed, sent[plan] = measure(name, plan, options)
+                speeds[plan] += rates
+                shares[plan] += exposed
+        for plan in plans:
+            print(
+                f"{name:10s} {recipe.ranks:5d} {plan:>7s} {statistics.median(speeds[plan]):9,.0f} "
+                f"{min(speeds[plan]):7,.0f}-{max(speeds[plan]):7,.0f} {statistics.median(shares[plan]):8.1%} "
+                f"{sent[plan] / 2**20:11.2f} MiB",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

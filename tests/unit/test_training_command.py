@@ -1,0 +1,228 @@
+"""Recipes, the command line and checkpoints: what a user can get wrong is one line, and nothing is lost."""
+
+import json
+import os
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from startrail.cli import main
+from startrail.training.command import overrides
+from startrail.training.joining import agree_on_name
+from startrail.training.recipes import RECIPES, find
+from startrail.training.saving import read_state
+
+TINY = ["--ranks", "1", "--plan", "1x1", "--zero", "0", "--width", "16", "--layers", "1", "--heads", "2"]
+TINY += [
+    "--kv_heads",
+    "1",
+    "--hidden",
+    "16",
+    "--length",
+    "64",
+    "--steps",
+    "2",
+    "--sample",
+    "4",
+    "--evaluate_batches",
+    "1",
+]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the ring turns, the team waits, the ring turns on\n" * 100)
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes_can_be_written_down_and_read_again(name):
+    recipe = RECIPES[name]
+    fields = {key: value for key, value in recipe.as_dict().items() if key != "name"}
+    assert recipe.with_(fields) == recipe
+    assert json.loads(json.dumps(recipe.as_dict())) == recipe.as_dict()
+    recipe.check_world(recipe.ranks)
+
+
+def test_recipe_files(tmp_path):
+    (tmp_path / "long.json").write_text(json.dumps({"recipe": "dit-tiny", "steps": 7, "patch": 4, "learning_rate": 1}))
+    recipe = find(str(tmp_path / "long.json"))
+    assert (recipe.name, recipe.out, recipe.steps, recipe.shape.patch) == ("long", "runs/long", 7, 4)
+    assert recipe.learning_rate == 1.0
+    pytest.importorskip("tomllib")
+    (tmp_path / "short.toml").write_text('plan = "1x8"\npacked = true\n')
+    recipe = find(str(tmp_path / "short.toml"))
+    assert (recipe.plan, recipe.packed, recipe.shape) == ("1x8", True, RECIPES["gpt-tiny"].shape)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["gpt-tine"], "no recipe 'gpt-tine'; did you mean 'gpt-tiny'?"),
+        (["nothing"], "no recipe 'nothing'; there are gpt-tiny, dit-tiny"),
+        (["missing.toml"], "missing.toml: No such file or directory"),
+        (["--learning-rat", "1"], "no field 'learning_rat'; did you mean 'learning_rate'?"),
+        (["--steps", "many"], "steps 'many' is not a whole number"),
+        (["--steps", "0"], "steps 0 must be at least 1"),
+        (["--packed", "maybe"], "packed 'maybe' is not true or false"),
+        (["--learning_rate", "nan"], "learning_rate nan must be a number of at least 0"),
+        (["--zero", "1"], "zero 1 is not one of 0, 2, 3"),
+        (["--on_nan", "ignore"], "on_nan 'ignore' is not one of stop, skip"),
+        (["--plan", "2y4"], "cannot read '2y4'"),
+        (["--plan", "2x2", "--ranks", "8"], "world size 8 is not teams 2 x ring 2 x heads 1 = 4"),
+        (["--data_parallel", "3"], "8 ranks are not a multiple of data_parallel 3"),
+        (["--heads", "7"], "width 128 is not a multiple of 7 heads"),
+        (["--offload"], "offload moves what recomputing starts from: it needs recompute"),
+        (["dit-tiny", "--length", "64"], "length is for text"),
+        (["dit-tiny", "--rows", "8"], "rows 8 = columns 16"),
+        (["--layout", "spiral"], "layout 'spiral' is not one of"),
+        (["gpt-tiny", "extra"], "cannot read 'extra'; fields are set as --field value"),
+        ([*TINY, "--data", "/nowhere/at/all"], "/nowhere/at/all"),
+        ([*TINY, "--vocab", "100"], "the data has 256 tokens, the model a vocab of 100 only"),
+        ([*TINY, "--length", "1000000000"], "a sequence needs 1,000,000,000 tokens"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *argv]) == 2
+    out, error = capfd.readouterr()
+    assert message in error
+    assert error.startswith("startrail train: ")
+    assert (out, error.count("\n")) == ("", 1)
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_overrides_that_cannot_be_read():
+    with pytest.raises(ValueError, match="cannot read '-x'"):
+        overrides(["-x", "1"])
+
+
+def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
+    safetensors = pytest.importorskip("safetensors.torch")
+    out = tmp_path / "run"
+    argv = ["train", *TINY, "--data", str(text), "--out", str(out)]
+    assert main(argv) == 0
+    said = capfd.readouterr().out
+    for part in (
+        "memory, estimated: ",
+        "step 2/2",
+        "held-out loss",
+        "unigram entropy",
+        "ln 256 = 5.55",
+        "peak memory",
+        "continued by",
+    ):
+        assert part in said
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {"loss", "gradient_norm", "learning_rate", "tokens_per_second", "waiting", "held_out"} <= lines[-1].keys()
+    assert (out / "sample.txt").read_text()
+
+    assert main(argv) == 0
+    assert f"{out} has all 2 steps already" in capfd.readouterr().out
+    assert main([*argv, "--resume", "false"]) == 2
+    assert "has checkpoints up to step 2: resume, or choose another out" in capfd.readouterr().err
+    assert main([*argv, "--hidden", "32"]) == 2
+    assert "is of a model with hidden 16, not 32" in capfd.readouterr().err
+    assert main([*argv, "--steps", "3", "--seed", "1", "--sample", "0"]) == 0
+    assert "seed was 0, is 1: other samples from here on" in capfd.readouterr().out
+
+    file = tmp_path / "model.safetensors"
+    assert main(["export", str(out), str(file)]) == 0
+    assert "tensors of step 3" in capfd.readouterr().out
+    tensors = safetensors.load_file(file)
+    assert tensors["embedding.weight"].shape == (256, 16)
+    assert main(["export", str(out), str(file)]) == 2
+    assert "exists already" in capfd.readouterr().err
+    assert main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
+    assert "is not a checkpoint of startrail" in capfd.readouterr().err
+
+
+def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(text, tmp_path, capfd):
+    out = tmp_path / "run"
+    argv = ["train", *TINY, "--data", str(text), "--out", str(out)]
+    assert main(argv) == 0
+    folder = out / "checkpoints" / "step-00000002"
+    piece = next(folder.glob("*.distcp"))
+    whole = piece.read_bytes()
+    capfd.readouterr()
+
+    def refused(message):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        assert main([*argv, "--steps", "4"]) == 2
+        error = capfd.readouterr().err
+        assert message in error and error.count("\n") == 1
+        assert before == {path: path.read_bytes() for path in folder.iterdir()}
+
+    piece.write_bytes(whole[:-10])
+    refused(f"is damaged: {piece.name} has {len(whole) - 10} bytes, {len(whole)} were written")
+    piece.write_bytes(bytes(len(whole)))
+    refused("cannot be read: ")
+    piece.unlink()
+    refused(f"is damaged: {piece.name} is missing")
+    piece.write_bytes(whole)
+    (folder / "state.json").write_text('{"format": "other"}')
+    refused("is not a checkpoint that this version reads")
+    (folder / "state.json").unlink()
+    refused("is not a checkpoint of startrail")
+
+
+def test_what_a_killed_run_left_half_written_is_removed(text, tmp_path, capfd):
+    out = tmp_path / "run"
+    argv = ["train", *TINY, "--data", str(text), "--out", str(out)]
+    assert main(argv) == 0
+    (out / "checkpoints" / ".writing-00000003").mkdir()
+    (out / "checkpoints" / ".writing-00000003" / "part").write_text("x")
+    assert main([*argv, "--steps", "3"]) == 0
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003"]
+    assert read_state(out / "checkpoints" / "step-00000003")["step"] == 3
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_start(text, tmp_path, monkeypatch, capfd):
+    from startrail.training import saving
+
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage)
+    assert main(["train", *TINY, "--data", str(text), "--out", str(tmp_path / "run")]) == 2
+    assert "has 0.00 GB left, a checkpoint needs about" in capfd.readouterr().err
+
+
+class Usage:
+    free = 10
+
+
+def test_tensorboard(text, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert main(["train", *TINY, "--data", str(text), "--out", str(tmp_path / "run"), "--tensorboard"]) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_gpus_are_left_to_torchrun(monkeypatch):
+    called = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv) or exit(0))
+    with pytest.raises(SystemExit):
+        main(["train", "--device", "cuda", "--ranks", "4", "--plan", "2x2"])
+    command = " ".join(called[0])
+    assert "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train --device cuda" in command
+
+
+def test_restarted_ranks_agree_on_a_new_name_whatever_is_left_in_the_store():
+    store = HashStore()
+    store.set("startrail/hello/2", "a word of a rank that died")
+    names = []
+    for _ in range(2):
+        found = [None] * 3
+
+        def on_rank(rank, found=found):
+            found[rank] = agree_on_name(store, rank, 3)
+
+        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in (2, 0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert found[0] is not None and len(set(found)) == 1
+        names.append(found[0])
+    assert names[0] != names[1]
