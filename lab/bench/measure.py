@@ -29,7 +29,8 @@ from startrail import SequenceParallel
 from startrail.plan import Plan
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
-WARM_UP = 5
+WARM_UP = 3
+START_SECONDS = 0.1  # enough for rank 0's word to reach everybody
 Progress = Callable[[str], None]
 Rates = Sequence[int | None]
 ATTENDERS: dict[str, type[Attender]] = {
@@ -48,7 +49,7 @@ PACKAGES: dict[str, tuple[str, Callable[[], object]]] = {
     "yunchang": ("yunchang", yunchang),
     "deepspeed": ("deepspeed", deepspeed),
 }
-EVEN = ("torch ring", "torch gather", "ring-flash-attn", "yunchang")  # those that cannot pad
+UNPADDED = ("torch ring", "torch gather", "ring-flash-attn", "yunchang")
 
 
 class Runner(Protocol):
@@ -107,7 +108,7 @@ def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
         return f"{contender.name} has no adapter for whole models"
     if contender.way in PACKAGES and find_spec(PACKAGES[contender.way][0]) is None:
         return f"{contender.way} is not installed (make setup-bench)"
-    if contender.way in EVEN and work.length % (2 * machine.world):
+    if contender.way in UNPADDED and work.length % (2 * machine.world):
         return f"it needs a length that 2 x {machine.world} ranks divide, not {work.length}"
     share = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node}.get(contender.way, 1)
     if work.kv_heads % share:
@@ -135,6 +136,16 @@ class Links:
 
     def bytes(self) -> dict[str, int] | None:
         return None if self.pipe is None else own_link_bytes()
+
+    def start_together(self) -> None:
+        """Return on all ranks at once. A barrier lets some go long before others where 32 share two cores; emulated
+        nodes have one clock, so there they agree on a time and sleep until it."""
+        if self.pipe is None:
+            dist.barrier()
+            return
+        when = torch.tensor([time.perf_counter() + START_SECONDS], dtype=torch.float64)
+        dist.broadcast(when, 0)
+        time.sleep(max(0.0, when.item() - time.perf_counter()))
 
 
 class Ranks:
@@ -212,7 +223,7 @@ class Ranks:
         runner = self.runners[contender, work]
         dist.barrier()  # the last contender's bytes have all arrived
         before = self.links.bytes()
-        dist.barrier()  # everybody has read the counters
+        self.links.start_together()
         start = time.perf_counter()
         runner.step()
         seconds = time.perf_counter() - start

@@ -132,7 +132,7 @@ def _growth(report: Json) -> bytes:
         by_nodes.plot(nodes, amounts, marker=".", color=COLOURS[role], label=label)
     by_nodes.set_xlabel("nodes of 8 ranks, 16,384 tokens")
     by_nodes.set_ylabel("MB over a node's link", fontsize=9)
-    lengths = (1024, 2048, 4096)
+    lengths = (1024, 1536, 3072)
     works = [replace(MHA, length=length) for length in lengths]
     for label, role, amounts in _curves([Machine(4, 4)] * len(works), works):
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ tr.ours td:first-child { font-weight: 600; }
 img { max-width: 100%; height: auto; background: white; } figure { margin: 1rem 0; }
 figcaption, .note { font-size: .85rem; opacity: .8; }
 """
+GROWING = ("ring, textbook", "USP", "star4", "nested", "nested, keep")
 COLUMNS = (
     ("contender", "who, and the plan if it is one of our engine's"),
     ("median s", "slowest rank of each repeat, median over repeats"),
@@ -61,10 +63,18 @@ def metadata(argv: Sequence[str], started: float) -> Json:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "startrail": startrail.__version__,
+        **{name: _version(name) for name in ("ring-flash-attn", "yunchang", "deepspeed", "pyroute2", "matplotlib")},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted": _git("status", "--porcelain", "--", "src", "lab").splitlines(),
         "load_at_start": os.getloadavg(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:
@@ -108,6 +118,8 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         _claims_table(verdicts),
         "<h2>Pictures</h2>" if made else "",
         *(_figure(png, caption) for png, caption in made.values()),
+        "<h2>How costs grow</h2>",
+        _growth(report["trials"]),
         "<h2>Every trial</h2><p class='note'>Attention forward + backward with random cotangents, float32, unless a "
         "training step is named. Every contender's results were checked against one process before it was timed. "
         "Repeats are interleaved. The link rate is chosen so that textbook Ring Attention's bytes take the stated "
@@ -191,6 +203,32 @@ def _row(line: Line) -> str:
     ]
     ours = " class='ours'" if line.role.startswith("nested") else ""
     return f"<tr{ours}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _growth(trials: Sequence[Json]) -> str:
+    """Bytes, time and exposed communication of a few, by ranks and by tokens: full mask, MHA, communication-bound."""
+    rows = []
+    for trial in trials:
+        work = Work(**trial["work"])
+        if work.kind != "MHA" or work.causal or trial["pressure"] != 8.0 or trial["slow_node"]:
+            continue
+        for line in (line for line in lines_of(trial) if line.name in GROWING and line.bytes_measured):
+            ranks = trial["nodes"] * trial["ranks_per_node"]
+            rows.append((ranks, trial["machine"], work.length, GROWING.index(line.name), line))
+    if not rows:
+        return "<p>Not measured in this run.</p>"
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB a token", "s", "exposed s")
+    )
+    body = "".join(
+        f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{length}</td>"
+        f"<td>{line.bytes_measured / 1e6:.2f}</td><td>{line.bytes_measured / 1e3 / length:.2f}</td>"
+        f"<td>{line.seconds:.3f}</td><td>{line.exposed:.3f}</td></tr>"
+        for ranks, machine, length, _, line in sorted(rows, key=lambda row: (row[3], *row[:3]))
+    )
+    note = "MHA, full mask, links that keep textbook Ring Attention busy for 8 times its compute. One node's link."
+    return f"<p class='note'>{note}</p><div class='wide'><table><tr>{head}</tr>{body}</table></div>"
 
 
 def _left_out(report: Json) -> str:
