@@ -62,9 +62,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"training, float32, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}\n")
-    print(
-        f"{'recipe':10s} {'ranks':>5s} {'plan':>7s} {'tokens/s':>9s} {'spread':>15s} {'exposed':>8s} {'sent/rank/step':>15s}"
-    )
+    heads = f"{'tokens/s':>9s} {'spread':>15s} {'exposed':>8s} {'sent/rank/step':>15s}"
+    print(f"{'recipe':10s} {'ranks':>5s} {'plan':>7s} {heads}")
     for name in options.recipes.split(","):
         recipe = find(name)
         plans = [f"1x{recipe.ranks}", recipe.plan]

@@ -190,12 +190,12 @@ class _Watch(TorchDispatchMode):
 
 
 def return_freed_memory() -> None:
-    """Let every tensor above 256 KiB go back to the system when it is freed (glibc; elsewhere nothing changes).
+    """Let every tensor above 64 KiB go back to the system when it is freed (glibc; elsewhere nothing changes).
 
     Otherwise malloc keeps holes of all sizes for later, and a process that needs 75 MiB at once holds twice that.
     """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
 
 
 def resident_bytes() -> int:
