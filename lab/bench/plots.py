@@ -110,7 +110,8 @@ def _rates(report: Json, machine: str) -> bytes:
                 if line.role in COLOURS and line.against_ring is not None and line.way == "plan":
                     series.setdefault(line.name, (line.role, []))[1].append((place, line.against_ring))
         for name, (role, points) in series.items():
-            axes.plot(*zip(*points, strict=True), marker="o", ms=3, color=COLOURS[role], label=name)
+            dashed = "--" if "groups" in name or name == "star4" else "-"  # two of one colour
+            axes.plot(*zip(*points, strict=True), dashed, marker="o", ms=3, color=COLOURS[role], label=name)
         axes.set_xticks(
             range(len(trials)), [pressure_text(trial["pressure"]).replace(" its ", "\n") for trial in trials]
         )
@@ -144,8 +145,8 @@ def _growth(report: Json) -> bytes:
                     by_length.scatter([work.length], [line.bytes_measured / 1e6], color=COLOURS[line.role], s=14)
     by_length.set_xlabel("tokens, 4 nodes of 4 ranks")
     by_length.legend(frameon=False, fontsize=7)
+    by_nodes.set_xscale("log", base=2)
     for axes, ticks in ((by_nodes, nodes), (by_length, lengths)):
-        axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_ylim(bottom=0)
     return _png(figure)
