@@ -95,6 +95,8 @@ def measure_clusters(machines: Sequence[Machine], quick: bool) -> Json:
 
 def measure_group(quick: bool) -> Json | None:
     """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)

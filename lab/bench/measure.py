@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lab.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
 from lab.bench.closed import Machine, rate_for, ring_bytes, shapes_for
 from lab.bench.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
-from lab.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data
+from lab.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
 from lab.bench.ring import TextbookRing
 from lab.cluster import Cluster, own_link_bytes
 from startrail import SequenceParallel
@@ -106,6 +106,8 @@ def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
     """Why a contender cannot do this work here, or None if it can; asked before any rank starts."""
     if work.model and contender.way not in ("plan", "textbook ring"):
         return f"{contender.name} has no adapter for whole models"
+    if own_device().type == "cuda" and contender.way not in ("plan", "textbook ring"):
+        return "its adapter here is for CPUs"
     if contender.way in PACKAGES and find_spec(PACKAGES[contender.way][0]) is None:
         return f"{contender.way} is not installed (make setup-bench)"
     if contender.way in UNPADDED and work.length % (2 * machine.world):
@@ -226,6 +228,8 @@ class Ranks:
         self.links.start_together()
         start = time.perf_counter()
         runner.step()
+        if own_device().type == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         dist.barrier()
         after = self.links.bytes()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lab.bench.cases import Contender, Work
 from lab.bench.closed import Machine
-from lab.bench.peers import engine
+from lab.bench.peers import engine, own_device
 from lab.bench.ring import RingAttention, TextbookRing
 from startrail.training.dit import DiT, flow_matching_loss
 from startrail.training.gpt import GPT
@@ -29,7 +29,7 @@ class Model:
     """One of the two models with a batch of one sequence; ``loss`` takes an attention and a way to cut the sequence."""
 
     def __init__(self, work: Work) -> None:
-        self.work = work
+        self.work, self.device = work, own_device()
         generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
         width, side = work.q_heads * work.head_dim, 32
@@ -37,22 +37,25 @@ class Model:
             heads = {"heads": work.q_heads, "kv_heads": work.kv_heads}
             shape = replace(GPT_SHAPES["gpt-tiny"], width=width, layers=work.layers, **heads)
             self.net: torch.nn.Module = GPT(shape)
-            self.tokens = torch.randint(shape.vocab, (work.batch, work.length), generator=generator)
+            self.tokens = torch.randint(shape.vocab, (work.batch, work.length), generator=generator).to(self.device)
             self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100)  # shifted before anything is cut
         else:
             grid = {"rows": work.length // side, "columns": side}
             dit = replace(DIT_SHAPES["dit-tiny"], width=width, layers=work.layers, heads=work.q_heads, **grid)
             self.net = DiT(dit)
             shape = (work.batch, work.length, dit.patch_dim)
-            self.patches, self.noise = (torch.randn(shape, generator=generator) for _ in range(2))
+            self.patches, self.noise = (torch.randn(shape, generator=generator).to(self.device) for _ in range(2))
+        self.net.to(self.device)
 
     def loss(self, attend: Attend, cut: Cut, positions: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        positions = positions.to(self.device)
         if self.work.model == "gpt":
             hidden = self.net(cut(self.tokens, 1), positions, attend)
             sums = chunked_cross_entropy(hidden, self.net.output_weight, cut(self.labels, 1), chunk=1024)
         else:
-            time_, label = torch.full((self.work.batch,), 0.3), torch.zeros(self.work.batch, dtype=torch.long)
-            real = cut(torch.ones(self.work.length), 0).bool()
+            time_ = torch.full((self.work.batch,), 0.3, device=self.device)
+            label = torch.zeros(self.work.batch, dtype=torch.long, device=self.device)
+            real = cut(torch.ones(self.work.length, device=self.device), 0).bool()
             parts = cut(self.patches, 1), cut(self.noise, 1)
             sums = flow_matching_loss(self.net, *parts, time_, label, positions, real, attend)  # type: ignore[arg-type]
         return global_mean(*sums, group) if group is not None else sums[0] / sums[1]

@@ -55,6 +55,16 @@ class Data:
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     answers: Results
 
+    def to(self, device: torch.device) -> Data:
+        inputs, answers = (tuple(x.to(device) for x in xs) for xs in (self.inputs, self.answers))
+        return Data(inputs, answers)  # type: ignore[arg-type]
+
+
+def own_device() -> torch.device:
+    """Where this rank computes: on its GPU if NCCL joins the ranks, which emulated nodes never do."""
+    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+
 
 def make_data(work: Work, seed: int = 0) -> Data:
     generator = torch.Generator().manual_seed(seed)
@@ -76,8 +86,8 @@ class Attender(ABC):
         self.layout, self.place = Layout("zigzag", machine.world, work.length), dist.get_rank()
         self.set_up()
         if data is not None:  # else the caller has inputs of its own
-            self.data = data
-            self.inputs = [self.shard(x) for x in data.inputs]
+            self.data = data.to(own_device())
+            self.inputs = [self.shard(x) for x in self.data.inputs]
 
     @abstractmethod
     def set_up(self) -> None: ...
@@ -141,7 +151,7 @@ class Alone(Attender):
     def set_up(self) -> None:
         whole = self.layout.runs(0, self.machine.world)
         self.visible = tiles_of(Mask(self.work.causal), self.layout.runs(self.place), whole)
-        self.kernel = kernel_for(torch.device("cpu"), torch.float32, self.work.head_dim)
+        self.kernel = kernel_for(own_device(), torch.float32, self.work.head_dim)
         self.scale = self.work.head_dim**-0.5
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:

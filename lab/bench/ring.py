@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.bench.peers import Attender, Results
+from lab.bench.peers import Attender, Results, own_device
 from startrail.kernels import kernel_for
 from startrail.mask import Mask, tiles_of
 
@@ -27,7 +27,7 @@ class TextbookRing(Attender):
         world = self.machine.world
         self.last = world - 1
         self.after, self.before = (self.place + 1) % world, (self.place - 1) % world
-        self.kernel = kernel_for(torch.device("cpu"), torch.float32, self.work.head_dim)
+        self.kernel = kernel_for(own_device(), torch.float32, self.work.head_dim)
         self.scale, mine = self.work.head_dim**-0.5, self.layout.runs(self.place)
         columns = [(self.place - hop) % world for hop in range(world)]
         self.visible = [tiles_of(Mask(self.work.causal), mine, self.layout.runs(column)) for column in columns]
