@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def size_text(size: float) -> str:
 
 
 def by_level(sent: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size_text(size)}" for name, size in sent.items()) or "nothing"
+    return ", ".join(f"{name} {size_text(size)}" for name, size in sent.items() if size) or "nothing"
 
 
 class Display:
@@ -215,7 +216,8 @@ class Records:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(metrics) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+            self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
             self._file.flush()
         except OSError as error:
             self.problem = f"{self._file.name} could not be written: {error.strerror}"

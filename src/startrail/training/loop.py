@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from startrail.attention import SequenceParallel
+from startrail.schedule import Place, lane_names
 from startrail.training import memory
 from startrail.training.display import Display, Records, Summary
 from startrail.training.parallel import (
@@ -56,6 +57,8 @@ class Trainer:
             self.task: Any = make_task(recipe, self.sp, device)
             self.expected = memory.estimate(recipe, self.task, self.world) if self.lead else memory.NOTHING
             self.traffic = self._promised(mesh["sequence"])
+            plan = self.sp.plan_for(*recipe.heads)
+            self.lanes = lane_names(Place.of(plan, self.sp.world, self.sp.rank))
         except ValueError as error:
             problem = str(error)
         agree(problem)
@@ -93,7 +96,7 @@ class Trainer:
                 seconds=seconds,
                 tokens_per_second=recipe.tokens_per_step / seconds,
                 waiting=sums["waiting"] / self.world / seconds,
-                sent={name: sums[name] / self.world for name in self.sp.traffic()},
+                sent={name: sums[name] / self.world for name in self.lanes},
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 metrics["skipped"] = True
@@ -167,13 +170,13 @@ class Trainer:
             loss += share.detach()
         finish_gradients(self.model)
         norm = clip_gradients(self.model.parameters(), recipe.clip)
-        traffic = {name: float(lane["bytes"]) for name, lane in self.sp.traffic().items()}
+        traffic = self.sp.traffic()
         numbers = dict(
             loss=loss.item(),
             waiting=self.sp.timings()["waiting"],
             stop=float(self.stop.wanted),
             failed=float(self.checkpoints.failed or self.records.problem is not None),
-            **traffic,
+            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.lanes},
         )
         sums = dict(zip(numbers, sum_over_ranks(list(numbers.values()), self.device), strict=True))
         if math.isfinite(sums["loss"]) and math.isfinite(norm):
@@ -194,7 +197,10 @@ class Trainer:
         return total / max(counted, 1.0)
 
     def _sample(self) -> str:
-        text: str = self.task.show(self.model, self.folder)
+        try:
+            text: str = self.task.show(self.model, self.folder)
+        except (OSError, ValueError) as error:  # it is the model that counts, and that is saved
+            text = f"no sample: {error}"
         forget_gathered(self.model)
         return text
 
