@@ -83,10 +83,10 @@ BRIEF = 2  # repeats of a contender that is in a trial's ``brief``
 COMPUTE = Contender("compute alone", role="compute", way="compute")
 PEERS = (
     Contender("ring, textbook", role="ring", way="textbook ring"),
-    Contender("torch ring, all-to-all", role="ring", way="torch ring"),
-    Contender("torch ring, all-gather", role="ring", way="torch gather"),
-    Contender("ring-flash-attn", role="ring", way="ring-flash-attn"),
-    Contender("yunchang USP", role="usp", way="yunchang"),
+    Contender("torch ring, all-to-all", role="peer", way="torch ring"),
+    Contender("torch ring, all-gather", role="peer", way="torch gather"),
+    Contender("ring-flash-attn", role="peer", way="ring-flash-attn"),
+    Contender("yunchang USP", role="peer", way="yunchang"),
     Contender("DeepSpeed Ulysses", role="ulysses", way="deepspeed"),
 )
 

@@ -94,7 +94,8 @@ class Line:
 
 
 def lines_of(trial: Json) -> list[Line]:
-    """A trial's contenders that could be timed. The ring that others are held against is the fastest one there is."""
+    """A trial's contenders that could be timed. Others are held against the faster of the two flat rings, the textbook
+    one and our engine's, which are measured as often as our plans are; peers' rings move the same bytes."""
     rows = [row for row in trial["rows"] if not row["refused"]]
     compute = statistics.median(next(row for row in rows if row["role"] == "compute")["seconds"])
     overhead = next(row["links"] for row in rows if row["role"] == "compute")  # what barriers add to every row
@@ -163,7 +164,8 @@ def claims(report: Json) -> list[Claim]:
         bound_to = [t for t in trials if _is(t, machine, "MHA", 8.0) and t["work"]["causal"] == causal]
         mask = "causal" if causal else "full"
         found += _ratio_claims(f"{machine}, MHA, {mask}, ring 8x its compute", bound_to[0] if bound_to else None)
-    found += [_same_ratios(trials, machine), _compute_claim(trials), _slower_claim(trials)]
+    found += [_peers_claim(trials, machine), _same_ratios(trials, machine)]
+    found += [_compute_claim(trials), _slower_claim(trials)]
     found += [_step_claim(trials, model, paper) for model, paper in (("gpt", "+77 %"), ("dit", "+114 %"))]
     return [*found, _slow_node_claim(trials, machine)]
 
@@ -224,6 +226,20 @@ def _ratio_claims(where: str, trial: Json | None) -> list[Claim]:
     return made
 
 
+def _peers_claim(trials: Sequence[Json], machine: str) -> Claim:
+    parts = []
+    for trial in trials:
+        if not _is(trial, machine, "MHA", 8.0):
+            continue
+        lines = lines_of(trial)
+        ours = best(lines, "nested")
+        ratios = [f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in lines if ours and line.role == "peer"]
+        if ratios:
+            parts.append(f"{Work(**trial['work']).mask}: {', '.join(ratios)}")
+    text = "nested without keep against the peers' own code, ring 8x its compute (fewer repeats)"
+    return Claim(text, "; ".join(parts) or "not measured in this run", None)
+
+
 def _same_ratios(trials: Sequence[Json], machine: str) -> Claim:
     parts = []
     for trial in trials:
@@ -251,7 +267,7 @@ def _compute_claim(trials: Sequence[Json]) -> Claim:
 
 
 def _slower_claim(trials: Sequence[Json]) -> Claim:
-    text = "no plan of ours slower than the fastest flat ring by more than 5 % at any rate"
+    text = "no plan of ours slower than the faster flat ring by more than 5 % at any rate"
     cases = [(line, t) for t in trials for line in lines_of(t) if line.role.startswith("nested") and line.against_ring]
     if not cases:
         return Claim(text, "not measured in this run", None)

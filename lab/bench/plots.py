@@ -14,6 +14,7 @@ from startrail.plan import Plan
 
 COLOURS = {
     "ring": "#8a8f98",
+    "peer": "#c98b8b",
     "double ring": "#b08968",
     "usp": "#e0a458",
     "ulysses": "#7aa874",
@@ -40,7 +41,7 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
     for trial in bars:
         work = Work(**trial["work"])
         name = f"throughput-{work.kind.replace(' ', '-').replace(':', '-').lower()}-{work.mask}.png"
-        caption = f"{machine}, {work}: throughput relative to the fastest ring, and what each one's bytes allow"
+        caption = f"{machine}, {work}: throughput relative to the faster flat ring, and what each one's bytes allow"
         made[name] = (_throughput(trial), caption)
     if len({trial["pressure"] for trial in report["trials"]}) > 1:
         made["rates.png"] = (_rates(report, machine), "Throughput relative to ring, from slow links to fast ones (MHA)")

@@ -39,7 +39,7 @@ COLUMNS = (
     ("contender", "who, and the plan if it is one of our engine's"),
     ("median s", "slowest rank of each repeat, median over repeats"),
     ("spread", "fastest and slowest repeat"),
-    ("x ring", "throughput relative to the fastest flat ring in the same trial"),
+    ("x ring", "throughput relative to the faster of the two flat rings in the same trial, textbook and ours"),
     ("link MB", "measured bytes of the busiest direction of the busiest node link, barriers subtracted"),
     ("closed MB", "the same by closed form, read off the schedule"),
     ("off", "measured against closed form; TCP's headers and acknowledgements are about 1 %"),
