@@ -24,7 +24,7 @@ from startrail.training.recipes import Recipe, find
 from startrail.training.stopping import Stop
 
 PLANS = {1: "1x1", 2: "2x1", 4: "2x2", 8: "2x4", 16: "4x4"}
-SHAPE = dict(width=64, layers=2, heads=1, kv_heads=1, hidden=256)
+SHAPE = dict(width=32, layers=2, heads=1, kv_heads=1, hidden=256)
 
 
 class Quiet(Display):

@@ -83,7 +83,7 @@ def _start(recipe: Recipe) -> int:
             results = run_local(lambda rank: _run(recipe, torch.device("cpu"), stop), recipe.ranks, deadline=FOREVER)
     except RankError as error:
         print(f"startrail train: {error}", file=sys.stderr)
-        print("startrail train: the same command continues from the last checkpoint", file=sys.stderr)
+        print("startrail train: the same command continues from the last checkpoint, if there is one", file=sys.stderr)
         return 1
     return _end(results[0], stop)
 
