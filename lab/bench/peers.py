@@ -40,7 +40,8 @@ DISCLOSURES = {
     "ring-flash-attn": "ring-flash-attn's communication code, unmodified, on a substitute kernel: "
     "zigzag_ring_flash_attn (causal) and ring_flash_attn (full) find a stand-in for flash_attn that calls ATen's CPU "
     "flash op. flash-attn takes half precision only: so that float32 works, .to(float32) is made to copy in its "
-    "backward pass, as it does there. With a full mask it returns dq in bfloat16, and is checked to that precision",
+    "backward pass, as it does there. Its package's __init__, which imports transformers, is passed over. "
+    "With a full mask it returns dq in bfloat16, and is checked to that precision",
     "yunchang": "yunchang's LongContextAttention (USP: Ulysses in a node, a ring over nodes), unmodified, on the same "
     "substitute kernel, in float32 and checked in the same way",
     "deepspeed": "DeepSpeed's DistributedAttention, unmodified, around torch's scaled_dot_product_attention (its "
