@@ -66,7 +66,7 @@ class Trainer:
         self.begin = self.checkpoints.prepare(recipe, self.expected.checkpoint * (self.world if recipe.zero else 1))
         self.records = self._records()
         if device.type == "cpu":
-            memory.return_freed_memory()
+            memory.return_large()
         self.before = memory.resident_bytes()
         memory.reset_peak(device)
         self.model: Any = build_model(recipe, device)
@@ -182,6 +182,8 @@ class Trainer:
         if math.isfinite(sums["loss"]) and math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.device.type == "cpu":
+            memory.return_small()
         return sums["loss"], norm, sums
 
     @torch.no_grad()

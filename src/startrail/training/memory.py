@@ -189,13 +189,19 @@ class _Watch(TorchDispatchMode):
         self.now -= size
 
 
-def return_freed_memory() -> None:
-    """Let every tensor above 64 KiB go back to the system when it is freed (glibc; elsewhere nothing changes).
+def return_large() -> None:
+    """Let every tensor of 1 MiB or more go back to the system when it is freed (glibc; elsewhere nothing changes).
 
     Otherwise malloc keeps holes of all sizes for later, and a process that needs 75 MiB at once holds twice that.
     """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+def return_small() -> None:
+    """Give back the holes that small tensors have left; between steps, since it takes milliseconds."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:

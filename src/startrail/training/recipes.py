@@ -232,7 +232,7 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe(
-            "gpt-tiny", GPT_SHAPES["gpt-tiny"], length=2048, plan="2x2/u2", steps=160, zero=2, recompute=False,
+            "gpt-tiny", GPT_SHAPES["gpt-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2, recompute=False,
             learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
