@@ -10,6 +10,7 @@ from startrail.plan import divisors
 
 # How long textbook Ring Attention keeps a node's link busy, by closed form, in units of what computing takes.
 PRESSURES = (8.0, 3.0, 1.0)
+BOUND_BY_LINKS = PRESSURES[0]
 
 
 @dataclass(frozen=True)
@@ -165,14 +166,14 @@ def limited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
     everyone = (*PEERS, *plan_contenders(nodes, ranks))
     main, few = picked(everyone, *MAIN), picked(everyone, *FEW)
     if quick:
-        return [*(Trial(work, main, 8.0, 3, 25.0) for work in SHORT), Trial(EVEN[1], few, 1.0, 2, 15.0)]
+        return [*(Trial(work, main, BOUND_BY_LINKS, 3, 25.0) for work in SHORT), Trial(EVEN[1], few, 1.0, 2, 15.0)]
     if (nodes, ranks) == (4, 8):
         return headline_trials(everyone, main, few, auto_contender(nodes, ranks, GQA))
     near = tuple(contender for contender in everyone if not contender.across)
-    trials = [Trial(work, near, 8.0, 2, 25.0) for work in SHORT]
+    trials = [Trial(work, near, BOUND_BY_LINKS, 2, 25.0) for work in SHORT]
     trials += [Trial(EVEN[1], few, 1.0, 2, 12.0)]
     if (nodes, ranks) == (4, 4):  # how costs grow with the sequence
-        trials += [Trial(replace(MHA, length=length), few, 8.0, 2, 20.0) for length in (1024, 3072)]
+        trials += [Trial(replace(MHA, length=length), few, BOUND_BY_LINKS, 2, 20.0) for length in (1024, 3072)]
     return trials
 
 
@@ -181,16 +182,16 @@ def headline_trials(
 ) -> list[Trial]:
     """The claims' trials, with five repeats of everybody whom they name; then what is in the table beside them."""
     others = tuple(contender for contender in everyone if contender not in main)
-    trials = [Trial(work, everyone, 8.0, 5, 130.0, at_least=5, brief=others) for work in HEADLINE]
+    trials = [Trial(work, everyone, BOUND_BY_LINKS, 5, 130.0, at_least=5, brief=others) for work in HEADLINE]
     trials += [Trial(work, main, 3.0, 3, 30.0) for work in HEADLINE]
     trials += [Trial(work, main, 1.0, 3, 30.0) for work in EVEN]
     slowed = picked(main, "ring, textbook", "star2", "star4", "nested", "nested, keep")
-    trials += [Trial(HEADLINE[1], slowed, 8.0, 2, 35.0, slow_node=True)]
+    trials += [Trial(HEADLINE[1], slowed, BOUND_BY_LINKS, 2, 35.0, slow_node=True)]
     chosen = (*picked(main, "ring, ours", "star2", *FEW), auto)
     for work in (replace(GQA, causal=True), GQA):
         trials += [Trial(work, chosen, p, 3, seconds) for p, seconds in zip(PRESSURES, (20, 10, 6), strict=True)]
     for work in (GPT, DIT):
-        trials += [Trial(work, few, 8.0, 3, 20.0), Trial(work, few, 1.0, 3, 8.0)]
+        trials += [Trial(work, few, BOUND_BY_LINKS, 3, 20.0), Trial(work, few, 1.0, 3, 8.0)]
     return trials
 
 

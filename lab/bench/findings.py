@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lab.bench.cases import COMPUTE, Trial, Work
+from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, Trial, Work
 from lab.bench.closed import Machine, link_bytes, transfer_seconds
 from lab.bench.measure import Outcome, Sample
 from startrail.plan import Plan
@@ -161,9 +161,10 @@ def claims(report: Json) -> list[Claim]:
     found = [_bytes_claim(trials)]
     machine = headline_machine(trials)
     for causal in (True, False):
-        bound_to = [t for t in trials if _is(t, machine, "MHA", 8.0) and t["work"]["causal"] == causal]
+        bound_to = [t for t in trials if _is(t, machine, "MHA", BOUND_BY_LINKS) and t["work"]["causal"] == causal]
         mask = "causal" if causal else "full"
-        found += _ratio_claims(f"{machine}, MHA, {mask}, ring 8x its compute", bound_to[0] if bound_to else None)
+        where = f"{machine}, MHA, {mask}, {pressure_text(BOUND_BY_LINKS)}"
+        found += _ratio_claims(where, bound_to[0] if bound_to else None)
     found += [_peers_claim(trials, machine), _same_ratios(trials, machine)]
     found += [_compute_claim(trials), _slower_claim(trials)]
     found += [_step_claim(trials, model, paper) for model, paper in (("gpt", "+77 %"), ("dit", "+114 %"))]
@@ -229,14 +230,14 @@ def _ratio_claims(where: str, trial: Json | None) -> list[Claim]:
 def _peers_claim(trials: Sequence[Json], machine: str) -> Claim:
     parts = []
     for trial in trials:
-        if not _is(trial, machine, "MHA", 8.0):
+        if not _is(trial, machine, "MHA", BOUND_BY_LINKS):
             continue
         lines = lines_of(trial)
         ours = best(lines, "nested")
         ratios = [f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in lines if ours and line.role == "peer"]
         if ratios:
             parts.append(f"{Work(**trial['work']).mask}: {', '.join(ratios)}")
-    text = "nested without keep against the peers' own code, ring 8x its compute (fewer repeats)"
+    text = f"nested without keep against the peers' own code, {pressure_text(BOUND_BY_LINKS)} (fewer repeats)"
     return Claim(text, "; ".join(parts) or "not measured in this run", None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.bench.cases import LONG, MHA, Work, balanced_team
+from lab.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
 from lab.bench.closed import Machine, link_bytes, ring_bytes
 from lab.bench.findings import Json, Line, headline_machine, lines_of, pressure_text
 from startrail.plan import Plan
@@ -35,7 +35,8 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
     bars = [
         trial
         for trial in report["trials"]
-        if trial["machine"] == machine and trial["pressure"] == 8.0 and not trial["slow_node"] and not _model(trial)
+        if trial["machine"] == machine and trial["pressure"] == BOUND_BY_LINKS
+        if not trial["slow_node"] and not _model(trial)
     ]
     made = {}
     for trial in bars:
@@ -140,7 +141,7 @@ def _growth(report: Json) -> bytes:
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)
     for trial in report["trials"]:
         work = Work(**trial["work"])
-        if trial["machine"] == "4x4" and work.kind == "MHA" and not work.causal and trial["pressure"] == 8.0:
+        if trial["machine"] == "4x4" and work.kind == "MHA" and not work.causal and trial["pressure"] == BOUND_BY_LINKS:
             for line in lines_of(trial):
                 if line.name in ("ring, textbook", "USP", "nested", "nested, keep") and line.bytes_measured:
                     by_length.scatter([work.length], [line.bytes_measured / 1e6], color=COLOURS[line.role], s=14)

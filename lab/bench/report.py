@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import startrail
-from lab.bench.cases import Work
+from lab.bench.cases import BOUND_BY_LINKS, Work
 from lab.bench.findings import Claim, Json, Line, claims, lines_of, title
 from lab.bench.peers import DISCLOSURES
 from lab.bench.plots import pictures
@@ -210,7 +210,7 @@ def _growth(trials: Sequence[Json]) -> str:
     rows = []
     for trial in trials:
         work = Work(**trial["work"])
-        if work.kind != "MHA" or work.causal or trial["pressure"] != 8.0 or trial["slow_node"]:
+        if work.kind != "MHA" or work.causal or trial["pressure"] != BOUND_BY_LINKS or trial["slow_node"]:
             continue
         for line in (line for line in lines_of(trial) if line.name in GROWING and line.bytes_measured):
             ranks = trial["nodes"] * trial["ranks_per_node"]

@@ -11,7 +11,7 @@ import torch
 
 import lab
 from lab.bench.__main__ import fitting, main, parse_shape
-from lab.bench.cases import COMPUTE, MHA, PEERS, Contender, Trial, plan_contenders
+from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, MHA, PEERS, Contender, Trial, plan_contenders
 from lab.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
 from lab.bench.findings import claims, lines_of, measured_trial
 from lab.bench.measure import make_runner, run_on_cluster, why_not
@@ -80,7 +80,7 @@ def test_who_cannot_take_part_is_named_with_the_reason():
         parse_shape("4by8")
 
 
-def recorded(seconds: dict[str, float], pressure: float | None = 8.0, extra: float = 1.01) -> dict[str, Any]:
+def recorded(seconds: dict[str, float], pressure: float | None = BOUND_BY_LINKS, extra: float = 1.01) -> dict[str, Any]:
     """A trial on 4x8 with these times; measured bytes are ``extra`` times the closed form."""
     machine, rates = Machine(4, 8), [None if pressure is None else 10**8] * 4
     rows: list[dict[str, Any]] = [

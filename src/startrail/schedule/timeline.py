@@ -58,12 +58,14 @@ def with_heads_and_groups(
     computes, and our own are waited for at the very end.
     """
     first = [post for body in groups for post in body[0].posts]
-    steps = [Step(tuple(heads_exchange(place, kind, group))) for group in range(len(groups)) for kind in enters]
+    steps: list[Step] = []
     if enters:
-        at_hand = tuple({post.piece.kind for post in first} - set(enters))
         for group in range(len(groups)):
-            for kinds in (at_hand, *((kind,) for kind in enters)):
-                steps.append(Step(tuple(p for p in first if p.piece.group == group and p.piece.kind in kinds)))
+            posts = [post for post in first if post.piece.group == group]
+            steps.append(Step(tuple(post for post in posts if post.piece.kind not in enters)))
+            for kind in enters:  # one kind at a time, so that the first is not delayed by the others
+                steps.append(Step(tuple(heads_exchange(place, kind, group))))
+                steps.append(Step(tuple(post for post in posts if post.piece.kind == kind)))
         first = []
     at_once: list[Step] = []  # what is left of the group before, but for its own results
     at_the_end: list[Step] = []
