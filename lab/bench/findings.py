@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, Trial, Work
+from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, PRESSURES, Trial, Work
 from lab.bench.closed import Machine, link_bytes, transfer_seconds
 from lab.bench.measure import Outcome, Sample
 from startrail.plan import Plan
@@ -245,14 +245,14 @@ def _same_ratios(trials: Sequence[Json], machine: str) -> Claim:
     parts = []
     for trial in trials:
         pressure = trial["pressure"]
-        if pressure in (3.0, 1.0) and _is(trial, machine, "MHA", pressure):
+        if pressure in PRESSURES[1:] and _is(trial, machine, "MHA", pressure):
             lines = lines_of(trial)
             rings, ours, kept = (best(lines, role) for role in ("ring", "nested", "nested keep"))
             if rings and ours and kept:
                 mask = "causal" if trial["work"]["causal"] else "full"
                 ratios = f"{rings.seconds / ours.seconds:.2f}x, with keep {rings.seconds / kept.seconds:.2f}x"
                 parts.append(f"{mask}, ring {pressure:g}x its compute: {ratios}")
-    return Claim("the same ratios where ring is 3x and 1x its compute", "; ".join(parts) or "not measured", None)
+    return Claim("the same ratios where links are less of a limit", "; ".join(parts) or "not measured", None)
 
 
 def _compute_claim(trials: Sequence[Json]) -> Claim:
