@@ -64,7 +64,9 @@ class Summary:
 
 
 def size_text(size: float) -> str:
-    """>>> size_text(3 * 2**20), size_text(1536)
+    """In the unit that suits it.
+
+    >>> size_text(3 * 2**20), size_text(1536)
     ('3.0 MiB', '1.5 KiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
