@@ -126,7 +126,7 @@ def test_links_change_while_a_job_runs(pair: lab.Cluster) -> None:
         assert rate_into(pair, 1) == pytest.approx(10e6, rel=0.1)
         pair.set_link(1, None)
         pair.set_link(0, "20mbit")
-        time.sleep(0.2)
+        time.sleep(1.5)  # what the removed limit had queued is lost, and TCP must find its pace again
         assert rate_into(pair, 1) == pytest.approx(20e6, rel=0.1)
         pair.cut(0)
         assert rate_into(pair, 1, 0.5) < 1e5

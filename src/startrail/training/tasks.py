@@ -186,6 +186,8 @@ class ImageTask(Task[DiT, Images]):
             patches = sample(model, noise.to(self.device), labels, positions, self._attention, self.recipe.sample)
         whole = self.sp.unshard(patches, 1, self.shape.tokens).cpu()
         images = unpatchify(whole, self.shape.patch, self.shape.rows, self.shape.columns)
+        zoom = max(1, 128 // images.shape[-1])  # small images are enlarged, for a person to look at
+        images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
         path = folder / "samples.png"
         if dist.get_rank() == 0:
             save_grid(images, path, 4)
