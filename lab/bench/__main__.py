@@ -19,14 +19,15 @@ import torch.distributed as dist
 
 from lab.bench.cases import Trial, limited_trials, unlimited_trials
 from lab.bench.closed import Machine
-from lab.bench.findings import Json, claims, measured_trial
-from lab.bench.measure import run_on_cluster, run_on_group, why_not
+from lab.bench.findings import Json, claims, measured_trial, pressure_text
+from lab.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
 from lab.bench.report import metadata, write
 from lab.cluster import available
+from lab.job import JobError
 from lab.launch import Parser
 
 SHAPES = ("4x8", "4x4", "2x8", "8x4")
-DEADLINE = 1500.0  # seconds for all trials of one machine
+MINUTES = 18.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,16 +36,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default: {' '.join(SHAPES)})")
     parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="no trial begins after this; the report then lists those it has not (default: %(default)g)",
+    )
+    parser.add_argument(
         "--again", type=Path, metavar="JSON", help="measure nothing: judge and draw a recorded report anew"
     )
     options = parser.parse_args(argv)
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g} is not a positive number")
     torch.set_num_threads(1)
     started = time.time()
     arguments = sys.argv[1:] if argv is None else list(argv)
     if options.again:
-        report = json.loads(options.again.read_text())
+        try:
+            report = json.loads(options.again.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--again {options.again}: {error}")
     elif "WORLD_SIZE" in os.environ:
-        found = measure_group(options.quick)
+        found = measure_group(options.quick, 60 * options.minutes)
         if found is None:
             return 0  # rank 0 writes the report
         report = {"meta": metadata(arguments, started), **found}
@@ -56,13 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             machines = [parse_shape(text) for text in options.shapes or (["4x4"] if options.quick else SHAPES)]
         except ValueError as error:
             parser.error(str(error))
-        found = measure_clusters(machines, options.quick)
+        found = measure_clusters(machines, options.quick, 60 * options.minutes)
         report = {"meta": metadata(arguments, started), **found}
     write(report, options.out)
     for claim in claims(report):
         print(f"{ {True: 'met', False: 'NOT MET', None: '-'}[claim.met]:8s} {claim.text}: {claim.found}")
+    for failure in report.get("failed", []):
+        print(f"FAILED   {failure}", file=sys.stderr)
     print(f"\n{options.out / 'report.html'}")
-    return 0
+    return 1 if report.get("failed") else 0
 
 
 def parse_shape(text: str) -> Machine:
@@ -76,8 +90,8 @@ def parse_shape(text: str) -> Machine:
     return Machine(int(nodes), int(ranks))
 
 
-def measure_clusters(machines: Sequence[Machine], quick: bool) -> Json:
-    found: Json = {"trials": [], "left_out": []}
+def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -> Json:
+    found: Json = {"trials": [], "left_out": [], "failed": []}
     plan = []
     for machine in machines:
         shape = machine.nodes, machine.ranks_per_node
@@ -85,15 +99,28 @@ def measure_clusters(machines: Sequence[Machine], quick: bool) -> Json:
             if trials:
                 plan.append((machine, limited, fitting(machine, trials, found["left_out"])))
     bar = Bar(sum(trial.seconds + 10 for _, _, trials in plan for trial in trials))
+    end = time.monotonic() + seconds
     for machine, limited, trials in plan:
-        by_rank = run_on_cluster(machine, trials, bar.in_trial(machine, trials), limited, DEADLINE)
-        for trial, outcomes in zip(trials, zip(*by_rank, strict=True), strict=True):
-            found["trials"].append(measured_trial(machine, trial, outcomes))
+        done: list[Sequence[Outcome]] = []
+        why = "time was over (--minutes)"
+        if (left := end - time.monotonic()) > 0:
+            try:
+                by_rank = run_on_cluster(machine, trials, bar.in_trial(machine, trials), limited, left)
+                done = list(zip(*by_rank, strict=True))
+            except JobError as error:
+                why = str(error)
+                found["failed"].append(f"{machine}: {error}")
+        found["trials"] += [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
+        found["left_out"] += [unreached(machine, trial, why) for trial in trials[len(done) :]]
         bar.done(trials)
     return found
 
 
-def measure_group(quick: bool) -> Json | None:
+def unreached(machine: Machine, trial: Trial, why: str) -> Json:
+    return {"name": "everybody", "where": f"{machine} {trial.work}, {pressure_text(trial.pressure)}", "why": why}
+
+
+def measure_group(quick: bool, seconds: float) -> Json | None:
     """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -104,15 +131,16 @@ def measure_group(quick: bool) -> Json | None:
     every = [*limited_trials(machine.nodes, ranks, quick), *unlimited_trials(machine.nodes, ranks, quick)]
     once = {trial.work: replace(trial, pressure=None, slow_node=False) for trial in reversed(every)}
     trials = fitting(machine, list(once.values()), left_out)
-    by_rank = run_on_group(trials, machine)
+    by_rank = run_on_group(machine, trials, seconds)
     dist.barrier()
     first = dist.get_rank() == 0
     dist.destroy_process_group()
     if not first:
         return None
-    outcomes = [list(row) for row in zip(*by_rank, strict=True)]
-    records = [measured_trial(machine, trial, row) for trial, row in zip(trials, outcomes, strict=True)]
-    return {"trials": records, "left_out": left_out}
+    done = list(zip(*by_rank, strict=True))
+    records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
+    left_out += [unreached(machine, trial, "time was over (--minutes)") for trial in trials[len(done) :]]
+    return {"trials": records, "left_out": left_out, "failed": []}
 
 
 def fitting(machine: Machine, trials: Sequence[Trial], left_out: list[Json]) -> list[Trial]:

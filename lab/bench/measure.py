@@ -30,6 +30,7 @@ from startrail.plan import Plan
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
 WARM_UP = 3
+ONE_TRIAL = 400.0  # seconds that the trial which is running when time is over may still take, and the start
 START_SECONDS = 0.1  # enough for rank 0's word to reach everybody
 Progress = Callable[[str], None]
 Rates = Sequence[int | None]
@@ -159,9 +160,13 @@ class Ranks:
         self.refused: dict[tuple[Contender, Work], str] = {}
         self.compute: dict[Work, float] = {}
 
-    def run(self, trials: Sequence[Trial]) -> list[Outcome]:
-        outcomes = []
+    def run(self, trials: Sequence[Trial], seconds: float) -> list[Outcome]:
+        """Outcomes of the trials in order, of fewer if ``seconds`` are over before all have begun."""
+        outcomes: list[Outcome] = []
+        start = time.perf_counter()
         for number, trial in enumerate(trials):
+            if self.late(start, seconds):
+                break
             self.links.ask("rates", [FAST] * self.machine.nodes)
             for contender in (COMPUTE, *trial.contenders):
                 self.links.ask("progress", number, f"preparing {contender.name}")
@@ -170,6 +175,12 @@ class Ranks:
                 raise RuntimeError(f"compute alone, {trial.work}: {self.refused[COMPUTE, trial.work]}")
             outcomes.append(self.measure(number, trial))
         return outcomes
+
+    def late(self, start: float, seconds: float) -> bool:
+        """Whether ``seconds`` are over since ``start``; rank 0's clock decides for all."""
+        late = [time.perf_counter() - start > seconds]
+        dist.broadcast_object_list(late, 0)
+        return late[0]
 
     def prepare(self, contender: Contender, work: Work) -> None:
         """Connect, warm up, and see that the answers are right."""
@@ -209,9 +220,7 @@ class Ranks:
             for contender in everyone[turn:] + everyone[:turn]:
                 self.links.ask("progress", number, f"{contender.name}, repeat {repeat + 1}")
                 samples[contender.name].append(self.sample(contender, trial.work))
-            late = [time.perf_counter() - start > trial.seconds and repeat + 1 >= trial.at_least]
-            dist.broadcast_object_list(late, 0)  # rank 0's clock decides for all
-            if late[0]:
+            if repeat + 1 >= trial.at_least and self.late(start, trial.seconds):
                 break
         return Outcome(rates, samples, refused)
 
@@ -239,15 +248,15 @@ class Ranks:
 
 
 def run_on_cluster(
-    machine: Machine, trials: Sequence[Trial], progress: Callable[[int, str], None], limited: bool, deadline: float
+    machine: Machine, trials: Sequence[Trial], progress: Callable[[int, str], None], limited: bool, seconds: float
 ) -> list[list[Outcome]]:
-    """Outcomes by rank, then by trial, on an emulated cluster."""
+    """Outcomes by rank, then by trial, on an emulated cluster; no trial begins once ``seconds`` are over."""
     warm_up_imports(trials)
     data = prepare_data(trials)
     ours, theirs = Pipe()
 
     def on_rank(rank: int) -> list[Outcome]:
-        return Ranks(machine, Links(theirs), data).run(trials)
+        return Ranks(machine, Links(theirs), data).run(trials, seconds)
 
     def serve() -> None:
         while (request := ours.recv()) is not None:
@@ -260,7 +269,9 @@ def run_on_cluster(
             ours.send(True)
 
     with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST}bit" if limited else None) as cluster:
-        job = cluster.fork(on_rank, deadline)  # before the thread starts: a fork takes only its own thread along
+        job = cluster.fork(
+            on_rank, seconds + ONE_TRIAL
+        )  # before the thread starts: a fork takes only its own thread along
         server = threading.Thread(target=serve, daemon=True)
         server.start()
         try:
@@ -270,9 +281,9 @@ def run_on_cluster(
             server.join()
 
 
-def run_on_group(trials: Sequence[Trial], machine: Machine) -> list[list[Outcome]]:
+def run_on_group(machine: Machine, trials: Sequence[Trial], seconds: float) -> list[list[Outcome]]:
     """The same on ranks that torchrun started, on links as they are; every rank gets all outcomes."""
-    mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials)
+    mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials, seconds)
     everyone: list[Any] = [None] * machine.world
     dist.all_gather_object(everyone, mine)
     return everyone

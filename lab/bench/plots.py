@@ -9,7 +9,7 @@ from typing import Any
 
 from lab.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
 from lab.bench.closed import Machine, link_bytes, ring_bytes
-from lab.bench.findings import Json, Line, headline_machine, lines_of, pressure_text
+from lab.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
 from startrail.plan import Plan
 
 COLOURS = {
@@ -35,14 +35,15 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
     bars = [
         trial
         for trial in report["trials"]
-        if trial["machine"] == machine and trial["pressure"] == BOUND_BY_LINKS
+        if trial["machine"] == machine and (trial["pressure"] or 0) >= BOUND_BY_LINKS
         if not trial["slow_node"] and not _model(trial)
     ]
     made = {}
     for trial in bars:
         work = Work(**trial["work"])
-        name = f"throughput-{work.kind.replace(' ', '-').replace(':', '-').lower()}-{work.mask}.png"
-        caption = f"{machine}, {work}: throughput relative to the faster flat ring, and what each one's bytes allow"
+        kind = work.kind.replace(" ", "-").replace(":", "-").lower()
+        name = f"throughput-{kind}-{work.mask}-{trial['pressure']:g}x.png"
+        caption = f"{title(trial)}: throughput relative to the faster flat ring, and what each one's bytes allow"
         made[name] = (_throughput(trial), caption)
     if len({trial["pressure"] for trial in report["trials"]}) > 1:
         made["rates.png"] = (_rates(report, machine), "Throughput relative to ring, from slow links to fast ones (MHA)")
@@ -135,7 +136,7 @@ def _growth(report: Json) -> bytes:
         by_nodes.plot(nodes, amounts, marker=".", color=COLOURS[role], label=label)
     by_nodes.set_xlabel("nodes of 8 ranks, 16,384 tokens")
     by_nodes.set_ylabel("MB over a node's link", fontsize=9)
-    lengths = (1024, 1536, 3072)
+    lengths = (1024, 1536, 2048)
     works = [replace(MHA, length=length) for length in lengths]
     for label, role, amounts in _curves([Machine(4, 4)] * len(works), works):
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)

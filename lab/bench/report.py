@@ -17,7 +17,7 @@ import torch
 
 import startrail
 from lab.bench.cases import BOUND_BY_LINKS, Work
-from lab.bench.findings import Claim, Json, Line, claims, lines_of, title
+from lab.bench.findings import Claim, Json, Line, claims, lines_of, pressure_text, title
 from lab.bench.peers import DISCLOSURES
 from lab.bench.plots import pictures
 
@@ -227,7 +227,7 @@ def _growth(trials: Sequence[Json]) -> str:
         f"<td>{line.seconds:.3f}</td><td>{line.exposed:.3f}</td></tr>"
         for ranks, machine, length, _, line in sorted(rows, key=lambda row: (row[3], *row[:3]))
     )
-    note = "MHA, full mask, links that keep textbook Ring Attention busy for 8 times its compute. One node's link."
+    note = f"MHA, full mask, {pressure_text(BOUND_BY_LINKS)}. One node's link."
     return f"<p class='note'>{note}</p><div class='wide'><table><tr>{head}</tr>{body}</table></div>"
 
 

@@ -22,6 +22,7 @@ from startrail.local import run_local
 from startrail.training.display import Display
 from startrail.training.images import save_grid
 from startrail.training.loop import BETAS, Trainer
+from startrail.training.parallel import check_same_data
 from startrail.training.recipes import Recipe
 from startrail.training.shapes import DiTConfig, GPTConfig
 from startrail.training.stopping import Stop
@@ -335,6 +336,16 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_good(data, tm
     assert "startrail train: the checkpoint of step 8 could not be written: " in done.stderr
     assert "File too large; that of step 4 is kept" in done.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_ranks_that_see_other_data_end_in_one_error_on_all():
+    def on_rank(rank):
+        check_same_data(100)
+        with pytest.raises(ValueError, match="rank 1 sees 101 .* rank 0 sees 100: every node needs the same data"):
+            check_same_data(100 + rank)
+        return True
+
+    assert run_local(on_rank, 2) == [True, True]
 
 
 def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):

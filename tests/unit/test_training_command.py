@@ -126,8 +126,12 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert "has checkpoints up to step 2: resume, or choose another out" in capfd.readouterr().err
     assert main([*argv, "--hidden", "32"]) == 2
     assert "is of a model with hidden 16, not 32" in capfd.readouterr().err
-    assert main([*argv, "--steps", "3", "--seed", "1", "--sample", "0"]) == 0
-    assert "seed was 0, is 1: other samples from here on" in capfd.readouterr().out
+    text.write_text("less\n" * 200)
+    assert main([*argv, "--steps", "3", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
+    said = capfd.readouterr().out
+    assert "seed was 0, is 1: other samples from here on" in said
+    assert "sequences in a step was 1, is 2" in said
+    assert "data_size was" in said
 
     file = tmp_path / "model.safetensors"
     assert main(["export", str(out), str(file)]) == 0

@@ -24,6 +24,7 @@ from startrail.training.parallel import (
     agree,
     backward,
     build_model,
+    check_same_data,
     clip_gradients,
     data_by_sequence,
     finish_gradients,
@@ -62,8 +63,9 @@ class Trainer:
         except ValueError as error:
             problem = str(error)
         agree(problem)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.keep)
-        self.begin = self.checkpoints.prepare(recipe, self.expected.checkpoint * (self.world if recipe.zero else 1))
+        check_same_data(self.task.data_size)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
+        self.begin = self.checkpoints.prepare(self.expected.checkpoint * (self.world if recipe.zero else 1))
         self.records = self._records()
         if device.type == "cpu":
             memory.return_large()
@@ -116,9 +118,9 @@ class Trainer:
                 finished = False
                 break
             if _due(done, recipe.save_every) and done < recipe.steps:
-                self.checkpoints.save(done, self.model, self.optimizer, recipe)
+                self.checkpoints.save(done, self.model, self.optimizer)
         if done > self.begin:
-            self.checkpoints.save(done, self.model, self.optimizer, recipe)
+            self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
         self.records.close()
         peak = largest_over_ranks(memory.peak_bytes(self.device), self.device)

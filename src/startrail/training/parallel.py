@@ -126,3 +126,15 @@ def agree(problem: str | None, error: type[Exception] = ValueError) -> None:
         raise error(next(iter(ranks)))
     if ranks:
         raise error("; ".join(f"rank {members[0]}: {text}" for text, members in ranks.items()))
+
+
+def check_same_data(size: int) -> None:
+    """``ValueError`` on all ranks unless they see as much data: a node with other files would train on other texts."""
+    sizes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, size)
+    other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank {other} sees {sizes[other]:,} tokens or images to train on, rank 0 sees {sizes[0]:,}: "
+            "every node needs the same data"
+        )

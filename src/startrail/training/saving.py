@@ -1,8 +1,8 @@
 """Checkpoints: written beside the training, complete or not there at all, readable on any plan and number of ranks.
 
 A checkpoint is the folder ``step-00000050``: torch.distributed.checkpoint's files, and ``state.json`` with the step,
-the recipe and the size of every file. It is written under another name and renamed when all of it is on the disk, so
-that a kill at any moment leaves the last good one:
+the recipe, the size of the data and that of every file. It is written under another name and renamed when all of it is
+on the disk, so that a kill at any moment leaves the last good one:
 
     checkpoints/step-00000050      good
     checkpoints/.writing-00000100  being written; removed by the next run
@@ -35,8 +35,7 @@ from startrail.training.recipes import Recipe
 
 FORMAT = "startrail checkpoint 1"
 _GOOD = re.compile(r"step-(\d{8,})")
-# fields whose change means another order of samples, which a run that continues should know
-DATA_ORDER = ("data", "tokenizer", "packed", "length", "batch", "seed")
+SIZE = "data_size"  # tokens or images to train on, as they were found
 
 
 class TrainingError(RuntimeError):
@@ -75,13 +74,13 @@ def read_state(path: Path) -> dict[str, Any]:
 class Checkpoints:
     """The checkpoints of one run. All ranks make one and call its methods together."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, recipe: Recipe, data_size: int) -> None:
+        self.folder, self.recipe, self.data_size = folder, recipe, data_size
         self._group = dist.new_group(backend="gloo")  # writing talks while training does
         self._lead = dist.get_rank() == 0
         self._writing: tuple[int, Future[None]] | None = None
 
-    def prepare(self, recipe: Recipe, size: int) -> int:
+    def prepare(self, size: int) -> int:
         """The step to continue from, 0 for a fresh start; ``size`` is about what one checkpoint will take.
 
         Removes what a killed run left half-written.
@@ -89,7 +88,7 @@ class Checkpoints:
         problem, step = None, 0
         if self._lead:
             try:
-                step = self._prepare(recipe, size)
+                step = self._prepare(size)
             except (ValueError, OSError) as error:
                 problem = str(error)
         agree(problem)
@@ -97,7 +96,8 @@ class Checkpoints:
         dist.broadcast_object_list(found)
         return found[0]
 
-    def _prepare(self, recipe: Recipe, size: int) -> int:
+    def _prepare(self, size: int) -> int:
+        recipe = self.recipe
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob(".*-*"):
             shutil.rmtree(path)
@@ -110,13 +110,15 @@ class Checkpoints:
         if not recipe.resume:
             raise ValueError(f"{self.folder} has checkpoints up to step {steps[-1]}: resume, or choose another out")
         path = path_of(self.folder, steps[-1])
-        old, new = read_state(path)["recipe"], recipe.as_dict()
+        state, new = read_state(path), recipe.as_dict()
+        old = state["recipe"]
         for name in vars(recipe.shape):
             if old.get(name) != new[name]:
                 raise ValueError(f"checkpoint {path} is of a model with {name} {old.get(name)}, not {new[name]}")
-        for name in DATA_ORDER:
-            if old.get(name) != new[name]:
-                print(f"startrail train: {name} was {old.get(name)}, is {new[name]}: other samples from here on")
+        before, now = _order_of_samples(old, state.get(SIZE)), _order_of_samples(new, self.data_size)
+        for name, value in now.items():
+            if before[name] != value:
+                print(f"startrail train: {name} was {before[name]}, is {value}: other samples from here on")
         return steps[-1]
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -129,21 +131,21 @@ class Checkpoints:
         agree(problem)
         set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Start to write; the model may change as soon as this returns. Waits first for the one before."""
         self.wait()
         parts = _parts(model, optimizer)
         target = self.folder / f".writing-{step:08d}"
         written: Any = async_save(parts, checkpoint_id=str(target), process_group=self._group)
         finished: Future[None] = Future()
-        written.add_done_callback(lambda written: self._after(written, finished, step, recipe))
+        written.add_done_callback(lambda written: self._after(written, finished, step))
         self._writing = step, finished
 
-    def _after(self, written: Future[Any], finished: Future[None], step: int, recipe: Recipe) -> None:
+    def _after(self, written: Future[Any], finished: Future[None], step: int) -> None:
         error = written.exception()
         try:
             if self._lead and error is None:  # its own part ends last, when all ranks' files are there
-                self._finish(step, recipe)
+                self._finish(step)
         except OSError as problem:
             error = problem
         if error is None:
@@ -151,15 +153,16 @@ class Checkpoints:
         else:
             finished.set_exception(error)
 
-    def _finish(self, step: int, recipe: Recipe) -> None:
+    def _finish(self, step: int) -> None:
         source = self.folder / f".writing-{step:08d}"
         files = {path.name: path.stat().st_size for path in sorted(source.iterdir())}
         with open(source / "state.json", "w") as file:
-            json.dump({"format": FORMAT, "step": step, "recipe": recipe.as_dict(), "files": files}, file, indent=1)
+            state = {"format": FORMAT, "step": step, "recipe": self.recipe.as_dict(), SIZE: self.data_size}
+            json.dump({**state, "files": files}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         source.rename(path_of(self.folder, step))
-        for old in steps_in(self.folder)[: -self.keep]:
+        for old in steps_in(self.folder)[: -self.recipe.keep]:
             gone = path_of(self.folder, old).rename(self.folder / f".removing-{old:08d}")
             shutil.rmtree(gone)
 
@@ -182,6 +185,13 @@ class Checkpoints:
             kept = f"that of step {good[-1]} is kept" if good else "there is none before it"
             problem = f"the checkpoint of step {step} could not be written: {_reason(error)}; {kept}"
         agree(problem, TrainingError)
+
+
+def _order_of_samples(recipe: dict[str, Any], data_size: int | None) -> dict[str, Any]:
+    """What decides which samples a step has, by name. How many ranks share them does not."""
+    same = {name: recipe.get(name) for name in ("data", "tokenizer", "packed", "length", "seed")}
+    sequences = recipe["batch"] * recipe["accumulate"] * recipe["data_parallel"]
+    return {**same, SIZE: data_size, "sequences in a step": sequences}
 
 
 def _parts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -63,6 +63,11 @@ class Task(Generic[Model, Batch]):
     def counted(self, batch: Batch) -> int:
         raise NotImplementedError
 
+    @property
+    def data_size(self) -> int:
+        """How much there is to learn from: the same number means, in all likelihood, the same data."""
+        raise NotImplementedError
+
     def loss_sum(self, model: Model, batch: Batch) -> Tensor:
         raise NotImplementedError
 
@@ -94,6 +99,10 @@ class TextTask(Task[GPT, TextBatch]):
             labels=batch.labels.to(self.device),
             positions=batch.positions.to(self.device),
         )
+
+    @property
+    def data_size(self) -> int:
+        return self.data.num_tokens
 
     def counted(self, batch: TextBatch) -> int:
         return int((batch.labels != -100).sum())
@@ -161,6 +170,10 @@ class ImageTask(Task[DiT, Images]):
     def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
         seed = generator_of(self.recipe.seed, purpose).initial_seed()
         return draw_noise(self.sp, seed, range(first, first + count), self.shape.tokens, self.shape.patch_dim)
+
+    @property
+    def data_size(self) -> int:
+        return self.data.num_samples
 
     def counted(self, batch: Images) -> int:
         return int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
