@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -108,11 +109,12 @@ class _Pass:
         self.executor, self.call, self.program = executor, call, program
         self.shapes, self.place, self.pool = call.shapes, program.place, executor.pool
         self.inputs = inputs
+        self._exchanges = self.place.plan.heads > 1
         self.pieces: dict[Piece, Held] = {}
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
         self.results: dict[Piece, Partial | Sums] = {}
         self.incoming: dict[tuple[Piece, int], list[Held]] = {}
-        self.parts: list[tuple[Piece, int, Held]] = []  # results of our own tokens, from the ranks of other heads
+        self.parts: list[tuple[Piece, Held]] = []  # results of our own tokens, from the ranks of all heads
         self.open: list[Callable[[], None]] = []
         self.released: list[Held] = []  # may be used again from the next step on: this one may still send them
         self.index, self.step = 0, Step()
@@ -144,24 +146,24 @@ class _Pass:
 
     def finish(self) -> dict[str, tuple[Tensor, ...]]:
         """Local results in the user's layout and dtype; every transfer of this pass has ended."""
-        shapes, head = self.shapes, self.place.head
-        results: dict[str, tuple[Tensor, ...]] = {}
-        for kind in self.program.results:
-            results[kind] = tuple(
+        shapes = self.shapes
+        results: dict[str, tuple[Tensor, ...]] = {
+            kind: tuple(
                 torch.empty(shape, dtype=dtype, device=self.call.device) for shape, dtype in self._local_fields(kind)
             )
-            for group in self.program.groups:
-                whole = self._tensors_of(Piece(kind, self.program.shard, group))
-                for target, source in zip(results[kind], whole, strict=True):
-                    shapes.take_tokens(source, shapes.share_of(target, group, head), head)
-        for piece, peer, held in self.parts:
+            for kind in self.program.results
+        }
+        for piece, held in self.parts:
             self._arrive(held)
             assert held.flat is not None
-            other = self.place.lane_ranks(self.place.heads_lane).index(peer)
-            parts = shapes.views(held.flat, piece.kind, shapes.layout.local)
-            for target, source in zip(results[piece.kind], parts, strict=True):
-                shapes.share_of(target, piece.group, other).copy_(source)
+            for target, parts in zip(results[piece.kind], shapes.parts(held.flat, piece.kind), strict=True):
+                shapes.shares(target, piece.group).copy_(parts)
             self.pool.put(held.flat, [])
+        if not self._exchanges:
+            for kind, group in product(self.program.results, self.program.groups):
+                whole = self._tensors_of(Piece(kind, self.program.shard, group))
+                for target, source in zip(results[kind], whole, strict=True):
+                    shapes.shares(target, group)[0].copy_(source)
         for wait in self.open:
             wait()
         return results
@@ -178,22 +180,16 @@ class _Pass:
 
     def _take_inputs(self) -> None:
         """Own pieces are views of the user's tensors; after a Ulysses exchange they are whole pieces of their own."""
-        exchanges = self.place.plan.heads > 1
         for piece in self.program.given:
-            if self._is_input(piece):
-                local = tuple(self.shapes.share_of(x, piece.group, self.place.head) for x in self.inputs[piece.kind])
-                if not exchanges:
-                    self.pieces[piece] = Held(local)
-                    continue
-                held = self._new_held(piece)
-                assert held.flat is not None
-                held.tensors = self.shapes.views(held.flat, piece.kind)
-                for whole, part in zip(held.tensors, local, strict=True):
-                    self.shapes.join_tokens(whole, part, self.place.head)
-                self.pieces[piece] = held
-            else:
+            if not self._is_input(piece):
                 flat = self.kept[piece]
                 self.pieces[piece] = Held(self.shapes.views(flat, piece.kind), flat)
+            elif self._exchanges:
+                self.pieces[piece] = held = self._new_held(piece)
+                assert held.flat is not None
+                held.tensors = self.shapes.views(held.flat, piece.kind)
+            else:
+                self.pieces[piece] = Held(tuple(self.shapes.shares(x, piece.group)[0] for x in self.inputs[piece.kind]))
 
     def _new_held(self, piece: Piece) -> Held:
         """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""
@@ -210,12 +206,26 @@ class _Pass:
         lanes = self.executor.lanes
         assert lanes is not None
         posts = compiled.step.posts
-        payloads = {index: self._payload(post) for index, post in enumerate(posts) if post.send}
+        leaving: dict[Piece, Held] = {}  # parts of pieces that are exchanged over heads, those of all ranks together
+        coming: dict[Piece, Held] = {}
+        for piece in {post.piece: None for post in posts if post.lane == self.place.heads_lane}:
+            leaving[piece] = self._split(piece)
+            coming[piece] = self._room_for_parts(piece, leaving[piece])
+        payloads = {
+            index: self._payload(post.piece)
+            for index, post in enumerate(posts)
+            if post.send and post.lane != self.place.heads_lane
+        }
         batch, helds = [], []
         for index, (post, tag) in enumerate(zip(posts, compiled.tags, strict=True)):
-            held = payloads[index] if post.send else self._room_for(post)
-            assert held.flat is not None
-            batch.append((post, held.flat, self.call.tag + tag))
+            if post.lane == self.place.heads_lane:
+                held = (leaving if post.send else coming)[post.piece]
+                flat = self._part_for(held, post)
+            else:
+                held = payloads[index] if post.send else self._room_for(post)
+                assert held.flat is not None
+                flat = held.flat
+            batch.append((post, flat, self.call.tag + tag))
             helds.append(held)
         try:
             works = lanes.post(batch)
@@ -232,25 +242,60 @@ class _Pass:
                 traffic.hops += 1
             else:
                 held.arrivals.append(wait)
-            if post.send and (post.lane == self.place.heads_lane or post.piece.kind in RESULTS):
-                self.pool.put(flat, held.sends)  # a packed copy: free once its send has ended
-
-    def _payload(self, post: Transfer) -> Held:
-        """The bytes to send: of a piece that we hold, of a result that leaves us, or one rank's part of either."""
-        piece, shapes = post.piece, self.shapes
-        if post.lane == self.place.heads_lane:
-            peer = self.place.lane_ranks(post.lane).index(post.peer)
-            local = shapes.layout.local
-            held = Held(flat=self.pool.get(shapes.nbytes(piece.kind, local), self.call.device))
+        results = [payloads[index] for index in payloads if posts[index].piece.kind in RESULTS]
+        for held in (*leaving.values(), *results):  # packed copies: free once their sends have ended
             assert held.flat is not None
-            parts = shapes.views(held.flat, piece.kind, local)
-            if piece.kind in INPUTS:
-                for part, x in zip(parts, self.inputs[piece.kind], strict=True):
-                    part.copy_(shapes.share_of(x, piece.group, peer))
-            else:
-                for part, x in zip(parts, self._tensors_of(piece), strict=True):
-                    shapes.take_tokens(x, part, peer)
-            return held
+            self.pool.put(held.flat, held.sends)
+
+    # --- the Ulysses exchange: parts of a piece, those of all head ranks side by side in one buffer
+
+    def _split(self, piece: Piece) -> Held:
+        """What each head rank gets of our inputs, or gets back of the results of its tokens; our own part included."""
+        shapes, held = self.shapes, self._new_parts(piece)
+        assert held.flat is not None
+        parts = shapes.parts(held.flat, piece.kind)
+        if piece.kind in INPUTS:
+            for target, x in zip(parts, self.inputs[piece.kind], strict=True):
+                target.copy_(shapes.shares(x, piece.group))
+        else:
+            for target, whole in zip(parts, self._tensors_of(piece), strict=True):
+                shapes.split(whole, target)
+        return held
+
+    def _room_for_parts(self, piece: Piece, leaving: Held) -> Held:
+        """Room for what comes, with our own part in it already. Inputs are joined when the first block needs them."""
+        held, head = self._new_parts(piece), self.place.head
+        rows, ours = (x.flat.view(self.place.plan.heads, -1) for x in (held, leaving) if x.flat is not None)
+        rows[head] = ours[head]
+        if piece.kind in RESULTS:
+            self.parts.append((piece, held))
+        else:
+            self.pieces[piece].arrivals.append(lambda: self._join(piece, held))
+        return held
+
+    def _join(self, piece: Piece, held: Held) -> None:
+        self._arrive(held)
+        assert held.flat is not None
+        for whole, parts in zip(
+            self.pieces[piece].tensors or (), self.shapes.parts(held.flat, piece.kind), strict=True
+        ):
+            self.shapes.join(whole, parts)
+        self.pool.put(held.flat, [])
+
+    def _new_parts(self, piece: Piece) -> Held:
+        size = self.place.plan.heads * self.shapes.part_stride(piece.kind)
+        return Held(flat=self.pool.get(size, self.call.device))
+
+    def _part_for(self, held: Held, post: Transfer) -> Tensor:
+        """The bytes that go to one head rank, or come from it."""
+        assert held.flat is not None
+        start = self.place.lane_ranks(post.lane).index(post.peer) * self.shapes.part_stride(post.piece.kind)
+        return held.flat[start : start + self.shapes.part_bytes(post.piece.kind)]
+
+    # --- whole pieces
+
+    def _payload(self, piece: Piece) -> Held:
+        """The bytes to send: of a piece that we hold, or of a result that leaves us."""
         if piece.kind in RESULTS:
             return self._pack(piece.kind, self._tensors_of(piece, leaving=True))
         held = self.pieces[piece]
@@ -269,14 +314,6 @@ class _Pass:
 
     def _room_for(self, post: Transfer) -> Held:
         piece = post.piece
-        if post.lane == self.place.heads_lane:
-            local = self.shapes.layout.local
-            part = Held(flat=self.pool.get(self.shapes.nbytes(piece.kind, local), self.call.device))
-            if piece.kind in RESULTS:
-                self.parts.append((piece, post.peer, part))
-            else:
-                self.pieces[piece].arrivals.append(lambda: self._join(piece, post.peer, part))
-            return part
         if piece.kind in RESULTS:
             held = Held(flat=self.pool.get(self.shapes.nbytes(piece.kind), self.call.device))
             self.incoming.setdefault((piece, post.peer), []).append(held)
@@ -284,17 +321,6 @@ class _Pass:
         self._release(piece)  # a piece that comes anew
         self.pieces[piece] = self._new_held(piece)
         return self.pieces[piece]
-
-    def _join(self, piece: Piece, peer: int, part: Held) -> None:
-        """Another head rank's tokens have come: put them among ours."""
-        self._arrive(part)
-        assert part.flat is not None
-        held = self.pieces[piece]
-        member = self.place.lane_ranks(self.place.heads_lane).index(peer)
-        views = self.shapes.views(part.flat, piece.kind, self.shapes.layout.local)
-        for whole, tokens in zip(held.tensors or (), views, strict=True):
-            self.shapes.join_tokens(whole, tokens, member)
-        self.pool.put(part.flat, [])
 
     def _waiter(self, work: dist.Work, post: Transfer) -> Callable[[], None]:
         """Waits once, counts the seconds, and says who waited for what if it fails."""

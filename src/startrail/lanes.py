@@ -57,27 +57,28 @@ class BufferPool:
     only once the send has ended."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[Tensor, list[Callable[[], None]]]] = []
+        self._free: dict[tuple[int, torch.device], list[tuple[Tensor, list[Callable[[], None]]]]] = {}
         self.allocated = 0
 
     def get(self, nbytes: int, device: torch.device) -> Tensor:
         """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
-        fits = [
-            (buffer.numel(), index)
-            for index, (buffer, _) in enumerate(self._free)
-            if buffer.device == device and nbytes <= buffer.numel() <= 2 * nbytes
-        ]
-        if not fits:
+        free = self._free.get((nbytes, device)) or self._larger(nbytes, device)
+        if not free:
             self.allocated += nbytes
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        buffer, pending = self._free.pop(min(fits)[1])
+        buffer, pending = free.pop(0)
         for wait in pending:
             wait()
-        return buffer[:nbytes]
+        return buffer if buffer.numel() == nbytes else buffer[:nbytes]
+
+    def _larger(self, nbytes: int, device: torch.device) -> list[tuple[Tensor, list[Callable[[], None]]]] | None:
+        sizes = [size for (size, where), free in self._free.items() if free and where == device]
+        size = min((size for size in sizes if nbytes < size <= 2 * nbytes), default=0)
+        return self._free.get((size, device))
 
     def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
         whole = buffer if buffer._base is None else buffer._base
-        self._free.append((whole, pending))
+        self._free.setdefault((whole.numel(), whole.device), []).append((whole, pending))
 
 
 class Lanes:

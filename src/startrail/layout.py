@@ -17,6 +17,7 @@ so that under a causal mask every rank has the same work in every block; ``conti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 LAYOUTS = ("zigzag", "contiguous")
 Runs = tuple[tuple[int, int], ...]
@@ -33,16 +34,16 @@ class Layout:
         if self.world < 1 or self.length < 1:
             raise ValueError(f"layout needs world >= 1 and length >= 1, got world {self.world}, length {self.length}")
 
-    @property
+    @cached_property
     def chunks_per_rank(self) -> int:
         return chunks_per_rank(self.kind, self.world)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Tokens in a chunk, padding included."""
         return -(-self.length // (self.chunks_per_rank * self.world))
 
-    @property
+    @cached_property
     def local(self) -> int:
         """Tokens that every rank holds, padding included."""
         return self.chunk * self.chunks_per_rank
@@ -65,17 +66,15 @@ class Layout:
         runs = ((index * size, min(size, self.length - index * size)) for index in coarse.chunks(shard))
         return tuple((start, count) for start, count in runs if count > 0)
 
-    def slots(self, member: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
-        """Where the tokens of one rank stand among those of ``ranks`` neighbours sorted by position:
-        (first local token, first place among the neighbours, count).
+    def slots(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Where the chunks of each of ``ranks`` neighbours stand among all of theirs, sorted by position.
 
-        >>> Layout("zigzag", world=4, length=8).slots(1, 2)      # ranks 0, 1 hold 0, 7 and 1, 6: sorted 0 1 6 7
-        ((0, 1, 1), (1, 2, 1))
+        >>> Layout("zigzag", world=4, length=8).slots(2)         # ranks 0, 1 hold 0, 7 and 1, 6: sorted 0 1 6 7
+        ((0, 3), (1, 2))
         """
-        chunk = self.chunk
         if self.chunks_per_rank == 1:
-            return ((0, member * chunk, chunk),)
-        return ((0, member * chunk, chunk), (chunk, (2 * ranks - 1 - member) * chunk, chunk))
+            return tuple((member,) for member in range(ranks))
+        return tuple((member, 2 * ranks - 1 - member) for member in range(ranks))
 
     def order(self) -> list[int]:
         """Position of every token of the padded sequence, rank after rank."""

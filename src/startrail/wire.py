@@ -22,6 +22,7 @@ from startrail.schedule.memory import stated_pieces
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = (*INPUTS, *RESULTS)
+Fields = list[tuple[tuple[int, ...], torch.dtype]]
 ALIGN = 64  # kept pieces start at multiples of this many bytes, so that every dtype may be viewed there
 
 
@@ -78,8 +79,17 @@ class Shapes:
         """Tokens of a whole piece: those of all ranks that share it by heads."""
         return self.layout.local * self.plan.heads
 
-    def fields(self, kind: str, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def fields(self, kind: str, tokens: int) -> Fields:
         """Shape and dtype of each tensor in a piece of ``tokens`` tokens, in the order of their bytes."""
+        if (kind, tokens) not in self._fields:
+            self._fields[kind, tokens] = self._make_fields(kind, tokens)
+        return self._fields[kind, tokens]
+
+    @cached_property
+    def _fields(self) -> dict[tuple[str, int], Fields]:
+        return {}
+
+    def _make_fields(self, kind: str, tokens: int) -> Fields:
         groups = self.plan.groups
         batch = self.batch if self.split_heads else self.batch // groups
         share = self.plan.heads * (groups if self.split_heads else 1)
@@ -89,7 +99,7 @@ class Shapes:
         by_row = ((*rows, self.head_dim), dtype)
         by_key = ((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), dtype)
         number = (rows, self.acc)
-        by_kind: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
+        by_kind: dict[str, Fields] = {
             "q": [by_row],
             "dq": [by_row],
             "out": [number, by_row],  # lse, out
@@ -147,27 +157,47 @@ class Shapes:
         dk, dv = (x.unflatten(1, (self.kv_heads, self.copies)).sum(2).to(self.dtype) for x in (dk, dv))
         return dk, dv
 
-    def share_of(self, x: Tensor, group: int, head_rank: int) -> Tensor:
-        """The part of a tensor (batch, heads, ...) that one group on one head rank computes."""
-        groups = self.plan.groups
-        heads = x.shape[1] // self.plan.heads
-        start = head_rank * heads
+    def shares(self, x: Tensor, group: int) -> Tensor:
+        """What each head rank computes of a tensor (batch, heads, ...) in one group: a view (head ranks, batch, heads,
+        ...)."""
+        ranks, groups = self.plan.heads, self.plan.groups
         if self.split_heads:
-            heads //= groups
-            start += group * heads
-            return x[:, start : start + heads]
+            return x.unflatten(1, (ranks, groups, -1))[:, :, group].movedim(1, 0)
         batch = self.batch // groups
-        return x[group * batch : (group + 1) * batch, start : start + heads]
+        return x[group * batch : (group + 1) * batch].unflatten(1, (ranks, -1)).movedim(1, 0)
 
-    def join_tokens(self, whole: Tensor, part: Tensor, head_rank: int) -> None:
-        """Put the tokens of one head rank (batch, heads, tokens, ...) where they belong in the whole piece."""
-        for source, target, count in self.layout.slots(head_rank, self.plan.heads):
-            whole[:, :, target : target + count] = part[:, :, source : source + count]
+    def part_bytes(self, kind: str) -> int:
+        """Of the part of a piece that one head rank's tokens are."""
+        return self.nbytes(kind, self.layout.local)
 
-    def take_tokens(self, whole: Tensor, part: Tensor, head_rank: int) -> None:
-        """The inverse of ``join_tokens``."""
-        for source, target, count in self.layout.slots(head_rank, self.plan.heads):
-            part[:, :, source : source + count] = whole[:, :, target : target + count]
+    def part_stride(self, kind: str) -> int:
+        """From one part to the next, where those of all head ranks lie side by side."""
+        return -(-self.part_bytes(kind) // ALIGN) * ALIGN
+
+    def parts(self, flat: Tensor, kind: str) -> tuple[Tensor, ...]:
+        """The tensors of all head ranks' parts side by side, (head ranks, batch, heads, tokens, ...), as views."""
+        rows, views, start = flat.view(self.plan.heads, -1), [], 0
+        for shape, dtype in self.fields(kind, self.layout.local):
+            stop = start + prod(shape) * dtype.itemsize
+            views.append(rows[:, start:stop].view(dtype).unflatten(1, shape))
+            start = stop
+        return tuple(views)
+
+    def join(self, whole: Tensor, parts: Tensor) -> None:
+        """Put the tokens of all head ranks where they belong in the whole piece (batch, heads, tokens, ...)."""
+        places, by_place, by_rank = self._chunks(whole, parts)
+        by_place[places] = by_rank
+
+    def split(self, whole: Tensor, parts: Tensor) -> None:
+        """The inverse of ``join``."""
+        places, by_place, by_rank = self._chunks(whole, parts)
+        by_rank.copy_(by_place[places])
+
+    def _chunks(self, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
+        ranks, chunk = self.plan.heads, self.layout.chunk
+        places = torch.tensor(self.layout.slots(ranks), device=whole.device)
+        return places, whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
 
     def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
         """Where each kept piece lies in one buffer of bytes."""

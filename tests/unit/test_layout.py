@@ -16,8 +16,9 @@ def test_every_token_has_one_owner_and_neighbours_sort(kind, world, length):
             place = [None] * (layout.local * ranks)
             for member in range(ranks):
                 mine = layout.order()[(shard * ranks + member) * layout.local :][: layout.local]
-                for source, target, count in layout.slots(member, ranks):
-                    place[target : target + count] = mine[source : source + count]
+                for chunk, slot in enumerate(layout.slots(ranks)[member]):
+                    size = layout.chunk
+                    place[slot * size : (slot + 1) * size] = mine[chunk * size : (chunk + 1) * size]
             assert place == sorted(place), "neighbours' tokens come out sorted"
             runs = [p for start, count in layout.runs(shard, ranks) for p in range(start, start + count)]
             assert runs == [p for p in place if p < length] == place[: len(runs)]
