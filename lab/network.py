@@ -154,7 +154,7 @@ def _quieten() -> None:
         "ipv6/conf/default/disable_ipv6": 1,
         "ipv4/tcp_orphan_retries": 1,
         "ipv4/tcp_early_retrans": 0,  # no probes when acknowledgements are late
-        "ipv4/tcp_limit_output_bytes": 65536,  # short queues in front of the shaper, so that they are not late
+        "ipv4/tcp_limit_output_bytes": 8192,  # short queues in front of the shaper, so that they are not late
         "ipv4/tcp_sack": 0,  # no guesses from frames out of order
         "ipv4/tcp_recovery": 0,
         "ipv4/tcp_reordering": 300,

@@ -162,27 +162,32 @@ def _without_twins(contenders: Sequence) -> tuple:
 
 
 class Bar:
-    """Progress by planned seconds: what a trial may take, whether it has taken it or not."""
+    """Progress by planned seconds: what a trial may take, whether it has taken it or not. Without a terminal, a line a
+    trial."""
 
     def __init__(self, total: float) -> None:
-        self.total, self.before = total, 0.0
+        self.total, self.before, self.start, self.last = total, 0.0, time.monotonic(), ""
 
     def in_trial(self, machine: Machine, trials: Sequence[Trial]):  # type: ignore[no-untyped-def]
         def show(number: int, text: str) -> None:
             so_far = self.before + sum(trial.seconds + 10 for trial in trials[:number])
-            self.draw(so_far, f"{machine} {trials[number].work.kind} {trials[number].work.mask}: {text}")
+            trial = trials[number]
+            self.draw(so_far, f"{machine} {trial.work.kind} {trial.work.mask}, {pressure_text(trial.pressure)}", text)
 
         return show
 
     def done(self, trials: Sequence[Trial]) -> None:
         self.before += sum(trial.seconds + 10 for trial in trials)
-        self.draw(self.before, "")
+        self.draw(self.before, "", "")
 
-    def draw(self, so_far: float, text: str) -> None:
+    def draw(self, so_far: float, trial: str, text: str) -> None:
         if sys.stderr.isatty():
             filled = int(30 * so_far / self.total)
-            line = f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}"
+            line = f"\r[{'#' * filled}{'.' * (30 - filled)}] {trial}: {text}"
             print(f"{line[:118]:118s}", end="" if so_far < self.total else "\n", file=sys.stderr, flush=True)
+        elif trial and trial != self.last:
+            print(f"{time.monotonic() - self.start:5.0f} s  {trial}", file=sys.stderr, flush=True)
+            self.last = trial
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from startrail.plan import Plan
 
 BYTES_WITHIN = 0.03
 CLAIMED = "4x8"
+BY_BYTES = "because its bytes"
 Json = dict[str, Any]
 
 
@@ -276,15 +277,17 @@ def _compute_claim(trials: Sequence[Json]) -> Claim:
 
 
 def _slower_claim(trials: Sequence[Json]) -> Claim:
-    text = "no plan of ours slower than the faster flat ring by more than 5 % at any rate"
+    """Met also where a plan is slower because of its bytes, which the plan states; not for reasons unknown."""
+    text = "no plan of ours slower than the faster flat ring by more than 5 % at any rate, or said which and why"
     cases = [(line, t) for t in trials for line in lines_of(t) if line.role.startswith("nested") and line.against_ring]
     if not cases:
         return Claim(text, "not measured in this run", None)
-    slower = [(line, t) for line, t in cases if line.against_ring < 1 / 1.05]
+    slower = [(line, t, _why_slower(line, t)) for line, t in cases if line.against_ring < 1 / 1.05]
     named = "; ".join(
-        f"{line.plan} {1 / line.against_ring - 1:+.0%} time, {title(t)}, {_why_slower(line, t)}" for line, t in slower
+        f"{line.plan} {1 / line.against_ring - 1:+.0%} time, {title(t)}, {why}" for line, t, why in slower
     )
-    return Claim(text, f"{len(slower)} of {len(cases)} cases slower{': ' + named if named else ''}", not slower)
+    found = f"{len(slower)} of {len(cases)} cases slower{': ' + named if named else ''}"
+    return Claim(text, found, all(why.startswith(BY_BYTES) for _, _, why in slower))
 
 
 def _why_slower(line: Line, trial: Json) -> str:
@@ -292,7 +295,7 @@ def _why_slower(line: Line, trial: Json) -> str:
     ring = best(lines_of(trial), "ring")
     assert ring is not None
     if line.bound > 1.05 * ring.bound:
-        return f"because its bytes take {line.bound:.3f} s at least, the ring's {ring.bound:.3f} s"
+        return f"{BY_BYTES} take {line.bound:.3f} s at least, the ring's {ring.bound:.3f} s"
     waits = "" if line.waiting is None else f", of which ranks wait {line.waiting:.0%}"
     return f"because {line.seconds - line.bound:.3f} s of its time{waits} are neither arithmetic nor bytes"
 

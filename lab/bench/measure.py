@@ -201,10 +201,6 @@ class Ranks:
             self.refused[key] = f"rank {rank}: {text}"
             return
         self.runners[key] = runner
-        if contender == COMPUTE:
-            times = torch.tensor([self.sample(contender, work).seconds for _ in range(WARM_UP)], dtype=torch.float64)
-            dist.all_reduce(times, dist.ReduceOp.MAX)
-            self.compute[work] = statistics.median(times.tolist())
 
     def measure(self, number: int, trial: Trial) -> Outcome:
         rates = self.rates_of(trial)
@@ -227,8 +223,16 @@ class Ranks:
     def rates_of(self, trial: Trial) -> list[int | None]:
         if trial.pressure is None:
             return [None] * self.machine.nodes
-        rate = rate_for(ring_bytes(self.machine, trial.work), self.compute[trial.work], trial.pressure)
+        rate = rate_for(ring_bytes(self.machine, trial.work), self.compute_seconds(trial.work), trial.pressure)
         return [rate // 2 if trial.slow_node and node == 0 else rate for node in range(self.machine.nodes)]
+
+    def compute_seconds(self, work: Work) -> float:
+        """What computing takes, measured once for all trials of the same work."""
+        if work not in self.compute:
+            times = torch.tensor([self.sample(COMPUTE, work).seconds for _ in range(WARM_UP)], dtype=torch.float64)
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+            self.compute[work] = statistics.median(times.tolist())
+        return self.compute[work]
 
     def sample(self, contender: Contender, work: Work) -> Sample:
         runner = self.runners[contender, work]

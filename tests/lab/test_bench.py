@@ -11,7 +11,7 @@ import torch
 
 import lab
 from lab.bench.__main__ import fitting, main, parse_shape
-from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, MHA, PEERS, Contender, Trial, plan_contenders
+from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, GQA, GROUPED, MHA, PEERS, Contender, Trial, plan_contenders
 from lab.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
 from lab.bench.findings import claims, lines_of, measured_trial
 from lab.bench.measure import make_runner, run_on_cluster, why_not
@@ -19,6 +19,7 @@ from lab.bench.peers import make_data
 from lab.bench.report import metadata, write
 from startrail.local import run_local
 from startrail.plan import Plan
+from startrail.planner import auto_plan
 
 torch.set_num_threads(1)
 PAIR = Machine(2, 2)
@@ -68,6 +69,10 @@ def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
         assert transfer_seconds([(busiest, busiest)] * 4, [rate] * 4) == pytest.approx(pressure * 0.25, rel=1e-6)
     with pytest.raises(ValueError, match="must be more than 0"):
         rate_for(busiest, 0.0, 8.0)
+
+
+def test_the_plan_called_auto_is_what_auto_chooses():
+    assert {str(auto_plan(32, 8, GQA.q_heads, GQA.kv_heads)[0])} == {c.plan for c in GROUPED if c.name == "auto"}
 
 
 def test_who_cannot_take_part_is_named_with_the_reason():
