@@ -96,9 +96,10 @@ def recorded(seconds: dict[str, float], pressure: float | None = BOUND_BY_LINKS,
             continue
         times = [seconds[contender.name] * factor for factor in (0.9, 1.0, 1.2)]
         row = {**asdict(contender), "refused": None, "seconds": times, "waiting": None}
+        closed = link_bytes(Plan.parse(contender.plan or "1x32"), machine, MHA)
         if contender.way == "plan":
-            row["closed"] = link_bytes(Plan.parse(contender.plan), machine, MHA)
-        row["links"] = [[extra * a, extra * b] for a, b in row.get("closed", [[1e6, 1e6]] * 4)]
+            row["closed"] = closed
+        row["links"] = [[extra * a, extra * b] for a, b in closed]
         rows.append(row)
     work = {**asdict(MHA)}
     common = {"machine": "4x8", "nodes": 4, "ranks_per_node": 8, "slow_node": False}
