@@ -195,9 +195,15 @@ class Shapes:
 
     def _chunks(self, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
-        ranks, chunk = self.plan.heads, self.layout.chunk
-        places = torch.tensor(self.layout.slots(ranks), device=whole.device)
-        return places, whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
+        device, chunk = whole.device, self.layout.chunk
+        if device not in self._places:
+            self._places[device] = torch.tensor(self.layout.slots(self.plan.heads), device=device)
+        by_place, by_rank = whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
+        return self._places[device], by_place, by_rank
+
+    @cached_property
+    def _places(self) -> dict[torch.device, Tensor]:
+        return {}
 
     def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
         """Where each kept piece lies in one buffer of bytes."""
