@@ -163,7 +163,7 @@ def claims(report: Json) -> list[Claim]:
     machine = headline_machine(trials)
     for mask in ("causal", "full"):
         found += _ratio_claims(f"{machine}, MHA, {mask}", _most_bound(trials, machine, mask))
-    found += [_peers_claim(trials, machine), _same_ratios(trials, machine)]
+    found += [_peers_claim(trials), _same_ratios(trials, machine)]
     found += [_compute_claim(trials), _slower_claim(trials)]
     found += [_step_claim(trials, model, paper) for model, paper in (("gpt", "+77 %"), ("dit", "+114 %"))]
     return [*found, _slow_node_claim(trials, machine)]
@@ -236,16 +236,16 @@ def _ratio_claims(where: str, trial: Json | None) -> list[Claim]:
     return made
 
 
-def _peers_claim(trials: Sequence[Json], machine: str) -> Claim:
+def _peers_claim(trials: Sequence[Json]) -> Claim:
     parts = []
     for trial in trials:
-        if not _is(trial, machine, "MHA", BOUND_BY_LINKS):
+        if not _is(trial, trial["machine"], "MHA", BOUND_BY_LINKS):
             continue
         lines = lines_of(trial)
         ours = best(lines, "nested")
         ratios = [f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in lines if ours and line.role == "peer"]
         if ratios:
-            parts.append(f"{Work(**trial['work']).mask}: {', '.join(ratios)}")
+            parts.append(f"{trial['machine']}, {Work(**trial['work']).mask}: {', '.join(ratios)}")
     text = f"nested without keep against the peers' own code, {pressure_text(BOUND_BY_LINKS)} (fewer repeats)"
     return Claim(text, "; ".join(parts) or "not measured in this run", None)
 
