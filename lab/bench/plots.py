@@ -113,6 +113,8 @@ def _rates(report: Json, machine: str) -> bytes:
                 if line.role in COLOURS and line.against_ring is not None and line.way == "plan":
                     series.setdefault(line.name, (line.role, []))[1].append((place, line.against_ring))
         for name, (role, points) in series.items():
+            if len(points) == 1:  # not a line; it is in the tables
+                continue
             dashed = "--" if "groups" in name or name == "star4" else "-"  # two of one colour
             axes.plot(*zip(*points, strict=True), dashed, marker="o", ms=3, color=COLOURS[role], label=name)
         axes.set_xticks(
@@ -122,8 +124,10 @@ def _rates(report: Json, machine: str) -> bytes:
         axes.axhline(1.0, color="black", lw=0.7, ls=":")
         axes.set_title("causal" if causal else "full", fontsize=9)
     both[0].set_ylabel("throughput relative to ring")
-    if both[1].get_legend_handles_labels()[0]:
-        both[1].legend(frameon=False, fontsize=6)
+    if both[0].get_legend_handles_labels()[0]:
+        figure.legend(
+            *both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=7
+        )
     return _png(figure)
 
 
