@@ -126,7 +126,7 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert "has checkpoints up to step 2: resume, or choose another out" in capfd.readouterr().err
     assert main([*argv, "--hidden", "32"]) == 2
     assert "is of a model with hidden 16, not 32" in capfd.readouterr().err
-    text.write_text("less\n" * 200)
+    text.write_text("less\n" * 400)
     assert main([*argv, "--steps", "3", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
     said = capfd.readouterr().out
     assert "seed was 0, is 1: other samples from here on" in said
