@@ -153,8 +153,10 @@ def _quieten() -> None:
         "ipv6/conf/all/disable_ipv6": 1,
         "ipv6/conf/default/disable_ipv6": 1,
         "ipv4/tcp_orphan_retries": 1,
+        "ipv4/tcp_rto_min_us": 1_000_000,  # longer than any queue: the first slow answer after fast ones is not a loss
         "ipv4/tcp_early_retrans": 0,  # no probes when acknowledgements are late
-        "ipv4/tcp_limit_output_bytes": 8192,  # short queues in front of the shaper, so that they are not late
+        # a few frames of each connection in front of the shaper, so that what is short overtakes what is long
+        "ipv4/tcp_limit_output_bytes": 8192,
         "ipv4/tcp_sack": 0,  # no guesses from frames out of order
         "ipv4/tcp_recovery": 0,
         "ipv4/tcp_reordering": 300,
