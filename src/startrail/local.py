@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -99,5 +100,6 @@ def serve(
         pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
-        sys.stdout.flush()
+        with suppress(OSError):  # nobody may listen any more
+            sys.stdout.flush()
         os._exit(0)  # a forked child must not run the parent's exit handlers

@@ -348,6 +348,51 @@ def test_ranks_that_see_other_data_end_in_one_error_on_all():
     assert run_local(on_rank, 2) == [True, True]
 
 
+def test_data_that_one_rank_cannot_read_ends_the_run_on_all_with_what_was_saved(data, tmp_path):
+    def on_rank(rank):
+        from startrail.training.saving import TrainingError
+
+        trainer = Trainer(
+            gpt(data, tmp_path / "run", plan="1x2", steps=4, save_every=2, zero=2), CPU, Display(), Stop()
+        )
+        load = trainer.task.load
+
+        def broken(index, held_out=False):
+            if rank == 1 and index == 2:
+                raise ValueError("cannot read texts/07.txt: Input/output error")
+            return load(index, held_out)
+
+        trainer.task.load = broken
+        with pytest.raises(TrainingError, match=r"cannot read texts/07\.txt"):
+            trainer.run()
+        return [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+
+    assert run_local(on_rank, 2) == [["step-00000002"]] * 2
+
+
+def test_two_runs_do_not_share_a_folder_and_a_run_continues_with_its_own_decay(data, tmp_path):
+    def on_rank(rank):
+        recipe = gpt(data, tmp_path / "run", plan="1x2", steps=2, zero=2)
+        first = Trainer(recipe, CPU, Display(), Stop())
+        with pytest.raises(ValueError, match="another run is writing to"):
+            Trainer(recipe, CPU, Display(), Stop())
+        first.run()
+        second = Trainer(replace(recipe, steps=3, weight_decay=0.5), CPU, Display(), Stop())
+        assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.5, 0.0]
+        return second.run()
+
+    assert run_local(on_rank, 2) == [True, True]
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(data, tmp_path):
+    recipe = gpt(data, tmp_path / "run", ranks=1, plan="1x1", steps=3)
+    file = write_recipe(tmp_path / "recipe.json", recipe)
+    command = f"{sys.executable} -m startrail.cli train {file} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
 def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     def on_rank(rank):
         from startrail.training.saving import TrainingError

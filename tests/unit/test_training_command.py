@@ -51,6 +51,9 @@ def test_recipe_files(tmp_path):
     recipe = find(str(tmp_path / "long.json"))
     assert (recipe.name, recipe.out, recipe.steps, recipe.shape.patch) == ("long", "runs/long", 7, 4)
     assert recipe.learning_rate == 1.0
+    (tmp_path / "odd.json").write_text(json.dumps({"recipe": ["gpt-tiny"]}))
+    with pytest.raises(ValueError, match=r"recipe \['gpt-tiny'\] is not one of gpt-tiny"):
+        find(str(tmp_path / "odd.json"))
     pytest.importorskip("tomllib")
     (tmp_path / "short.toml").write_text('plan = "1x8"\npacked = true\n')
     recipe = find(str(tmp_path / "short.toml"))
@@ -80,6 +83,8 @@ def test_recipe_files(tmp_path):
         (["--layout", "spiral"], "layout 'spiral' is not one of"),
         (["gpt-tiny", "extra"], "cannot read 'extra'; fields are set as --field value"),
         ([*TINY, "--data", "/nowhere/at/all"], "/nowhere/at/all"),
+        ([*TINY, "--data", "."], "out 'runs/gpt-tiny' lies inside data '.'"),
+        (["--device", "cuda"], "8 ranks need as many GPUs, here are 0"),
         ([*TINY, "--vocab", "100"], "the data has 256 tokens, the model a vocab of 100 only"),
         ([*TINY, "--length", "1000000000"], "a sequence needs 1,000,000,000 tokens"),
     ],
@@ -133,6 +138,8 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert "sequences in a step was 1, is 2" in said
     assert "data_size was" in said
 
+    assert main(["export", str(out), str(tmp_path / "nowhere" / "model.safetensors")]) == 2
+    assert "cannot export" in capfd.readouterr().err
     file = tmp_path / "model.safetensors"
     assert main(["export", str(out), str(file)]) == 0
     assert "tensors of step 3" in capfd.readouterr().out

@@ -63,7 +63,12 @@ def train_command(arguments: Sequence[str]) -> int:
     recipe.check_world(recipe.ranks)
     import torch  # here, so that mistakes are found without it
 
-    if recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available()):
+    gpus = torch.cuda.device_count()
+    if recipe.device == "cuda" and gpus < recipe.ranks:
+        raise ValueError(
+            f"device cuda: {recipe.ranks} ranks need as many GPUs, here are {gpus}; set ranks, or device cpu"
+        )
+    if recipe.device != "cpu" and gpus >= recipe.ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={recipe.ranks}"]
         os.execv(sys.executable, [*launcher, "-m", "startrail.cli", "train", *arguments])
     return _start(recipe)

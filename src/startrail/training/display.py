@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -134,7 +135,12 @@ class Lines(Display):
         )
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+        except OSError:  # nobody listens any more, or the log's disk is full: the run goes on
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, for the rest of this process
 
     def finish(self, summary: Summary) -> None:
         self.close()

@@ -28,7 +28,10 @@ def join(device: torch.device) -> None:
 
 
 def device_of_rank(wanted: str) -> torch.device:
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted == "cuda" and gpus < ranks:
+        raise ValueError(f"device cuda: {ranks} ranks on this node need as many GPUs, it has {gpus}")
+    if wanted != "cpu" and gpus >= ranks:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
 

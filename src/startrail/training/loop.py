@@ -54,8 +54,10 @@ class Trainer:
         self.data_rank = mesh["data"].get_local_rank()
         problem = None
         try:
+            _check_apart(recipe)
             self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], layout=recipe.layout)
             self.task: Any = make_task(recipe, self.sp, device)
+            self.about = self.task.describe() if self.lead else ""
             self.expected = memory.estimate(recipe, self.task, self.world) if self.lead else memory.NOTHING
             self.traffic = self._promised(mesh["sequence"])
             plan = self.sp.plan_for(*recipe.heads)
@@ -78,10 +80,16 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the recipe's last step; False if a signal stopped it before."""
+        try:
+            return self._run()
+        finally:
+            self.checkpoints.release()
+
+    def _run(self) -> bool:
         recipe = self.recipe
         if self.lead:
             plan = str(self.sp.plan_for(*recipe.heads))
-            self.display.start(recipe, self.begin, self.task.describe(), plan, self.world, self.expected)
+            self.display.start(recipe, self.begin, self.about, plan, self.world, self.expected)
         held_out = {self.begin: self._held_out()} if recipe.evaluate_batches else {}
         spent = waited = 0.0
         done, finished = self.begin, True
@@ -160,11 +168,11 @@ class Trainer:
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
-        batches = [
-            self.task.load((step * recipe.accumulate + micro) * recipe.data_parallel + self.data_rank)
-            for micro in range(recipe.accumulate)
-        ]
-        (counted,) = sum_over_ranks([float(sum(map(self.task.counted, batches)))], self.device)
+        batches, problem = self._load(range(step * recipe.accumulate, (step + 1) * recipe.accumulate))
+        mine = [float(sum(map(self.task.counted, batches))), float(problem is not None)]
+        counted, failed = sum_over_ranks(mine, self.device)
+        if failed:
+            self._give_up(problem)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             share = self.task.loss_sum(self.model, batch) / max(counted, 1.0)
@@ -188,12 +196,27 @@ class Trainer:
             memory.return_small()
         return sums["loss"], norm, sums
 
+    def _load(self, passes: range, held_out: bool = False) -> tuple[list[Any], str | None]:
+        """This group's batches of these passes, or why this rank cannot read them."""
+        indices = [number * self.recipe.data_parallel + self.data_rank for number in passes]
+        try:
+            return [self.task.load(index, held_out) for index in indices], None
+        except ValueError as error:
+            return [], str(error)
+
+    def _give_up(self, problem: str | None) -> None:
+        """End the run on all ranks because some cannot read their data, once the checkpoint under way is there."""
+        self.checkpoints.wait()
+        agree(problem, TrainingError)
+
     @torch.no_grad()
     def _held_out(self) -> float:
         """The mean loss of the same held-out batches every time."""
         total = counted = 0.0
-        for index in range(self.recipe.evaluate_batches):
-            batch = self.task.load(index * self.recipe.data_parallel + self.data_rank, held_out=True)
+        batches, problem = self._load(range(self.recipe.evaluate_batches), held_out=True)
+        if sum_over_ranks([float(problem is not None)], self.device)[0]:
+            self._give_up(problem)
+        for batch in batches:
             total += self.task.loss_sum(self.model, batch).item()
             counted += self.task.counted(batch)
         forget_gathered(self.model)
@@ -202,6 +225,7 @@ class Trainer:
 
     def _sample(self) -> str:
         try:
+            agree(self._load(range(1), held_out=True)[1])  # a prompt may come from there
             text: str = self.task.show(self.model, self.folder)
         except (OSError, ValueError) as error:  # it is the model that counts, and that is saved
             text = f"no sample: {error}"
@@ -222,6 +246,12 @@ class Trainer:
                     levels[level] = levels.get(level, 0.0) + size * calls
             promised[name] = levels
         return promised
+
+
+def _check_apart(recipe: Recipe) -> None:
+    data, out = Path(recipe.data), Path(recipe.out)
+    if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
+        raise ValueError(f"out {recipe.out!r} lies inside data {recipe.data!r}: the run would read what it writes")
 
 
 def _due(step: int, every: int) -> bool:

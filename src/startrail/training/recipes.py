@@ -201,10 +201,10 @@ def find(name: str) -> Recipe:
         raise ValueError(f"no recipe {name!r}{hint}")
     changes = _read_file(path)
     base = changes.pop("recipe", "gpt-tiny")
-    if base not in RECIPES:
+    if not isinstance(base, str) or base not in RECIPES:
         raise ValueError(f"{path}: recipe {base!r} is not one of {', '.join(RECIPES)}")
     try:
-        return replace(RECIPES[str(base)], name=path.stem, out="").with_(changes)
+        return replace(RECIPES[base], name=path.stem, out="").with_(changes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -10,6 +10,7 @@ on the disk, so that a kill at any moment leaves the last good one:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import shutil
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo")  # writing talks while training does
         self._lead = dist.get_rank() == 0
         self._writing: tuple[int, Future[None]] | None = None
+        self._lock: TextIO | None = None
 
     def prepare(self, size: int) -> int:
         """The step to continue from, 0 for a fresh start; ``size`` is about what one checkpoint will take.
@@ -97,13 +99,33 @@ class Checkpoints:
         return found[0]
 
     def _prepare(self, size: int) -> int:
-        recipe = self.recipe
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(".*-*"):
+        self._take_lock()
+        step = self._step_to_continue()
+        for path in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
             shutil.rmtree(path)
         free = shutil.disk_usage(self.folder).free
         if free < size:
             raise ValueError(f"{self.folder} has {free / 1e9:.2f} GB left, a checkpoint needs about {size / 1e9:.2f}")
+        return step
+
+    def _take_lock(self) -> None:
+        """Two runs in one folder would remove each other's files; the lock goes with the process that holds it."""
+        self._lock = open(self.folder.parent / ".lock", "w")  # noqa: SIM115, held until ``release``
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing to {self.folder.parent}; choose another out") from None
+        except OSError:
+            pass  # a file system without locks
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _step_to_continue(self) -> int:
+        recipe = self.recipe
         steps = steps_in(self.folder)
         if not steps:
             return 0
@@ -129,7 +151,10 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
             problem = f"checkpoint {path} cannot be read: {_reason(error)}"
         agree(problem)
+        decay = [group["weight_decay"] for group in optimizer.param_groups]
         set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        for group, value in zip(optimizer.param_groups, decay, strict=True):
+            group["weight_decay"] = value  # the recipe's, not the checkpoint's
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Start to write; the model may change as soon as this returns. Waits first for the one before."""
@@ -223,6 +248,18 @@ def export(checkpoint: Path, target: Path) -> str:
     state = read_state(checkpoint)
     if target.exists():
         raise ValueError(f"{target} exists already")
+    partial = target.with_name(f".{target.name}.writing")
+    try:
+        tensors = _read_model(checkpoint)
+        save_file(tensors, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
+        partial.rename(target)
+    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"cannot export {checkpoint} to {target}: {_reason(error)}") from error
+    return f"{target}: {len(tensors)} tensors of step {state['step']}, {target.stat().st_size / 2**20:.1f} MiB"
+
+
+def _read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
     shapes = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
     tensors = {
         name.removeprefix("model."): torch.empty(item.size, dtype=item.properties.dtype)
@@ -232,7 +269,4 @@ def export(checkpoint: Path, target: Path) -> str:
     with warnings.catch_warnings():  # that it reads in one process, which is meant
         warnings.simplefilter("ignore", UserWarning)
         load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
-    partial = target.with_name(f".{target.name}.writing")
-    save_file(tensors, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
-    partial.rename(target)
-    return f"{target}: {len(tensors)} tensors of step {state['step']}, {target.stat().st_size / 2**20:.1f} MiB"
+    return tensors

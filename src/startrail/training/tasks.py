@@ -87,7 +87,12 @@ class TextTask(Task[GPT, TextBatch]):
             length=recipe.length, batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
         )
         self.data = TextData(recipe.data, sp, split="train", **arguments)
-        self.held_out = TextData(recipe.data, sp, split="held-out", **arguments)
+        self.held_out = self.data  # unused, unless something is held out
+        if recipe.evaluate_batches or recipe.sample:
+            try:
+                self.held_out = TextData(recipe.data, sp, split="held-out", **arguments)
+            except ValueError as error:
+                raise ValueError(f"{error} (evaluate_batches 0 and sample 0 do without)") from error
         if self.data.vocab > recipe.shape.vocab:
             raise ValueError(f"the data has {self.data.vocab} tokens, the model a vocab of {recipe.shape.vocab} only")
 
@@ -128,6 +133,8 @@ class TextTask(Task[GPT, TextBatch]):
             with self.autocast():
                 hidden = model(seen, torch.arange(seen.shape[1], device=self.device), dense)
                 logits = model.logits(hidden[:, -1]).float().cpu()[:, : self.data.vocab]
+            if not logits.isfinite().all():
+                raise ValueError("the model's logits are not finite")
             following = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             tokens = torch.cat((tokens, following.to(self.device)), dim=1)
         prompt, written = self.data.decode(tokens[0, :PROMPT]), self.data.decode(tokens[0, PROMPT:])
