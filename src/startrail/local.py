@@ -5,6 +5,7 @@ Forking needs a parent that has not used its OpenMP threads; ``torch.set_num_thr
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -91,6 +92,7 @@ def serve(
     """The life of a forked rank: join the others, call ``function``, send what it returns or its traceback, and end."""
     try:
         torch.set_num_threads(1)  # before anything else: the parent's OpenMP threads did not survive the fork
+        gc.freeze()  # or every rank's first full collection would go through, and copy, all that the parent had made
         join()
         result = function(rank)
         if together:
