@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from startrail.cli import main
@@ -212,6 +213,7 @@ def test_tensorboard(text, tmp_path):
 
 def test_gpus_are_left_to_torchrun(monkeypatch):
     called = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv) or exit(0))
     with pytest.raises(SystemExit):
         main(["train", "--device", "cuda", "--ranks", "4", "--plan", "2x2"])
