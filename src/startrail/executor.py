@@ -155,9 +155,9 @@ class _Pass:
         }
         for piece, held in self.parts:
             self._arrive(held)
-            assert held.flat is not None
-            for target, parts in zip(results[piece.kind], shapes.parts(held.flat, piece.kind), strict=True):
+            for target, parts in zip(results[piece.kind], self._parts(held, piece), strict=True):
                 shapes.shares(target, piece.group).copy_(parts)
+            assert held.flat is not None
             self.pool.put(held.flat, [])
         if not self._exchanges:
             for kind, group in product(self.program.results, self.program.groups):
@@ -252,8 +252,7 @@ class _Pass:
     def _split(self, piece: Piece) -> Held:
         """What each head rank gets of our inputs, or gets back of the results of its tokens; our own part included."""
         shapes, held = self.shapes, self._new_parts(piece)
-        assert held.flat is not None
-        parts = shapes.parts(held.flat, piece.kind)
+        parts = self._parts(held, piece)
         if piece.kind in INPUTS:
             for target, x in zip(parts, self.inputs[piece.kind], strict=True):
                 target.copy_(shapes.shares(x, piece.group))
@@ -265,8 +264,8 @@ class _Pass:
     def _room_for_parts(self, piece: Piece, leaving: Held) -> Held:
         """Room for what comes, with our own part in it already. Inputs are joined when the first block needs them."""
         held, head = self._new_parts(piece), self.place.head
-        rows, ours = (x.flat.view(self.place.plan.heads, -1) for x in (held, leaving) if x.flat is not None)
-        rows[head] = ours[head]
+        for room, ours in zip(self._parts(held, piece), self._parts(leaving, piece), strict=True):
+            room[head] = ours[head]
         if piece.kind in RESULTS:
             self.parts.append((piece, held))
         else:
@@ -275,12 +274,14 @@ class _Pass:
 
     def _join(self, piece: Piece, held: Held) -> None:
         self._arrive(held)
-        assert held.flat is not None
-        for whole, parts in zip(
-            self.pieces[piece].tensors or (), self.shapes.parts(held.flat, piece.kind), strict=True
-        ):
+        for whole, parts in zip(self.pieces[piece].tensors or (), self._parts(held, piece), strict=True):
             self.shapes.join(whole, parts)
+        assert held.flat is not None
         self.pool.put(held.flat, [])
+
+    def _parts(self, held: Held, piece: Piece) -> tuple[Tensor, ...]:
+        assert held.flat is not None
+        return self.shapes.parts(held.flat, piece.kind)
 
     def _new_parts(self, piece: Piece) -> Held:
         size = self.place.plan.heads * self.shapes.part_stride(piece.kind)

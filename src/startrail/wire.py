@@ -136,14 +136,9 @@ class Shapes:
     def _sum_bytes(self, kind: str) -> int:
         return sum(prod(shape) * self.acc.itemsize for shape, _ in self.fields(kind, self.tokens))
 
-    def views(self, flat: Tensor, kind: str, tokens: int | None = None) -> tuple[Tensor, ...]:
+    def views(self, flat: Tensor, kind: str) -> tuple[Tensor, ...]:
         """The tensors of a piece, as views of its bytes."""
-        views, start = [], 0
-        for shape, dtype in self.fields(kind, self.tokens if tokens is None else tokens):
-            stop = start + prod(shape) * dtype.itemsize
-            views.append(flat[start:stop].view(dtype).view(shape))
-            start = stop
-        return tuple(views)
+        return _cut(flat, self.fields(kind, self.tokens))
 
     def with_copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.copies == 1:
@@ -176,12 +171,7 @@ class Shapes:
 
     def parts(self, flat: Tensor, kind: str) -> tuple[Tensor, ...]:
         """The tensors of all head ranks' parts side by side, (head ranks, batch, heads, tokens, ...), as views."""
-        rows, views, start = flat.view(self.plan.heads, -1), [], 0
-        for shape, dtype in self.fields(kind, self.layout.local):
-            stop = start + prod(shape) * dtype.itemsize
-            views.append(rows[:, start:stop].view(dtype).unflatten(1, shape))
-            start = stop
-        return tuple(views)
+        return _cut(flat.view(self.plan.heads, -1), self.fields(kind, self.layout.local))
 
     def join(self, whole: Tensor, parts: Tensor) -> None:
         """Put the tokens of all head ranks where they belong in the whole piece (batch, heads, tokens, ...)."""
@@ -216,3 +206,13 @@ class Shapes:
 
     def kept_bytes(self, pieces: Sequence[Piece]) -> int:
         return max((part.stop for part in self.kept_slices(pieces).values()), default=0)
+
+
+def _cut(flat: Tensor, fields: Fields) -> tuple[Tensor, ...]:
+    """Views of the bytes (..., n) as the tensors that lie in them one behind the other."""
+    views, start = [], 0
+    for shape, dtype in fields:
+        stop = start + prod(shape) * dtype.itemsize
+        views.append(flat[..., start:stop].view(dtype).unflatten(-1, shape))
+        start = stop
+    return tuple(views)
