@@ -61,14 +61,9 @@ def train_command(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return _join(recipe)
     recipe.check_world(recipe.ranks)
-    import torch  # here, so that mistakes are found without it
+    from startrail.training.joining import on_gpus  # here, so that mistakes are found without torch
 
-    gpus = torch.cuda.device_count()
-    if recipe.device == "cuda" and gpus < recipe.ranks:
-        raise ValueError(
-            f"device cuda: {recipe.ranks} ranks need as many GPUs, here are {gpus}; set ranks, or device cpu"
-        )
-    if recipe.device != "cpu" and gpus >= recipe.ranks:
+    if on_gpus(recipe.device, recipe.ranks):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={recipe.ranks}"]
         os.execv(sys.executable, [*launcher, "-m", "startrail.cli", "train", *arguments])
     return _start(recipe)

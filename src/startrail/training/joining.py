@@ -27,11 +27,16 @@ def join(device: torch.device) -> None:
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=world)
 
 
-def device_of_rank(wanted: str) -> torch.device:
-    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def on_gpus(wanted: str, ranks: int) -> bool:
+    """Whether ``ranks`` on this node get a GPU each: ``auto`` if there are enough; ``ValueError`` if ``cuda`` must."""
+    gpus = torch.cuda.device_count()
     if wanted == "cuda" and gpus < ranks:
-        raise ValueError(f"device cuda: {ranks} ranks on this node need as many GPUs, it has {gpus}")
-    if wanted != "cpu" and gpus >= ranks:
+        raise ValueError(f"device cuda: {ranks} ranks need as many GPUs, here are {gpus}; set ranks, or device cpu")
+    return wanted != "cpu" and gpus >= ranks
+
+
+def device_of_rank(wanted: str) -> torch.device:
+    if on_gpus(wanted, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
 
