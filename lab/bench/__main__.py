@@ -28,6 +28,7 @@ from lab.launch import Parser
 
 SHAPES = ("4x8", "4x4", "2x8", "8x4")
 MINUTES = 19.0
+TIME_OVER = "time was over (--minutes)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +103,7 @@ def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -
     end = time.monotonic() + seconds
     for machine, limited, trials in plan:
         done: list[Sequence[Outcome]] = []
-        why = "time was over (--minutes)"
+        why = TIME_OVER
         if (left := end - time.monotonic()) > 0:
             try:
                 by_rank = run_on_cluster(machine, trials, bar.in_trial(machine, trials), limited, left)
@@ -139,7 +140,7 @@ def measure_group(quick: bool, seconds: float) -> Json | None:
         return None
     done = list(zip(*by_rank, strict=True))
     records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
-    left_out += [unreached(machine, trial, "time was over (--minutes)") for trial in trials[len(done) :]]
+    left_out += [unreached(machine, trial, TIME_OVER) for trial in trials[len(done) :]]
     return {"trials": records, "left_out": left_out, "failed": []}
 
 

@@ -19,7 +19,6 @@ from startrail.plan import Plan
 
 BYTES_WITHIN = 0.03
 CLAIMED = "4x8"
-BY_BYTES = "because its bytes"
 Json = dict[str, Any]
 
 
@@ -282,20 +281,28 @@ def _slower_claim(trials: Sequence[Json]) -> Claim:
     cases = [(line, t) for t in trials for line in lines_of(t) if line.role.startswith("nested") and line.against_ring]
     if not cases:
         return Claim(text, "not measured in this run", None)
-    slower = [(line, t, _why_slower(line, t)) for line, t in cases if line.against_ring < 1 / 1.05]
+    slower = [(line, t) for line, t in cases if line.against_ring < 1 / 1.05]
     named = "; ".join(
-        f"{line.plan} {1 / line.against_ring - 1:+.0%} time, {title(t)}, {why}" for line, t, why in slower
+        f"{line.plan} {1 / line.against_ring - 1:+.0%} time, {title(t)}, {_why_slower(line, t)}" for line, t in slower
     )
     found = f"{len(slower)} of {len(cases)} cases slower{': ' + named if named else ''}"
-    return Claim(text, found, all(why.startswith(BY_BYTES) for _, _, why in slower))
+    return Claim(text, found, all(_has_more_bytes(line, t) for line, t in slower))
+
+
+def _ring_of(trial: Json) -> Line:
+    ring = best(lines_of(trial), "ring")
+    assert ring is not None
+    return ring
+
+
+def _has_more_bytes(line: Line, trial: Json) -> bool:
+    return line.bound > 1.05 * _ring_of(trial).bound
 
 
 def _why_slower(line: Line, trial: Json) -> str:
     """As far as the data tell: more bytes, or time that is neither arithmetic nor bytes."""
-    ring = best(lines_of(trial), "ring")
-    assert ring is not None
-    if line.bound > 1.05 * ring.bound:
-        return f"{BY_BYTES} take {line.bound:.3f} s at least, the ring's {ring.bound:.3f} s"
+    if _has_more_bytes(line, trial):
+        return f"because its bytes take {line.bound:.3f} s at least, the ring's {_ring_of(trial).bound:.3f} s"
     waits = "" if line.waiting is None else f", of which ranks wait {line.waiting:.0%}"
     return f"because {line.seconds - line.bound:.3f} s of its time{waits} are neither arithmetic nor bytes"
 

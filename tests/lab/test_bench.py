@@ -144,6 +144,7 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
 def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(tmp_path, capsys, monkeypatch):
     trials = [Trial(replace(SMALL, length=64 + n), (RING,), None, repeats=1, seconds=1.0) for n in range(2)]
+    assert run_on_cluster(PAIR, trials, lambda number, text: None, False, seconds=1e-6) == [[]] * PAIR.world
     monkeypatch.setattr("lab.bench.__main__.limited_trials", lambda *_: [])
     monkeypatch.setattr("lab.bench.__main__.unlimited_trials", lambda *_: trials)
     assert main(["--shapes", "2x2", "--minutes", "1e-6", "--out", str(tmp_path)]) == 0
