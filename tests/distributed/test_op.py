@@ -1,5 +1,7 @@
 """The op in a user's program: compile, checkpointing, meshes, sharding, stand-alone oracle, counters."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import startrail
+from startrail.lanes import BufferPool
 from startrail.local import run_local
 
 
@@ -229,3 +232,20 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
         return worst(mine, [x.double() for x in (theirs, *grads[:3])])
 
     assert max(run_local(on_rank, 4)) < 2e-6
+
+
+def test_buffers_are_used_again_also_for_somewhat_less_but_not_before_they_are_sent():
+    pool, sent = BufferPool(), []
+    first = pool.get(100, torch.device("cpu"))
+    pool.put(first, [lambda: sent.append(True)])
+    again = pool.get(60, torch.device("cpu"))
+    assert (again.data_ptr(), again.numel(), sent, pool.allocated) == (first.data_ptr(), 60, [True], 100)
+    pool.put(again, [])
+    assert pool.get(100, torch.device("cpu")).data_ptr() == first.data_ptr()
+    pool.put(first, [])
+    pool.get(49, torch.device("cpu"))
+    assert pool.allocated == 149, "a buffer of more than twice the size stays free"
+
+
+def test_forked_ranks_do_not_collect_what_their_parent_made():
+    assert run_local(lambda rank: gc.get_freeze_count() > 10_000, 1) == [True]
