@@ -44,7 +44,8 @@ class Work:
     def __str__(self) -> str:
         layers = f", {self.layers} layers" if self.model else ""
         heads = f"{self.q_heads}:{self.kv_heads} heads x {self.head_dim}"
-        return f"{self.kind} {self.mask}, {self.length} tokens, {heads}{layers}"
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{self.kind} {self.mask}, {batch}{self.length} tokens, {heads}{layers}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def picked(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...
 
 
 MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
-GQA = replace(MHA, kv_heads=2)
+# Grouped keys are few bytes a token: a batch gives messages of a size at which headers are less than 3 % of them.
+GQA = replace(MHA, length=768, kv_heads=2, batch=4)
 # For GQA on 4 nodes of 8: heads split as far as there are key heads, which is USP's rule, and what ``auto`` picks.
 GROUPED = (
     Contender("USP", "usp", plan="1x4/1x4/u2"),
@@ -158,7 +160,7 @@ def masked(causal: int, full: int) -> tuple[Work, Work]:
     return replace(MHA, length=causal, causal=True), replace(MHA, length=full)
 
 
-HEADLINE = masked(causal=2176, full=1856)
+HEADLINE = masked(causal=1920, full=2048)
 SHORT = masked(causal=1280, full=1024)
 EVEN = masked(causal=3072, full=2304)  # where ring takes as long as computing
 
@@ -187,14 +189,16 @@ def limited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
 def headline_trials(everyone: tuple[Contender, ...]) -> list[Trial]:
     """The claims' trials on 4 nodes of 8 ranks, with most repeats; then what is in the table beside them."""
     main, ratios, beside = (picked(everyone, *names) for names in (MAIN, RATIOS, BESIDE))
-    weaker = picked(main, "ring, ours", "star2", "nested, keep, groups")
-    trials = [Trial(work, main, PRESSURES[0], 5, 90.0, at_least=3, brief=weaker) for work in HEADLINE]
-    trials += [Trial(work, (*main, *beside), BOUND_BY_LINKS, 3, 40.0, at_least=3, brief=beside) for work in SHORT]
+    claimed = (*ratios, *picked(main, "nested, groups"))
+    star, others = picked(main, "star2"), tuple(contender for contender in main if contender not in ratios)
+    trials = [Trial(work, claimed, PRESSURES[0], 3, 100.0, at_least=3, brief=star) for work in HEADLINE]
+    brief = (*others, *beside)
+    trials += [Trial(work, (*ratios, *brief), BOUND_BY_LINKS, 3, 40.0, at_least=3, brief=brief) for work in SHORT]
     slowed = picked(ratios, "ring, textbook", "star2", "star4", "nested", "nested, keep")
     trials += [Trial(SHORT[1], slowed, BOUND_BY_LINKS, 3, 15.0, slow_node=True, at_least=3)]
     trials += [Trial(work, ratios, 3.0, 3, 12.0, at_least=3) for work in SHORT]
     trials += [Trial(work, ratios, 1.0, 3, 25.0, at_least=3) for work in EVEN]
-    star, grouped = picked(main, "star2"), (*picked(main, "ring, textbook"), *GROUPED)
+    grouped = (*picked(main, "ring, textbook"), *GROUPED)
     trials += [Trial(replace(GQA, causal=True), (*grouped, *star), BOUND_BY_LINKS, 3, 15.0, at_least=3, brief=star)]
     trials += [Trial(GQA, grouped, pressure, 3, 15.0, at_least=3) for pressure in (BOUND_BY_LINKS, 1.0)]
     steps = picked(main, "ring, textbook", "nested", "nested, keep")

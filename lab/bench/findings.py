@@ -156,7 +156,7 @@ def pressure_text(pressure: float | None) -> str:
 
 
 def claims(report: Json) -> list[Claim]:
-    """Everything that issue 4 says must be shown, judged from the data."""
+    """Everything that the benchmark is there to show, judged from the data."""
     trials = report["trials"]
     found = [_bytes_claim(trials)]
     machine = headline_machine(trials)

@@ -96,6 +96,49 @@ class Executor:
         self.counters.total += time.perf_counter() - start
         return results
 
+    def name(self, post: Transfer) -> str:
+        assert self.lanes is not None
+        way, rank = "to" if post.send else "from", self.lanes.ranks[post.peer]
+        return f"{post.piece} {way} rank {post.peer} (global rank {rank}) over {self.lanes.names[post.lane]}"
+
+    def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
+        """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
+        if disagreement := self.agreement.disagreement():
+            return ValueError(disagreement)
+        return PeerError(
+            f"rank {program.place.rank}, {program.direction} step {index} of plan {program.plan}: "
+            f"{what} failed: {str(error).splitlines()[0]}"
+        )
+
+
+class _UnderWay:
+    """A transfer: waits once, counts the seconds, and says who waited for what if it fails.
+
+    It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
+    of the pass alive.
+    """
+
+    def __init__(self, executor: Executor, program: Program, index: int, post: Transfer, work: dist.Work) -> None:
+        self.executor, self.program, self.index, self.post = executor, program, index, post
+        self.work: dist.Work | None = work
+
+    def wait(self) -> None:
+        work, self.work = self.work, None
+        if work is None:
+            return
+        executor = self.executor
+        assert executor.lanes is not None
+        start = time.perf_counter()
+        executor.agreement.waiting(executor.lanes.end_waits)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            verb = f"{'sending' if self.post.send else 'receiving'} {executor.name(self.post)}"
+            raise executor.failure(self.program, self.index, verb, error) from error
+        finally:
+            executor.agreement.arrived()
+            executor.counters.waiting += time.perf_counter() - start
+
 
 class _Pass:
     def __init__(
@@ -230,10 +273,10 @@ class _Pass:
         try:
             works = lanes.post(batch)
         except RuntimeError as error:
-            names = ", ".join(self._name(post) for post in compiled.step.posts)
-            raise self._failure(self.index, f"posting {names}", error) from error
+            names = ", ".join(self.executor.name(post) for post in compiled.step.posts)
+            raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
         for (post, flat, _), held, work in zip(batch, helds, works, strict=True):
-            wait = self._waiter(work, post)
+            wait = _UnderWay(self.executor, self.program, self.index, post, work).wait
             self.open.append(wait)
             if post.send:
                 held.sends.append(wait)
@@ -322,47 +365,6 @@ class _Pass:
         self._release(piece)  # a piece that comes anew
         self.pieces[piece] = self._new_held(piece)
         return self.pieces[piece]
-
-    def _waiter(self, work: dist.Work, post: Transfer) -> Callable[[], None]:
-        """Waits once, counts the seconds, and says who waited for what if it fails."""
-        index, ended = self.index, False
-
-        def wait() -> None:
-            nonlocal ended
-            if ended:
-                return
-            ended = True
-            agreement, lanes = self.executor.agreement, self.executor.lanes
-            assert lanes is not None
-            start = time.perf_counter()
-            agreement.waiting(lanes.end_waits)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                verb = f"{'sending' if post.send else 'receiving'} {self._name(post)}"
-                raise self._failure(index, verb, error) from error
-            finally:
-                agreement.arrived()
-                self.executor.counters.waiting += time.perf_counter() - start
-
-        return wait
-
-    def _name(self, post: Transfer) -> str:
-        lanes = self.executor.lanes
-        assert lanes is not None
-        way = "to" if post.send else "from"
-        return (
-            f"{post.piece} {way} rank {post.peer} (global rank {lanes.ranks[post.peer]}) over {lanes.names[post.lane]}"
-        )
-
-    def _failure(self, index: int, what: str, error: RuntimeError) -> Exception:
-        """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
-        if disagreement := self.executor.agreement.disagreement():
-            return ValueError(disagreement)
-        return PeerError(
-            f"rank {self.place.rank}, {self.program.direction} step {index} of plan {self.program.plan}: "
-            f"{what} failed: {str(error).splitlines()[0]}"
-        )
 
     def _arrive(self, held: Held) -> None:
         arrivals, held.arrivals = held.arrivals, []

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -189,19 +190,24 @@ class _Watch(TorchDispatchMode):
         self.now -= size
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def return_large() -> None:
     """Let every tensor of 1 MiB or more go back to the system when it is freed (glibc; elsewhere nothing changes).
 
     Otherwise malloc keeps holes of all sizes for later, and a process that needs 75 MiB at once holds twice that.
     """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+        _libc().mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def return_small() -> None:
     """Give back the holes that small tensors have left; between steps, since it takes milliseconds."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc().malloc_trim(0)
 
 
 def resident_bytes() -> int:
