@@ -20,7 +20,8 @@ Metrics = dict[str, Any]
 @dataclass(frozen=True)
 class Summary:
     """``held_out`` losses by step; ``traffic``: bytes that one rank's attention sends in a step, by level, for our plan
-    and Ring Attention; ``peak`` bytes of the process, ``before`` the model was made, and ``expected`` to be added."""
+    and Ring Attention; ``peak`` bytes that training added on the fullest rank, ``expected`` before the start, and the
+    program's own ``before`` it had a model."""
 
     done: int
     steps: int
@@ -54,7 +55,7 @@ class Summary:
             )
         if self.peak:
             found.append(
-                f"peak memory of a rank {size_text(self.peak - self.before)} (estimate {size_text(self.expected)})"
+                f"peak memory of a rank {size_text(self.peak)} (estimate {size_text(self.expected)})"
                 + (f", beside {size_text(self.before)} of the program itself" if self.before else "")
             )
         if self.sample:

@@ -71,7 +71,7 @@ class Trainer:
         self.records = self._records()
         if device.type == "cpu":
             memory.return_large()
-        self.before = memory.resident_bytes()
+        self.before = memory.resident_bytes() if device.type == "cpu" else 0  # the program itself
         memory.reset_peak(device)
         self.model: Any = build_model(recipe, device)
         self.optimizer = _optimizer(self.model, recipe)
@@ -131,7 +131,7 @@ class Trainer:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
         self.records.close()
-        peak = largest_over_ranks(memory.peak_bytes(self.device), self.device)
+        peak = largest_over_ranks(memory.peak_bytes(self.device) - self.before, self.device)
         sample = self._sample() if finished and recipe.sample else ""
         self.display.finish(
             Summary(
@@ -143,7 +143,7 @@ class Trainer:
                 held_out=held_out,
                 traffic=self.traffic,
                 peak=peak,
-                before=self.before if self.device.type == "cpu" else 0,
+                before=self.before,
                 expected=self.expected.total,
                 sample=sample,
                 stopped=not finished,
@@ -165,6 +165,8 @@ class Trainer:
     def _step(self, step: int) -> tuple[float, float, dict[str, float]]:
         """One update: the loss, the norm of its gradient, and sums over all ranks of what else happened."""
         recipe = self.recipe
+        if self.device.type == "cpu":
+            memory.return_small()  # what the last step, an evaluation or a checkpoint left
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
@@ -192,8 +194,6 @@ class Trainer:
         if math.isfinite(sums["loss"]) and math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.device.type == "cpu":
-            memory.return_small()
         return sums["loss"], norm, sums
 
     def _load(self, passes: range, held_out: bool = False) -> tuple[list[Any], str | None]:

@@ -32,7 +32,7 @@ from startrail.training.tasks import ImageTask, TextTask, make_model
 from startrail.wire import Shapes
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
-LIBRARIES = 32 * 2**20  # what libraries, threads and connections of a process take once they are used; measured
+LIBRARIES = 30 * 2**20  # what libraries, threads and connections of a process take once they are used; measured
 FLOAT = 4  # bytes: parameters, gradients and the optimizer's two moments are float32
 
 

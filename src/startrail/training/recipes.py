@@ -236,8 +236,8 @@ RECIPES = {
             learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
-            "dit-tiny", replace(DIT_SHAPES["dit-tiny"], layers=3), batch=8, plan="2x2/u2", steps=200, zero=2,
-            recompute=False, learning_rate=4e-3, warmup=20, evaluate_every=50, sample=40,
+            "dit-tiny", replace(DIT_SHAPES["dit-tiny"], layers=3), batch=16, plan="2x2/u2", steps=160, zero=2,
+            recompute=False, learning_rate=5e-3, warmup=20, evaluate_every=40, sample=40,
         ),
         Recipe("gpt-3b", GPT_SHAPES["gpt-3b"], learning_rate=1.6e-4, **_LONG),
         Recipe("gpt-7b", GPT_SHAPES["gpt-7b"], learning_rate=1.2e-4, **_LONG),
