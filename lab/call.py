@@ -50,6 +50,7 @@ class Call(Job):
 
     def wait(self) -> list[Any]:
         """What the function returned, by rank."""
+        self._be_running()
         with self:
             try:
                 return collect(self._pipes, self._expendable, self._end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -123,11 +124,15 @@ class Cluster:
         """Start ``script.py args``, ``-m module args`` or any command on every rank, and return without waiting.
 
         Links can be cut and slowed until ``wait()`` of what this returns. The environment is torchrun's; see `run`.
+        Ranks end with the thread that started them.
         """
         self._be_free()
         folder = Path(log_dir) if log_dir is not None else Path(self._folder, f"job{self._jobs}")
         environments = [{**os.environ, **variables, **(env or {})} for variables in self._environments()]
-        job = Program(argv, environments, self._enter, folder, deadline, self._sweep)
+        try:
+            job = Program(argv, environments, self._enter, folder, deadline, self._sweep)
+        except subprocess.SubprocessError:
+            raise LabError("the ranks cannot enter their nodes: the process that holds them has ended") from None
         self._job = job
         return job
 

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,6 +45,10 @@ class Job:
         for process in self._processes:
             process.wait() if isinstance(process, subprocess.Popen) else process.join()
         self.over = True
+
+    def _be_running(self) -> None:
+        if self.over:
+            raise JobError("the job is over: it was waited for, or killed")
 
     def __enter__(self) -> Any:
         return self
@@ -89,30 +94,55 @@ class Program(Job):
             raise
 
     def wait(self, echo: TextIO | None = None) -> list[Path]:
-        """Wait for every rank to end well, and return their log files; ``echo`` gets rank 0's output as it comes."""
+        """Wait for every rank to end well, and return their log files; ``echo`` gets rank 0's output as it comes.
+
+        Whoever reads ``echo`` slowly, or not at all, delays what this returns but neither the ranks nor the deadline.
+        """
+        self._be_running()
+        ended = threading.Event()
+        copier = threading.Thread(target=self._copy, args=(echo, ended), daemon=True)
+        if echo is not None:
+            copier.start()
+        try:
+            self._wait()
+        finally:
+            ended.set()
+            if echo is not None:
+                copier.join()
+        return self.logs
+
+    def _copy(self, echo: TextIO, ended: threading.Event) -> None:
+        with self.logs[0].open(errors="replace") as output:
+            while True:
+                last = ended.wait(ECHO_SECONDS)
+                try:
+                    echo.write(output.read())
+                    echo.flush()
+                except OSError:  # nobody reads any more: the ranks go on
+                    return
+                if last:
+                    return
+
+    def _wait(self) -> None:
         waiting = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes)}
         ended = select.poll()
         for descriptor in waiting:
             ended.register(descriptor, select.POLLIN)
         try:
-            with self, self.logs[0].open(errors="replace") as output:
+            with self:
                 while waiting:
                     left = self._end - time.monotonic()
                     if left <= 0:
                         raise JobError(self._late(sorted(waiting.values())))
-                    for descriptor, _ in ended.poll(1000 * min(left, ECHO_SECONDS)):
+                    for descriptor, _ in ended.poll(1000 * left):
                         ended.unregister(descriptor)
                         rank = waiting.pop(descriptor)
                         os.close(descriptor)
                         if code := self._processes[rank].wait():
                             raise JobError(self._failure(rank, code))
-                    if echo is not None:
-                        echo.write(output.read())
-                        echo.flush()
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
-        return self.logs
 
     def _failure(self, rank: int, code: int) -> str:
         how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -48,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 job = cluster.start(program, options.deadline, log_dir=options.log_dir)
             except (ValueError, OSError) as error:
                 run.error(str(error))
-            job.wait(echo=sys.stdout)
+            try:
+                job.wait(echo=sys.stdout)
+            finally:
+                _flush()
             _print_bytes(cluster)
     except (JobError, LabError) as error:
         print(f"{run.prog}: {error}", file=sys.stderr)
@@ -89,6 +93,14 @@ def _slow(text: str) -> tuple[int, str]:
     if not (equals and node.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NODE=RATE, such as 3=50mbit")
     return int(node), rate
+
+
+def _flush() -> None:
+    """If nobody reads our output any more, as after ``| head``, let the rest of it go nowhere, quietly."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_bytes(cluster: Cluster) -> None:

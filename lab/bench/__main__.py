@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lab.bench.cases import Trial, limited_trials, unlimited_trials
+from lab.bench.cases import Contender, Trial, limited_trials, unlimited_trials
 from lab.bench.closed import Machine
-from lab.bench.findings import Json, claims, measured_trial, pressure_text
+from lab.bench.findings import Json, claims, measured_trial, pressure_text, right_claim
 from lab.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
 from lab.bench.report import metadata, write
 from lab.cluster import available
@@ -51,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     started = time.time()
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
+        except OSError as error:
+            parser.error(f"--out {options.out}: {error.strerror}")
     if options.again:
         try:
             report = json.loads(options.again.read_text())
@@ -59,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif "WORLD_SIZE" in os.environ:
         found = measure_group(options.quick, 60 * options.minutes)
         if found is None:
-            return 0  # rank 0 writes the report
+            end_group()  # rank 0 writes the report
+            return 0
         report = {"meta": metadata(arguments, started), **found}
     else:
         if why := available():
@@ -71,13 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         found = measure_clusters(machines, options.quick, 60 * options.minutes)
         report = {"meta": metadata(arguments, started), **found}
-    write(report, options.out)
+    try:
+        write(report, options.out)
+    except (AttributeError, KeyError, TypeError):
+        if not options.again:
+            raise
+        parser.error(f"--again {options.again}: is not a report of this benchmark")
     for claim in claims(report):
         print(f"{ {True: 'met', False: 'NOT MET', None: '-'}[claim.met]:8s} {claim.text}: {claim.found}")
     for failure in report.get("failed", []):
         print(f"FAILED   {failure}", file=sys.stderr)
     print(f"\n{options.out / 'report.html'}")
-    return 1 if report.get("failed") else 0
+    if dist.is_initialized():
+        end_group()
+    return 1 if report.get("failed") or right_claim(report["trials"]).met is False else 0
 
 
 def parse_shape(text: str) -> Machine:
@@ -100,10 +113,10 @@ def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -
             if trials:
                 plan.append((machine, limited, fitting(machine, trials, found["left_out"])))
     bar = Bar(sum(trial.seconds + 10 for _, _, trials in plan for trial in trials))
-    end = time.monotonic() + seconds
+    end, over = time.monotonic() + seconds, TIME_OVER
     for machine, limited, trials in plan:
         done: list[Sequence[Outcome]] = []
-        why = TIME_OVER
+        why = over
         if (left := end - time.monotonic()) > 0:
             try:
                 by_rank = run_on_cluster(machine, trials, bar.in_trial(machine, trials), limited, left)
@@ -111,6 +124,10 @@ def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -
             except JobError as error:
                 why = str(error)
                 found["failed"].append(f"{machine}: {error}")
+            except KeyboardInterrupt:
+                why = over = "interrupted"
+                end = 0.0
+                found["failed"].append(f"{machine}: interrupted; the machines before it are in the report")
         found["trials"] += [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
         found["left_out"] += [unreached(machine, trial, why) for trial in trials[len(done) :]]
         bar.done(trials)
@@ -133,15 +150,18 @@ def measure_group(quick: bool, seconds: float) -> Json | None:
     once = {trial.work: replace(trial, pressure=None, slow_node=False) for trial in reversed(every)}
     trials = fitting(machine, list(once.values()), left_out)
     by_rank = run_on_group(machine, trials, seconds)
-    dist.barrier()
-    first = dist.get_rank() == 0
-    dist.destroy_process_group()
-    if not first:
+    if dist.get_rank():
         return None
     done = list(zip(*by_rank, strict=True))
     records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
     left_out += [unreached(machine, trial, TIME_OVER) for trial in trials[len(done) :]]
     return {"trials": records, "left_out": left_out, "failed": []}
+
+
+def end_group() -> None:
+    """Leave together: torchrun ends everybody when one rank dies on its way out."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def fitting(machine: Machine, trials: Sequence[Trial], left_out: list[Json]) -> list[Trial]:
@@ -156,9 +176,14 @@ def fitting(machine: Machine, trials: Sequence[Trial], left_out: list[Json]) -> 
     return kept
 
 
-def _without_twins(contenders: Sequence) -> tuple:
+def _without_twins(contenders: Sequence[Contender]) -> tuple[Contender, ...]:
     """On two nodes our plan is USP's: the same plan need not run twice, but its claims need its role, so ours stays."""
-    by_plan = {(c.way, c.plan or c.way, c.across): c for c in contenders}
+    by_plan: dict[tuple[str, str, bool], Contender] = {}
+    for contender in contenders:
+        key = contender.way, contender.plan or contender.way, contender.across
+        if twin := by_plan.get(key):
+            contender = replace(contender, name=f"{contender.name} = {twin.name}")
+        by_plan[key] = contender
     return tuple(by_plan.values())
 
 

@@ -87,9 +87,9 @@ def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
     data: dict[Work, Any] = {}
     for work in {trial.work: None for trial in trials}:
         if work.model:
-            from lab.bench.models import expected_loss
+            from lab.bench.models import expected_results
 
-            data[work] = expected_loss(work)
+            data[work] = expected_results(work)
         else:
             data[work] = make_data(work)
     return data

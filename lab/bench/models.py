@@ -21,6 +21,7 @@ from startrail.training.loss import chunked_cross_entropy, global_mean, sum_grad
 from startrail.training.shapes import DIT_SHAPES, GPT_SHAPES
 
 TOLERANCE = 1e-5  # of the loss
+GRADIENTS = 1e-3  # of the largest gradient of each parameter
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Cut = Callable[[Tensor, int], Tensor]  # this rank's part of a tensor along a dimension
 
@@ -61,26 +62,32 @@ class Model:
         return global_mean(*sums, group) if group is not None else sums[0] / sums[1]
 
 
-def expected_loss(work: Work) -> float:
-    """The loss of one process that has all of the sequence."""
+Expected = tuple[float, list[Tensor]]  # the loss, and the gradient of every parameter
+
+
+def expected_results(work: Work) -> Expected:
+    """What one process finds that has all of the sequence."""
     gqa = work.q_heads != work.kv_heads
     attend = partial(F.scaled_dot_product_attention, is_causal=work.causal, enable_gqa=gqa)
-    with torch.no_grad():
-        return Model(work).loss(attend, lambda x, dim: x, torch.arange(work.length), None).item()
+    model = Model(work)
+    loss = model.loss(attend, lambda x, dim: x, torch.arange(work.length), None)
+    return loss.item(), list(torch.autograd.grad(loss, list(model.net.parameters())))
 
 
 class Step:
     """A contender training the model on this rank."""
 
-    def __init__(self, contender: Contender, machine: Machine, work: Work, loss: float) -> None:
-        self.model, self.work, self.machine, self.expected = Model(work), work, machine, loss
+    def __init__(self, contender: Contender, machine: Machine, work: Work, expected: Expected) -> None:
+        self.model, self.work, self.machine, self.expected = Model(work), work, machine, expected
+        self.ring: TextbookRing | None = None
         self.alone = contender.way == "compute"
         self.sp = engine(contender.plan or f"1x{machine.world}", machine)
         self.group = dist.group.WORLD
         if self.alone:
             self.attend: Attend = self.attend_alone
         elif contender.way == "textbook ring":
-            self.attend = partial(RingAttention.apply, TextbookRing(contender, machine, work, None))
+            self.ring = TextbookRing(contender, machine, work, None)
+            self.attend = partial(RingAttention.apply, self.ring)
         else:
             self.attend = partial(self.sp.attention, causal=work.causal, length=work.length)
 
@@ -98,19 +105,33 @@ class Step:
         return self.sp.shard(x, dim)
 
     def step(self) -> None:
-        self.loss().backward()
-        if not self.alone:
-            sum_gradients(self.model.net.parameters(), self.group)
+        self.gradients_of(self.loss())
         self.model.net.zero_grad()
 
+    def gradients_of(self, loss: Tensor) -> None:
+        loss.backward()
+        if not self.alone:
+            sum_gradients(self.model.net.parameters(), self.group)
+
     def mistake(self) -> str | None:
-        loss = self.loss().item()
-        self.step()
-        if not self.alone and not abs(loss / self.expected - 1) < TOLERANCE:
-            return f"loss {loss}, one process has {self.expected}"
+        """What is wrong with the loss or a gradient, if anything is; compute alone is of no real loss."""
+        loss, (right, gradients) = self.loss(), self.expected
+        self.gradients_of(loss)
+        found = [(name, parameter.grad) for name, parameter in self.model.net.named_parameters()]
+        self.model.net.zero_grad()
+        if self.alone:
+            return None
+        if not abs(loss.item() / right - 1) < TOLERANCE:
+            return f"loss {loss.item()}, one process has {right}"
+        for (name, ours), theirs in zip(found, gradients, strict=True):
+            theirs = theirs.to(self.model.device)
+            if ours is None or not (ours - theirs).abs().max() <= GRADIENTS * theirs.abs().max():
+                return f"wrong gradient of {name}"
         return None
 
     def waiting(self) -> float | None:
+        if self.ring is not None:
+            return self.ring.waiting()
         seconds = self.sp.timings()["waiting"]
         self.sp.reset_counters()
         return seconds

@@ -116,7 +116,7 @@ class Agreement:
         self._end_wait, self._waiting_since = end_wait, time.monotonic()
 
     def arrived(self) -> None:
-        self._waiting_since = None
+        self._waiting_since = self._end_wait = None
 
     def disagreement(self) -> str | None:
         """After a wait has failed: whether it failed because ranks disagree, and about what."""
@@ -135,11 +135,13 @@ class Agreement:
     def look(self) -> None:
         """If a wait has become long, find out whether it can ever end."""
         since = self._waiting_since
-        if since is None or self.board is None or time.monotonic() - since < PATIENCE or self._disagreed:
+        if since is None or self.board is None or time.monotonic() - since < PATIENCE:
             return
-        self._look(self.board)
-        if self._disagreed and self._waiting_since == since and self._end_wait is not None:
-            self._end_wait()
+        if not self._disagreed:
+            self._look(self.board)
+        end_wait = self._end_wait  # None if it has ended meanwhile
+        if self._disagreed and end_wait is not None:
+            end_wait()
 
     def _look(self, board: Board) -> None:
         call, detail = self._call, self._detail

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
@@ -93,6 +96,7 @@ class SequenceParallel:
         self._agreement.watch()
         self._said: set[str] = set()
         self._counters = Counters()
+        self._busy = threading.Lock()
         self._executors: dict[Plan, Executor] = {}
         self._agreed: dict[str, tuple[Shapes, Kernel]] = {}
         self._name = op.register(self)
@@ -162,14 +166,15 @@ class SequenceParallel:
         that do not see each other. ``length``: tokens of the sequence if it was padded (default: local tokens x ranks).
         Every rank of the group must call it, with the same arguments but for the tokens.
         """
+        if problem := _wrong_kind(q, k, v, window, documents, length, scale):
+            self._refuse(problem)
         if documents is not None:
             documents = torch.as_tensor(documents)
-        if window is not None and not isinstance(window, int):
-            raise ValueError(f"window={window!r} must be a whole number of tokens")
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
-        if torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         if scale is None:
             scale = max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
         arguments = (causal, window, length, float(scale))
@@ -236,13 +241,14 @@ class SequenceParallel:
         length: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call, executor = self._call("forward", q, k, v, documents, causal, window, length, scale)
-        shapes = call.shapes
-        program = build_program(shapes.plan, self.world, self.rank, "forward")
-        kept = torch.empty(shapes.kept_bytes(program.kept), dtype=torch.uint8, device=q.device)
-        inputs = {"q": (q,), "kv": shapes.with_copies(k, v)}
-        lse, out = self._run(executor, call, program, inputs, kept)["out"]
-        return out, lse, kept
+        with self._alone():
+            call, executor = self._call("forward", q, k, v, documents, causal, window, length, scale)
+            shapes = call.shapes
+            program = build_program(shapes.plan, self.world, self.rank, "forward")
+            kept = torch.empty(shapes.kept_bytes(program.kept), dtype=torch.uint8, device=q.device)
+            inputs = {"q": (q,), "kv": shapes.with_copies(k, v)}
+            lse, out = self._run(executor, call, program, inputs, kept)["out"]
+            return out, lse, kept
 
     def run_backward(
         self,
@@ -259,15 +265,38 @@ class SequenceParallel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
-        call, executor = self._call("backward", q, k, v, documents, causal, window, length, scale)
-        shapes = call.shapes
-        program = build_program(shapes.plan, self.world, self.rank, "backward")
-        inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, shapes.acc), dout)}
-        if qkv:
-            inputs |= {"q": (q,), "kv": shapes.with_copies(k, v)}
-        results = self._run(executor, call, program, inputs, kept)
-        (dq,), (dk, dv) = results["dq"], results["dkv"]
-        return dq, *shapes.without_copies(dk, dv)
+        with self._alone():
+            call, executor = self._call("backward", q, k, v, documents, causal, window, length, scale)
+            shapes = call.shapes
+            program = build_program(shapes.plan, self.world, self.rank, "backward")
+            inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, shapes.acc), dout)}
+            if qkv:
+                inputs |= {"q": (q,), "kv": shapes.with_copies(k, v)}
+            results = self._run(executor, call, program, inputs, kept)
+            (dq,), (dk, dv) = results["dq"], results["dkv"]
+            return dq, *shapes.without_copies(dk, dv)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Calls are numbered in the order in which they begin, which two threads would not keep on all ranks."""
+        if not self._busy.acquire(blocking=False):
+            raise ValueError("two threads call one SequenceParallel at once: give each thread an instance of its own")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _refuse(self, problem: str) -> None:
+        """Raise on every rank: the others learn of it when they begin the same call."""
+        self._agreement.start(problem)
+        self._confirm(problem, problem)
+
+    def _confirm(self, kind: str, problem: str | None) -> None:
+        try:
+            self._agreement.confirm(kind, problem)
+        except ValueError:
+            self._executors.clear()  # ranks that were already sending may have closed the lanes
+            raise
 
     def _run(self, executor: Executor, *arguments: Any) -> dict[str, tuple[Tensor, ...]]:
         try:
@@ -311,11 +340,7 @@ class SequenceParallel:
         detail = f"{kind}{packed and f' {ends}'}, plan {plan}, {self.layout}, wire {self.wire_dtype}"
         number = self._agreement.start(detail)
         if problem or not self._agreement.knows(kind):
-            try:
-                self._agreement.confirm(kind, problem)
-            except ValueError:
-                self._executors.clear()  # ranks that were already sending may have closed the lanes
-                raise
+            self._confirm(kind, problem)
             self._agreed[kind] = shapes, kernel
         runs = cache(lambda shard: shapes.layout.runs(shard, shapes.plan.heads))
         call = Call(
@@ -407,6 +432,27 @@ def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
+
+
+def _wrong_kind(
+    q: Tensor, k: Tensor, v: Tensor, window: object, documents: object, length: object, scale: object
+) -> str | None:
+    """What is wrong with arguments that the op itself could not take; whether their values fit is checked behind it."""
+    if not q.device == k.device == v.device:
+        return f"q, k, v must be on one device, got q {_describe(q)}, k {_describe(k)}, v {_describe(v)}"
+    for name, tokens in (("window", window), ("length", length)):
+        if tokens is not None and not (isinstance(tokens, int | torch.SymInt) and -(2**62) < tokens < 2**62):
+            return f"{name}={tokens!r} must be a whole number of tokens"
+    if scale is not None and not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
+        return f"scale={scale!r} must be a number of more than 0"
+    if documents is not None:
+        try:
+            ends = torch.as_tensor(documents)
+        except (TypeError, ValueError, RuntimeError):
+            return f"documents must be whole numbers in one dimension, got {documents!r}"
+        if ends.dim() == 0:
+            return f"documents must be whole numbers in one dimension, got {documents!r}"
+    return None
 
 
 def _describe(x: Tensor) -> str:

@@ -91,8 +91,12 @@ class Executor:
         """
         start = time.perf_counter()
         run = _Pass(self, call, program, inputs, kept)
-        run.walk()
-        results = run.finish()
+        try:
+            run.walk()
+            results = run.finish()
+        finally:
+            run.pieces.clear()  # what has not arrived knows its pass
+        self.pool.settle()
         self.counters.total += time.perf_counter() - start
         return results
 

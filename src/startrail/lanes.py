@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,12 +53,22 @@ class Counters:
         self.traffic, self.waiting, self.total = {}, 0.0, 0.0
 
 
+KEPT_PASSES = 64
+
+
+class Free(NamedTuple):
+    buffer: Tensor
+    pending: list[Callable[[], None]]  # its last sends
+    used: int  # in which pass
+
+
 class BufferPool:
     """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
-    only once the send has ended."""
+    only once the send has ended; one that nobody has used in the last ``KEPT_PASSES`` goes."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[tuple[Tensor, list[Callable[[], None]]]]] = {}
+        self._free: dict[tuple[int, torch.device], list[Free]] = {}
+        self._pass = 0
         self.allocated = 0
 
     def get(self, nbytes: int, device: torch.device) -> Tensor:
@@ -66,19 +77,28 @@ class BufferPool:
         if not free:
             self.allocated += nbytes
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        buffer, pending = free.pop(0)
+        buffer, pending, _ = free.pop(0)
         for wait in pending:
             wait()
         return buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
-    def _larger(self, nbytes: int, device: torch.device) -> list[tuple[Tensor, list[Callable[[], None]]]] | None:
+    def _larger(self, nbytes: int, device: torch.device) -> list[Free] | None:
         sizes = [size for (size, where), free in self._free.items() if free and where == device]
         size = min((size for size in sizes if nbytes < size <= 2 * nbytes), default=0)
         return self._free.get((size, device))
 
     def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
         whole = buffer if buffer._base is None else buffer._base
-        self._free.setdefault((whole.numel(), whole.device), []).append((whole, pending))
+        self._free.setdefault((whole.numel(), whole.device), []).append(Free(whole, pending, self._pass))
+
+    def settle(self) -> None:
+        """A pass is over, and so are all its sends: forget them, and buffers of sizes that are no longer asked for."""
+        self._pass += 1
+        for key, free in list(self._free.items()):
+            kept = [Free(buffer, [], used) for buffer, _, used in free if used > self._pass - KEPT_PASSES]
+            self._free[key] = kept
+            if not kept:
+                del self._free[key]
 
 
 class Lanes:
@@ -106,12 +126,13 @@ class Lanes:
                 group.abort()
             if "gloo" not in backend:
                 continue
-            # gloo cannot be aborted, but a receive that times out closes all its connections
-            with contextlib.suppress(RuntimeError):
-                peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
-                receive = dist.irecv(torch.empty(1), peer, group, tag=UNUSED_TAG)
-                assert receive is not None
-                receive.wait(timedelta(milliseconds=1))
+            # gloo cannot be aborted, but a receive that times out closes all its connections; from a peer that has
+            # closed its own already it cannot be posted
+            for peer in (rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()):
+                with contextlib.suppress(RuntimeError):
+                    receive = dist.irecv(torch.empty(1), peer, group, tag=UNUSED_TAG)
+                    assert receive is not None
+                    receive.wait(timedelta(milliseconds=1))
 
     def post(self, transfers: list[tuple[Transfer, Tensor, int]]) -> list[dist.Work]:
         """Post transfers with their buffers and tags as one batch a lane; a work for each, in order."""

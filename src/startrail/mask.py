@@ -112,7 +112,7 @@ class Tile(NamedTuple):
         return rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def tiles_of(mask: Mask, queries: Runs, keys: Runs) -> tuple[Tile, ...]:
     """The rectangles of local indices that cover exactly the visible pairs of two shards, given as runs."""
     if not queries or not keys:

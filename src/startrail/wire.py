@@ -81,6 +81,8 @@ class Shapes:
 
     def fields(self, kind: str, tokens: int) -> Fields:
         """Shape and dtype of each tensor in a piece of ``tokens`` tokens, in the order of their bytes."""
+        if isinstance(tokens, torch.SymInt):  # while torch.compile traces: not hashable
+            return self._make_fields(kind, tokens)
         if (kind, tokens) not in self._fields:
             self._fields[kind, tokens] = self._make_fields(kind, tokens)
         return self._fields[kind, tokens]

@@ -37,7 +37,14 @@ def error_of(function):
         ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
         ("1x2", qkv(), dict(documents=[0, 9.5, 32]), "documents must be whole numbers"),
         ("1x2", qkv(), dict(documents=[[0, 9, 32]]), "documents must be whole numbers in one dimension"),
+        ("1x2", qkv(), dict(documents=torch.tensor(32)), "documents must be whole numbers in one dimension"),
+        ("1x2", qkv(), dict(documents=[0, "a"]), "documents must be whole numbers in one dimension"),
         ("1x2", qkv(), dict(window=2.5), "window=2.5 must be a whole number"),
+        ("1x2", qkv(), dict(window=2**70), "must be a whole number of tokens"),
+        ("1x2", qkv(), dict(length=32.0), "length=32.0 must be a whole number"),
+        ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be a number of more than 0"),
+        ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be a number of more than 0"),
+        ("1x2", [qkv()[0], qkv()[1].to("meta"), qkv()[2]], {}, "q, k, v must be on one device"),
         ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
         ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
         ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
@@ -69,11 +76,12 @@ def test_one_rank_with_other_arguments_is_named_on_every_rank():
             error_of(lambda: sp.attention(*qkv(dim=8 if rank != 1 else 300))),
             error_of(lambda: sp.attention(*qkv(), causal=rank == 3)),
             error_of(lambda: sp.attention(*qkv(), documents=[0, 5 if rank else 6, 64])),
+            error_of(lambda: sp.attention(*qkv(), window=2.5 if rank == 2 else 2)),
             error_of(lambda: sp.attention(*qkv())),
             sp.traffic()["level 0"]["hops"],
         ]
 
-    for shapes, dim, causal, documents, good, hops in run_local(on_rank, 4, deadline=60):
+    for shapes, dim, causal, documents, window, good, hops in run_local(on_rank, 4, deadline=60):
         assert shapes.startswith(
             "ValueError: ranks disagree about one attention call: ranks 0, 1, 3: forward: q (1, 4, 16, 8)"
         )
@@ -83,6 +91,7 @@ def test_one_rank_with_other_arguments_is_named_on_every_rank():
         assert "causal=True" in causal
         assert "(0, 6, 64)" in documents
         assert "(0, 5, 64)" in documents
+        assert window == "ValueError: rank 2: window=2.5 must be a whole number of tokens"
         assert good == "no error"
         assert hops == 3, "nothing was sent by the calls that failed"
 
@@ -105,6 +114,33 @@ def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
         assert "rank 1: forward: q (1, 4, 32, 8)" in known
         assert seconds < 15, "well before the timeout"
         assert after == "no error"
+
+
+def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_first():
+    """Ranks look at the board at different times, so the first to find out has closed what the others hold on to."""
+
+    def on_rank(rank):
+        dist.barrier()
+        time.sleep((0.1, 0.0, 0.3, 0.2)[rank])  # its watching thread starts with the instance
+        sp = startrail.SequenceParallel("1x4", timeout=20)
+        inputs = [x.requires_grad_() for x in qkv()]
+        for _ in range(2):
+            sp.attention(*inputs).square().sum().backward()
+        out = sp.attention(*inputs)
+        dist.barrier()
+        start = time.monotonic()
+        text = error_of(lambda: sp.attention(*inputs) if rank == 1 else out.square().sum().backward())
+        return text, time.monotonic() - start
+
+    for text, seconds in run_local(on_rank, 4, deadline=60):
+        assert text.startswith("ValueError: ranks disagree"), text
+        assert seconds < 15
+
+
+def test_threads_must_not_share_an_instance():
+    sp = startrail.SequenceParallel("1x1")
+    with sp._alone(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
+        sp.attention(*qkv())
 
 
 def test_a_new_shape_on_one_rank_only_is_told_too():
@@ -217,9 +253,8 @@ def test_instances_that_are_dropped_leave_nothing_behind():
         def use():
             sp = startrail.SequenceParallel("2x1", timeout=20)
             sp.attention(*(x.requires_grad_() for x in qkv())).square().sum().backward()
-            del sp
-            gc.collect()
 
+        gc.disable()  # nothing is left for it to find
         use()
         dist.barrier()
         before = len(os.listdir("/proc/self/fd"))

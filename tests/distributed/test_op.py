@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import startrail
-from startrail.lanes import BufferPool
+from startrail.lanes import KEPT_PASSES, BufferPool
 from startrail.local import run_local
 
 
@@ -83,6 +83,32 @@ def test_torch_compile_makes_one_graph_with_exact_gradients():
         return max(errors)
 
     assert max(run_local(on_rank, 4)) < 2e-6
+
+
+def test_torch_compile_takes_other_lengths():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2")
+        compiled = torch.compile(lambda q, k, v: sp.attention(q, k, v, causal=True) * 1.0, backend="aot_eager")
+        errors = []
+        for length in (64, 96, 128):
+            data = tensors(2, length)
+            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+            out = compiled(q, k, v)
+            grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
+            errors.append(worst([out, *grads], [sp.shard(x, 2) for x in dense(*data, is_causal=True)]))
+        return max(errors)
+
+    assert max(run_local(on_rank, 2)) < 2e-6
+
+
+def test_autocast_leaves_float64_alone():
+    sp = startrail.SequenceParallel("1x1")
+    with torch.autocast("cpu"):
+        dtypes = [
+            sp.attention(*(torch.randn(1, 2, 4, 8, dtype=dtype) for _ in range(3))).dtype
+            for dtype in (torch.float64, torch.float32)
+        ]
+    assert dtypes == [torch.float64, torch.bfloat16]
 
 
 def test_the_op_passes_torchs_own_checks():
@@ -269,6 +295,11 @@ def test_buffers_are_used_again_also_for_somewhat_less_but_not_before_they_are_s
     pool.put(first, [])
     pool.get(49, torch.device("cpu"))
     assert pool.allocated == 149, "a buffer of more than twice the size stays free"
+    for _ in range(KEPT_PASSES - 1):
+        pool.settle()
+    assert pool._free, "a buffer is kept for some passes"
+    pool.settle()
+    assert not pool._free, "but not for ever"
 
 
 def test_forked_ranks_do_not_collect_what_their_parent_made():

@@ -120,8 +120,11 @@ def test_claims_are_judged_by_the_data_against_the_faster_ring():
     assert next(claim for text, claim in verdicts.items() if text.startswith("bytes")).met is True
     eased = {name: seconds / 3 for name, seconds in TIMES.items()}  # ring at 7x its compute: not what is claimed
     assert not any(claim.met for claim in claims({"trials": [recorded(eased)]}) if "nested against" in claim.text)
+    other_link = recorded(TIMES)
+    next(row for row in other_link["rows"] if row["name"] == "nested")["links"][3][1] *= 0.5
+    assert next(claim for claim in claims({"trials": [other_link]}) if claim.text.startswith("bytes")).met is False
     slower = claims({"trials": [recorded({**TIMES, "nested": 2.4}, extra=1.05)]})
-    assert [claim.met for claim in slower if claim.text.startswith(("bytes", "no plan"))] == [False, False]
+    assert [claim.met for claim in slower if claim.text.startswith(("bytes", "no nested plan"))] == [False, False]
 
 
 def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_path, capsys):
@@ -136,9 +139,12 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
     assert "http" not in page.replace("data:image", "")
     stored = json.loads((tmp_path / "report.json").read_text())
     assert {"commit", "torch", "processor", "cores", "arguments"} <= stored["meta"].keys()
-    assert main(["--again", str(tmp_path / "report.json"), "--out", str(tmp_path / "again")]) == 0
+    assert main(["--again", str(tmp_path / "report.json"), "--out", str(tmp_path / "again")]) == 1, "a plan is wrong"
     assert "nested against ring >= 2.0x: 2.10x" in capsys.readouterr().out
     assert (tmp_path / "again" / "report.html").read_text() == page
+    (verdict,) = [claim for claim in stored["claims"] if claim["text"].startswith("every plan")]
+    assert verdict["met"] is False
+    assert "wrong dk" in verdict["found"]
 
 
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
@@ -154,7 +160,9 @@ def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(t
     monkeypatch.setattr("lab.bench.measure.ONE_TRIAL", 0.001)
     assert main(["--shapes", "2x2", "--minutes", "0.0001", "--out", str(tmp_path)]) == 1
     assert "FAILED   2x2: " in capsys.readouterr().err
-    for wrong in (["--minutes", "0"], ["--again", "nowhere.json"]):
+    (tmp_path / "foreign.json").write_text('{"meta": {}, "trials": []}')
+    foreign = ["--again", str(tmp_path / "foreign.json"), "--out", str(tmp_path / "new")]
+    for wrong in (["--minutes", "0"], ["--again", "nowhere.json"], foreign, ["--out", "/proc/nowhere"]):
         with pytest.raises(SystemExit) as ended:
             main(wrong)
         assert ended.value.code == 2
