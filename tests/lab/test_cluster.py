@@ -186,6 +186,36 @@ def test_the_failing_rank_is_shown(pair: lab.Cluster) -> None:
         pair.call(fail, deadline=30)
 
 
+class Reader:
+    """Output that nobody takes in time, or at all."""
+
+    def __init__(self, seconds: float, error: type[OSError] | None = None) -> None:
+        self.seconds, self.error, self.text = seconds, error, ""
+
+    def write(self, text: str) -> None:
+        time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        self.text += text
+
+    def flush(self) -> None: ...
+
+
+def test_whoever_reads_the_output_delays_neither_ranks_nor_verdicts(pair: lab.Cluster) -> None:
+    slow = Reader(4.0)
+    pair.start(["sh", "-c", "echo rank $RANK"], deadline=3).wait(echo=slow)
+    assert slow.text == "rank 0\n"
+    pair.start(["sh", "-c", "echo rank $RANK"], deadline=10).wait(echo=Reader(0.0, BrokenPipeError))
+    quick = Reader(0.0)
+    program = 'test "$RANK" = 0 && echo last words && exec sleep 60; test "$RANK" = 3 || exec sleep 60; sleep 1; exit 3'
+    job = pair.start(["sh", "-c", program], deadline=30)
+    with pytest.raises(lab.JobError, match="rank 3 exited with code 3"):
+        job.wait(echo=quick)
+    assert quick.text == "last words\n"
+    with pytest.raises(lab.JobError, match="the job is over"):
+        job.wait()
+
+
 def test_a_deadline_ends_a_hung_job(pair: lab.Cluster) -> None:
     start = time.monotonic()
     with pytest.raises(lab.JobError, match=r"^ranks \[0, 1, 2, 3\] did not finish within 0.5 s; .*\n  hung$"):
