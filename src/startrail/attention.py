@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
 from startrail.agree import Agreement, Board
+from startrail.arguments import check_tensors, describe, wrong_kind
 from startrail.executor import Call, Executor
 from startrail.kernels import Kernel, kernel_for, row_sums
 from startrail.lanes import Counters, Lanes, tag_of
@@ -34,7 +34,6 @@ from startrail.planner import auto_plan
 from startrail.schedule import Place, build_program, closed_form, lane_names
 from startrail.wire import DTYPES, KINDS, Shapes
 
-MAX_HEAD_DIM = 256
 _boards: dict[tuple[int, ...], Iterator[int]] = {}  # how many instances each group of ranks has made so far
 
 
@@ -166,7 +165,7 @@ class SequenceParallel:
         that do not see each other. ``length``: tokens of the sequence if it was padded (default: local tokens x ranks).
         Every rank of the group must call it, with the same arguments but for the tokens.
         """
-        if problem := _wrong_kind(q, k, v, window, documents, length, scale):
+        if problem := wrong_kind(q, k, v, window, documents, length, scale):
             self._refuse(problem)
         if documents is not None:
             documents = torch.as_tensor(documents)
@@ -326,7 +325,7 @@ class SequenceParallel:
         ends = None if documents is None else tuple(documents.tolist())
         packed = "" if ends is None else ", documents"
         kind = (
-            f"{direction}: q {_describe(q)}, k {_describe(k)}, v {_describe(v)}, causal={causal}, window={window}, "
+            f"{direction}: q {describe(q)}, k {describe(k)}, v {describe(v)}, causal={causal}, window={window}, "
             f"length={length}, scale={scale}{packed}"
         )
         problem = None
@@ -354,20 +353,7 @@ class SequenceParallel:
         return call, self._executor(shapes.plan)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, length: int | None) -> tuple[Shapes, Kernel]:
-        """Everything that can be wrong with one rank's tensors."""
-        given = f"q {_describe(q)}, k {_describe(k)}, v {_describe(v)}"
-        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-            raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
-        if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-            raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {given}")
-        if 0 in q.shape or 0 in k.shape:
-            raise ValueError(f"no dimension may be empty, got {given}")
-        if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in DTYPES:
-            raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {given}")
-        if len({x.device for x in (q, k, v)}) > 1:
-            raise ValueError(f"q, k, v must be on one device, got {given}")
-        if q.shape[3] > MAX_HEAD_DIM:
-            raise ValueError(f"head dim {q.shape[3]} is more than {MAX_HEAD_DIM}, got {given}")
+        check_tensors(q, k, v)
         shapes = self.shapes_of(q, k, length)
         return shapes, kernel_for(q.device, q.dtype, q.shape[3])
 
@@ -432,28 +418,3 @@ def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
-
-
-def _wrong_kind(
-    q: Tensor, k: Tensor, v: Tensor, window: object, documents: object, length: object, scale: object
-) -> str | None:
-    """What is wrong with arguments that the op itself could not take; whether their values fit is checked behind it."""
-    if not q.device == k.device == v.device:
-        return f"q, k, v must be on one device, got q {_describe(q)}, k {_describe(k)}, v {_describe(v)}"
-    for name, tokens in (("window", window), ("length", length)):
-        if tokens is not None and not (isinstance(tokens, int | torch.SymInt) and -(2**62) < tokens < 2**62):
-            return f"{name}={tokens!r} must be a whole number of tokens"
-    if scale is not None and not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
-        return f"scale={scale!r} must be a number of more than 0"
-    if documents is not None:
-        try:
-            ends = torch.as_tensor(documents)
-        except (TypeError, ValueError, RuntimeError):
-            return f"documents must be whole numbers in one dimension, got {documents!r}"
-        if ends.dim() == 0:
-            return f"documents must be whole numbers in one dimension, got {documents!r}"
-    return None
-
-
-def _describe(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"

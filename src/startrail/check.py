@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.attention import MAX_HEAD_DIM, SequenceParallel
+from startrail.arguments import MAX_HEAD_DIM
+from startrail.attention import SequenceParallel
 from startrail.kernels import accumulator
 from startrail.layout import Layout
 from startrail.local import run_local
