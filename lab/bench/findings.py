@@ -168,15 +168,19 @@ def title(trial: Json) -> str:
     slow = ", node 0 at half rate" if trial["slow_node"] else ""
     if trial["pressure"] is None and not is_emulated(trial):
         return f"{trial['machine']}, {work}, links as they are"
-    ring, compute = (best(lines_of(trial), role) for role in ("ring", "compute"))
-    measured = ""
-    if trial["pressure"] and ring and compute:
-        measured = f" (measured: {ring.seconds / compute.seconds:.1f}x)"
+    found = measured_pressure(lines_of(trial)) if trial["pressure"] else None
+    measured = f" (measured: {found:.1f}x)" if found else ""
     return f"{trial['machine']}, {work}, {pressure_text(trial['pressure'])}{measured}{slow}"
 
 
 def pressure_text(pressure: float | None) -> str:
     return "links not limited" if pressure is None else f"links for ring at {pressure:g}x its compute"
+
+
+def measured_pressure(lines: Sequence[Line]) -> float | None:
+    """How many times its compute the fastest ring has really taken."""
+    ring, compute = best(lines, "ring"), best(lines, "compute")
+    return ring.seconds / compute.seconds if ring and compute else None
 
 
 def is_emulated(trial: Json) -> bool:
@@ -242,9 +246,8 @@ def _bytes_claim(trials: Sequence[Json]) -> Claim:
 def _ratio_claims(where: str, trial: Json | None) -> list[Claim]:
     lines = lines_of(trial) if trial else []
     judged = False
-    ring, compute = best(lines, "ring"), best(lines, "compute")
-    if trial and ring and compute:
-        measured = ring.seconds / compute.seconds
+    measured = measured_pressure(lines)
+    if trial and measured:
         judged = is_emulated(trial) and trial["machine"] == CLAIMED and measured >= BOUND_BY_LINKS
         where += f", ring measured at {measured:.1f}x its compute"
     wanted = [
@@ -300,7 +303,7 @@ def _same_ratios(trials: Sequence[Json], machine: str) -> Claim:
             if rings and ours and kept:
                 mask = "causal" if trial["work"]["causal"] else "full"
                 ratios = f"{rings.seconds / ours.seconds:.2f}x, with keep {rings.seconds / kept.seconds:.2f}x"
-                found = rings.seconds / next(line.seconds for line in lines if line.role == "compute")
+                found = measured_pressure(lines)
                 parts.append(f"{mask}, ring for {pressure:g}x, measured at {found:.1f}x its compute: {ratios}")
     return Claim("nested against ring at every rate", "; ".join(parts) or "not measured", None)
 

@@ -11,10 +11,23 @@ import torch
 
 import lab
 from lab.bench.__main__ import fitting, main, parse_shape
-from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, GQA, GROUPED, MHA, PEERS, Contender, Trial, plan_contenders
+from lab.bench.cases import (
+    BOUND_BY_LINKS,
+    COMPUTE,
+    DIT,
+    GPT,
+    GQA,
+    GROUPED,
+    MHA,
+    PEERS,
+    Contender,
+    Trial,
+    plan_contenders,
+)
 from lab.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
 from lab.bench.findings import claims, lines_of, measured_trial
 from lab.bench.measure import make_runner, run_on_cluster, why_not
+from lab.bench.models import expected_results
 from lab.bench.peers import make_data
 from lab.bench.report import metadata, write
 from startrail.local import run_local
@@ -58,6 +71,24 @@ def test_peers_on_the_substitute_kernel_are_right(way, causal):
     data = make_data(work)
     mistakes = run_local(lambda rank: make_runner(peer, PAIR, work, data).mistake(), PAIR.world, deadline=50)
     assert mistakes == [None] * PAIR.world
+
+
+@pytest.mark.parametrize("work", [GPT, DIT])
+def test_training_steps_are_checked_to_their_gradients_before_they_are_timed(work):
+    work = replace(work, length=128, batch=1)
+    loss, gradients = expected_results(work)
+    wrong = [*gradients[:-1], gradients[-1] + 0.01 * gradients[-1].abs().max()]
+
+    def on_rank(rank):
+        runners = [make_runner(contender, PAIR, work, (loss, gradients)) for contender in (PEERS[0], NESTED)]
+        mistaken = make_runner(NESTED, PAIR, work, (loss, wrong)).mistake()
+        return [runner.mistake() for runner in runners], mistaken, [runner.waiting() > 0 for runner in runners]
+
+    for mistakes, mistaken, waited in run_local(on_rank, PAIR.world, deadline=60):
+        assert mistakes == [None, None]
+        assert mistaken is not None
+        assert mistaken.startswith("wrong gradient of ")
+        assert waited == [True, True]
 
 
 def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
