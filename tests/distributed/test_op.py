@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.lanes import KEPT_PASSES, BufferPool
 from startrail.local import run_local
+from startrail.plan import Plan
+from startrail.schedule import build_program
 
 
 def tensors(world: int, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0):
@@ -99,6 +101,21 @@ def test_torch_compile_takes_other_lengths():
         return max(errors)
 
     assert max(run_local(on_rank, 2)) < 2e-6
+
+
+def test_every_step_is_a_range_in_the_profiler_with_the_schedules_own_text():
+    data = tensors(4, 64)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x2")
+        q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+        with torch.profiler.profile() as profiled:
+            sp.attention(q, k, v).backward(sp.shard(data[3], 2))
+        return {event.key for event in profiled.key_averages() if event.key.startswith("startrail ")}
+
+    for rank, labels in enumerate(run_local(on_rank, 4)):
+        programs = [build_program(Plan.parse("2x2"), 4, rank, direction) for direction in ("forward", "backward")]
+        assert labels == {f"startrail {p.direction} {n}: {step}" for p in programs for n, step in enumerate(p.steps)}
 
 
 def test_autocast_leaves_float64_alone():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +38,7 @@ from startrail.plan import Plan
 from startrail.planner import auto_plan
 
 torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parents[2]
 PAIR = Machine(2, 2)
 SMALL = replace(MHA, length=1024, q_heads=4, kv_heads=4)
 RING, STAR, NESTED = (Contender(plan, plan, plan=plan) for plan in ("1x4", "star2", "2x1/u2,groups=2"))
@@ -176,6 +180,18 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
     (verdict,) = [claim for claim in stored["claims"] if claim["text"].startswith("every plan")]
     assert verdict["met"] is False
     assert "wrong dk" in verdict["found"]
+
+
+def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    bench = ["-m", "lab.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
+    ended = subprocess.run([*torchrun, *bench], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    stored = json.loads((tmp_path / "report.json").read_text())
+    trial = stored["trials"][0]  # begun before time was over
+    assert trial["machine"] == "1x2"
+    assert "links as they are" in (tmp_path / "report.html").read_text()
+    assert "every plan of ours gives the results of one process: all of" in ended.stdout
 
 
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
