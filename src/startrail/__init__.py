@@ -9,19 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from startrail.attention import SequenceParallel
     from startrail.checkpoint import checkpoint_context
     from startrail.lanes import PeerError
-    from startrail.plan import Level, Plan
+    from startrail.parallel import SequenceParallel
+    from startrail.plan import Plan
+    from startrail.sequence import Sequence
 
 __version__ = "0.1.0"
-__all__ = ["Level", "PeerError", "Plan", "SequenceParallel", "checkpoint_context"]
+__all__ = ["PeerError", "Plan", "Sequence", "SequenceParallel", "checkpoint_context"]
 
 _HOMES = {
-    "Level": "plan",
     "PeerError": "lanes",
     "Plan": "plan",
-    "SequenceParallel": "attention",
+    "Sequence": "sequence",
+    "SequenceParallel": "parallel",
     "checkpoint_context": "checkpoint",
 }
 

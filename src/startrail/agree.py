@@ -1,10 +1,11 @@
 """Ranks that must do the same thing say so, and find out when they do not.
 
 Every attention call has a number, and a *detail*: a text with everything that its ranks must agree on. The first call
-of a kind is put on a board (torch.distributed's key-value store) and waits until all ranks have put up theirs; a rank
-whose arguments are wrong puts that up instead, so that every rank raises the same ``ValueError`` and nobody waits.
+with a signature, and the first on a sequence, is put on a board (torch.distributed's key-value store) and waits until all
+ranks have put up theirs; a rank whose arguments are wrong puts that up instead, so that every rank raises the same
+``ValueError`` and nobody waits.
 
-Later calls of that kind cost nothing: nobody looks at the board. But a rank that has waited for a transfer longer than
+Later calls of that signature on that sequence cost nothing: nobody looks at the board. But a rank that has waited for a transfer longer than
 ``PATIENCE`` puts up its detail and looks whether another rank has put up a different one for the same call. If so
 it ends its own wait, and raises the same ``ValueError``.
 """
@@ -77,17 +78,17 @@ class Agreement:
         self._detail = detail
         return self._call
 
-    def knows(self, kind: str) -> bool:
-        return kind in self._agreed and not self.every_call
+    def knows(self, signature: str) -> bool:
+        return signature in self._agreed and not self.every_call
 
-    def confirm(self, kind: str, problem: str | None) -> None:
+    def confirm(self, signature: str, problem: str | None) -> None:
         """Raise on every rank unless all ranks start this call with the same detail and none has a ``problem``."""
         if self.board is None:
             if problem:
                 raise ValueError(problem)
         else:
             self._compare(self.board, problem)
-        self._agreed.add(kind)
+        self._agreed.add(signature)
 
     def _compare(self, board: Board, problem: str | None) -> None:
         said = f"{_PROBLEM}{problem}" if problem else self._detail
@@ -103,7 +104,7 @@ class Agreement:
                     f"({said.removeprefix(_PROBLEM)})"
                 )
             if board.differs(self._call, said) and time.monotonic() > end - board.timeout.total_seconds() + PATIENCE:
-                break  # some ranks may be stuck in transfers of another kind of call; it is clear enough by now
+                break  # some ranks may be stuck in transfers of another call; it is clear enough by now
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         if problem or board.differs(self._call, said):

@@ -1,15 +1,50 @@
-"""What can be wrong with the arguments of one rank's attention call; whether ranks agree is `agree`'s business."""
+"""What one attention call asks for (``Call``), and what can be wrong with it on one rank; whether ranks agree is
+`agree`'s business."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from startrail.mask import Mask
 from startrail.wire import DTYPES
 
 MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer asks for beside q, k, v and its sequence. Its text form is what the op takes.
+
+    >>> call = Call(causal=True, window=4)
+    >>> str(call), Call.parse(str(call)) == call
+    ('causal=True, window=4, scale=None', True)
+    """
+
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return f"causal={self.causal}, window={self.window}, scale={self.scale}"
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> Call:
+        causal, window, scale = (part.partition("=")[2] for part in text.split(", "))
+        return Call(
+            causal == "True", None if window == "None" else int(window), None if scale == "None" else float(scale)
+        )
+
+    def mask(self, documents: tuple[int, ...] | None) -> Mask:
+        return Mask(self.causal, self.window, documents)
+
+    def scale_of(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
 
 
 def describe(x: Tensor) -> str:
@@ -20,32 +55,50 @@ def describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"
 
 
-def wrong_kind(
-    q: Tensor, k: Tensor, v: Tensor, window: object, documents: object, length: object, scale: object
-) -> str | None:
+def wrong_kind(q: object, k: object, v: object, causal: object, window: object, scale: object) -> str | None:
     """Why the op cannot even be called with these, or None; whether their values fit is checked behind it.
 
     >>> x = torch.zeros(1, 4, 16, 8)
-    >>> wrong_kind(x, x, x, window=2.5, documents=None, length=None, scale=None)
+    >>> wrong_kind(x, x, x, causal=False, window=2.5, scale=None)
     'window=2.5 must be a whole number of tokens'
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            return f"{name} must be a tensor, got {type(x).__name__}"
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not q.device == k.device == v.device:
         return f"q, k, v must be on one device, got q {describe(q)}, k {describe(k)}, v {describe(v)}"
-    for name, tokens in (("window", window), ("length", length)):
-        if tokens is not None and not (isinstance(tokens, int | torch.SymInt) and -(2**62) < tokens < 2**62):
-            return f"{name}={tokens!r} must be a whole number of tokens"
+    if not isinstance(causal, bool):
+        return f"causal={causal!r} must be True or False"
+    if window is not None and not is_whole(window):
+        return f"window={window!r} must be a whole number of tokens"
     if scale is not None and not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
         return f"scale={scale!r} must be a number of more than 0"
-    if documents is not None and not _is_a_list(documents):
-        return f"documents must be whole numbers in one dimension, got {documents!r}"
     return None
 
 
-def _is_a_list(documents: object) -> bool:
+def is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and -(2**62) < number < 2**62
+
+
+def documents_of(documents: object, length: int) -> tuple[int, ...]:
+    """cu_seqlens as a tuple; ``ValueError`` if they are none of a sequence of ``length`` tokens.
+
+    >>> documents_of(None, 5), documents_of(torch.tensor([0, 2, 5]), 5)
+    ((0, 5), (0, 2, 5))
+    """
+    if documents is None:
+        return (0, length)
     try:
-        return torch.as_tensor(documents).dim() > 0
+        ends = torch.as_tensor(documents)
+        whole = ends.dim() == 1 and not ends.is_floating_point() and not ends.is_complex() and ends.dtype != torch.bool
     except (TypeError, ValueError, RuntimeError):
-        return False
+        whole = False
+    if not whole:
+        raise ValueError(f"documents must be whole numbers in one dimension, got {documents!r}")
+    mask = Mask(documents=tuple(ends.tolist()))
+    mask.check_length(length)
+    return mask.documents or (0, length)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

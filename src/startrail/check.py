@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.arguments import MAX_HEAD_DIM
-from startrail.attention import SequenceParallel
 from startrail.kernels import accumulator
-from startrail.layout import Layout
+from startrail.layout import LAYOUTS, check_layout
 from startrail.local import run_local
 from startrail.mask import Mask
+from startrail.parallel import SequenceParallel
 from startrail.plan import Plan
-from startrail.wire import Shapes
+from startrail.sizes import Sizes
 
 NAMES = ("out", "dq", "dk", "dv")
 FLOOR = 5e-7  # what float32 may err on unit-variance inputs and logits, whatever the yardstick says
@@ -77,11 +77,16 @@ class Case:
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head dim {self.head_dim} is more than {MAX_HEAD_DIM}")
         Mask(self.causal, self.window, self.documents).check_length(self.length)
+        check_layout(self.layout)
         if self.plan != "auto":
-            plan, layout = Plan.parse(self.plan), Layout(self.layout, self.world, self.length)
-            plan.check_world(self.world)
-            sizes = (self.batch, self.q_heads, self.kv_heads, self.head_dim)
-            Shapes(plan, layout, *sizes, self.dtype, self.wire_dtype or self.dtype)
+            plan = Plan.parse(self.plan)
+            local = LAYOUTS[self.layout](plan.slots(self.world), self.length).local
+            Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
+
+    def parallel(self) -> SequenceParallel:
+        """What runs it on this rank."""
+        heads = dict(heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        return SequenceParallel(self.plan, layout=self.layout, wire_dtype=self.wire_dtype, **heads)
 
 
 @dataclass
@@ -121,11 +126,11 @@ class Report:
         """What is wrong, one line each; empty if all is well."""
         wrong = list(self.problems)
         for name in self.errors:
-            for kind, times in (("rms", 2), ("worst", 3 if self.half_on_the_wire else 2)):
-                ours, sdpa, floor = (getattr(x[name], kind) for x in (self.errors, self.yardstick, self.floor))
+            for measure, times in (("rms", 2), ("worst", 3 if self.half_on_the_wire else 2)):
+                ours, sdpa, floor = (getattr(x[name], measure) for x in (self.errors, self.yardstick, self.floor))
                 allowed = max(times * sdpa, floor)
                 if not ours <= allowed:  # written so that NaN fails
-                    wrong.append(f"{name}: {kind} error {ours:.2e}, allowed {allowed:.2e}")
+                    wrong.append(f"{name}: {measure} error {ours:.2e}, allowed {allowed:.2e}")
         if self.sent != self.promised:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
@@ -222,17 +227,17 @@ def _dense(inputs: Sequence[Tensor], mask: Tensor, scale: float | None) -> dict[
 
 def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
-    q, k, v = (sp.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
+    sequence = sp.sequence(case.length, case.documents)
+    q, k, v = (sequence.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
     sp.reset_counters()
-    masks = (case.causal, case.window, case.documents)
-    out = sp.attention(q, k, v, *masks, length=case.length, scale=case.scale)
-    grads = torch.autograd.grad(out, (q, k, v), sp.shard(data.dout, 2))
+    out = sequence.attention(q, k, v, causal=case.causal, window=case.window, scale=case.scale)
+    grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data.dout, 2))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
-    both = sp.promised_traffic(q, k, case.length).values()
+    both = sp.promised_traffic(q, k).values()
     promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
     errors, problems = {}, []
     for name, mine in zip(NAMES, (out, *grads), strict=True):
-        truth = sp.shard(data.exact[name], 2)  # zero where there is padding, and so must ours be
+        truth = sequence.shard(data.exact[name], 2)  # zero where there is padding, and so must ours be
         errors[name] = Error.of(mine, truth)
         if mine.shape != truth.shape or mine.dtype != case.dtype:
             problems.append(f"{name} is {tuple(mine.shape)} {mine.dtype}")
@@ -279,9 +284,9 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
         plans: dict[tuple[object, ...], SequenceParallel] = {}
         reports = []
         for case, inputs in zip(cases, data, strict=True):
-            key = (case.plan, case.layout, case.wire_dtype)
+            key = (case.plan, case.layout, case.wire_dtype, *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()))
             if key not in plans:
-                plans[key] = SequenceParallel(case.plan, layout=case.layout, wire_dtype=case.wire_dtype)
+                plans[key] = case.parallel()
             reports.append(check_on_rank(case, inputs, plans[key]))
             dist.barrier()
         return reports

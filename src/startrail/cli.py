@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from startrail.plan import Plan
+from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
 from startrail.view import show
 
@@ -131,7 +132,8 @@ def _show(arguments: argparse.Namespace) -> int:
     for rank in ranks:
         if not 0 <= rank < world:
             raise ValueError(f"--rank {rank} is not in a world of {world}")
-    print(show(plan, world, arguments.direction, ranks))
+    (pass_,) = (pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
+    print(show(plan, world, pass_, ranks))
     if not arguments.rank and world > len(ranks):
         print(f"... and {world - len(ranks)} more ranks; choose with --rank")
     return 0
@@ -176,8 +178,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _world(plan: Plan, ranks: int | None) -> int:
     if ranks is None:
-        if plan.star:
-            raise ValueError(f"plan {plan} needs --ranks, a multiple of {plan.star**2 * plan.heads}")
+        if plan.family.size(plan) is None:
+            raise ValueError(f"plan {plan} needs --ranks: {plan.family.equation(plan, 1)}")
         ranks = plan.size
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")

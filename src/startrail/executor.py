@@ -7,10 +7,9 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -18,54 +17,70 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from startrail.agree import Agreement
+from startrail.exchange import Exchange
 from startrail.kernels import Kernel, Partial, Sums, stand_in_out
-from startrail.lanes import TAGS_A_PAIR, BufferPool, Counters, Lanes, PeerError, Traffic
+from startrail.lanes import TAGS_A_PAIR, Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
 from startrail.mask import Tile
-from startrail.schedule import INPUTS, RESULTS, Merge, Piece, Program, Step, Transfer, last_uses
-from startrail.wire import Shapes
+from startrail.schedule.build import Program
+from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Block, Merge, Piece, Step
+from startrail.wire import Wire
 
 
 @dataclass(frozen=True)
 class CompiledStep:
     step: Step
     label: str
-    tags: tuple[int, ...]
-    done: tuple[Piece, ...]
+    messages: tuple[Message, ...]
+    exchanged: tuple[Piece, ...]  # over heads
+    done: tuple[Piece, ...]  # inputs that are not needed after this step
 
 
 @lru_cache(maxsize=256)
 def compile_program(program: Program) -> tuple[CompiledStep, ...]:
-    """Labels, tags (a count of the messages between two ranks) and lifetimes, worked out once."""
+    """Labels, messages and lifetimes, worked out once."""
     counts: dict[tuple[bool, int, int], int] = {}
     compiled = []
-    for index, (step, done) in enumerate(zip(program.steps, last_uses(program), strict=True)):
-        tags = []
-        for post in step.posts:
+    for index, (step, done) in enumerate(zip(program.steps, program.last_uses, strict=True)):
+        over_heads = [post for post in step.posts if program.is_part(post)]
+        exchanged = tuple(dict.fromkeys(post.piece for post in over_heads))
+        whole = [(post, (post.piece,)) for post in step.posts if not program.is_part(post)]
+        first = [post for post in over_heads if post.piece == exchanged[0]]  # one message a peer, for all pieces
+        messages = []
+        for post, pieces in (*((post, exchanged) for post in first), *whole):
             key = (post.send, post.lane, post.peer)
             counts[key] = counts.get(key, 0) + 1
-            tags.append(counts[key] % TAGS_A_PAIR)
+            messages.append(Message(*key, pieces, program.is_part(post), counts[key] % TAGS_A_PAIR))
         text = str(step)
-        label = f"startrail {program.direction} {index}: {text if len(text) < 160 else text[:157] + '...'}"
-        compiled.append(CompiledStep(step, label, tuple(tags), done))
+        label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
+        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, done))
     return tuple(compiled)
 
 
 class Held:
-    """A piece that this rank has, or is about to receive: its bytes, its tensors, and what is still under way."""
+    """An input piece that this rank has, or is about to receive: views of the user's tensors, or a buffer of its own.
 
-    def __init__(self, tensors: tuple[Tensor, ...] | None = None, flat: Tensor | None = None, pooled: bool = False):
-        self.tensors, self.flat = tensors, flat
-        self.pooled = pooled  # whether the bytes go back to the pool when the piece is no longer needed
-        self.arrivals: list[Callable[[], None]] = []
-        self.sends: list[Callable[[], None]] = []
+    ``arrivals`` bring what the tensors hold; ``prepared`` are these tensors as the kernel takes them.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], buffer: Buffer | None = None, pooled: bool = False) -> None:
+        self.tensors, self.buffer = tensors, buffer
+        self.pooled = pooled  # whether the buffer goes back to the pool when the piece is no longer needed
+        self.joins: list[Callable[[], None]] = []  # parts that came over heads
         self.prepared: tuple[Tensor, ...] | None = None
+
+    def arrive(self) -> None:
+        if self.buffer is not None:
+            self.buffer.arrive()
+        joins, self.joins = self.joins, []
+        for join in joins:
+            join()
 
 
 @dataclass
-class Call:
+class Job:
     """What stays the same for all passes of one attention call."""
 
-    shapes: Shapes
+    wire: Wire
     kernel: Kernel
     tiles: Callable[[int, int], tuple[Tile, ...]]
     scale: float
@@ -78,11 +93,16 @@ class Executor:
     since its lanes may be closed and its buffers still be written to."""
 
     def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
-        self.lanes, self.agreement, self.counters = lanes, agreement, counters
+        self._lanes, self.agreement, self.counters = lanes, agreement, counters
         self.pool = BufferPool()
 
+    @property
+    def lanes(self) -> Lanes:
+        assert self._lanes is not None, "one rank alone has nobody to talk to"
+        return self._lanes
+
     def run(
-        self, call: Call, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, job: Job, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
         """One pass. ``inputs`` are this rank's local tensors by kind: q, kv = (k, v), do = (lse, delta, dout).
 
@@ -90,7 +110,7 @@ class Executor:
         kind: out = (lse, out), dq, dkv = (dk, dv).
         """
         start = time.perf_counter()
-        run = _Pass(self, call, program, inputs, kept)
+        run = _Walk(self, job, program, inputs, kept)
         try:
             run.walk()
             results = run.finish()
@@ -100,30 +120,25 @@ class Executor:
         self.counters.total += time.perf_counter() - start
         return results
 
-    def name(self, post: Transfer) -> str:
-        assert self.lanes is not None
-        way, rank = "to" if post.send else "from", self.lanes.ranks[post.peer]
-        return f"{post.piece} {way} rank {post.peer} (global rank {rank}) over {self.lanes.names[post.lane]}"
-
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
         """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
         if disagreement := self.agreement.disagreement():
             return ValueError(disagreement)
         return PeerError(
-            f"rank {program.place.rank}, {program.direction} step {index} of plan {program.plan}: "
+            f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
             f"{what} failed: {str(error).splitlines()[0]}"
         )
 
 
 class _UnderWay:
-    """A transfer: waits once, counts the seconds, and says who waited for what if it fails.
+    """A message: waits once, counts the seconds, and says who waited for what if it fails.
 
     It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
     of the pass alive.
     """
 
-    def __init__(self, executor: Executor, program: Program, index: int, post: Transfer, work: dist.Work) -> None:
-        self.executor, self.program, self.index, self.post = executor, program, index, post
+    def __init__(self, executor: Executor, program: Program, index: int, message: Message, work: dist.Work) -> None:
+        self.executor, self.program, self.index, self.message = executor, program, index, message
         self.work: dist.Work | None = work
 
     def wait(self) -> None:
@@ -131,86 +146,76 @@ class _UnderWay:
         if work is None:
             return
         executor = self.executor
-        assert executor.lanes is not None
         start = time.perf_counter()
         executor.agreement.waiting(executor.lanes.end_waits)
         try:
             work.wait()
         except RuntimeError as error:
-            verb = f"{'sending' if self.post.send else 'receiving'} {executor.name(self.post)}"
+            verb = f"{'sending' if self.message.send else 'receiving'} {executor.lanes.name(self.message)}"
             raise executor.failure(self.program, self.index, verb, error) from error
         finally:
             executor.agreement.arrived()
             executor.counters.waiting += time.perf_counter() - start
 
 
-class _Pass:
+class _Walk:
+    """One pass on its way through its program."""
+
     def __init__(
         self,
         executor: Executor,
-        call: Call,
+        job: Job,
         program: Program,
         inputs: Mapping[str, tuple[Tensor, ...]],
         kept: Tensor,
     ) -> None:
-        self.executor, self.call, self.program = executor, call, program
-        self.shapes, self.place, self.pool = call.shapes, program.place, executor.pool
+        self.executor, self.job, self.program = executor, job, program
+        self.wire, self.place, self.pool = job.wire, program.place, executor.pool
         self.inputs = inputs
-        self._exchanges = self.place.plan.heads > 1
+        self.exchanges = self.place.num_heads > 1
         self.pieces: dict[Piece, Held] = {}
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
         self.results: dict[Piece, Partial | Sums] = {}
-        self.incoming: dict[tuple[Piece, int], list[Held]] = {}
-        self.parts: list[tuple[Piece, Held]] = []  # results of our own tokens, from the ranks of all heads
+        self.incoming: dict[tuple[Piece, int], list[Buffer]] = {}
+        self.coming_home: list[tuple[Piece, Exchange]] = []  # results of our own tokens, from the ranks of all heads
         self.open: list[Callable[[], None]] = []
-        self.released: list[Held] = []  # may be used again from the next step on: this one may still send them
-        self.index, self.step = 0, Step()
-        slices = self.shapes.kept_slices(self._kept_pieces())
+        self.released: list[Buffer] = []  # may be used again from the next step on: this one may still send them
+        self.index = 0
+        slices = self.wire.sizes.kept_slices(self._kept_pieces())
         self.kept = {piece: kept[part] for piece, part in slices.items()}
         self._take_inputs()
 
     # --- the walk
 
     def walk(self) -> None:
+        compute = self._forward if self.program.pass_ is FORWARD else self._backward
         for index, compiled in enumerate(compile_program(self.program)):
-            self.index, self.step = index, compiled.step
+            self.index = index
             with record_function(compiled.label):
-                self._post(compiled)
+                for piece in compiled.step.after:
+                    self.pieces[piece].arrive()
+                if compiled.messages:
+                    self._post(compiled)
                 for block in compiled.step.blocks:
-                    visible = self.call.tiles(block.row, block.column)
-                    if self.program.direction == "forward":
-                        self._forward(block.row, block.column, block.group, visible)
-                    else:
-                        self._backward(block.row, block.column, block.group, visible)
+                    compute(block)
                 for merge in compiled.step.merges:
                     self._merge(merge)
                 for piece in compiled.done:
                     self._release(piece)
-                for held in self.released:
-                    assert held.flat is not None
-                    self.pool.put(held.flat, held.sends)
+                for buffer in self.released:
+                    self.pool.put(buffer)
                 self.released.clear()
 
     def finish(self) -> dict[str, tuple[Tensor, ...]]:
         """Local results in the user's layout and dtype; every transfer of this pass has ended."""
-        shapes = self.shapes
-        results: dict[str, tuple[Tensor, ...]] = {
-            kind: tuple(
-                torch.empty(shape, dtype=dtype, device=self.call.device) for shape, dtype in self._local_fields(kind)
-            )
-            for kind in self.program.results
-        }
-        for piece, held in self.parts:
-            self._arrive(held)
-            for target, parts in zip(results[piece.kind], self._parts(held, piece), strict=True):
-                shapes.shares(target, piece.group).copy_(parts)
-            assert held.flat is not None
-            self.pool.put(held.flat, [])
-        if not self._exchanges:
-            for kind, group in product(self.program.results, self.program.groups):
-                whole = self._tensors_of(Piece(kind, self.program.shard, group))
-                for target, source in zip(results[kind], whole, strict=True):
-                    shapes.shares(target, group)[0].copy_(source)
+        kinds = self.program.pass_.results
+        results = {kind: self.wire.local_results(kind, self.job.device) for kind in kinds}
+        for piece, exchange in self.coming_home:
+            exchange.take_results(piece, results[piece.kind])
+        for piece in () if self.exchanges else self.program.own(kinds):
+            whole = self._result(piece).tensors()
+            for target, source in zip(results[piece.kind], whole, strict=True):
+                self.wire.shares(target, piece.group)[0].copy_(source)
         for wait in self.open:
             wait()
         return results
@@ -218,230 +223,177 @@ class _Pass:
     # --- inputs
 
     def _kept_pieces(self) -> tuple[Piece, ...]:
-        if self.program.direction == "forward":
+        if self.program.pass_ is FORWARD:
             return self.program.kept
         return tuple(piece for piece in self.program.given if not self._is_input(piece))
 
     def _is_input(self, piece: Piece) -> bool:
-        return piece.shard == self.program.shard and piece.kind in self.inputs
+        return piece.shard == self.place.shard and piece.kind in self.inputs
 
     def _take_inputs(self) -> None:
-        """Own pieces are views of the user's tensors; after a Ulysses exchange they are whole pieces of their own."""
+        """Own pieces are views of the user's tensors; after an exchange over heads they are whole pieces of their
+        own."""
         for piece in self.program.given:
             if not self._is_input(piece):
-                flat = self.kept[piece]
-                self.pieces[piece] = Held(self.shapes.views(flat, piece.kind), flat)
-            elif self._exchanges:
-                self.pieces[piece] = held = self._new_held(piece)
-                assert held.flat is not None
-                held.tensors = self.shapes.views(held.flat, piece.kind)
+                self.pieces[piece] = self._held(piece, Buffer(self.kept[piece]))
+            elif self.exchanges:
+                self.pieces[piece] = self._new_held(piece)
             else:
-                self.pieces[piece] = Held(tuple(self.shapes.shares(x, piece.group)[0] for x in self.inputs[piece.kind]))
+                tensors = tuple(self.wire.shares(x, piece.group)[0] for x in self.inputs[piece.kind])
+                self.pieces[piece] = Held(tensors)
+
+    def _held(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> Held:
+        return Held(self.wire.views(buffer.flat, piece.kind), buffer, pooled)
 
     def _new_held(self, piece: Piece) -> Held:
         """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""
-        if self.program.direction == "forward" and piece in self.kept:
-            return Held(flat=self.kept[piece])
-        return Held(flat=self.pool.get(self.shapes.nbytes(piece.kind), self.call.device), pooled=True)
+        if self.program.pass_ is FORWARD and piece in self.kept:
+            return self._held(piece, Buffer(self.kept[piece]))
+        return self._held(piece, self._new_buffer(piece.kind), pooled=True)
+
+    def _new_buffer(self, kind: str) -> Buffer:
+        return Buffer(self.pool.get(self.wire.nbytes[kind], self.job.device))
 
     # --- transfers
 
     def _post(self, compiled: CompiledStep) -> None:
-        """Post a step's transfers. What is sent is looked up first: a receive may bring the same piece anew."""
-        if not compiled.step.posts:
-            return
-        lanes = self.executor.lanes
-        assert lanes is not None
-        posts = compiled.step.posts
-        leaving: dict[Piece, Held] = {}  # parts of pieces that are exchanged over heads, those of all ranks together
-        coming: dict[Piece, Held] = {}
-        for piece in {post.piece: None for post in posts if post.lane == self.place.heads_lane}:
-            leaving[piece] = self._split(piece)
-            coming[piece] = self._room_for_parts(piece, leaving[piece])
-        payloads = {
-            index: self._payload(post.piece)
-            for index, post in enumerate(posts)
-            if post.send and post.lane != self.place.heads_lane
-        }
-        batch, helds = [], []
-        for index, (post, tag) in enumerate(zip(posts, compiled.tags, strict=True)):
-            if post.lane == self.place.heads_lane:
-                held = (leaving if post.send else coming)[post.piece]
-                flat = self._part_for(held, post)
+        """Post a step's messages. What is sent is looked up first: a receive may bring the same piece anew."""
+        messages = compiled.messages
+        exchange = self._exchange(compiled.exchanged) if compiled.exchanged else None
+        leaving = {m: self._payload(m.pieces[0]) for m in messages if m.send and not m.over_heads}
+        buffers, bytes_of = [], []
+        for message in messages:
+            if message.over_heads:
+                assert exchange is not None
+                parts = exchange.leaving if message.send else exchange.coming
+                buffers.append(parts.buffer)
+                bytes_of.append(parts.of_rank(self.heads[message.peer]))
             else:
-                held = payloads[index] if post.send else self._room_for(post)
-                assert held.flat is not None
-                flat = held.flat
-            batch.append((post, flat, self.call.tag + tag))
-            helds.append(held)
+                buffers.append(leaving[message] if message.send else self._room_for(message))
+                bytes_of.append(buffers[-1].flat)
+        lanes = self.executor.lanes
         try:
-            works = lanes.post(batch)
+            works = lanes.post(messages, bytes_of, self.job.tag)
         except RuntimeError as error:
-            names = ", ".join(self.executor.name(post) for post in compiled.step.posts)
+            names = ", ".join(map(lanes.name, messages))
             raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
-        for (post, flat, _), held, work in zip(batch, helds, works, strict=True):
-            wait = _UnderWay(self.executor, self.program, self.index, post, work).wait
+        for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
+            wait = _UnderWay(self.executor, self.program, self.index, message, work).wait
             self.open.append(wait)
-            if post.send:
-                held.sends.append(wait)
-                traffic = self.executor.counters.traffic.setdefault(lanes.names[post.lane], Traffic())
+            if message.send:
+                buffer.sends.append(wait)
+                traffic = self.executor.counters.traffic.setdefault(lanes.names[message.lane], Traffic())
                 traffic.bytes += flat.numel()
                 traffic.hops += 1
             else:
-                held.arrivals.append(wait)
-        results = [payloads[index] for index in payloads if posts[index].piece.kind in RESULTS]
-        for held in (*leaving.values(), *results):  # packed copies: free once their sends have ended
-            assert held.flat is not None
-            self.pool.put(held.flat, held.sends)
+                buffer.arrivals.append(wait)
+        for message, buffer in leaving.items():  # packed copies of results: free once their sends have ended
+            if message.pieces[0].kind in RESULTS:
+                self.pool.put(buffer)
+        if exchange is not None:
+            self.pool.put(exchange.leaving.buffer)
 
-    # --- the Ulysses exchange: parts of a piece, those of all head ranks side by side in one buffer
+    @property
+    def heads(self) -> Mapping[int, int]:
+        """Which head each rank of our shard computes."""
+        return _heads_of(self.program)
 
-    def _split(self, piece: Piece) -> Held:
-        """What each head rank gets of our inputs, or gets back of the results of its tokens; our own part included."""
-        shapes, held = self.shapes, self._new_parts(piece)
-        parts = self._parts(held, piece)
-        if piece.kind in INPUTS:
-            for target, x in zip(parts, self.inputs[piece.kind], strict=True):
-                target.copy_(shapes.shares(x, piece.group))
-        else:
-            for target, whole in zip(parts, self._tensors_of(piece), strict=True):
-                shapes.split(whole, target)
-        return held
+    def _exchange(self, pieces: Sequence[Piece]) -> Exchange:
+        """What goes out over heads is packed now; what comes in is taken when it is needed."""
+        exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head)
+        for piece in pieces:
+            if piece.kind in INPUTS:
+                exchange.send_inputs(piece, self.inputs[piece.kind])
+                held = self.pieces[piece]
+                held.joins.append(partial(exchange.take_inputs, piece, held.tensors))
+            else:
+                exchange.send_results(piece, self._result(piece).tensors())
+                self.coming_home.append((piece, exchange))
+        return exchange
 
-    def _room_for_parts(self, piece: Piece, leaving: Held) -> Held:
-        """Room for what comes, with our own part in it already. Inputs are joined when the first block needs them."""
-        held, head = self._new_parts(piece), self.place.head
-        for room, ours in zip(self._parts(held, piece), self._parts(leaving, piece), strict=True):
-            room[head] = ours[head]
-        if piece.kind in RESULTS:
-            self.parts.append((piece, held))
-        else:
-            self.pieces[piece].arrivals.append(lambda: self._join(piece, held))
-        return held
-
-    def _join(self, piece: Piece, held: Held) -> None:
-        self._arrive(held)
-        for whole, parts in zip(self.pieces[piece].tensors or (), self._parts(held, piece), strict=True):
-            self.shapes.join(whole, parts)
-        assert held.flat is not None
-        self.pool.put(held.flat, [])
-
-    def _parts(self, held: Held, piece: Piece) -> tuple[Tensor, ...]:
-        assert held.flat is not None
-        return self.shapes.parts(held.flat, piece.kind)
-
-    def _new_parts(self, piece: Piece) -> Held:
-        size = self.place.plan.heads * self.shapes.part_stride(piece.kind)
-        return Held(flat=self.pool.get(size, self.call.device))
-
-    def _part_for(self, held: Held, post: Transfer) -> Tensor:
-        """The bytes that go to one head rank, or come from it."""
-        assert held.flat is not None
-        start = self.place.lane_ranks(post.lane).index(post.peer) * self.shapes.part_stride(post.piece.kind)
-        return held.flat[start : start + self.shapes.part_bytes(post.piece.kind)]
-
-    # --- whole pieces
-
-    def _payload(self, piece: Piece) -> Held:
+    def _payload(self, piece: Piece) -> Buffer:
         """The bytes to send: of a piece that we hold, or of a result that leaves us."""
         if piece.kind in RESULTS:
-            return self._pack(piece.kind, self._tensors_of(piece, leaving=True))
+            return self._packed(piece.kind, self.results.pop(piece, None) or self._new_result(piece))
         held = self.pieces[piece]
-        self._arrive(held)
-        if held.flat is None:
-            assert held.tensors is not None
-            held.flat, held.pooled = self._pack(piece.kind, held.tensors).flat, True
-        return held
+        held.arrive()
+        if held.buffer is None:
+            held.buffer, held.pooled = self._packed(piece.kind, held), True
+        return held.buffer
 
-    def _pack(self, kind: str, tensors: tuple[Tensor, ...]) -> Held:
-        held = Held(flat=self.pool.get(self.shapes.nbytes(kind), self.call.device))
-        assert held.flat is not None
-        for view, tensor in zip(self.shapes.views(held.flat, kind), tensors, strict=True):
+    def _packed(self, kind: str, source: Held | Partial | Sums) -> Buffer:
+        tensors = source.tensors if isinstance(source, Held) else source.tensors()
+        buffer = self._new_buffer(kind)
+        for view, tensor in zip(self.wire.views(buffer.flat, kind), tensors, strict=True):
             view.copy_(tensor)
-        return held
+        return buffer
 
-    def _room_for(self, post: Transfer) -> Held:
-        piece = post.piece
+    def _room_for(self, message: Message) -> Buffer:
+        (piece,) = message.pieces
         if piece.kind in RESULTS:
-            held = Held(flat=self.pool.get(self.shapes.nbytes(piece.kind), self.call.device))
-            self.incoming.setdefault((piece, post.peer), []).append(held)
-            return held
+            buffer = self._new_buffer(piece.kind)
+            self.incoming.setdefault((piece, message.peer), []).append(buffer)
+            return buffer
         self._release(piece)  # a piece that comes anew
-        self.pieces[piece] = self._new_held(piece)
-        return self.pieces[piece]
-
-    def _arrive(self, held: Held) -> None:
-        arrivals, held.arrivals = held.arrivals, []
-        for wait in arrivals:
-            wait()
+        self.pieces[piece] = held = self._new_held(piece)
+        assert held.buffer is not None
+        return held.buffer
 
     def _release(self, piece: Piece) -> None:
         held = self.pieces.pop(piece, None)
         self.rows.pop(piece, None)
-        if held is not None and held.pooled and held.flat is not None:
-            self.released.append(held)
+        if held is not None and held.pooled and held.buffer is not None:
+            self.released.append(held.buffer)
 
     # --- compute
 
     def _ready(self, piece: Piece) -> tuple[Tensor, ...]:
         """A piece's tensors as the kernel takes them."""
         held = self.pieces[piece]
-        self._arrive(held)
         if held.prepared is None:
-            if held.tensors is None:
-                assert held.flat is not None
-                held.tensors = self.shapes.views(held.flat, piece.kind)
-            held.prepared = tuple(self.call.kernel.prepare(x) for x in held.tensors)
+            held.arrive()
+            held.prepared = tuple(self.job.kernel.prepare(x) for x in held.tensors)
         return held.prepared
 
-    def _forward(self, row: int, column: int, group: int, visible: tuple[Tile, ...]) -> None:
-        (q,) = self._ready(Piece("q", row, group))
-        k, v = self._ready(Piece("kv", column, group))
-        partial = self._result(Piece("out", row, group))
-        assert isinstance(partial, Partial)
-        self.call.kernel.forward(q, k, v, visible, self.call.scale, partial)
+    def _forward(self, block: Block) -> None:
+        (q,), (k, v) = map(self._ready, self.program.pass_.needs(block))
+        (made,) = self.program.pass_.makes(block)
+        partial_out = self._result(made)
+        assert isinstance(partial_out, Partial)
+        visible = self.job.tiles(block.row, block.column)
+        self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
 
-    def _backward(self, row: int, column: int, group: int, visible: tuple[Tile, ...]) -> None:
-        (q,) = self._ready(Piece("q", row, group))
-        k, v = self._ready(Piece("kv", column, group))
-        gradient = Piece("do", row, group)
+    def _backward(self, block: Block) -> None:
+        queries, gradient, keys = self.program.pass_.needs(block)
+        (q,), (k, v) = self._ready(queries), self._ready(keys)
         if gradient not in self.rows:
             lse, delta, dout = self._ready(gradient)
             self.rows[gradient] = dout, stand_in_out(dout, delta), lse
         dout, out, lse = self.rows[gradient]
-        by_row, by_key = self._result(Piece("dq", row, group)), self._result(Piece("dkv", column, group))
+        by_row, by_key = map(self._result, self.program.pass_.makes(block))
         assert isinstance(by_row, Sums)
         assert isinstance(by_key, Sums)
-        (dq,), (dk, dv) = by_row.parts, by_key.parts
-        self.call.kernel.backward(dout, q, k, v, out, lse, visible, self.call.scale, (dq, dk, dv))
+        (dq,), (dk, dv) = by_row.sums, by_key.sums
+        visible = self.job.tiles(block.row, block.column)
+        self.job.kernel.backward(dout, q, k, v, out, lse, visible, self.job.scale, (dq, dk, dv))
 
     def _result(self, piece: Piece) -> Partial | Sums:
         """The accumulator of a result, made when it is first needed."""
         if piece not in self.results:
-            shapes = [shape for shape, _ in self.shapes.fields(piece.kind, self.shapes.tokens) if len(shape) == 4]
-            acc, device = self.shapes.acc, self.call.device
-            self.results[piece] = Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
+            self.results[piece] = self._new_result(piece)
         return self.results[piece]
 
-    def _tensors_of(self, piece: Piece, leaving: bool = False) -> tuple[Tensor, ...]:
-        result = self._result(piece)
-        if leaving:
-            del self.results[piece]
-        return result.tensors()
+    def _new_result(self, piece: Piece) -> Partial | Sums:
+        shapes, acc, device = self.wire.result_shapes(piece.kind), self.wire.acc, self.job.device
+        return Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
 
     def _merge(self, merge: Merge) -> None:
-        held = self.incoming[merge.piece, merge.peer].pop(0)
-        self._arrive(held)
-        assert held.flat is not None
-        self._result(merge.piece).take(self.shapes.views(held.flat, merge.piece.kind))
-        self.pool.put(held.flat, [])
+        buffer = self.incoming[merge.piece, merge.peer].pop(0)
+        buffer.arrive()
+        self._result(merge.piece).take(self.wire.views(buffer.flat, merge.piece.kind))
+        self.pool.put(buffer)
 
-    def _local_fields(self, kind: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        shapes = self.shapes
-        rows = (shapes.batch, shapes.q_heads, shapes.layout.local)
-        if kind == "out":
-            return [(rows, shapes.acc), ((*rows, shapes.head_dim), shapes.dtype)]
-        if kind == "dq":
-            return [((*rows, shapes.head_dim), shapes.dtype)]
-        keys = (shapes.batch, shapes.kv_heads * shapes.copies, shapes.layout.local, shapes.head_dim)
-        return [(keys, shapes.acc if shapes.copies > 1 else shapes.dtype)] * 2
+
+@lru_cache(maxsize=256)
+def _heads_of(program: Program) -> dict[int, int]:
+    return {rank: head for head, rank in enumerate(program.place.shard_ranks(program.place.shard))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from startrail.schedule import Place, Transfer, lane_names
+from startrail.schedule.build import lane_names
+from startrail.schedule.places import Place
+from startrail.schedule.values import Piece
 
 TAGS_A_PAIR = 1 << 11
 UNUSED_TAG = (1 << 31) - 1  # above those of every call
@@ -53,12 +55,37 @@ class Counters:
         self.traffic, self.waiting, self.total = {}, 0.0, 0.0
 
 
+class Message(NamedTuple):
+    """What two ranks send each other at once: a piece, or over heads the parts of all pieces of one step."""
+
+    send: bool
+    lane: int
+    peer: int
+    pieces: tuple[Piece, ...]
+    over_heads: bool
+    tag: int  # a count of the messages between the two
+
+
+class Buffer:
+    """Bytes, and what must end before they may be read (``arrivals``) or written again (``sends``)."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.arrivals: list[Callable[[], None]] = []
+        self.sends: list[Callable[[], None]] = []
+
+    def arrive(self) -> None:
+        arrivals, self.arrivals = self.arrivals, []
+        for wait in arrivals:
+            wait()
+
+
 KEPT_PASSES = 64
 
 
 class Free(NamedTuple):
-    buffer: Tensor
-    pending: list[Callable[[], None]]  # its last sends
+    flat: Tensor
+    sends: list[Callable[[], None]]
     used: int  # in which pass
 
 
@@ -77,25 +104,26 @@ class BufferPool:
         if not free:
             self.allocated += nbytes
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        buffer, pending, _ = free.pop(0)
-        for wait in pending:
+        flat, sends, _ = free.pop(0)
+        for wait in sends:
             wait()
-        return buffer if buffer.numel() == nbytes else buffer[:nbytes]
+        return flat if flat.numel() == nbytes else flat[:nbytes]
 
     def _larger(self, nbytes: int, device: torch.device) -> list[Free] | None:
         sizes = [size for (size, where), free in self._free.items() if free and where == device]
         size = min((size for size in sizes if nbytes < size <= 2 * nbytes), default=0)
         return self._free.get((size, device))
 
-    def put(self, buffer: Tensor, pending: list[Callable[[], None]]) -> None:
-        whole = buffer if buffer._base is None else buffer._base
-        self._free.setdefault((whole.numel(), whole.device), []).append(Free(whole, pending, self._pass))
+    def put(self, buffer: Buffer) -> None:
+        flat = buffer.flat
+        whole = flat if flat._base is None else flat._base
+        self._free.setdefault((whole.numel(), whole.device), []).append(Free(whole, buffer.sends, self._pass))
 
     def settle(self) -> None:
         """A pass is over, and so are all its sends: forget them, and buffers of sizes that are no longer asked for."""
         self._pass += 1
         for key, free in list(self._free.items()):
-            kept = [Free(buffer, [], used) for buffer, _, used in free if used > self._pass - KEPT_PASSES]
+            kept = [Free(flat, [], used) for flat, _, used in free if used > self._pass - KEPT_PASSES]
             self._free[key] = kept
             if not kept:
                 del self._free[key]
@@ -134,22 +162,28 @@ class Lanes:
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
 
-    def post(self, transfers: list[tuple[Transfer, Tensor, int]]) -> list[dist.Work]:
-        """Post transfers with their buffers and tags as one batch a lane; a work for each, in order."""
+    def post(self, messages: Sequence[Message], bytes_of: Sequence[Tensor], first_tag: int) -> list[dist.Work]:
+        """Post messages with their bytes as one batch a lane; a work for each, in order."""
         works: dict[int, dist.Work] = {}
         for lane, group in enumerate(self.groups):
-            here = [index for index, (transfer, _, _) in enumerate(transfers) if transfer.lane == lane]
+            here = [index for index, message in enumerate(messages) if message.lane == lane]
             if not here:
                 continue
             ops = []
             for index in here:
-                transfer, buffer, tag = transfers[index]
-                op = dist.isend if transfer.send else dist.irecv
-                ops.append(dist.P2POp(op, buffer, self.ranks[transfer.peer], group, tag))
+                message = messages[index]
+                op = dist.isend if message.send else dist.irecv
+                peer, tag = self.ranks[message.peer], first_tag + message.tag
+                ops.append(dist.P2POp(op, bytes_of[index], peer, group, tag))
             posted = dist.batch_isend_irecv(ops)
             for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
                 works[index] = posted[place] if len(posted) == len(here) else posted[0]
-        return [works[index] for index in range(len(transfers))]
+        return [works[index] for index in range(len(messages))]
+
+    def name(self, message: Message) -> str:
+        pieces, way = " ".join(map(str, message.pieces)), "to" if message.send else "from"
+        rank = self.ranks[message.peer]
+        return f"{pieces} {way} rank {message.peer} (global rank {rank}) over {self.names[message.lane]}"
 
 
 def _named_group(members: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup:

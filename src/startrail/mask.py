@@ -8,11 +8,11 @@ would be tiny (many short documents, a narrow window) several are computed toget
 
 >>> mask = Mask(causal=True)
 >>> tiles_of(mask, ((0, 2), (6, 2)), ((0, 2), (6, 2)))      # a zigzag shard with itself: one causal square
-(Tile(q0=0, q1=4, k0=0, k1=4, kind='causal', bounds=()),)
+(Tile(q0=0, q1=4, k0=0, k1=4, form='causal', bounds=()),)
 >>> tiles_of(mask, ((2, 2), (4, 2)), ((0, 2), (6, 2)))      # a later shard with an earlier one: all see its first half
-(Tile(q0=0, q1=4, k0=0, k1=2, kind='full', bounds=()),)
+(Tile(q0=0, q1=4, k0=0, k1=2, form='full', bounds=()),)
 >>> tiles_of(mask, ((0, 2), (6, 2)), ((2, 2), (4, 2)))      # and the reverse: the second half sees everything
-(Tile(q0=2, q1=4, k0=0, k1=4, kind='full', bounds=()),)
+(Tile(q0=2, q1=4, k0=0, k1=4, form='full', bounds=()),)
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from startrail.layout import Runs
@@ -88,23 +87,23 @@ class Segment(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Query rows [q0, q1) x keys [k0, k1). Kinds: full; causal (a square, key <= row); anticausal (key >= row);
+    """Query rows [q0, q1) x keys [k0, k1). Forms: full; causal (a square, key <= row); anticausal (key >= row);
     masked: ``bounds`` are the segments, and every row sees something."""
 
     q0: int
     q1: int
     k0: int
     k1: int
-    kind: str
+    form: str
     bounds: tuple[Segment, ...] = ()
 
     @property
     def area(self) -> int:
         """Visible query-key pairs."""
         rows = self.q1 - self.q0
-        if self.kind == "full":
+        if self.form == "full":
             return rows * (self.k1 - self.k0)
-        if self.kind == "masked":
+        if self.form == "masked":
             return sum(
                 (s.q1 - s.q0) * (s.high - s.low) + (s.dhigh - s.dlow) * (s.q1 - s.q0) * (s.q1 - s.q0 - 1) // 2
                 for s in self.bounds
@@ -112,7 +111,6 @@ class Tile(NamedTuple):
         return rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=8192)
 def tiles_of(mask: Mask, queries: Runs, keys: Runs) -> tuple[Tile, ...]:
     """The rectangles of local indices that cover exactly the visible pairs of two shards, given as runs."""
     if not queries or not keys:

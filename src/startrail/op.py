@@ -1,113 +1,59 @@
 """The custom ops ``startrail::attention`` and ``startrail::attention_backward``.
 
 They are opaque to autograd and to torch.compile, so that a compiled graph stays whole, and selective activation
-checkpointing can save their results instead of repeating a distributed forward. ``instance`` names the
-``SequenceParallel`` that runs the call: an op takes only tensors, numbers and texts.
+checkpointing can save their results instead of repeating a distributed forward. An op takes only tensors, numbers and
+texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``Call``, and ``documents`` are the
+cu_seqlens by which a sequence is known, a tensor so that a new batch is not a new constant.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from startrail.schedule import build_program
-from startrail.wire import Shapes
+from startrail.arguments import Call
+from startrail.runtime import Runtime
 
-
-class Runner(Protocol):
-    """What the ops need of a ``SequenceParallel``."""
-
-    world: int
-    rank: int
-
-    def shapes_of(self, q: Tensor, k: Tensor, length: int | None) -> Shapes: ...
-
-    def run_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        causal: bool,
-        window: int | None,
-        length: int | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def run_backward(
-        self,
-        dout: Tensor,
-        qkv: list[Tensor],
-        out: Tensor,
-        lse: Tensor,
-        kept: Tensor,
-        documents: Tensor | None,
-        kv_heads: int,
-        causal: bool,
-        window: int | None,
-        length: int | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-_runners: weakref.WeakValueDictionary[str, Runner] = weakref.WeakValueDictionary()
+_runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(runner: Runner) -> str:
-    """A name under which the ops find ``runner``; a text, since torch.compile would take numbers for sizes."""
+def register(runtime: Runtime) -> str:
+    """A name under which the ops find ``runtime``; a text, since torch.compile would take numbers for sizes."""
     name = f"sp{next(_numbers)}"
-    _runners[name] = runner
+    _runtimes[name] = runtime
     return name
 
 
-def _runner(name: str) -> Runner:
-    if name not in _runners:
+def _find(name: str) -> Runtime:
+    if name not in _runtimes:
         raise ValueError(
             f"the SequenceParallel {name!r} of this attention call no longer exists; keep it with the model"
         )
-    return _runners[name]
+    return _runtimes[name]
 
 
 @torch.library.custom_op("startrail::attention", mutates_args=())
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    instance: str,
-    causal: bool,
-    window: int | None,
-    length: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the bytes that the forward pass keeps for its backward pass."""
-    return _runner(instance).run_forward(q, k, v, documents, causal, window, length, scale)
+    return _find(runtime).forward(q, k, v, documents, Call.parse(call))
 
 
 @attention.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    instance: str,
-    causal: bool,
-    window: int | None,
-    length: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    runner = _runner(instance)
-    shapes = runner.shapes_of(q, k, length)
-    kept = build_program(shapes.plan, runner.world, runner.rank, "forward").kept
+    found = _find(runtime)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty(q.shape[:3], dtype=shapes.acc, device=q.device),
-        torch.empty(shapes.kept_bytes(kept), dtype=torch.uint8, device=q.device),
+        torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
+        torch.empty(found.kept_bytes(found.sizes_of(q, k)), dtype=torch.uint8, device=q.device),
     )
 
 
@@ -118,16 +64,13 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
-    documents: Tensor | None,
     kv_heads: int,
-    instance: str,
-    causal: bool,
-    window: int | None,
-    length: int | None,
-    scale: float,
+    documents: Tensor,
+    runtime: str,
+    call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after a Ulysses exchange."""
-    return _runner(instance).run_backward(dout, qkv, out, lse, kept, documents, kv_heads, causal, window, length, scale)
+    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads."""
+    return _find(runtime).backward(dout, qkv, out, lse, kept, kv_heads, documents, Call.parse(call))
 
 
 @attention_backward.register_fake
@@ -137,13 +80,8 @@ def _(
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
-    documents: Tensor | None,
     kv_heads: int,
-    instance: str,
-    causal: bool,
-    window: int | None,
-    length: int | None,
-    scale: float,
+    *context: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, tokens, dim = out.shape
     dk = torch.empty((batch, kv_heads, tokens, dim), dtype=out.dtype, device=out.device)
@@ -151,11 +89,10 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, documents, ctx.instance, *ctx.arguments = inputs
+    q, k, v, documents, ctx.runtime, ctx.call = inputs
     out, lse, kept = output
     ctx.kv_heads = k.shape[1]
-    plan = _runner(ctx.instance).shapes_of(q, k, ctx.arguments[2]).plan
-    qkv = () if plan.heads > 1 else (q, k, v)
+    qkv = () if _find(ctx.runtime).plan.heads > 1 else (q, k, v)
     ctx.save_for_backward(out, lse, kept, documents, *qkv)
 
 
@@ -164,9 +101,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: None, dkept: None) -> tuple[T
     if dout is None:
         dout = torch.zeros_like(out)  # the other ranks may need our part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, documents, ctx.kv_heads, ctx.instance, *ctx.arguments
+        dout, qkv, out, lse, kept, ctx.kv_heads, documents, ctx.runtime, ctx.call
     )
-    return (*grads, *(None,) * (2 + len(ctx.arguments)))
+    return (*grads, None, None, None)
 
 
 attention.register_autograd(_backward, setup_context=_save)

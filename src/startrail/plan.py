@@ -1,132 +1,114 @@
-"""Plan: which ranks share queries, which pass keys and values round, and how heads are split.
+"""Plan: which ranks share queries, which pass keys and values round, and where heads are split.
 
-The text form reads outermost level first, ``CxT`` a level, ``/`` between them, ``uU`` last, then options:
+The text form reads outermost level first, ``/`` between levels, each ``CxT`` (teams of C, rings of T) or ``uU`` (heads over
+U ranks), then options:
 
->>> plan = Plan.parse("2x2/u8")
+>>> plan = Plan.parse("u4/2x4")
 >>> plan.levels, plan.heads
-((Level(team=2, ring=2),), 8)
+((Heads(size=4), Rings(team=2, ring=4)), 4)
 >>> str(plan), plan.size
-('2x2/u8', 32)
+('u4/2x4', 32)
 >>> str(Plan.parse("1x4, keep=all, groups=2"))
 '1x4,keep=all,groups=2'
 
 ``1x16`` is Ring Attention, ``u8`` is Ulysses, ``1x4/u8`` is USP, ``1x4/1x8`` is a double ring and ``star2`` is the
-schedule of the StarTrail paper with teams of 2, whose ring length follows from the number of ranks.
+schedule of the StarTrail paper with teams of 2, whose ring length follows from the number of ranks. Heads may be split at
+any level, any number of times: ``u4/1x8``, ``u2/2x2/u4``, ``u4/star2``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from math import prod
+
+from startrail.schedule.families import FAMILIES
+from startrail.schedule.family import Family, Heads, Level
+from startrail.schedule.places import Place
 
 BACKWARDS = ("keys", "queries")
 KEEPS = ("none", "queries", "all")
-_LEVEL = re.compile(r"(\d+)x(\d+)")
-_HEADS = re.compile(r"u(\d+)")
-_STAR = re.compile(r"star(\d+)")
-
-
-@dataclass(frozen=True)
-class Level:
-    """One layer of the machine: teams of ``team`` ranks that share queries, rings of ``ring`` ranks."""
-
-    team: int
-    ring: int
-
-    def __post_init__(self) -> None:
-        if self.team < 1 or self.ring < 1:
-            raise ValueError(f"level {self}: team and ring sizes must be at least 1")
-
-    @property
-    def size(self) -> int:
-        return self.team * self.ring
-
-    def __str__(self) -> str:
-        return f"{self.team}x{self.ring}"
+OPTIONS = ("backward", "keep", "groups")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice of levels, Ulysses factor and backward form; see the module's text for its written form.
+    """A choice of levels and options; see the module's text for its written form.
 
-    ``star`` holds the paper's team size C, and is 0 for nested rings. ``backward`` says what travels round the ring in
-    the backward pass. ``keep`` says what the forward pass keeps of what it received, so that the backward pass need not
-    receive it again. ``groups`` runs the heads (or the batch) in that many parts, one behind the other.
+    ``backward`` says what travels round the ring in the backward pass. ``keep`` says what the forward pass keeps of
+    what it received, so that the backward pass need not receive it again. ``groups`` runs the heads (or the batch) in
+    that many parts, one behind the other.
     """
 
-    levels: tuple[Level, ...] = ()
-    heads: int = 1
-    star: int = 0
+    levels: tuple[Level, ...] = (Heads(1),)
     backward: str = ""
     keep: str = "none"
     groups: int = 1
 
     def __post_init__(self) -> None:
-        if not self.backward:  # the paper's backward moves queries; nested rings move keys unless told otherwise
-            object.__setattr__(self, "backward", "queries" if self.star else "keys")
-        if self.heads < 1 or self.groups < 1:
-            raise ValueError(f"plan {self}: u{self.heads} and groups={self.groups} must be at least 1")
+        if not self.levels:
+            raise ValueError("a plan has at least one level; u1 is one rank alone")
+        if len({type(level) for level in self.shard_levels}) > 1:
+            raise ValueError(f"plan {self.body}: {' and '.join(map(str, self.shard_levels))} cannot be combined")
+        if not self.backward:
+            object.__setattr__(self, "backward", self.family.backwards[0])
+        if self.groups < 1:
+            raise ValueError(f"plan {self}: groups={self.groups} must be at least 1")
         if self.backward not in BACKWARDS:
             raise ValueError(f"backward={self.backward!r} is not one of {', '.join(BACKWARDS)}")
         if self.keep not in KEEPS:
             raise ValueError(f"keep={self.keep!r} is not one of {', '.join(KEEPS)}")
-        if self.star < 0 or (self.star and self.levels):
-            raise ValueError(f"plan {self}: star{self.star} cannot be combined with levels")
-        if self.star and self.backward != "queries":
-            raise ValueError(f"plan {self}: star{self.star} has one backward form, backward=queries")
-        if not self.star and self.keep != "none" and self.backward != "keys":
-            raise ValueError(
-                f"plan {self}: keep={self.keep} needs backward=keys, since backward={self.backward} "
-                "uses other rows and columns than the forward pass received"
-            )
+        if self.backward not in self.family.backwards:
+            forms = " or ".join(f"backward={form}" for form in self.family.backwards)
+            raise ValueError(f"plan {self}: {self.shard_levels[0]} has one backward form, {forms}")
+        self.family.check(self)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that ``text`` spells; ``ValueError`` says which part cannot be read."""
         body, *options = (part.strip() for part in text.split(","))
-        chosen: dict[str, object] = {}
-        levels: list[Level] = []
-        for part in body.split("/"):
-            if "heads" in chosen:
-                raise ValueError(f"plan {text!r}: u{chosen['heads']} must come last, found {part!r} after it")
-            if found := _LEVEL.fullmatch(part):
-                levels.append(Level(int(found[1]), int(found[2])))
-            elif found := _HEADS.fullmatch(part):
-                chosen["heads"] = int(found[1])
-            elif (found := _STAR.fullmatch(part)) and not levels and "star" not in chosen and int(found[1]):
-                chosen["star"] = int(found[1])
-            else:
-                raise ValueError(
-                    f"plan {text!r}: cannot read {part!r}; write levels as TEAMxRING, heads as uN, or starC: "
-                    "for example 2x2/u8, 1x16, u8, star4"
-                )
+        levels = tuple(_level(part, text) for part in body.split("/"))
+        chosen: dict[str, str | int] = {}
         for option in options:
             name, equals, value = (piece.strip() for piece in option.partition("="))
-            if not equals or name not in ("backward", "keep", "groups") or name in chosen:
+            if not equals or name not in OPTIONS or name in chosen:
                 raise ValueError(f"plan {text!r}: cannot read option {option!r}; options are backward=, keep=, groups=")
             if name == "groups" and not value.isdecimal():
                 raise ValueError(f"plan {text!r}: groups={value!r} is not a whole number")
             chosen[name] = int(value) if name == "groups" else value
-        return cls(levels=tuple(levels), **chosen)  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        parts = [f"star{self.star}"] if self.star else [str(level) for level in self.levels]
-        if self.heads > 1 or not parts:
-            parts.append(f"u{self.heads}")
-        default = {field.name: field.default for field in fields(self)}
-        default["backward"] = "queries" if self.star else "keys"
-        options = [
-            f"{name}={value}"
-            for name in ("backward", "keep", "groups")
-            if (value := getattr(self, name)) != default[name]
-        ]
-        return ",".join(["/".join(parts), *options])
+        return cls(levels, **chosen)  # type: ignore[arg-type]
 
     @property
-    def is_ring(self) -> bool:
-        """Plain Ring Attention: one ring of more than two ranks, no teams, no heads."""
-        return len(self.levels) == 1 and self.levels[0].team == 1 and self.levels[0].ring > 2 and self.heads == 1
+    def body(self) -> str:
+        """The levels without the options."""
+        return "/".join(map(str, self.levels))
+
+    def __str__(self) -> str:
+        default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1}
+        options = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != default[name]]
+        return ",".join([self.body, *options])
+
+    @cached_property
+    def shard_levels(self) -> tuple[Level, ...]:
+        """The levels that share out the sequence, without those of heads."""
+        return tuple(level for level in self.levels if not isinstance(level, Heads))
+
+    @cached_property
+    def head_levels(self) -> tuple[Heads, ...]:
+        return tuple(level for level in self.levels if isinstance(level, Heads))
+
+    @cached_property
+    def heads(self) -> int:
+        """Ranks that the heads are split over."""
+        return prod(level.size for level in self.head_levels)
+
+    @cached_property
+    def family(self) -> Family:
+        if not self.shard_levels:
+            return FAMILIES[0]
+        return next(family for family in FAMILIES if isinstance(self.shard_levels[0], family.level))
 
     @property
     def running_sums(self) -> tuple[str, ...]:
@@ -135,35 +117,65 @@ class Plan:
         >>> Plan.parse("1x8").running_sums, Plan.parse("star2").running_sums, Plan.parse("2x4").running_sums
         (('dkv',), ('dq',), ())
         """
-        if self.star or self.is_ring:
-            return ("dq",) if self.backward == "queries" else ("dkv",)
-        return ()
+        return self.family.running_sums(self)
 
     @property
     def size(self) -> int:
         """Ranks that the plan needs; a star plan fits several world sizes and has none of its own."""
-        if self.star:
-            raise ValueError(f"plan {self} fits any world size that {self.star * self.star * self.heads} divides")
-        size = self.heads
-        for level in self.levels:
-            size *= level.size
-        return size
+        shards = self.family.size(self)
+        if shards is None:
+            raise ValueError(f"plan {self} fits several world sizes: {self.family.equation(self, 1)}")
+        return shards * self.heads
 
     def check_world(self, world: int) -> None:
         """Raise the equation that fails, and the plans that would fit, unless the plan fits ``world`` ranks."""
-        if self.star:
-            unit = self.star * self.star * self.heads
-            if world % unit == 0:
-                return
-            equation = f"world size {world} is not a multiple of team² {self.star}² x heads {self.heads} = {unit}"
-        else:
-            if world == self.size:
-                return
-            factors = [f"teams {level.team} x ring {level.ring}" for level in self.levels] + [f"heads {self.heads}"]
-            equation = f"world size {world} is not {' x '.join(factors)} = {self.size}"
-        fits = [str(plan) for plan in plans_for(world)]
+        if world % self.heads == 0 and self.family.sizes(self, world // self.heads) is not None:
+            return
+        fits = [str(plan) for plan in plans_for(world, max_levels=2)]
         shown = ", ".join(fits[:12]) + (f", ... ({len(fits)} in all)" if len(fits) > 12 else "")
-        raise ValueError(f"plan {self}: {equation}; plans that fit {world} ranks: {shown}")
+        raise ValueError(f"plan {self}: {self.family.equation(self, world)}; plans that fit {world} ranks: {shown}")
+
+    def place(self, world: int, rank: int) -> Place:
+        """Where ``rank`` stands.
+
+        >>> Plan.parse("2x2/u2").place(8, 5).shard
+        2
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not in a world of {world}")
+        return Place(rank, self.sizes(world), tuple(isinstance(level, Heads) for level in self.levels))
+
+    def sizes(self, world: int) -> tuple[int, ...]:
+        """Ranks at every level, outermost first."""
+        self.check_world(world)
+        of_shards = iter(self.family.sizes(self, world // self.heads) or ())
+        return tuple(level.size if isinstance(level, Heads) else next(of_shards) for level in self.levels)
+
+    def slots(self, world: int) -> tuple[int, ...]:
+        """Every rank's place in the order of tokens: ranks that share a piece by heads stand side by side.
+
+        >>> Plan.parse("u2/1x2").slots(4)                        # ranks 0 and 2 share one piece, 1 and 3 the other
+        (0, 2, 1, 3)
+        """
+        pairs = [(0, 0)]  # shard and head
+        for size, level in zip(self.sizes(world), self.levels, strict=True):
+            if isinstance(level, Heads):
+                pairs = [(shard, head * size + digit) for shard, head in pairs for digit in range(size)]
+            else:
+                pairs = [(shard * size + digit, head) for shard, head in pairs for digit in range(size)]
+        return tuple(shard * self.heads + head for shard, head in pairs)
+
+
+def _level(part: str, text: str) -> Level:
+    if part.startswith("u") and part[1:].isdecimal():
+        return Heads(int(part[1:]))
+    for family in FAMILIES:
+        if (level := family.read(part)) is not None:
+            return level
+    raise ValueError(
+        f"plan {text!r}: cannot read {part!r}; write levels as TEAMxRING, heads as uN, or starC: "
+        "for example 2x2/u8, u4/1x8, 1x16, u8, star4"
+    )
 
 
 def divisors(number: int) -> list[int]:
@@ -171,35 +183,51 @@ def divisors(number: int) -> list[int]:
 
 
 def plans_for(world: int, max_levels: int = 1) -> Iterator[Plan]:
-    """Every nested plan of at most ``max_levels`` levels and every star plan on ``world`` ranks, default options.
+    """Every plan of at most ``max_levels`` levels on ``world`` ranks, heads anywhere, default options.
 
     >>> [str(plan) for plan in plans_for(4)]
-    ['1x4', '2x2', '4x1', 'star2', '1x2/u2', '2x1/u2', 'u4']
+    ['1x4', '2x2', '4x1', 'star2', 'u4']
+    >>> [str(plan) for plan in plans_for(4, max_levels=2)][5:]
+    ['1x2/1x2', '2x1/1x2', '1x2/2x1', '2x1/2x1', 'u2/1x2', '1x2/u2', 'u2/2x1', '2x1/u2', 'u2/u2']
     """
     if world < 1:
         raise ValueError(f"world size {world} must be at least 1")
-    for heads in divisors(world):
-        shards = world // heads
-        for levels in _levels_of(shards, max_levels):
-            yield Plan(levels, heads=heads)
-        for team in divisors(shards):
-            if team > 1 and shards % (team * team) == 0:
-                yield Plan(star=team, heads=heads)
+    if world == 1:
+        yield Plan()
+    for num_levels in range(1, max_levels + 1):
+        for num_heads in range(num_levels + 1):
+            yield from _plans(world, num_levels, num_heads)
 
 
-def _levels_of(size: int, max_levels: int) -> Iterator[tuple[Level, ...]]:
-    if size == 1:
-        yield ()
-    elif max_levels > 0:
-        for outer in divisors(size)[1:]:
-            for rest in _levels_of(size // outer, max_levels - 1):
-                for team in divisors(outer):
-                    yield (Level(team, outer // team), *rest)
+def _plans(world: int, num_levels: int, num_heads: int) -> Iterator[Plan]:
+    """Plans of ``num_levels`` levels of which ``num_heads`` split heads."""
+    for heads in divisors(world)[1:] if num_heads else (1,):
+        for sizes in _products(heads, num_heads):
+            for family in FAMILIES:
+                if num_levels == num_heads and family is not FAMILIES[0]:
+                    continue  # without levels of shards there is one family
+                for grid in family.grids(world // heads, num_levels - num_heads):
+                    for where in combinations(range(num_levels), num_heads):
+                        by_heads, others = iter(sizes), iter(grid)
+                        yield Plan(
+                            tuple(Heads(next(by_heads)) if at in where else next(others) for at in range(num_levels))
+                        )
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``number`` as a product of so many factors above 1, in order."""
+    if factors == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in divisors(number)[1:]:
+        for rest in _products(number // first, factors - 1):
+            yield (first, *rest)
 
 
 def variants_of(plan: Plan) -> Iterator[Plan]:
     """``plan`` with every backward form and every ``keep`` that it allows."""
     for keep in KEEPS:
         yield replace(plan, keep=keep)
-    if not plan.star and plan.levels:
-        yield replace(plan, backward="queries", keep="none")
+    for backward in plan.family.backwards[1:] if plan.shard_levels else ():
+        yield replace(plan, backward=backward, keep="none")

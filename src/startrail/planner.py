@@ -1,55 +1,70 @@
-"""Choosing a plan. For now one rule: the fewest bytes over the outermost level, then over the next."""
+"""Choosing a plan. For now one rule: the fewest bytes over the nodes' links, then inside the nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
-from startrail.plan import Level, Plan, divisors
-from startrail.schedule import closed_form
+from startrail.cluster import Machine
+from startrail.plan import Plan, plans_for
+from startrail.schedule.build import closed_form
+from startrail.schedule.family import Heads, Level
+from startrail.schedule.nested import NESTED
+from startrail.schedule.values import PASSES
+from startrail.sizes import key_copies
+
+LEVELS = 2  # of the plan over nodes, and as many inside them
 
 
 @lru_cache(maxsize=256)
-def auto_plan(world: int, ranks_per_node: int, q_heads: int, kv_heads: int) -> tuple[Plan, str]:
-    """The plan for ``world`` ranks on nodes of ``ranks_per_node``, and a line that says why.
+def auto_plan(machine: Machine, q_heads: int, kv_heads: int) -> tuple[Plan, str]:
+    """The plan with the fewest bytes on ``machine``, and a line that says why.
 
-    >>> plan, why = auto_plan(32, 8, 32, 32)
+    >>> plan, why = auto_plan(Machine(4, 8), 32, 32)
     >>> str(plan)
-    '2x2/u8'
+    'u4/u8'
     >>> why
-    'auto chose 2x2/u8: 11.0 over the nodes, 7.0 by heads, in shards a rank (forward + backward; 32:32 heads)'
+    'auto chose u4/u8: 6.0 over the nodes, 1.8 inside them, in shards a rank (forward + backward; 32:32 heads)'
     """
-    nodes = world // ranks_per_node if world % ranks_per_node == 0 else 1
-    inside = world // nodes
-    best: tuple[tuple[float, float, float], str, Plan] | None = None
-    for heads in divisors(inside):
-        if q_heads % heads:
-            continue
-        for outer in divisors(nodes):
-            for inner in divisors(inside // heads):
-                levels = (Level(outer, nodes // outer), Level(inner, inside // heads // inner))
-                plan = Plan(tuple(level for level in levels if level.size > 1), heads=heads)
-                for backward in ("keys", "queries") if plan.levels else ("keys",):
-                    candidate = replace(plan, backward=backward)
-                    cost = _cost(candidate, world, q_heads, kv_heads, nodes)
-                    if best is None or (cost, str(candidate)) < best[:2]:
-                        best = cost, str(candidate), candidate
-    assert best is not None
-    cost, _, plan = best
-    names = ("over the nodes", "inside them", "by heads")
-    where = [f"{amount:.1f} {name}" for amount, name in zip(cost, names, strict=True) if amount]
-    text = f"{', '.join(where)}, in shards a rank" if where else "no traffic"
-    return plan, f"auto chose {plan}: {text} (forward + backward; {q_heads}:{kv_heads} heads)"
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
+    costs = {plan: bytes_by_level(plan, machine, q_heads, kv_heads) for plan in candidates(machine, q_heads)}
+    best = min(costs, key=lambda plan: (*costs[plan], len(plan.levels), str(plan)))
+    places = zip(costs[best], ("over the nodes", "inside them"), strict=True)
+    where = ", ".join(f"{amount:.1f} {place}" for amount, place in places if amount)
+    text = f"{where}, in shards a rank" if where else "no traffic"
+    return best, f"auto chose {best}: {text} (forward + backward; {q_heads}:{kv_heads} heads)"
 
 
-def _cost(plan: Plan, world: int, q_heads: int, kv_heads: int, nodes: int) -> tuple[float, float, float]:
-    """Shards over the nodes' links, inside a node, and by heads; a shard is one rank's tokens by the query width."""
-    copies = next(c for c in divisors(q_heads // kv_heads) if kv_heads * c % plan.heads == 0)
-    kv = 2 * kv_heads * copies / q_heads
+def candidates(machine: Machine, q_heads: int) -> Iterator[Plan]:
+    """Plans whose levels follow the machine's: some over the nodes, some inside them, heads anywhere."""
+    for outer in _levels(machine.nodes):
+        for inner in _levels(machine.ranks_per_node):
+            plan = Plan((*outer, *inner) or (Heads(1),))
+            if q_heads % plan.heads == 0:
+                yield from (replace(plan, backward=form) for form in NESTED.backwards if plan.shard_levels or form == "keys")
+
+
+def _levels(size: int) -> list[tuple[Level, ...]]:
+    plans = (plan for plan in plans_for(size, LEVELS) if plan.family is NESTED)
+    return [plan.levels for plan in plans] if size > 1 else [()]
+
+
+def bytes_by_level(plan: Plan, machine: Machine, q_heads: int, kv_heads: int) -> tuple[float, float]:
+    """Shards that a rank sends over the nodes' links and inside its node; a shard is its tokens by the query width.
+
+    >>> bytes_by_level(Plan.parse("2x2/u8"), Machine(4, 8), 8, 8)
+    (11.0, 7.0)
+    """
+    kv = 2 * kv_heads * key_copies(q_heads, kv_heads, plan.heads) / q_heads
     sizes = {"q": 1.0, "do": 1.0, "out": 1.0, "dq": 1.0, "kv": kv, "dkv": kv}
-    passes = [closed_form(plan, world, 0, direction, sizes) for direction in ("forward", "backward")]
-    lanes = [sum(lane) for lane in zip(*passes, strict=True)]
-    *levels, by_heads = lanes
-    if nodes > 1:
-        return levels[0], sum(levels[1:]), by_heads
-    return 0.0, sum(levels), by_heads
+    over_nodes = inside = 0.0
+    for pass_ in PASSES:
+        for level, amount in enumerate(closed_form(plan, machine.world, 0, pass_, sizes)):
+            if prod(plan.sizes(machine.world)[: level + 1]) <= machine.nodes:
+                over_nodes += amount
+            else:
+                inside += amount
+    return over_nodes, inside

@@ -91,11 +91,11 @@ class Sums:
     """Several sums that travel together, such as dk and dv."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
-        self.parts = tuple(Sum(shape, dtype, device) for shape in shapes)
+        self.sums = tuple(Sum(shape, dtype, device) for shape in shapes)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(part.value for part in self.parts)
+        return tuple(part.value for part in self.sums)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        for part, x in zip(self.parts, tensors, strict=True):
+        for part, x in zip(self.sums, tensors, strict=True):
             part.add(x)

@@ -80,8 +80,8 @@ class Kernel(ABC):
     ) -> tuple[Sum, Sum, Sum]:
         """Gradients of one block, added to the sums (dq, dk, dv) in ``into``."""
         if into is None:
-            kind = accumulator(q.dtype)
-            into = Sum(q.shape, kind, q.device), Sum(k.shape, kind, k.device), Sum(v.shape, kind, v.device)
+            dtype = accumulator(q.dtype)
+            into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             causal, mask, flip = _shape_of(tile, q.device)
@@ -125,9 +125,9 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 def _shape_of(tile: Tile, device: torch.device) -> tuple[bool, Tensor | None, bool]:
     """How a backend sees a tile: causal or not, its mask, and whether both sides must be reversed first."""
-    if tile.kind == "masked":
+    if tile.form == "masked":
         return False, tile_mask(tile, device), False
-    return tile.kind != "full", None, tile.kind == "anticausal"
+    return tile.form != "full", None, tile.form == "anticausal"
 
 
 def tile_mask(tile: Tile, device: torch.device) -> Tensor:

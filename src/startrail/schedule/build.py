@@ -2,23 +2,71 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from startrail.plan import Plan
-from startrail.schedule.nested import nested_flow, nested_kept, nested_steps
+from startrail.schedule.around import put_around
+from startrail.schedule.family import ByKind
 from startrail.schedule.places import Place
-from startrail.schedule.star import star_kept, star_steps
-from startrail.schedule.timeline import with_heads_and_groups
-from startrail.schedule.values import Piece, Program
+from startrail.schedule.values import FORWARD, INPUTS, Pass, Piece, Step, Transfer
 
-DIRECTIONS = ("forward", "backward")
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is built once
+class Program:
+    """What one rank does in one pass. ``given`` are the input pieces it has at the start: its own ones, and what the
+    forward pass kept; ``kept`` those that it must still have at the end."""
+
+    plan: Plan
+    place: Place
+    pass_: Pass
+    steps: tuple[Step, ...]
+    given: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
+
+    @property
+    def groups(self) -> range:
+        return range(self.plan.groups)
+
+    def own(self, kinds: tuple[str, ...]) -> list[Piece]:
+        """Pieces of the rank's own shard."""
+        return [Piece(kind, self.place.shard, group) for group in self.groups for kind in kinds]
+
+    def is_part(self, post: Transfer) -> bool:
+        """Whether a transfer carries one rank's part of a piece: it goes over heads."""
+        return self.place.by_heads[post.lane]
+
+    def sends(self, sizes: ByKind) -> Iterator[tuple[Transfer, float]]:
+        """Everything that is sent, with its size; ``sizes`` are those of whole pieces by kind."""
+        for step in self.steps:
+            for post in step.posts:
+                if post.send:
+                    yield post, sizes[post.piece.kind] / (self.place.num_heads if self.is_part(post) else 1)
+
+    @cached_property
+    def last_uses(self) -> tuple[tuple[Piece, ...], ...]:
+        """By step: the input pieces that are needed in it for the last time (received ones and own ones alike)."""
+        last: dict[Piece, int] = {}
+        for index, step in enumerate(self.steps):
+            needed = [piece for block in step.blocks for piece in self.pass_.needs(block)]
+            for piece in (*needed, *(post.piece for post in step.posts if post.piece.kind in INPUTS)):
+                last[piece] = index
+        done: list[list[Piece]] = [[] for _ in self.steps]
+        for piece, index in last.items():
+            if piece not in self.kept:
+                done[index].append(piece)
+        return tuple(map(tuple, done))
+
+    def __str__(self) -> str:
+        return f"{self.plan} {self.pass_}, rank {self.place.rank} of {self.place.world}"
 
 
 @lru_cache(maxsize=256)
-def build_program(plan: Plan, world: int, rank: int, direction: str) -> Program:
+def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     """What ``rank`` does in one pass.
 
-    >>> program = build_program(Plan.parse("2x2"), 4, 0, "forward")
+    >>> program = build_program(Plan.parse("2x2"), 4, 0, FORWARD)
     >>> for step in program.steps: print(step)
     post q1<1@0 q0>1@0 kv2<2@0 kv0>2@0 | 0x0
     1x0
@@ -26,30 +74,59 @@ def build_program(plan: Plan, world: int, rank: int, direction: str) -> Program:
     post out0<1@0 out1>1@0 | 0x2
     merge out0<1
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction {direction!r} is not one of {', '.join(DIRECTIONS)}")
-    place = Place.of(plan, world, rank)
-    groups, kept = [], []
-    for group in range(plan.groups):
-        if plan.star:
-            groups.append(star_steps(place, direction, plan.keep, group))
-            kept += star_kept(place, plan.keep, group)
-        else:
-            groups.append(nested_steps(place, nested_flow(direction, plan.backward, plan.keep), group))
-            kept += nested_kept(place, plan.keep, group)
-
-    def own(*kinds: str) -> list[Piece]:
-        return [Piece(kind, place.shard, group) for group in range(plan.groups) for kind in kinds]
-
-    if plan.heads > 1:  # what the Ulysses exchange brought is kept too: the backward pass exchanges only gradients
-        kept = own("q", "kv") + kept
-    enters: tuple[str, ...]
-    results: tuple[str, ...]
-    if direction == "forward":
-        enters, results = ("q", "kv"), ("out",)
-        given, keeps = own("q", "kv"), kept
+    place = plan.place(world, rank)
+    groups = range(plan.groups)
+    bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
+    kept = [piece for group in groups for piece in plan.family.kept(plan, place, group)]
+    own = [Piece(kind, place.shard, group) for group in groups for kind in FORWARD.enters]
+    if plan.heads > 1:  # what the exchange over heads brought is kept too: the backward pass exchanges only gradients
+        kept = own + kept
+    if pass_ is FORWARD:
+        given, keeps = own, kept
     else:
-        enters, results = ("do",), ("dq", "dkv")
-        given, keeps = own("do") + (kept if plan.heads > 1 else own("q", "kv") + kept), []
-    steps = with_heads_and_groups(place, groups, enters if plan.heads > 1 else (), results if plan.heads > 1 else ())
-    return Program(plan, place, direction, steps, tuple(given), tuple(keeps), results)
+        entering = [Piece(kind, place.shard, group) for group in groups for kind in pass_.enters]
+        given, keeps = entering + (kept if plan.heads > 1 else own + kept), []
+    return Program(plan, place, pass_, put_around(place, pass_, bodies), tuple(given), tuple(keeps))
+
+
+def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
+    """What a rank must send over each level's links, outermost first, without building its program. Sizes are those of
+    a whole piece (a shard of one group), so a sum is exact for any head ratio, dtype and wire format.
+
+    >>> sizes = dict(q=1, kv=2, out=1, do=1, dq=1, dkv=2)                     # MHA, in shards
+    >>> closed_form(Plan.parse("1x16"), 16, 0, FORWARD, sizes)                # Ring Attention: 15 hops of K and V
+    (30.0,)
+    >>> closed_form(Plan.parse("2x2/u8"), 32, 0, FORWARD, sizes)              # 2 + 2, and the exchange
+    (4.0, 3.5)
+    >>> closed_form(Plan.parse("u4/u2"), 8, 0, FORWARD, sizes)                # 6 and 1 of 8 parts of 4 shards
+    (3.0, 0.5)
+    """
+    place = plan.place(world, rank)
+    of_shards = iter(plan.family.traffic(plan, place, pass_, sizes))
+    exchanged = sum(sizes[kind] for kind in pass_.exchanged)
+    lanes, shared_by = [], 1  # heads levels so far split the parts: those that differ further out went there
+    for size, heads in zip(place.sizes, place.by_heads, strict=True):
+        if heads:
+            shared_by *= size
+            lanes.append((size - 1) / shared_by * exchanged)
+        else:
+            lanes.append(next(of_shards))
+    return tuple(float(lane * plan.groups) for lane in lanes)
+
+
+def lane_names(place: Place) -> list[str]:
+    return [f"level {lane}" for lane in range(len(place.sizes))]
+
+
+def stated_pieces(plan: Plan, pass_: Pass) -> dict[str, int]:
+    """The most pieces of each kind that a rank holds at once beside its own, and under ``kind<`` those of results on
+    their way in: the memory that a plan promises to stay within.
+
+    >>> stated_pieces(Plan.parse("2x4"), FORWARD)["kv"]           # double buffering
+    2
+    >>> stated_pieces(Plan.parse("2x4,keep=all"), FORWARD)["kv"]  # all four columns but its own
+    3
+    """
+    stated = plan.family.pieces(plan, pass_)
+    kinds = (*pass_.inputs, *pass_.results, *(f"{kind}<" for kind in pass_.results))
+    return {kind: stated.get(kind, 0) * plan.groups for kind in kinds}

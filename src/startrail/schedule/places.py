@@ -1,99 +1,125 @@
 """Where a rank stands: the only place where ranks are taken apart and put together.
 
-Ranks are numbered outermost level first, heads innermost. Within a level the members of a team are neighbours:
-index = b * team + a, with a the place in the team and b the place in the ring. The ranks that differ only in their
-heads index hold one *shard* together (after the Ulysses exchange), so ``shard = rank // heads``.
+Ranks are numbered outermost level first. A level either splits *heads* or belongs to the schedule's own grid of shards.
+Ranks that differ in their heads digits only hold one *shard* together (after the exchange over heads), however far
+apart they are; ranks that differ in the other digits only compute the same *heads* of different shards.
 
->>> place = Place.of(Plan.parse("2x2/u2"), world=8, rank=5)
->>> place.shard, place.team, place.ring, place.head
-(2, (0,), (1,), 1)
->>> place.team_peer(0, 1), place.ring_peer(0, 1), place.head_peer(1)
-(7, 1, 4)
->>> place.lane_ranks(0), place.lane_ranks(1)
-((1, 3, 5, 7), (4, 5))
+>>> place = Place(rank=5, sizes=(2, 2, 2), by_heads=(True, False, True))      # such as u2/1x2/u2
+>>> place.digits, place.head, place.shard
+((1, 0, 1), 3, 0)
+>>> place.rank_of(shard=1), place.head_rank(0)
+(7, 0)
+>>> [(place.lane_to(peer), peer) for peer in (0, 1, 4)]     # the outermost level at which they differ
+[(0, 0), (0, 1), (2, 4)]
+>>> place.lane_ranks(0), place.lane_ranks(1), place.lane_ranks(2)
+((0, 1, 4, 5), (5, 7), (4, 5))
+
+Tokens follow (shard, head), not the rank: ranks that share a piece own neighbouring chunks (``slot``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from startrail.plan import Level, Plan
+from functools import cached_property
+from itertools import product
+from math import prod
 
 
 @dataclass(frozen=True)
 class Place:
-    """``levels`` are the plan's; a star plan has one lane over all shards and is seen as one level."""
+    """``sizes``: ranks at every level, outermost first; ``by_heads``: which of these levels split heads."""
 
-    plan: Plan
-    world: int
     rank: int
-    levels: tuple[Level, ...]
-    team: tuple[int, ...]
-    ring: tuple[int, ...]
+    sizes: tuple[int, ...]
+    by_heads: tuple[bool, ...]
 
-    @classmethod
-    def of(cls, plan: Plan, world: int, rank: int) -> Place:
-        plan.check_world(world)
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not in a world of {world}")
-        levels = plan.levels
-        if plan.star:
-            levels = (Level(plan.star, world // plan.heads // plan.star),)
-        team, ring, index = [], [], rank // plan.heads
-        for level in reversed(levels):
-            index, here = divmod(index, level.size)
-            team.append(here % level.team)
-            ring.append(here // level.team)
-        return cls(plan, world, rank, levels, tuple(reversed(team)), tuple(reversed(ring)))
+    @cached_property
+    def digits(self) -> tuple[int, ...]:
+        return to_digits(self.rank, self.sizes)
 
     @property
-    def head(self) -> int:
-        return self.rank % self.plan.heads
+    def world(self) -> int:
+        return prod(self.sizes)
 
-    @property
-    def shard(self) -> int:
-        return self.rank // self.plan.heads
+    @cached_property
+    def num_heads(self) -> int:
+        """Ranks that a shard's heads are split over."""
+        return prod(self._of(self.sizes, True))
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
-        return self.world // self.plan.heads
+        return prod(self._of(self.sizes, False))
+
+    @cached_property
+    def head(self) -> int:
+        return from_digits(self._of(self.digits, True), self._of(self.sizes, True))
+
+    @cached_property
+    def shard(self) -> int:
+        return from_digits(self._of(self.digits, False), self._of(self.sizes, False))
 
     @property
-    def heads_lane(self) -> int:
-        return len(self.levels)
+    def slot(self) -> int:
+        """Where this rank stands in the order of tokens."""
+        return self.shard * self.num_heads + self.head
 
-    def shard_at(self, team: Sequence[int], ring: Sequence[int]) -> int:
-        shard = 0
-        for level, a, b in zip(self.levels, team, ring, strict=True):
-            shard = shard * level.size + (b % level.ring) * level.team + a % level.team
-        return shard
+    @cached_property
+    def shard_lanes(self) -> tuple[int, ...]:
+        """The lanes of the schedule's own levels, outermost first."""
+        return tuple(lane for lane, heads in enumerate(self.by_heads) if not heads)
+
+    @cached_property
+    def head_lanes(self) -> tuple[int, ...]:
+        return tuple(lane for lane, heads in enumerate(self.by_heads) if heads)
 
     def rank_of(self, shard: int) -> int:
         """The rank that holds ``shard`` for the same heads as this one."""
-        return shard * self.plan.heads + self.head
+        return self._combine(self._of(self.digits, True), to_digits(shard, self._of(self.sizes, False)))
 
-    def team_peer(self, level: int, offset: int) -> int:
-        team = list(self.team)
-        team[level] += offset
-        return self.rank_of(self.shard_at(team, self.ring))
+    def head_rank(self, head: int) -> int:
+        """The rank that computes heads number ``head`` of the same shard."""
+        return self._combine(to_digits(head, self._of(self.sizes, True)), self._of(self.digits, False))
 
-    def ring_peer(self, level: int, offset: int) -> int:
-        ring = list(self.ring)
-        ring[level] += offset
-        return self.rank_of(self.shard_at(self.team, ring))
+    def shard_ranks(self, shard: int) -> tuple[int, ...]:
+        """All ranks that hold ``shard`` together, by head."""
+        digits, sizes = to_digits(shard, self._of(self.sizes, False)), self._of(self.sizes, True)
+        return tuple(self._combine(to_digits(head, sizes), digits) for head in range(self.num_heads))
 
-    def head_peer(self, offset: int) -> int:
-        return self.shard * self.plan.heads + (self.head + offset) % self.plan.heads
+    def lane_to(self, peer: int) -> int:
+        """The lane to a rank: that of the outermost level at which we differ."""
+        theirs = to_digits(peer, self.sizes)
+        return next(lane for lane, pair in enumerate(zip(self.digits, theirs, strict=True)) if pair[0] != pair[1])
 
     def lane_ranks(self, lane: int) -> tuple[int, ...]:
-        """The ranks that this one talks to over a lane, itself included, in order."""
-        if lane == self.heads_lane:
-            first = self.shard * self.plan.heads
-            return tuple(range(first, first + self.plan.heads))
-        stride = self.plan.heads
-        for level in self.levels[lane + 1 :]:
-            stride *= level.size
-        size = self.levels[lane].size
-        first = self.rank - (self.rank // stride % size) * stride
-        return tuple(range(first, first + size * stride, stride))
+        """The ranks that talk to each other over a lane, itself included, in order. A heads lane is also used between
+        ranks that differ at heads levels further in."""
+        free = {lane} if not self.by_heads[lane] else {inner for inner in self.head_lanes if inner >= lane}
+        choices = (range(size) if at in free else (self.digits[at],) for at, size in enumerate(self.sizes))
+        return tuple(from_digits(digits, self.sizes) for digits in product(*choices))
+
+    def _combine(self, heads: Sequence[int], shards: Sequence[int]) -> int:
+        by_heads, others = iter(heads), iter(shards)
+        return from_digits([next(by_heads if heads else others) for heads in self.by_heads], self.sizes)
+
+    def _of(self, values: Sequence[int], heads: bool) -> tuple[int, ...]:
+        return tuple(value for value, at_heads in zip(values, self.by_heads, strict=True) if at_heads == heads)
+
+
+def to_digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """
+    >>> to_digits(5, (2, 3))
+    (1, 2)
+    """
+    digits = []
+    for size in reversed(sizes):
+        number, digit = divmod(number, size)
+        digits.append(digit)
+    return tuple(reversed(digits))
+
+
+def from_digits(digits: Iterable[int], sizes: Iterable[int]) -> int:
+    number = 0
+    for digit, size in zip(digits, sizes, strict=True):
+        number = number * size + digit % size
+    return number

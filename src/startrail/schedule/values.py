@@ -1,26 +1,30 @@
 """The values that schedules are made of: plain tuples, no torch, each with a short text form.
 
-A rank's ``Program`` is a list of ``Step``s. A step posts its transfers (first waiting for whatever it sends), computes
-its blocks (waiting for the pieces they need), then merges partial results that have arrived:
+A rank's program is a list of ``Step``s. A step waits for the pieces in ``after``, posts its transfers (waiting for
+whatever it sends), computes its blocks (waiting for the pieces they need), then merges partial results that came in:
 
 >>> step = Step((Transfer(True, 0, Piece("kv", 3, 0), 5),), (Block(1, 3, 0),), (Merge(Piece("out", 1, 0), 2),))
 >>> str(step)
 'post kv3>5@0 | 1x3 | merge out1<2'
 
-Piece kinds: ``q`` queries, ``kv`` keys and values, ``do`` output gradients with lse and delta are inputs;
-``out`` partial outputs with lse, ``dq`` and ``dkv`` gradients are results, which add up on the way to their owner.
+Kinds of pieces: ``q`` queries, ``kv`` keys and values, ``do`` output gradients with lse and delta go in; ``out`` partial
+outputs with lse, ``dq`` and ``dkv`` gradients come out, and add up on the way to their owner. What a ``Pass`` takes in
+and gives, and what a block needs and makes, is said here and nowhere else:
+
+>>> [str(piece) for piece in BACKWARD.needs(Block(1, 3, 0))], [str(piece) for piece in BACKWARD.makes(Block(1, 3, 0))]
+(['q1', 'do1', 'kv3'], ['dq1', 'dkv3'])
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from startrail.plan import Plan
-from startrail.schedule.places import Place
-
-INPUTS = ("q", "kv", "do")
+INPUTS = ("q", "do", "kv")
 RESULTS = ("out", "dq", "dkv")
+KINDS = (*INPUTS, *RESULTS)
+BY_COLUMN = ("kv", "dkv")  # belong to a key/value shard; all others to a query shard
 
 
 class Piece(NamedTuple):
@@ -35,10 +39,10 @@ class Piece(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """``piece`` goes to (or comes from) rank ``peer`` over ``lane``; lane = number of levels is the heads lane.
+    """``piece`` goes to (or comes from) rank ``peer`` over ``lane``, the level of the plan whose links it crosses.
 
-    On the heads lane a piece travels in parts: to each peer the heads that it computes (inputs) or the tokens that it
-    owns (results).
+    On the lane of a heads level a piece travels in parts: to each peer the heads that it computes (inputs) or the
+    tokens that it owns (results).
     """
 
     send: bool
@@ -75,35 +79,41 @@ class Step(NamedTuple):
     posts: tuple[Transfer, ...] = ()
     blocks: tuple[Block, ...] = ()
     merges: tuple[Merge, ...] = ()
+    after: tuple[Piece, ...] = ()
 
     def __str__(self) -> str:
-        parts = []
-        if self.posts:
-            parts.append("post " + " ".join(map(str, self.posts)))
-        if self.blocks:
-            parts.append(" ".join(map(str, self.blocks)))
-        if self.merges:
-            parts.append("merge " + " ".join(map(str, self.merges)))
-        return " | ".join(parts)
+        named = (("after ", self.after), ("post ", self.posts), ("", self.blocks), ("merge ", self.merges))
+        return " | ".join(name + " ".join(map(str, values)) for name, values in named if values)
 
 
 @dataclass(frozen=True)
-class Program:
-    """What one rank does in one pass. ``given`` are the input pieces it has at the start (its own ones, and what the
-    forward pass kept); ``kept`` those that it must still have at the end; ``results`` the kinds it produces."""
+class Pass:
+    """Forward or backward. ``enters`` are the kinds that a caller's own tokens come in as, ``inputs`` those that a
+    block needs, ``results`` those that it makes. Over heads a pass exchanges what enters, and its results."""
 
-    plan: Plan
-    place: Place
-    direction: str
-    steps: tuple[Step, ...]
-    given: tuple[Piece, ...]
-    kept: tuple[Piece, ...]
+    name: str
+    enters: tuple[str, ...]
+    inputs: tuple[str, ...]
     results: tuple[str, ...]
 
     @property
-    def shard(self) -> int:
-        return self.place.shard
+    def exchanged(self) -> tuple[str, ...]:
+        return self.enters + self.results
 
-    @property
-    def groups(self) -> range:
-        return range(self.plan.groups)
+    def needs(self, block: Block) -> list[Piece]:
+        return _pieces(self.inputs, block)
+
+    def makes(self, block: Block) -> list[Piece]:
+        return _pieces(self.results, block)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FORWARD = Pass("forward", ("q", "kv"), ("q", "kv"), ("out",))
+BACKWARD = Pass("backward", ("do",), ("q", "do", "kv"), ("dq", "dkv"))
+PASSES = (FORWARD, BACKWARD)
+
+
+def _pieces(kinds: Iterable[str], block: Block) -> list[Piece]:
+    return [Piece(kind, block.column if kind in BY_COLUMN else block.row, block.group) for kind in kinds]

@@ -1,6 +1,7 @@
 """The schedule as a text grid: a row a step, a column a rank; who holds, sends, computes and merges what.
 
->>> print(show(Plan.parse("1x2"), 2, "forward", ranks=[0, 1]))
+>>> from startrail.schedule.values import FORWARD
+>>> print(show(Plan.parse("1x2"), 2, FORWARD, ranks=[0, 1]))
 1x2 on 2 ranks, forward
 sends a rank (shards of q; k and v are 1 each): level 0: 2.0
 holds beside its own at most: kv 1, sums: out 1
@@ -17,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from startrail.plan import Plan
-from startrail.schedule import INPUTS, Piece, Program, build_program, count_sends, lane_names, last_uses
-from startrail.schedule.memory import stated_pieces
+from startrail.schedule.build import Program, build_program, lane_names, stated_pieces
+from startrail.schedule.values import INPUTS, Pass, Piece
 
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 
 
-def show(plan: Plan, world: int, direction: str, ranks: Sequence[int]) -> str:
-    programs = [build_program(plan, world, rank, direction) for rank in ranks]
+def show(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int]) -> str:
+    programs = [build_program(plan, world, rank, pass_) for rank in ranks]
     steps = max(len(program.steps) for program in programs)
     columns = [_cells(program, steps) for program in programs]
     widths = [max(len(line) for cell in column for line in cell) for column in columns]
@@ -45,13 +46,15 @@ def show(plan: Plan, world: int, direction: str, ranks: Sequence[int]) -> str:
 
 def _summary(program: Program) -> list[str]:
     place = program.place
-    counts = count_sends(program, MHA)
-    lanes = [f"{name}: {c.size:.1f}" for name, c in zip(lane_names(place), counts, strict=True) if c.hops]
-    stated = stated_pieces(program.plan, place.world, program.direction)
-    held = ", ".join(f"{kind} {stated[kind]}" for kind in INPUTS if stated[kind])
-    sums = ", ".join(f"{kind} {stated[kind]}" for kind in program.results)
+    totals = [0.0] * len(place.sizes)
+    for post, size in program.sends(MHA):
+        totals[post.lane] += size
+    lanes = [f"{name}: {total:.1f}" for name, total in zip(lane_names(place), totals, strict=True) if total]
+    stated = stated_pieces(program.plan, program.pass_)
+    held = ", ".join(f"{kind} {stated[kind]}" for kind in program.pass_.inputs if stated[kind])
+    sums = ", ".join(f"{kind} {stated[kind]}" for kind in program.pass_.results)
     return [
-        f"{program.plan} on {place.world} ranks, {program.direction}",
+        f"{program.plan} on {place.world} ranks, {program.pass_}",
         f"sends a rank (shards of q; k and v are 1 each): {', '.join(lanes) or 'nothing'}",
         f"holds beside its own at most: {held or 'nothing'}, sums: {sums}",
     ]
@@ -59,15 +62,11 @@ def _summary(program: Program) -> list[str]:
 
 def _cells(program: Program, steps: int) -> list[list[str]]:
     """Lines of text for every step of one rank."""
-    own, cells = program.shard, []
+    own, cells = program.place.shard, []
     held = [piece for piece in program.given if piece.shard != own]
     coming: list[Piece] = []
-    for step, done in zip(program.steps, last_uses(program), strict=True):
-        needed = {
-            Piece(kind, block.column if kind == "kv" else block.row, block.group)
-            for block in step.blocks
-            for kind in INPUTS
-        }
+    for step, done in zip(program.steps, program.last_uses, strict=True):
+        needed = {piece for block in step.blocks for piece in program.pass_.needs(block)}
         needed |= {post.piece for post in step.posts if post.send}
         held += [piece for piece in coming if piece in needed]
         coming = [piece for piece in coming if piece not in needed]

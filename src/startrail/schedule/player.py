@@ -1,22 +1,20 @@
-"""The checker: plays the programs of all ranks against each other, without data, and proves what must hold.
+"""The player of programs: it runs those of all ranks against each other, without data, and proves what must hold.
 
 It delivers messages as the strictest backend would: per rank and lane, what one step posts is one batch, a batch starts
 when the one before it has ended, and a transfer happens when both ends' batches have started. It proves that every send
 meets its receive, nothing deadlocks, every (query shard, key shard) pair is computed once, every result reaches its
-owner with all its parts and none twice, and what should be kept is still there.
+owner with all its blocks and none twice, and what should be kept is still there.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from startrail.plan import Plan
-from startrail.schedule.build import DIRECTIONS, build_program
-from startrail.schedule.memory import peak_pieces, stated_pieces
-from startrail.schedule.traffic import closed_form, count_sends
-from startrail.schedule.values import RESULTS, Piece, Program, Transfer
+from startrail.schedule.build import Program, build_program, closed_form, stated_pieces
+from startrail.schedule.values import BY_COLUMN, INPUTS, PASSES, RESULTS, Block, Pass, Piece, Transfer
 
 UNIT_SIZES = {"q": 3.0, "kv": 5.0, "out": 7.0, "do": 11.0, "dq": 13.0, "dkv": 17.0}  # any distinct sizes will do
 
@@ -25,46 +23,84 @@ class ScheduleError(AssertionError):
     """A schedule breaks one of its promises; the text shows rank, step, what was expected and what was found."""
 
 
-def check_plan(plan: Plan, world: int, directions: Sequence[str] = DIRECTIONS) -> None:
+def prove_plan(plan: Plan, world: int, passes: Sequence[Pass] = PASSES) -> None:
     """Raise ``ScheduleError`` unless the passes of ``plan`` on ``world`` ranks keep every promise."""
-    for direction in directions:
-        programs = [build_program.__wrapped__(plan, world, rank, direction) for rank in range(world)]
-        check_programs(programs)
+    for pass_ in passes:
+        programs = [build_program.__wrapped__(plan, world, rank, pass_) for rank in range(world)]
+        prove_programs(programs)
         for program in programs:
             _check_traffic(program)
             _check_memory(program)
 
 
-def check_programs(programs: list[Program]) -> None:
-    _Game(programs).play()
+def prove_programs(programs: list[Program]) -> None:
+    Player(programs).play()
 
 
 def _check_traffic(program: Program) -> None:
     place = program.place
-    counted = tuple(count.size for count in count_sends(program, UNIT_SIZES))
-    form = closed_form(place.plan, place.world, place.rank, program.direction, UNIT_SIZES)
+    counted = [0.0] * len(place.sizes)
+    for post, size in program.sends(UNIT_SIZES):
+        counted[post.lane] += size
+    form = closed_form(program.plan, place.world, place.rank, program.pass_, UNIT_SIZES)
     if any(abs(a - b) > 1e-6 for a, b in zip(counted, form, strict=True)):
-        raise ScheduleError(f"{_name(program)}: sends {counted} by lane, the closed form says {form}")
+        raise ScheduleError(f"{program}: sends {counted} by level, the closed form says {form}")
 
 
 def _check_memory(program: Program) -> None:
-    peak, stated = peak_pieces(program), stated_pieces(program.plan, program.place.world, program.direction)
-    for kind, number in peak.items():
+    stated = stated_pieces(program.plan, program.pass_)
+    for kind, number in peak_pieces(program).items():
         if number > stated[kind]:
-            raise ScheduleError(
-                f"{_name(program)}: holds {number} {kind} pieces at once, the plan states {stated[kind]}"
-            )
+            raise ScheduleError(f"{program}: holds {number} {kind} pieces at once, the plan states {stated[kind]}")
 
 
-def _name(program: Program) -> str:
-    return f"{program.plan} {program.direction}, rank {program.place.rank} of {program.place.world}"
+def peak_pieces(program: Program) -> dict[str, int]:
+    """The most pieces of each kind that a rank holds at once beside its own: received inputs, and for results the
+    accumulators (``out``, ``dq``, ``dkv``) and the partial results on their way in (``out<`` and so on)."""
+    own, pass_ = program.place.shard, program.pass_
+    live = {piece for piece in program.given if piece.shard != own}
+    sums: set[Piece] = set()
+    now: Counter[str] = Counter(piece.kind for piece in live)
+    peak = dict.fromkeys((*pass_.inputs, *pass_.results, *(f"{kind}<" for kind in pass_.results)), 0)
+
+    def add(pieces: set[Piece], piece: Piece) -> None:
+        if piece not in pieces:
+            pieces.add(piece)
+            now[piece.kind] += 1
+
+    def drop(pieces: set[Piece], piece: Piece) -> None:
+        if piece in pieces:
+            pieces.remove(piece)
+            now[piece.kind] -= 1
+
+    for step, done in zip(program.steps, program.last_uses, strict=True):
+        for post in step.posts:
+            if program.is_part(post):
+                continue
+            if post.piece.kind in INPUTS:
+                if not post.send and post.piece.shard != own:
+                    add(live, post.piece)
+            elif post.send:
+                drop(sums, post.piece)
+            else:
+                now[f"{post.piece.kind}<"] += 1
+        for piece in (*(made for block in step.blocks for made in pass_.makes(block)), *(m.piece for m in step.merges)):
+            add(sums, piece)
+        for kind, number in now.items():
+            if number > peak[kind]:
+                peak[kind] = number
+        for merge in step.merges:
+            now[f"{merge.piece.kind}<"] -= 1
+        for piece in done:
+            drop(live, piece)
+    return peak
 
 
 @dataclass
 class _Message:
     transfer: Transfer
     batch: _Batch
-    content: int = 0
+    blocks: int = 0  # what is combined in a partial result: a bit set of shards
     done: bool = False
 
 
@@ -86,10 +122,9 @@ class _Rank:
     lanes: dict[int, deque[_Batch]] = field(default_factory=dict)
 
 
-class _Game:
+class Player:
     def __init__(self, programs: list[Program]) -> None:
         self.ranks = [_Rank(program) for program in programs]
-        self.heads_lane = programs[0].place.heads_lane
         self.everything = (1 << programs[0].place.num_shards) - 1
         self.waiting: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active sends not yet met
         self.wanted: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active receives not yet met
@@ -116,22 +151,19 @@ class _Game:
     def advance(self, rank: int) -> bool:
         """Do what the rank's current step allows; True when it moved on to the next one."""
         state = self.ranks[rank]
-        if state.index == len(state.program.steps):
+        program = state.program
+        if state.index == len(program.steps):
             return False
-        step = state.program.steps[state.index]
+        step = program.steps[state.index]
         if not state.posted:
-            for post in step.posts:  # on the heads lane a rank sends its own tokens, which it always has
-                waits = post.send and post.lane != self.heads_lane and post.piece.kind not in RESULTS
-                if waits and not self.ready(state, post.piece):
-                    return False
+            sent = [post.piece for post in step.posts if self.waits(state, post)]
+            if not all(self.ready(state, piece) for piece in (*step.after, *sent)):
+                return False
             self.post(rank, step.posts)
             state.posted = True
         for block in step.blocks:
-            kinds = ("q", "kv") if state.program.direction == "forward" else ("q", "do", "kv")
-            for kind in kinds:
-                shard = block.column if kind == "kv" else block.row
-                if not self.ready(state, Piece(kind, shard, block.group)):
-                    return False
+            if not all(self.ready(state, piece) for piece in program.pass_.needs(block)):
+                return False
         for merge in step.merges:
             queue = state.incoming.get((merge.piece, merge.peer), deque())
             if not queue:
@@ -139,28 +171,29 @@ class _Game:
             if not queue[0].done:
                 return False
         for block in step.blocks:
-            if state.program.direction == "forward":
-                self.combine(state, Piece("out", block.row, block.group), 1 << block.column)
-            else:
-                self.combine(state, Piece("dq", block.row, block.group), 1 << block.column)
-                self.combine(state, Piece("dkv", block.column, block.group), 1 << block.row)
+            for piece in program.pass_.makes(block):
+                self.combine(state, piece, 1 << _other_side(block, piece))
         for merge in step.merges:
             message = state.incoming[merge.piece, merge.peer].popleft()
-            self.combine(state, merge.piece, message.content)
+            self.combine(state, merge.piece, message.blocks)
         state.index += 1
         state.posted = False
         return True
+
+    def waits(self, state: _Rank, post: Transfer) -> bool:
+        """Whether a post waits for its piece to arrive; over heads a rank sends its own tokens, which it always has."""
+        return post.send and not state.program.is_part(post) and post.piece.kind not in RESULTS
 
     def ready(self, state: _Rank, piece: Piece) -> bool:
         if piece not in state.held:
             self.fail(state, f"needs {piece}, which it does not have and has not asked for")
         return all(message.done for message in state.held[piece])
 
-    def combine(self, state: _Rank, piece: Piece, parts: int) -> None:
+    def combine(self, state: _Rank, piece: Piece, blocks: int) -> None:
         have = state.results.get(piece, 0)
-        if have & parts:
-            self.fail(state, f"adds parts {_bits(have & parts)} to {piece} a second time")
-        state.results[piece] = have | parts
+        if have & blocks:
+            self.fail(state, f"adds the blocks of shards {_bits(have & blocks)} to {piece} a second time")
+        state.results[piece] = have | blocks
 
     def post(self, rank: int, posts: tuple[Transfer, ...]) -> None:
         state = self.ranks[rank]
@@ -170,18 +203,18 @@ class _Game:
             message = _Message(transfer, batch)
             batch.messages.append(message)
             batch.open += 1
-            piece = transfer.piece
+            piece, is_part = transfer.piece, state.program.is_part(transfer)
             if transfer.send and piece.kind in RESULTS:
                 if piece not in state.results:
                     self.fail(state, f"sends {piece}, of which it has nothing")
-                if transfer.lane != self.heads_lane:
-                    message.content = state.results.pop(piece)  # it leaves for good
+                if not is_part:
+                    message.blocks = state.results.pop(piece)  # it leaves for good
                 elif state.results[piece] != self.everything:
                     self.fail(state, f"exchanges {piece} over heads before it is complete")
             elif not transfer.send and piece.kind in RESULTS:
                 state.incoming.setdefault((piece, transfer.peer), deque()).append(message)
             elif not transfer.send:
-                if transfer.lane == self.heads_lane:
+                if is_part:
                     state.held.setdefault(piece, []).append(message)
                 else:
                     state.held[piece] = [message]
@@ -212,7 +245,7 @@ class _Game:
         if send.transfer.piece != receive.transfer.piece:
             state = self.ranks[receive.batch.rank]
             self.fail(state, f"expects {receive.transfer}, but rank {send.batch.rank} sends {send.transfer}")
-        receive.content = send.content
+        receive.blocks = send.blocks
         for message in (send, receive):
             message.done = True
             message.batch.open -= 1
@@ -230,20 +263,18 @@ class _Game:
                 self.fail(
                     state, f"ends with {[str(m.transfer) for m in queue[0].messages if not m.done]} open on {lane}"
                 )
-        for group in program.groups:
-            for kind in program.results:
-                piece = Piece(kind, program.shard, group)
-                if state.results.get(piece, 0) != self.everything:
-                    missing = _bits(self.everything & ~state.results.get(piece, 0))
-                    self.fail(state, f"ends with {piece} lacking the parts of shards {missing}")
-        if foreign := [piece for piece in state.results if piece.shard != program.shard]:
+        for piece in program.own(program.pass_.results):
+            if state.results.get(piece, 0) != self.everything:
+                missing = _bits(self.everything & ~state.results.get(piece, 0))
+                self.fail(state, f"ends with {piece} lacking the blocks of shards {missing}")
+        if foreign := [piece for piece in state.results if piece.shard != program.place.shard]:
             self.fail(state, f"ends with results that it does not own: {' '.join(map(str, foreign))}")
         for piece in program.kept:
             if piece not in state.held:
                 self.fail(state, f"should keep {piece}, but never had it")
 
     def fail(self, state: _Rank, what: str) -> None:
-        raise ScheduleError(f"{_name(state.program)}, step {state.index}: {what}\n{self.picture(state)}")
+        raise ScheduleError(f"{state.program}, step {state.index}: {what}\n{self.picture(state)}")
 
     def picture(self, state: _Rank) -> str:
         lines = [f"rank {state.program.place.rank}:"]
@@ -253,5 +284,10 @@ class _Game:
         return "\n".join(lines)
 
 
-def _bits(parts: int) -> list[int]:
-    return [index for index in range(parts.bit_length()) if parts >> index & 1]
+def _other_side(block: Block, piece: Piece) -> int:
+    """Of a block that goes into a result: the shard that the result is not of."""
+    return block.row if piece.kind in BY_COLUMN else block.column
+
+
+def _bits(blocks: int) -> list[int]:
+    return [index for index in range(blocks.bit_length()) if blocks >> index & 1]

@@ -1,0 +1,91 @@
+"""The exchange over heads (Ulysses): every rank has all heads of some tokens, and gets some heads of all tokens.
+
+What one step exchanges is one ``Exchange``, however many pieces that are: their parts for one head rank lie side by side
+and travel as one message. Our own part never leaves, and is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from startrail.lanes import Buffer, BufferPool
+from startrail.schedule.values import Piece
+from startrail.sizes import aligned
+from startrail.wire import Wire
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of several pieces, the parts of all head ranks one behind the other, and views of them by piece: tensors
+    (head ranks, batch, heads, tokens, ...)."""
+
+    buffer: Buffer
+    rows: Tensor  # (head ranks, bytes)
+    nbytes: int  # of one rank's part; the rest of a row is padding
+    views: dict[Piece, tuple[Tensor, ...]]
+
+    @classmethod
+    def make(cls, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device) -> Parts:
+        sizes = wire.sizes
+        fields = [wire.fields(piece.kind, sizes.local) for piece in pieces]
+        nbytes = sum(sizes.part_bytes(piece.kind) for piece in pieces)
+        buffer = Buffer(pool.get(sizes.plan.heads * aligned(nbytes), device))
+        rows = buffer.flat.view(sizes.plan.heads, -1)
+        tensors = iter(wire.cut(rows, [field for of_piece in fields for field in of_piece]))
+        views = {
+            piece: tuple(next(tensors) for _ in of_piece) for piece, of_piece in zip(pieces, fields, strict=True)
+        }
+        return cls(buffer, rows, nbytes, views)
+
+    def of_rank(self, head: int) -> Tensor:
+        """The bytes that go to one head rank, or come from it."""
+        return self.rows[head, : self.nbytes]
+
+
+class Exchange:
+    def __init__(
+        self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int
+    ) -> None:
+        self.wire, self.pool, self.head = wire, pool, head
+        self.leaving = Parts.make(wire, pieces, pool, device)
+        self.coming = Parts.make(wire, pieces, pool, device)
+        self.open = set(pieces)  # those that have not been taken out yet
+
+    def send_inputs(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
+        """Of our tokens (batch, heads, tokens, ...): each head rank gets the heads that it computes."""
+        for target, x in zip(self.leaving.views[piece], tensors, strict=True):
+            target.copy_(self.wire.shares(x, piece.group))
+        self._keep_own(piece)
+
+    def send_results(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
+        """Of our heads: each head rank gets back the results of its tokens."""
+        for target, whole in zip(self.leaving.views[piece], tensors, strict=True):
+            self.wire.split(whole, target)
+        self._keep_own(piece)
+
+    def _keep_own(self, piece: Piece) -> None:
+        for room, ours in zip(self.coming.views[piece], self.leaving.views[piece], strict=True):
+            room[self.head] = ours[self.head]
+
+    def take_inputs(self, piece: Piece, whole: Sequence[Tensor]) -> None:
+        """Once all parts have come: our heads of all tokens."""
+        self.coming.buffer.arrive()
+        for target, parts in zip(whole, self.coming.views[piece], strict=True):
+            self.wire.join(target, parts)
+        self._taken(piece)
+
+    def take_results(self, piece: Piece, local: Sequence[Tensor]) -> None:
+        """Once all parts have come: all heads of our tokens."""
+        self.coming.buffer.arrive()
+        for target, parts in zip(local, self.coming.views[piece], strict=True):
+            self.wire.shares(target, piece.group).copy_(parts)
+        self._taken(piece)
+
+    def _taken(self, piece: Piece) -> None:
+        self.open.discard(piece)
+        if not self.open:
+            self.pool.put(self.coming.buffer)

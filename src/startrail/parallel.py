@@ -1,0 +1,179 @@
+"""``SequenceParallel``: what a user holds. It makes the sequences that are attended, and tells what that cost."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence as SequenceOf
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from startrail import op
+from startrail.arguments import documents_of, is_whole
+from startrail.cluster import Machine
+from startrail.layout import check_layout
+from startrail.plan import Plan
+from startrail.planner import auto_plan
+from startrail.runtime import Runtime, Settings
+from startrail.schedule.build import closed_form, lane_names
+from startrail.schedule.values import PASSES
+from startrail.sequence import Sequence
+from startrail.wire import DTYPES
+
+
+class SequenceParallel:
+    """Exact attention over sequences that are split over the ranks of a group.
+
+    >>> sp = SequenceParallel("1x1")                      # one process: no process group needed
+    >>> sequence = sp.sequence(5)                         # once a batch
+    >>> q = sequence.shard(torch.randn(1, 4, 5, 8), dim=2)
+    >>> sequence.attention(q, q, q, causal=True).shape
+    torch.Size([1, 4, 5, 8])
+
+    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which needs to know the model's ``heads`` (and ``kv_heads`` if
+    there are fewer, and ``head_dim``). The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
+    whose dimensions together are the sequence axis. ``wire_dtype`` is what travels (default: the inputs' dtype); sums are
+    always kept in float32 or wider. ``timeout`` (seconds) limits every wait for a peer; the default is the group's own.
+    ``check_every_call`` compares the arguments of all ranks on every call, not only on the first of its signature and of
+    its sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str = "auto",
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        layout: str = "zigzag",
+        wire_dtype: torch.dtype | None = None,
+        timeout: float | None = None,
+        check_every_call: bool | None = None,
+    ) -> None:
+        check_layout(layout)
+        if wire_dtype is not None and wire_dtype not in DTYPES:
+            raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+        if group is not None and mesh is not None:
+            raise ValueError("pass group= or mesh=, not both")
+        if check_every_call is None:
+            check_every_call = os.environ.get("STARTRAIL_CHECK_EVERY_CALL", "") not in ("", "0")
+        self.layout, self.wire_dtype = layout, wire_dtype
+        self.group = _group_of(group, mesh)
+        ranks = tuple(dist.get_process_group_ranks(self.group)) if self.group else (0,)
+        self.world = len(ranks)
+        self.rank = dist.get_rank(self.group) if self.group else 0
+        if isinstance(plan, str) and plan.strip() == "auto":
+            self.plan = self._auto_plan(ranks, heads, kv_heads)
+        elif isinstance(plan, str | Plan):
+            self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        else:
+            raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
+        self.plan.check_world(self.world)
+        limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
+        self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
+        self._name = op.register(self._runtime)
+
+    def _auto_plan(self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None) -> Plan:
+        if heads is None:
+            raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
+        plan, why = auto_plan(_machine_of(ranks), heads, heads if kv_heads is None else kv_heads)
+        if self.rank == 0:
+            print(f"startrail: {why}", file=sys.stderr)
+        return plan
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel({self.plan}, rank {self.rank} of {self.world}, {self.layout})"
+
+    def sequence(self, length: int, documents: Tensor | SequenceOf[int] | None = None) -> Sequence:
+        """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention`` and
+        ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see each
+        other. Every rank must give the same."""
+        if not is_whole(length) or length < 1:
+            self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
+        try:
+            ends = documents_of(documents, length)
+        except ValueError as error:
+            self.refuse(str(error))
+        return Sequence(self, self._name, self._runtime.tokens(ends))
+
+    def refuse(self, problem: str) -> None:
+        """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
+        self._runtime.refuse(problem)
+
+    # --- what happened
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Bytes and messages that this rank has sent, by level of the plan, since it was made or last reset."""
+        lanes = self._runtime.counters.traffic.items()
+        return {name: {"bytes": lane.bytes, "hops": lane.hops} for name, lane in sorted(lanes)}
+
+    def timings(self) -> dict[str, float]:
+        """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
+        return {"total": self._runtime.counters.total, "waiting": self._runtime.counters.waiting}
+
+    def reset_counters(self) -> None:
+        self._runtime.counters.reset()
+
+    def promised_traffic(self, q: Tensor, k: Tensor) -> dict[str, dict[str, int]]:
+        """Bytes by level that each pass of a call with such shards must send, by closed form."""
+        sizes = self._runtime.sizes_of(q, k)
+        names = lane_names(self._runtime.place)
+        return {
+            str(pass_): {
+                name: round(amount)
+                for name, amount in zip(
+                    names, closed_form(self.plan, self.world, self.rank, pass_, sizes.by_kind), strict=True
+                )
+                if amount
+            }
+            for pass_ in PASSES
+        }
+
+    def __deepcopy__(self, memo: object) -> SequenceParallel:
+        """A copied model talks over the same lanes."""
+        return self
+
+    def __reduce__(self) -> str:
+        raise ValueError("SequenceParallel belongs to its process and cannot be pickled; make a new one from its plan")
+
+
+def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group of the sequence axis; None where there is only one process."""
+    if mesh is not None:
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        ranks = mesh.mesh.flatten().tolist()
+        return dist.new_group(ranks, use_local_synchronization=True)
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if group is None and launched not in ("", "1"):
+        raise ValueError(f"WORLD_SIZE is {launched}: call torch.distributed.init_process_group first")
+    return group
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long the group's own operations may take."""
+    if group is None:
+        return dist.distributed_c10d.default_pg_timeout
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def _machine_of(ranks: tuple[int, ...]) -> Machine:
+    """The nodes that these ranks live on, from torchrun's local world size; one node where that is not even."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if local < 1:
+        return Machine(1, len(ranks))
+    nodes = [rank // local for rank in ranks]
+    counts = {nodes.count(node) for node in set(nodes)}
+    if len(counts) > 1 or nodes != sorted(nodes):
+        return Machine(1, len(ranks))
+    return Machine(len(set(nodes)), counts.pop())

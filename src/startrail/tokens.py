@@ -1,0 +1,52 @@
+"""Tokens: what all layers share about one batch, worked out once: who owns which tokens, and who sees whom.
+
+A *piece* is what the ranks of one shard hold together, so its runs are those of all its ranks; ``tiles`` are the rectangles
+of a block of two pieces that are visible under a call's mask.
+"""
+
+from __future__ import annotations
+
+from startrail.arguments import Call
+from startrail.kernels import Kernel
+from startrail.layout import Layout, Runs
+from startrail.mask import Tile, tiles_of
+from startrail.schedule.places import Place
+from startrail.wire import Wire
+
+
+class Tokens:
+    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``agreed`` says whether the ranks have found out
+    that they mean the same sequence; ``ready`` is what the calls on it so far
+    were run with, by signature."""
+
+    def __init__(self, place: Place, layout: Layout, documents: tuple[int, ...]) -> None:
+        self.place, self.layout, self.documents = place, layout, documents
+        self.agreed = False
+        self.ready: dict[str, tuple[Wire, Kernel]] = {}
+        self._runs: dict[int, Runs] = {}
+        self._tiles: dict[tuple[Call, int, int], tuple[Tile, ...]] = {}
+
+    @property
+    def length(self) -> int:
+        return self.layout.length
+
+    def __str__(self) -> str:
+        packed = f", documents {self.documents}" if len(self.documents) > 2 else ""
+        return f"{self.length} tokens{packed}"
+
+    def runs(self, shard: int) -> Runs:
+        """The runs of real tokens of a piece."""
+        if shard not in self._runs:
+            self._runs[shard] = self.layout.runs(*self.place.shard_ranks(shard))
+        return self._runs[shard]
+
+    def tiles(self, call: Call, row: int, column: int) -> tuple[Tile, ...]:
+        key = (call, row, column)
+        if key not in self._tiles:
+            mask = call.mask(self.documents if len(self.documents) > 2 else None)
+            self._tiles[key] = tiles_of(mask, self.runs(row), self.runs(column))
+        return self._tiles[key]
+
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where the chunks of each rank of our own piece stand in it."""
+        return self.layout.places(self.place.shard_ranks(self.place.shard))
