@@ -85,8 +85,14 @@ class Case:
 
     def parallel(self) -> SequenceParallel:
         """What runs it on this rank."""
-        heads = dict(heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        return SequenceParallel(self.plan, layout=self.layout, wire_dtype=self.wire_dtype, **heads)
+        return SequenceParallel(
+            self.plan,
+            heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            layout=self.layout,
+            wire_dtype=self.wire_dtype,
+        )
 
 
 @dataclass
@@ -284,7 +290,12 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
         plans: dict[tuple[object, ...], SequenceParallel] = {}
         reports = []
         for case, inputs in zip(cases, data, strict=True):
-            key = (case.plan, case.layout, case.wire_dtype, *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()))
+            key = (
+                case.plan,
+                case.layout,
+                case.wire_dtype,
+                *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
+            )
             if key not in plans:
                 plans[key] = case.parallel()
             reports.append(check_on_rank(case, inputs, plans[key]))

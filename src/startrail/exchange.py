@@ -36,9 +36,7 @@ class Parts:
         buffer = Buffer(pool.get(sizes.plan.heads * aligned(nbytes), device))
         rows = buffer.flat.view(sizes.plan.heads, -1)
         tensors = iter(wire.cut(rows, [field for of_piece in fields for field in of_piece]))
-        views = {
-            piece: tuple(next(tensors) for _ in of_piece) for piece, of_piece in zip(pieces, fields, strict=True)
-        }
+        views = {piece: tuple(next(tensors) for _ in of_piece) for piece, of_piece in zip(pieces, fields, strict=True)}
         return cls(buffer, rows, nbytes, views)
 
     def of_rank(self, head: int) -> Tensor:
@@ -47,9 +45,7 @@ class Parts:
 
 
 class Exchange:
-    def __init__(
-        self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int
-    ) -> None:
+    def __init__(self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int) -> None:
         self.wire, self.pool, self.head = wire, pool, head
         self.leaving = Parts.make(wire, pieces, pool, device)
         self.coming = Parts.make(wire, pieces, pool, device)

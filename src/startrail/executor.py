@@ -314,15 +314,16 @@ class _Walk:
     def _payload(self, piece: Piece) -> Buffer:
         """The bytes to send: of a piece that we hold, or of a result that leaves us."""
         if piece.kind in RESULTS:
-            return self._packed(piece.kind, self.results.pop(piece, None) or self._new_result(piece))
+            leaving = self._result(piece)
+            del self.results[piece]
+            return self._packed(piece.kind, leaving.tensors())
         held = self.pieces[piece]
         held.arrive()
         if held.buffer is None:
-            held.buffer, held.pooled = self._packed(piece.kind, held), True
+            held.buffer, held.pooled = self._packed(piece.kind, held.tensors), True
         return held.buffer
 
-    def _packed(self, kind: str, source: Held | Partial | Sums) -> Buffer:
-        tensors = source.tensors if isinstance(source, Held) else source.tensors()
+    def _packed(self, kind: str, tensors: Sequence[Tensor]) -> Buffer:
         buffer = self._new_buffer(kind)
         for view, tensor in zip(self.wire.views(buffer.flat, kind), tensors, strict=True):
             view.copy_(tensor)
@@ -380,12 +381,9 @@ class _Walk:
     def _result(self, piece: Piece) -> Partial | Sums:
         """The accumulator of a result, made when it is first needed."""
         if piece not in self.results:
-            self.results[piece] = self._new_result(piece)
+            shapes, acc, device = self.wire.result_shapes(piece.kind), self.wire.acc, self.job.device
+            self.results[piece] = Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
         return self.results[piece]
-
-    def _new_result(self, piece: Piece) -> Partial | Sums:
-        shapes, acc, device = self.wire.result_shapes(piece.kind), self.wire.acc, self.job.device
-        return Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
 
     def _merge(self, merge: Merge) -> None:
         buffer = self.incoming[merge.piece, merge.peer].pop(0)

@@ -46,9 +46,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str) -> tuple[Tensor, Tensor, Tensor]:
     found = _find(runtime)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),

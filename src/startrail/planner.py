@@ -44,7 +44,9 @@ def candidates(machine: Machine, q_heads: int) -> Iterator[Plan]:
         for inner in _levels(machine.ranks_per_node):
             plan = Plan((*outer, *inner) or (Heads(1),))
             if q_heads % plan.heads == 0:
-                yield from (replace(plan, backward=form) for form in NESTED.backwards if plan.shard_levels or form == "keys")
+                yield from (
+                    replace(plan, backward=form) for form in NESTED.backwards if plan.shard_levels or form == "keys"
+                )
 
 
 def _levels(size: int) -> list[tuple[Level, ...]]:

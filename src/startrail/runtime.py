@@ -110,9 +110,7 @@ class Runtime:
 
     # --- passes
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse, and the bytes that are kept for the backward pass."""
         with self._alone():
             job = self._job(FORWARD, q, k, v, documents, call)

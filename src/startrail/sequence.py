@@ -35,20 +35,19 @@ class Sequence:
     them, as (first position, count).
     """
 
-    __slots__ = ("_name", "_tokens", "documents", "length", "local", "sp")
+    sp: SequenceParallel
+    length: int
+    local: int
+    documents: Tensor
+    _name: str
+    _tokens: Tokens
 
     def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens) -> None:
         documents = torch.tensor(tokens.documents)
         torch._dynamo.maybe_mark_dynamic(documents, 0)  # batches have different numbers of documents
-        for field, value in (
-            ("sp", sp),
-            ("_name", name),
-            ("_tokens", tokens),
-            ("documents", documents),
-            ("length", tokens.length),
-            ("local", tokens.layout.local),
-        ):
-            object.__setattr__(self, field, value)
+        self.__dict__.update(
+            sp=sp, length=tokens.length, local=tokens.layout.local, documents=documents, _name=name, _tokens=tokens
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Sequence cannot be changed: {name} stays as it is; make another with sp.sequence()")

@@ -75,9 +75,13 @@ class Wire:
         rows = (sizes.batch, sizes.q_heads, sizes.local)
         keys = (sizes.batch, sizes.kv_heads * sizes.copies, sizes.local, sizes.head_dim)
         dkv = self.acc if sizes.copies > 1 else self.dtype
-        by_row = ((*rows, sizes.head_dim), self.dtype)
-        shapes = {"out": [(rows, self.acc), by_row], "dq": [by_row], "dkv": [(keys, dkv)] * 2}[kind]
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        by_row: tuple[tuple[int, ...], torch.dtype] = ((*rows, sizes.head_dim), self.dtype)
+        by_kind: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
+            "out": [(rows, self.acc), by_row],
+            "dq": [by_row],
+            "dkv": [(keys, dkv)] * 2,
+        }
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in by_kind[kind])
 
     # --- key/value heads that are repeated
 

@@ -86,10 +86,10 @@ def _one_behind_the_other(
             del left_over[:1]
         steps += left_over
         tail = _leaving(place, [Step(merges=body[last].merges), *body[last + 1 :]], leaves, group)
-        left_over, waited = tail, []
+        left_over = tail
         if own_at_the_end and group < len(bodies) - 1:
             left_over, waited = _own_apart(place, tail)
-        at_the_end += waited
+            at_the_end += waited
     return steps + left_over + at_the_end
 
 
