@@ -5,7 +5,7 @@ import torch
 
 import startrail
 from startrail.local import run_local
-from startrail.training import tokens as tokens_module
+from startrail.training import tokenizing
 from startrail.training.images import ImageData
 from startrail.training.text import TextData
 
@@ -37,8 +37,8 @@ def test_one_rank_tokenises_while_the_others_wait(tmp_path, monkeypatch):
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text("ring team star " * 20_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    calls, original = [], tokens_module._encode
-    monkeypatch.setattr(tokens_module, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
+    calls, original = [], tokenizing._encode
+    monkeypatch.setattr(tokenizing, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x4")

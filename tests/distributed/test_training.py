@@ -19,20 +19,20 @@ from torch.distributed.tensor import DTensor
 
 import startrail
 from startrail.local import run_local
+from startrail.training.all_ranks import check_same_data
 from startrail.training.display import Display
 from startrail.training.images import save_grid
 from startrail.training.loop import BETAS, Trainer
-from startrail.training.parallel import check_same_data
+from startrail.training.model_configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
-from startrail.training.shapes import DiTConfig, GPTConfig
 from startrail.training.stopping import Stop
 from startrail.training.tasks import ImageTask, TextTask, make_model
 
 STEPS = 30
 DEADLINE = 900  # seconds, for a machine that others use too
 CPU = torch.device("cpu")
-GPT_SHAPE = GPTConfig(vocab=256, width=32, layers=2, heads=8, kv_heads=4, hidden=48, tied=True)
-DIT_SHAPE = DiTConfig(channels=3, patch=2, rows=6, columns=6, classes=4, width=32, layers=2, heads=8)
+GPT_CONFIG = GPTConfig(vocab=256, width=32, layers=2, heads=8, kv_heads=4, hidden=48, tied=True)
+DIT_CONFIG = DiTConfig(channels=3, patch=2, rows=6, columns=6, classes=4, width=32, layers=2, heads=8)
 PLAIN = dict(evaluate_batches=0, save_every=0, sample=0, steps=STEPS, learning_rate=1e-3, warmup=5)
 PLAIN |= dict(zero=0, recompute=False)
 PLANS = {4: ["1x4", "star2", "2x2", "u4"], 8: ["1x8", "star2", "2x2/u2", "u8"]}
@@ -62,21 +62,21 @@ def data(tmp_path_factory):
 
 
 def gpt(data, out, layers=2, **changes):
-    shape = replace(GPT_SHAPE, layers=layers)
-    return Recipe("gpt", shape, data=str(data / "texts"), out=str(out), **{"length": 61, **PLAIN, **changes})
+    config = replace(GPT_CONFIG, layers=layers)
+    return Recipe("gpt", config, data=str(data / "texts"), out=str(out), **{"length": 61, **PLAIN, **changes})
 
 
 def dit(data, out, layers=2, **changes):
-    shape = replace(DIT_SHAPE, layers=layers)
-    return Recipe("dit", shape, data=str(data / "images"), out=str(out), **{"batch": 2, **PLAIN, **changes})
+    config = replace(DIT_CONFIG, layers=layers)
+    return Recipe("dit", config, data=str(data / "images"), out=str(out), **{"batch": 2, **PLAIN, **changes})
 
 
 def reference(recipe):
     """Losses and the first gradients by plain torch on one process: its own loop, its own attention."""
     sp = startrail.SequenceParallel("1x1")
-    text = isinstance(recipe.shape, GPTConfig)
+    text = isinstance(recipe.config, GPTConfig)
     task = (TextTask if text else ImageTask)(recipe, sp, CPU)
-    model = make_model(recipe.shape)
+    model = make_model(recipe.config)
     fill(model, recipe)
     decayed = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
     groups = [dict(params=decayed[0], weight_decay=recipe.weight_decay), dict(params=decayed[1], weight_decay=0.0)]
@@ -100,7 +100,7 @@ def reference(recipe):
 
 def fill(model, recipe):
     """The parameters that a run starts with; a run on one rank makes them."""
-    from startrail.training.files import generator_of
+    from startrail.training.seeds import generator_of
 
     for name, parameter in model.named_parameters():
         torch.manual_seed(generator_of(recipe.seed, name).initial_seed())
@@ -197,7 +197,7 @@ def test_every_plan_trains_like_one_process(world, data, tmp_path):
 
 
 def key_of(recipe):
-    return recipe.shape, recipe.packed, recipe.data_parallel, recipe.batch
+    return recipe.config, recipe.packed, recipe.data_parallel, recipe.batch
 
 
 def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp_path):
@@ -205,7 +205,7 @@ def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp
     legs = [
         (4, dict(plan="2x2", zero=3, recompute=True, accumulate=2), 7),
         (2, dict(plan="1x1", zero=0, data_parallel=2), 13),
-        (8, dict(plan="1x2/u4", zero=2, accumulate=2, keep=1), None),
+        (8, dict(plan="1x2/u4", zero=2, accumulate=2, keep_checkpoints=1), None),
     ]
     truth = reference(gpt(data, tmp_path / "truth", accumulate=2))
     out = tmp_path / "run"

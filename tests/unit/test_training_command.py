@@ -50,7 +50,7 @@ def test_named_recipes_can_be_written_down_and_read_again(name):
 def test_recipe_files(tmp_path):
     (tmp_path / "long.json").write_text(json.dumps({"recipe": "dit-tiny", "steps": 7, "patch": 4, "learning_rate": 1}))
     recipe = find(str(tmp_path / "long.json"))
-    assert (recipe.name, recipe.out, recipe.steps, recipe.shape.patch) == ("long", "runs/long", 7, 4)
+    assert (recipe.name, recipe.out, recipe.steps, recipe.config.patch) == ("long", "runs/long", 7, 4)
     assert recipe.learning_rate == 1.0
     (tmp_path / "odd.json").write_text(json.dumps({"recipe": ["gpt-tiny"]}))
     with pytest.raises(ValueError, match=r"recipe \['gpt-tiny'\] is not one of gpt-tiny"):
@@ -58,7 +58,7 @@ def test_recipe_files(tmp_path):
     pytest.importorskip("tomllib")
     (tmp_path / "short.toml").write_text('plan = "1x8"\npacked = true\n')
     recipe = find(str(tmp_path / "short.toml"))
-    assert (recipe.plan, recipe.packed, recipe.shape) == ("1x8", True, RECIPES["gpt-tiny"].shape)
+    assert (recipe.plan, recipe.packed, recipe.config) == ("1x8", True, RECIPES["gpt-tiny"].shape)
 
 
 @pytest.mark.parametrize(

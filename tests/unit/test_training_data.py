@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import startrail
-from startrail.training import tokens as tokens_module
-from startrail.training.files import find_files
+from startrail.training import streams, tokenizing
+from startrail.training.sources import find_files
 from startrail.training.text import TextData
 
 ONE = startrail.SequenceParallel("1x1")
@@ -152,8 +152,8 @@ def test_ranks_have_the_shards_of_one_process(folder, world, length, layout, pac
 
 
 def test_a_rank_reads_its_own_tokens_and_the_next_one_of_each_run(folder, monkeypatch):
-    read, original = [], tokens_module._read
-    monkeypatch.setattr(tokens_module, "_read", lambda *request: (read.append(request[2]), original(*request))[1])
+    read, original = [], streams._read
+    monkeypatch.setattr(streams, "_read", lambda *request: (read.append(request[2]), original(*request))[1])
     data = TextData(folder, as_rank(1, 4), length=160)
     assert not read
     data.batch(0)
@@ -322,7 +322,7 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
     assert data.decode([3, 15, 6]).split() == ["the", "ring"]
     assert "tokens, unigram entropy" in data.describe() and "nats/token" in data.describe()
 
-    monkeypatch.setattr(tokens_module, "_encode", None)  # must not be called again
+    monkeypatch.setattr(tokenizing, "_encode", None)  # must not be called again
     again = TextData(str(source), as_rank(1, 2), length=14, tokenizer=tokenizer)
     assert torch.equal(again.batch(3).tokens, again._sp.shard(data.batch(3).tokens, 1))
     monkeypatch.undo()
@@ -334,8 +334,8 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
 
 def test_long_files_are_tokenised_in_pieces_cut_after_lines(tmp_path, cache, tokenizer, monkeypatch):
     (tmp_path / "text").write_text(TEXT)
-    monkeypatch.setattr(tokens_module, "PIECE", 30)
-    monkeypatch.setattr(tokens_module, "PIECES", 3)
+    monkeypatch.setattr(tokenizing, "PIECE", 30)
+    monkeypatch.setattr(tokenizing, "PIECES", 3)
     data = TextData(str(tmp_path / "text"), ONE, length=14 * 38, tokenizer=tokenizer)
     assert data.batch(0).tokens[0].tolist() == [3, 15, 6, 15, 9, 18, 3, 15, 6, 15, 9, 15, 12, 18] * 38
 
@@ -368,7 +368,7 @@ def test_an_unusable_cache_a_held_lock_and_a_damaged_file_are_reported(tmp_path,
         with pytest.raises(ValueError, match=f"the tokens in {path} are damaged: delete that file"):
             TextData(**arguments)
     path.unlink()
-    monkeypatch.setattr(tokens_module, "CACHE_DEADLINE", 0.2)
+    monkeypatch.setattr(tokenizing, "CACHE_DEADLINE", 0.2)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"another process has held .*lock for 0 s"):
