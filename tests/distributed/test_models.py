@@ -17,6 +17,7 @@ from startrail.training.dit import DiT, flow_matching_loss, sample
 from startrail.training.gpt import GPT
 from startrail.training.loss import chunked_cross_entropy, global_mean, sum_gradients
 from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
+from tests.helpers import causal_mask, document_numbers, gradient_mistakes
 
 WORLD = 4
 PLANS = ["1x4", "star2", "2x2", "2x1/u2", "u4"]
@@ -55,11 +56,7 @@ def differences(ours, truth, dtype):
     wrong = []
     if not abs(loss / true_loss - 1) <= allowed_loss:  # written so that NaN fails
         wrong.append(f"loss {loss}, one process {true_loss}")
-    for name, true in true_grads.items():
-        error = ((grads[name] - true).abs().max() / true.square().mean().sqrt()).item()
-        if not error <= allowed_grad:
-            wrong.append(f"gradient of {name}: worst error {error:.1e} of its root mean square")
-    return wrong
+    return wrong + gradient_mistakes(grads, true_grads, allowed_grad)
 
 
 def gpt_inputs(case):
@@ -70,10 +67,8 @@ def gpt_inputs(case):
     labels[:, labelled:] = IGNORE
     ends = torch.tensor(documents or (0, length))
     labels[:, ends[1:] - 1] = IGNORE  # the last token of a document predicts nothing
-    document = torch.bucketize(torch.arange(length), ends[1:], right=True)
-    mask = (document.unsqueeze(1) == document).tril()
-    restarted = torch.arange(length) - ends[document]
-    return replace(GPT_CONFIG, tied=tied), tokens, labels, documents, mask, restarted
+    restarted = torch.arange(length) - ends[document_numbers(length, documents)]
+    return replace(GPT_CONFIG, tied=tied), tokens, labels, documents, causal_mask(length, documents), restarted
 
 
 def gpt_loss(model, tokens, labels, positions, attention):

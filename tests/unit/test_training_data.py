@@ -18,25 +18,9 @@ import startrail
 from startrail.training import streams, tokenizing
 from startrail.training.sources import find_files
 from startrail.training.text import TextData
+from tests.helpers import as_rank, write_bytes, write_tokenizer
 
 ONE = startrail.SequenceParallel("1x1")
-
-
-def as_rank(rank, world, layout="zigzag"):
-    """What shards and counts as one rank of several does, without the others."""
-    sp = startrail.SequenceParallel("1x1", layout=layout)
-    sp.rank, sp.world = rank, world
-    return sp
-
-
-def write(folder, sizes, seed=0):
-    """Files of random bytes; the zero byte, which is also padding, is as likely as any other."""
-    chance = random.Random(seed)
-    for number, size in enumerate(sizes):
-        path = Path(folder, f"{number % 3}", f"{number:02}.txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(chance.randbytes(size))
-    return str(folder)
 
 
 def contents(folder):
@@ -45,7 +29,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("text"), [70, 0, 1, 300, 25, 64])
+    return write_bytes(tmp_path_factory.mktemp("text"), [70, 0, 1, 300, 25, 64])
 
 
 @pytest.fixture
@@ -57,15 +41,9 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Every word of the text below and every kind of space is a token; the file asks to cut every text to 2 tokens."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
     words = ["?", "the", "ring", "turns", "round", " ", "\n"]
-    made = Tokenizer(models.WordLevel({word: 3 * i for i, word in enumerate(words)}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s"), "isolated")
-    made.enable_truncation(2)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return str(path)
+    return write_tokenizer(path, {word: 3 * i for i, word in enumerate(words)}, longest=2)
 
 
 # --- what is in a batch
@@ -177,7 +155,7 @@ def test_a_batch_depends_on_its_index_alone(folder):
 
 @pytest.mark.parametrize("sizes", [[100] * 60, [2000], [2000, 1], [3, 5000, 40, 40, 90, 1200]])
 def test_held_out_and_train_are_disjoint_and_together_everything(tmp_path, sizes):
-    source = write(tmp_path, sizes)
+    source = write_bytes(tmp_path, sizes)
     splits = {split: TextData(source, ONE, length=1, split=split) for split in ("train", "held-out")}
     found = Counter()
     for data in splits.values():
@@ -190,7 +168,7 @@ def test_held_out_and_train_are_disjoint_and_together_everything(tmp_path, sizes
 def test_held_out_files_do_not_depend_on_where_the_folder_is(tmp_path):
     chosen = []
     for place in ("here", "elsewhere/deep"):
-        source = write(tmp_path / place, [100] * 60)
+        source = write_bytes(tmp_path / place, [100] * 60)
         for text in (source, f"{source}/**/*.txt"):
             documents = TextData(text, ONE, length=1, split="held-out")._stream.documents
             chosen.append({document.path.name for document in documents})
@@ -215,7 +193,7 @@ def test_the_standard_library_is_there_without_its_tests():
 
 
 def test_folders_files_and_globs(tmp_path, monkeypatch):
-    write(tmp_path, [40] * 6)
+    write_bytes(tmp_path, [40] * 6)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "hidden").write_text("no")
     (tmp_path / "0" / "folder.txt").mkdir()
@@ -284,7 +262,7 @@ def test_empty_folders_and_empty_files_are_refused(tmp_path):
 
 
 def test_too_little_to_hold_anything_out_is_refused(tmp_path):
-    source = write(tmp_path, [7] * 5)
+    source = write_bytes(tmp_path, [7] * 5)
     with pytest.raises(
         ValueError, match=r"a sequence needs 1 tokens, but there are too few: .*held-out: 0 files, 0 bytes"
     ):
