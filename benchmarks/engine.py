@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import startrail
 from startrail.local import run_local
-from startrail.training import memory
+from startrail.training import process_memory
 
 PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
 
@@ -57,8 +57,8 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
         shapes = sp.shapes_of(qkv[0], qkv[1], None)
         small = [x[:, :, :16].detach().requires_grad_() for x in qkv]  # libraries and connections are not attention's
         torch.autograd.grad(sp.attention(*small, causal=not options.full), small, dout[:, :, :16])
-        resident = memory.resident_bytes()
-        memory.reset_peak(dout.device)
+        resident = process_memory.resident_bytes()
+        process_memory.reset_peak(dout.device)
         times, shares = [], []
         for _ in range(3):
             dist.barrier()
@@ -69,7 +69,7 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
             times.append(time.perf_counter() - start)
             shares.append(sp.timings()["waiting"] / sp.timings()["total"])
         formula = max(shapes.peak_bytes(direction) for direction in ("forward", "backward"))
-        return min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula
+        return min(times[1:]), min(shares[1:]), process_memory.peak_bytes(dout.device) - resident, formula
 
     results = [result for result in run_local(on_rank, options.ranks) if result is not None]
     seconds, shares, added, formula = zip(*results, strict=True)

@@ -18,8 +18,8 @@ import torch
 
 from startrail.local import run_local
 from startrail.training.display import Display
+from startrail.training.estimate import Estimate
 from startrail.training.loop import Trainer
-from startrail.training.memory import Estimate
 from startrail.training.recipes import Recipe, find
 from startrail.training.stopping import Stop
 

@@ -18,7 +18,7 @@ from lab.bench.ring import RingAttention, TextbookRing
 from startrail.training.dit import DiT, flow_matching_loss
 from startrail.training.gpt import GPT
 from startrail.training.loss import chunked_cross_entropy, global_mean, sum_gradients
-from startrail.training.shapes import DIT_SHAPES, GPT_SHAPES
+from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
 
 TOLERANCE = 1e-5  # of the loss
 GRADIENTS = 1e-3  # of the largest gradient of each parameter
@@ -36,13 +36,13 @@ class Model:
         width, side = work.q_heads * work.head_dim, 32
         if work.model == "gpt":
             heads = {"heads": work.q_heads, "kv_heads": work.kv_heads}
-            shape = replace(GPT_SHAPES["gpt-tiny"], width=width, layers=work.layers, **heads)
+            shape = replace(GPT_CONFIGS["gpt-tiny"], width=width, layers=work.layers, **heads)
             self.net: torch.nn.Module = GPT(shape)
             self.tokens = torch.randint(shape.vocab, (work.batch, work.length), generator=generator).to(self.device)
             self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100)  # shifted before anything is cut
         else:
             grid = {"rows": work.length // side, "columns": side}
-            dit = replace(DIT_SHAPES["dit-tiny"], width=width, layers=work.layers, heads=work.q_heads, **grid)
+            dit = replace(DIT_CONFIGS["dit-tiny"], width=width, layers=work.layers, heads=work.q_heads, **grid)
             self.net = DiT(dit)
             shape = (work.batch, work.length, dit.patch_dim)
             self.patches, self.noise = (torch.randn(shape, generator=generator).to(self.device) for _ in range(2))

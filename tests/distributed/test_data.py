@@ -5,9 +5,10 @@ import torch
 
 import startrail
 from startrail.local import run_local
-from startrail.training import tokens as tokens_module
+from startrail.training import tokenizing
 from startrail.training.images import ImageData
 from startrail.training.text import TextData
+from tests.helpers import write_tokenizer
 
 WORLD = 4
 
@@ -30,21 +31,17 @@ def test_the_parts_of_all_ranks_are_the_sequence_and_its_images(layout):
 
 
 def test_one_rank_tokenises_while_the_others_wait(tmp_path, monkeypatch):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({"?": 0, "ring": 1, "team": 2}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"?": 0, "ring": 1, "team": 2, " ": 3})
     (tmp_path / "text").write_text("ring team star " * 20_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    calls, original = [], tokens_module._encode
-    monkeypatch.setattr(tokens_module, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
+    calls, original = [], tokenizing._encode
+    monkeypatch.setattr(tokenizing, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x4")
-        data = TextData(str(tmp_path / "text"), sp, length=999, tokenizer=str(tmp_path / "tokenizer.json"))
+        data = TextData(str(tmp_path / "text"), sp, length=999, tokenizer=tokenizer)
         tokens = sp.unshard(data.batch(0).tokens, 1, 999)
-        assert sorted(tokens[0, :3].tolist()) == [0, 1, 2] and torch.equal(tokens[:, 3:], tokens[:, :-3])
+        assert sorted(tokens[0, :6].tolist()) == [0, 1, 2, 3, 3, 3] and torch.equal(tokens[:, 6:], tokens[:, :-6])
         return len(calls)
 
     assert sum(run_local(on_rank, WORLD)) == 1

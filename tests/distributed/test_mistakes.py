@@ -13,18 +13,7 @@ import torch.distributed as dist
 
 import startrail
 from startrail.local import run_local
-
-
-def qkv(tokens=16, heads=4, kv_heads=4, dim=8, dtype=torch.float32):
-    return [torch.randn(1, h, tokens, dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
-
-
-def error_of(function):
-    try:
-        function()
-    except (ValueError, startrail.PeerError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+from tests.helpers import error_of, qkv
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,16 @@ from startrail.training import loss as loss_module
 from startrail.training.dit import DiT, flow_matching_loss, sample
 from startrail.training.gpt import GPT
 from startrail.training.loss import chunked_cross_entropy, global_mean, sum_gradients
-from startrail.training.shapes import DIT_SHAPES, GPT_SHAPES
+from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
+from tests.helpers import causal_mask, document_numbers, gradient_mistakes
 
 WORLD = 4
 PLANS = ["1x4", "star2", "2x2", "2x1/u2", "u4"]
 IGNORE = -100
 # loss, relative; worst gradient element, relative to the root-mean-square of its parameter's gradient
 TOLERANCES = {torch.float32: (1e-6, 5e-5), torch.float64: (1e-12, 1e-12)}
-GPT_SHAPE = replace(GPT_SHAPES["gpt-tiny"], vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
-DIT_SHAPE = replace(DIT_SHAPES["dit-tiny"], rows=7, columns=9, width=32, layers=2, heads=4)
+GPT_CONFIG = replace(GPT_CONFIGS["gpt-tiny"], vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+DIT_CONFIG = replace(DIT_CONFIGS["dit-tiny"], rows=7, columns=9, width=32, layers=2, heads=4)
 # length, batch, documents, tokens with a label, tied: 101 pads ranks unevenly; labels for 5 leave three ranks with none
 GPT_CASES = {
     "even": (64, 2, None, 64, True),
@@ -55,25 +56,19 @@ def differences(ours, truth, dtype):
     wrong = []
     if not abs(loss / true_loss - 1) <= allowed_loss:  # written so that NaN fails
         wrong.append(f"loss {loss}, one process {true_loss}")
-    for name, true in true_grads.items():
-        error = ((grads[name] - true).abs().max() / true.square().mean().sqrt()).item()
-        if not error <= allowed_grad:
-            wrong.append(f"gradient of {name}: worst error {error:.1e} of its root mean square")
-    return wrong
+    return wrong + gradient_mistakes(grads, true_grads, allowed_grad)
 
 
 def gpt_inputs(case):
     """Tokens, labels shifted before anything is cut, and the mask that one process needs."""
     length, batch, documents, labelled, tied = GPT_CASES[case]
-    tokens = torch.randint(GPT_SHAPE.vocab, (batch, length), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(GPT_CONFIG.vocab, (batch, length), generator=torch.Generator().manual_seed(1))
     labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE)
     labels[:, labelled:] = IGNORE
     ends = torch.tensor(documents or (0, length))
     labels[:, ends[1:] - 1] = IGNORE  # the last token of a document predicts nothing
-    document = torch.bucketize(torch.arange(length), ends[1:], right=True)
-    mask = (document.unsqueeze(1) == document).tril()
-    restarted = torch.arange(length) - ends[document]
-    return replace(GPT_SHAPE, tied=tied), tokens, labels, documents, mask, restarted
+    restarted = torch.arange(length) - ends[document_numbers(length, documents)]
+    return replace(GPT_CONFIG, tied=tied), tokens, labels, documents, causal_mask(length, documents), restarted
 
 
 def gpt_loss(model, tokens, labels, positions, attention):
@@ -82,7 +77,7 @@ def gpt_loss(model, tokens, labels, positions, attention):
 
 def dit_inputs(dtype):
     generator = torch.Generator().manual_seed(2)
-    shape = (2, DIT_SHAPE.tokens, DIT_SHAPE.patch_dim)
+    shape = (2, DIT_CONFIG.tokens, DIT_CONFIG.patch_dim)
     patches, noise = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
     return patches, noise, torch.tensor([0.2, 0.9], dtype=dtype), torch.tensor([3, 8])
 
@@ -121,9 +116,9 @@ def test_gpt_has_the_loss_and_gradients_of_one_process(dtype):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_dit_has_the_loss_gradients_and_samples_of_one_process(dtype):
     patches, noise, time, label = dit_inputs(dtype)
-    length = DIT_SHAPE.tokens
+    length = DIT_CONFIG.tokens
     everywhere, dense = torch.arange(length), F.scaled_dot_product_attention
-    model = fresh(DiT(DIT_SHAPE), dtype)
+    model = fresh(DiT(DIT_CONFIG), dtype)
     real = torch.ones(length, dtype=torch.bool)
     loss = global_mean(*flow_matching_loss(model, patches, noise, time, label, everywhere, real, dense))
     truth = results(model, loss)
@@ -137,7 +132,7 @@ def test_dit_has_the_loss_gradients_and_samples_of_one_process(dtype):
                 attention = partial(sp.attention, length=length)
                 positions = sp.positions(length)
                 local = sp.shard(patches, 1), sp.shard(noise, 1)
-                model = fresh(DiT(DIT_SHAPE), dtype)
+                model = fresh(DiT(DIT_CONFIG), dtype)
                 sums = flow_matching_loss(model, *local, time, label, positions, sp.shard(real, 0), attention)
                 lines = differences(results(model, global_mean(*sums)), truth, dtype)
                 ours = sp.unshard(sample(model, local[1], label, positions, attention, steps=2), 1, length)

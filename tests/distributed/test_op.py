@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -15,22 +14,7 @@ from startrail.lanes import KEPT_PASSES, BufferPool
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.schedule import build_program
-
-
-def tensors(world: int, length: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, h, length, dim) for h in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def dense(q, k, v, dout, **options):
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
-
-
-def worst(ours, truth) -> float:
-    return max((a.double() - b).abs().max().item() for a, b in zip(ours, truth, strict=True))
+from tests.helpers import dense, tensors, worst
 
 
 def test_shard_positions_and_unshard_are_inverse_and_adjoint():
@@ -66,7 +50,7 @@ def test_shard_positions_and_unshard_are_inverse_and_adjoint():
 
 
 def test_torch_compile_makes_one_graph_with_exact_gradients():
-    data = tensors(4, 64)
+    data = tensors(64)
     truth = dense(*data, is_causal=True)
 
     def on_rank(rank):
@@ -93,7 +77,7 @@ def test_torch_compile_takes_other_lengths():
         compiled = torch.compile(lambda q, k, v: sp.attention(q, k, v, causal=True) * 1.0, backend="aot_eager")
         errors = []
         for length in (64, 96, 128):
-            data = tensors(2, length)
+            data = tensors(length)
             q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
             out = compiled(q, k, v)
             grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
@@ -104,7 +88,7 @@ def test_torch_compile_takes_other_lengths():
 
 
 def test_every_step_is_a_range_in_the_profiler_with_the_schedules_own_text():
-    data = tensors(4, 64)
+    data = tensors(64)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x2")
@@ -144,7 +128,7 @@ def test_gradcheck_in_float64():
 
 @pytest.mark.parametrize("plan", ["2x2", "1x2/u2", "star2,keep=all"])
 def test_checkpointing_never_repeats_the_distributed_forward(plan):
-    data = tensors(4, 64)
+    data = tensors(64)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan)
@@ -171,7 +155,7 @@ def test_checkpointing_never_repeats_the_distributed_forward(plan):
 
 
 def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
-    data = tensors(2, 40)
+    data = tensors(40)
     truth = dense(*data)
 
     def on_rank(rank):
@@ -192,7 +176,7 @@ def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
 
 
 def test_repeated_calls_reuse_buffers_and_remember_nothing():
-    first, second = tensors(4, 64, seed=1), tensors(4, 64, seed=2)
+    first, second = tensors(64, seed=1), tensors(64, seed=2)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x2")
@@ -226,7 +210,7 @@ def test_repeated_calls_reuse_buffers_and_remember_nothing():
 def test_a_call_leaves_nothing_for_the_garbage_collector(plan):
     """Tensors in a reference cycle, or held by a buffer, would stay until Python looks, and it does not see a GPU's
     memory."""
-    data = tensors(4, 64)
+    data = tensors(64)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan)
@@ -247,7 +231,7 @@ def test_a_call_leaves_nothing_for_the_garbage_collector(plan):
 
 def test_gradients_of_strided_inputs_and_expanded_cotangents():
     """Hugging Face hands over views of (batch, tokens, heads, dim); a sum's cotangent has stride 0."""
-    data = tensors(2, 32)
+    data = tensors(32)
     truth = dense(*data[:3], torch.full_like(data[3], 0.5), is_causal=True)
 
     def on_rank(rank):
@@ -266,7 +250,7 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
     """torch's ring attention on the CPU kernel, an independent implementation of the same thing."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
-    data = tensors(4, 64, kv_heads=kv_heads)
+    data = tensors(64, kv_heads=kv_heads)
     aten = torch.ops.aten
 
     def on_rank(rank):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,20 +18,21 @@ from torch.distributed.tensor import DTensor
 
 import startrail
 from startrail.local import run_local
+from startrail.training.all_ranks import check_same_data
 from startrail.training.display import Display
 from startrail.training.images import save_grid
 from startrail.training.loop import BETAS, Trainer
-from startrail.training.parallel import check_same_data
+from startrail.training.model_configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
-from startrail.training.shapes import DiTConfig, GPTConfig
 from startrail.training.stopping import Stop
 from startrail.training.tasks import ImageTask, TextTask, make_model
+from tests.helpers import causal_mask, eventually, gradient_mistakes, start, torchrun, write_words
 
 STEPS = 30
 DEADLINE = 900  # seconds, for a machine that others use too
 CPU = torch.device("cpu")
-GPT_SHAPE = GPTConfig(vocab=256, width=32, layers=2, heads=8, kv_heads=4, hidden=48, tied=True)
-DIT_SHAPE = DiTConfig(channels=3, patch=2, rows=6, columns=6, classes=4, width=32, layers=2, heads=8)
+GPT_CONFIG = GPTConfig(vocab=256, width=32, layers=2, heads=8, kv_heads=4, hidden=48, tied=True)
+DIT_CONFIG = DiTConfig(channels=3, patch=2, rows=6, columns=6, classes=4, width=32, layers=2, heads=8)
 PLAIN = dict(evaluate_batches=0, save_every=0, sample=0, steps=STEPS, learning_rate=1e-3, warmup=5)
 PLAIN |= dict(zero=0, recompute=False)
 PLANS = {4: ["1x4", "star2", "2x2", "u4"], 8: ["1x8", "star2", "2x2/u2", "u8"]}
@@ -50,11 +50,7 @@ def data(tmp_path_factory):
     """Some text and some images, the same for all tests."""
     folder = tmp_path_factory.mktemp("data")
     generator = torch.Generator().manual_seed(0)
-    (folder / "texts").mkdir()
-    words = ["for", "each", "step", "in", "ring:", "send()", "\n", "x = 1", "(", ")", "team", "wait"]
-    for number in range(40):
-        chosen = torch.randint(len(words), (60 + number,), generator=generator).tolist()
-        (folder / "texts" / f"{number:02d}.txt").write_text(" ".join(words[index] for index in chosen))
+    write_words(folder / "texts")
     for number in range(4):
         (folder / "images" / str(number)).mkdir(parents=True)
         save_grid(torch.rand(1, 3, 16, 16, generator=generator) * 2 - 1, folder / "images" / str(number) / "0.png", 1)
@@ -62,21 +58,21 @@ def data(tmp_path_factory):
 
 
 def gpt(data, out, layers=2, **changes):
-    shape = replace(GPT_SHAPE, layers=layers)
-    return Recipe("gpt", shape, data=str(data / "texts"), out=str(out), **{"length": 61, **PLAIN, **changes})
+    config = replace(GPT_CONFIG, layers=layers)
+    return Recipe("gpt", config, data=str(data / "texts"), out=str(out), **{"length": 61, **PLAIN, **changes})
 
 
 def dit(data, out, layers=2, **changes):
-    shape = replace(DIT_SHAPE, layers=layers)
-    return Recipe("dit", shape, data=str(data / "images"), out=str(out), **{"batch": 2, **PLAIN, **changes})
+    config = replace(DIT_CONFIG, layers=layers)
+    return Recipe("dit", config, data=str(data / "images"), out=str(out), **{"batch": 2, **PLAIN, **changes})
 
 
 def reference(recipe):
     """Losses and the first gradients by plain torch on one process: its own loop, its own attention."""
     sp = startrail.SequenceParallel("1x1")
-    text = isinstance(recipe.shape, GPTConfig)
+    text = isinstance(recipe.config, GPTConfig)
     task = (TextTask if text else ImageTask)(recipe, sp, CPU)
-    model = make_model(recipe.shape)
+    model = make_model(recipe.config)
     fill(model, recipe)
     decayed = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
     groups = [dict(params=decayed[0], weight_decay=recipe.weight_decay), dict(params=decayed[1], weight_decay=0.0)]
@@ -100,7 +96,7 @@ def reference(recipe):
 
 def fill(model, recipe):
     """The parameters that a run starts with; a run on one rank makes them."""
-    from startrail.training.files import generator_of
+    from startrail.training.seeds import generator_of
 
     for name, parameter in model.named_parameters():
         torch.manual_seed(generator_of(recipe.seed, name).initial_seed())
@@ -110,10 +106,7 @@ def fill(model, recipe):
 
 def dense_loss(model, batch, text):
     if text:
-        document = torch.bucketize(
-            torch.arange(batch.length), torch.tensor(batch.documents or [0, batch.length])[1:], right=True
-        )
-        mask = (document.unsqueeze(1) == document).tril()
+        mask = causal_mask(batch.length, batch.documents)
         attention = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
         logits = model.logits(model(batch.tokens, batch.positions, attention))
         return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
@@ -160,11 +153,7 @@ def differences(display, first, truth):
         true = losses[metrics["step"] - 1]
         if not abs(metrics["loss"] / true - 1) <= 1e-5:
             wrong.append(f"step {metrics['step']}: loss {metrics['loss']}, one process {true}")
-    for name, true in grads.items():
-        error = ((first[name] - true).abs().max() / true.square().mean().sqrt().clamp(min=1e-12)).item()
-        if not error <= 1e-4:
-            wrong.append(f"gradient of {name}: worst error {error:.1e} of its root mean square")
-    return wrong
+    return wrong + gradient_mistakes(first, grads, 1e-4, least=1e-12)
 
 
 @pytest.mark.parametrize("world", PLANS)
@@ -197,7 +186,7 @@ def test_every_plan_trains_like_one_process(world, data, tmp_path):
 
 
 def key_of(recipe):
-    return recipe.shape, recipe.packed, recipe.data_parallel, recipe.batch
+    return recipe.config, recipe.packed, recipe.data_parallel, recipe.batch
 
 
 def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp_path):
@@ -205,7 +194,7 @@ def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp
     legs = [
         (4, dict(plan="2x2", zero=3, recompute=True, accumulate=2), 7),
         (2, dict(plan="1x1", zero=0, data_parallel=2), 13),
-        (8, dict(plan="1x2/u4", zero=2, accumulate=2, keep=1), None),
+        (8, dict(plan="1x2/u4", zero=2, accumulate=2, keep_checkpoints=1), None),
     ]
     truth = reference(gpt(data, tmp_path / "truth", accumulate=2))
     out = tmp_path / "run"
@@ -255,10 +244,11 @@ def losses_in(out):
 
 
 def wait_for_step(out, step, process, deadline=DEADLINE):
-    end = time.monotonic() + deadline
-    while max(losses_in(out), default=0) < step:
-        assert time.monotonic() < end and process.poll() is None, "the run ended before it could be stopped"
-        time.sleep(0.01)
+    def there():
+        assert process.poll() is None, "the run ended before it could be stopped"
+        return max(losses_in(out), default=0) >= step
+
+    assert eventually(there, deadline), f"step {step} did not come"
 
 
 def check_curve(out, truth, steps):
@@ -269,9 +259,8 @@ def check_curve(out, truth, steps):
             assert abs(loss / truth[step - 1] - 1) <= 1e-5, (step, loss, truth[step - 1])
 
 
-def startrail_train(*arguments, launcher=(), **options):
-    command = [sys.executable, "-m", *launcher, "startrail.cli", "train", *arguments]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+def startrail_train(*arguments, launcher=(sys.executable,)):
+    return start([*launcher, "-m", "startrail.cli", "train", *arguments])
 
 
 def test_sigterm_saves_and_the_same_command_continues(data, tmp_path):
@@ -297,8 +286,7 @@ def test_a_killed_rank_under_torchrun_costs_at_most_the_steps_since_the_last_che
     recipe = gpt(data, tmp_path / "run", plan="1x2", length=512, steps=60, zero=3, save_every=5)
     truth, _ = reference(recipe)
     file = write_recipe(tmp_path / "recipe.json", recipe)
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m")
-    process = startrail_train(file, launcher=torchrun)
+    process = startrail_train(file, launcher=torchrun(2, "--max-restarts=1"))
     wait_for_step(tmp_path / "run", 12, process)
     victim = worker_of(process.pid, rank=1)
     os.kill(victim, signal.SIGKILL)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import lab
 from lab.bench.__main__ import fitting, main, parse_shape
@@ -36,9 +33,8 @@ from lab.bench.report import metadata, write
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.planner import auto_plan
+from tests.helpers import ROOT, torchrun
 
-torch.set_num_threads(1)
-ROOT = Path(__file__).resolve().parents[2]
 PAIR = Machine(2, 2)
 SMALL = replace(MHA, length=1024, q_heads=4, kv_heads=4)
 RING, STAR, NESTED = (Contender(plan, plan, plan=plan) for plan in ("1x4", "star2", "2x1/u2,groups=2"))
@@ -183,9 +179,8 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
 
 
 def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     bench = ["-m", "lab.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
-    ended = subprocess.run([*torchrun, *bench], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*torchrun(2), *bench], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
     stored = json.loads((tmp_path / "report.json").read_text())
     trial = stored["trials"][0]  # begun before time was over

@@ -20,12 +20,11 @@ import torch.distributed as dist
 import lab
 from lab.launch import main
 from lab.namespaces import living_in
+from tests.helpers import ROOT, eventually
 
 pytestmark = pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
 
-ROOT = Path(__file__).resolve().parents[2]
 MB = 1 << 20
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -288,15 +287,6 @@ def holders_of(networks: list[int]) -> list[str]:
         except OSError:
             continue  # it closed meanwhile
     return found
-
-
-def eventually(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

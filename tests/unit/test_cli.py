@@ -1,6 +1,7 @@
 import pytest
 
 from startrail.cli import main
+from tests.helpers import refusal
 
 
 @pytest.mark.parametrize(
@@ -21,10 +22,7 @@ from startrail.cli import main
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refusal(argv, capsys)
 
 
 def test_check_reports_errors_bytes_and_waiting(capsys):

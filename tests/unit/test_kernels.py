@@ -7,6 +7,7 @@ from startrail.kernels import kernel_for, stand_in_out
 from startrail.kernels.cpu import CpuKernel, check_block
 from startrail.kernels.reference import ReferenceKernel
 from startrail.mask import Mask, tiles_of
+from tests.helpers import tensors
 
 MASKS = [
     Mask(),
@@ -20,17 +21,11 @@ MASKS = [
 ]
 
 
-def tensors(dtype, kv_heads):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, h, 300, 16) for h in (4, kv_heads, kv_heads, 4)]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_cpu_agrees_with_the_reference_forward_and_backward(mask, kv_heads, dtype):
-    q, k, v, dout = tensors(dtype, kv_heads)
+    q, k, v, dout = tensors(300, kv_heads=kv_heads, dtype=dtype)
     runs = ((0, 300),)
     visible = tiles_of(mask, runs, runs)
     results = []
@@ -47,7 +42,7 @@ def test_cpu_agrees_with_the_reference_forward_and_backward(mask, kv_heads, dtyp
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_backward_from_delta_instead_of_out(mask):
     """What travels is delta; any out with the same row sums gives the same gradients, also where dout is zero."""
-    q, k, v, dout = tensors(torch.float64, 2)
+    q, k, v, dout = tensors(300, dtype=torch.float64)
     dout[:, :, 7] = 0
     visible = tiles_of(mask, ((0, 300),), ((0, 300),))
     kernel = CpuKernel(torch.float64)
@@ -76,7 +71,7 @@ def test_a_stand_in_adds_up_to_delta_also_in_half_precision(dtype, tolerance):
 
 
 def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
-    q, k, v, dout = tensors(torch.float32, 2)
+    q, k, v, dout = tensors(300)
     kernel = ReferenceKernel()
     q, k, v, dout = (kernel.prepare(x) for x in (q, k, v, dout))
     whole = kernel.forward(q, k, v, tiles_of(Mask(), ((0, 300),), ((0, 300),)), 0.3)
@@ -90,7 +85,7 @@ def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
 
 def test_rows_that_see_nothing_have_no_weight():
     kernel = CpuKernel(torch.float32)
-    q, k, v, _ = tensors(torch.float32, 4)
+    q, k, v, _ = tensors(300, kv_heads=4)
     visible = tiles_of(
         Mask(causal=True), ((0, 100), (400, 200)), ((100, 300),)
     )  # the first 100 rows see none of the keys
@@ -103,7 +98,7 @@ def test_rows_that_see_nothing_have_no_weight():
 
 
 def test_the_kernels_traps_are_refused():
-    q, k, v, _ = tensors(torch.float32, 4)
+    q, k, v, _ = tensors(300, kv_heads=4)
     with pytest.raises(ValueError, match="does not go with"):
         check_block(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ValueError, match="does not go with"):

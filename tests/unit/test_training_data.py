@@ -15,28 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import startrail
-from startrail.training import tokens as tokens_module
-from startrail.training.files import find_files
+from startrail.training import streams, tokenizing
+from startrail.training.sources import find_files
 from startrail.training.text import TextData
+from tests.helpers import as_rank, write_bytes, write_tokenizer
 
 ONE = startrail.SequenceParallel("1x1")
-
-
-def as_rank(rank, world, layout="zigzag"):
-    """What shards and counts as one rank of several does, without the others."""
-    sp = startrail.SequenceParallel("1x1", layout=layout)
-    sp.rank, sp.world = rank, world
-    return sp
-
-
-def write(folder, sizes, seed=0):
-    """Files of random bytes; the zero byte, which is also padding, is as likely as any other."""
-    chance = random.Random(seed)
-    for number, size in enumerate(sizes):
-        path = Path(folder, f"{number % 3}", f"{number:02}.txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(chance.randbytes(size))
-    return str(folder)
 
 
 def contents(folder):
@@ -45,7 +29,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("text"), [70, 0, 1, 300, 25, 64])
+    return write_bytes(tmp_path_factory.mktemp("text"), [70, 0, 1, 300, 25, 64])
 
 
 @pytest.fixture
@@ -57,15 +41,9 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Every word of the text below and every kind of space is a token; the file asks to cut every text to 2 tokens."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
     words = ["?", "the", "ring", "turns", "round", " ", "\n"]
-    made = Tokenizer(models.WordLevel({word: 3 * i for i, word in enumerate(words)}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s"), "isolated")
-    made.enable_truncation(2)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return str(path)
+    return write_tokenizer(path, {word: 3 * i for i, word in enumerate(words)}, longest=2)
 
 
 # --- what is in a batch
@@ -152,8 +130,8 @@ def test_ranks_have_the_shards_of_one_process(folder, world, length, layout, pac
 
 
 def test_a_rank_reads_its_own_tokens_and_the_next_one_of_each_run(folder, monkeypatch):
-    read, original = [], tokens_module._read
-    monkeypatch.setattr(tokens_module, "_read", lambda *request: (read.append(request[2]), original(*request))[1])
+    read, original = [], streams._read
+    monkeypatch.setattr(streams, "_read", lambda *request: (read.append(request[2]), original(*request))[1])
     data = TextData(folder, as_rank(1, 4), length=160)
     assert not read
     data.batch(0)
@@ -177,7 +155,7 @@ def test_a_batch_depends_on_its_index_alone(folder):
 
 @pytest.mark.parametrize("sizes", [[100] * 60, [2000], [2000, 1], [3, 5000, 40, 40, 90, 1200]])
 def test_held_out_and_train_are_disjoint_and_together_everything(tmp_path, sizes):
-    source = write(tmp_path, sizes)
+    source = write_bytes(tmp_path, sizes)
     splits = {split: TextData(source, ONE, length=1, split=split) for split in ("train", "held-out")}
     found = Counter()
     for data in splits.values():
@@ -190,7 +168,7 @@ def test_held_out_and_train_are_disjoint_and_together_everything(tmp_path, sizes
 def test_held_out_files_do_not_depend_on_where_the_folder_is(tmp_path):
     chosen = []
     for place in ("here", "elsewhere/deep"):
-        source = write(tmp_path / place, [100] * 60)
+        source = write_bytes(tmp_path / place, [100] * 60)
         for text in (source, f"{source}/**/*.txt"):
             documents = TextData(text, ONE, length=1, split="held-out")._stream.documents
             chosen.append({document.path.name for document in documents})
@@ -215,7 +193,7 @@ def test_the_standard_library_is_there_without_its_tests():
 
 
 def test_folders_files_and_globs(tmp_path, monkeypatch):
-    write(tmp_path, [40] * 6)
+    write_bytes(tmp_path, [40] * 6)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "hidden").write_text("no")
     (tmp_path / "0" / "folder.txt").mkdir()
@@ -284,7 +262,7 @@ def test_empty_folders_and_empty_files_are_refused(tmp_path):
 
 
 def test_too_little_to_hold_anything_out_is_refused(tmp_path):
-    source = write(tmp_path, [7] * 5)
+    source = write_bytes(tmp_path, [7] * 5)
     with pytest.raises(
         ValueError, match=r"a sequence needs 1 tokens, but there are too few: .*held-out: 0 files, 0 bytes"
     ):
@@ -322,7 +300,7 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
     assert data.decode([3, 15, 6]).split() == ["the", "ring"]
     assert "tokens, unigram entropy" in data.describe() and "nats/token" in data.describe()
 
-    monkeypatch.setattr(tokens_module, "_encode", None)  # must not be called again
+    monkeypatch.setattr(tokenizing, "_encode", None)  # must not be called again
     again = TextData(str(source), as_rank(1, 2), length=14, tokenizer=tokenizer)
     assert torch.equal(again.batch(3).tokens, again._sp.shard(data.batch(3).tokens, 1))
     monkeypatch.undo()
@@ -334,8 +312,8 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
 
 def test_long_files_are_tokenised_in_pieces_cut_after_lines(tmp_path, cache, tokenizer, monkeypatch):
     (tmp_path / "text").write_text(TEXT)
-    monkeypatch.setattr(tokens_module, "PIECE", 30)
-    monkeypatch.setattr(tokens_module, "PIECES", 3)
+    monkeypatch.setattr(tokenizing, "PIECE", 30)
+    monkeypatch.setattr(tokenizing, "PIECES", 3)
     data = TextData(str(tmp_path / "text"), ONE, length=14 * 38, tokenizer=tokenizer)
     assert data.batch(0).tokens[0].tolist() == [3, 15, 6, 15, 9, 18, 3, 15, 6, 15, 9, 15, 12, 18] * 38
 
@@ -368,7 +346,7 @@ def test_an_unusable_cache_a_held_lock_and_a_damaged_file_are_reported(tmp_path,
         with pytest.raises(ValueError, match=f"the tokens in {path} are damaged: delete that file"):
             TextData(**arguments)
     path.unlink()
-    monkeypatch.setattr(tokens_module, "CACHE_DEADLINE", 0.2)
+    monkeypatch.setattr(tokenizing, "CACHE_DEADLINE", 0.2)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"another process has held .*lock for 0 s"):

@@ -9,15 +9,9 @@ from PIL import Image
 import startrail
 from startrail.training.dit import unpatchify
 from startrail.training.images import ImageData, draw_noise, save_grid
+from tests.helpers import as_rank
 
 ONE = startrail.SequenceParallel("1x1")
-
-
-def as_rank(rank, world, layout):
-    """What shards and counts as one rank of several does, without the others."""
-    sp = startrail.SequenceParallel("1x1", layout=layout)
-    sp.rank, sp.world = rank, world
-    return sp
 
 
 def colour(tmp_path, name, rgb, size=(40, 30)):

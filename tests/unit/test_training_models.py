@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from startrail.training.dit import DiT, flow_matching_loss, patchify, sample, unpatchify
 from startrail.training.gpt import GPT
-from startrail.training.shapes import DIT_SHAPES, GPT_SHAPES
+from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
 
 CAUSAL = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-TINY_GPT, TINY_DIT = GPT_SHAPES["gpt-tiny"], DIT_SHAPES["dit-tiny"]
+TINY_GPT, TINY_DIT = GPT_CONFIGS["gpt-tiny"], DIT_CONFIGS["dit-tiny"]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ TINY_GPT, TINY_DIT = GPT_SHAPES["gpt-tiny"], DIT_SHAPES["dit-tiny"]
 )
 def test_named_shapes_have_the_size_in_their_name(name, size):
     with torch.device("meta"):
-        model = GPT(GPT_SHAPES[name]) if name in GPT_SHAPES else DiT(DIT_SHAPES[name])
+        model = GPT(GPT_CONFIGS[name]) if name in GPT_CONFIGS else DiT(DIT_CONFIGS[name])
     count = sum(parameter.numel() for parameter in model.parameters())
     assert abs(count / size - 1) < 0.1, f"{name} has {count:,} parameters"
 

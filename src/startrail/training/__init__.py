@@ -1,5 +1,5 @@
-"""Training on near-infinite contexts: the models, their named shapes, and a loss that is right over all ranks.
+"""Training on near-infinite contexts: the models, their data, a loss that is right over all ranks, and the runs.
 
-``shapes`` is plain data and needs no torch; ``gpt``, ``dit`` and ``loss`` run alike on one process and
-sequence-parallel.
+``model_configs`` and ``recipes`` are plain data and need no torch; ``gpt``, ``dit`` and ``loss`` run alike on one
+process and sequence-parallel.
 """

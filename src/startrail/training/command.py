@@ -14,8 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from startrail.training.model_configs import DiTConfig, GPTConfig
 from startrail.training.recipes import RECIPES, Recipe, find
-from startrail.training.shapes import DiTConfig, GPTConfig
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +48,8 @@ def fields_text() -> str:
     """What can be set, for ``startrail train --help``."""
     shown = [item for item in fields(Recipe) if "meaning" in item.metadata]
     lines = [f"  --{item.name:17s} {item.metadata['meaning']} ({item.default})" for item in shown]
-    for kind, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
-        lines.append(f"  shape of a {kind}: " + ", ".join(f"--{item.name}" for item in fields(config)))
+    for model, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
+        lines.append(f"  shape of a {model}: " + ", ".join(f"--{item.name}" for item in fields(config)))
     names = ", ".join(RECIPES)
     return "\n".join([f"recipes: {names} (default {DEFAULT}), or a .toml or .json file", "fields:", *lines])
 
@@ -134,7 +134,7 @@ def _end(result: tuple[int, str] | None, stop: Stop) -> int:
 
 
 def export_command(source: str, target: str) -> int:
-    from startrail.training.saving import export
+    from startrail.training.export import export
 
     print(export(Path(source), Path(target)))
     return 0

@@ -1,20 +1,16 @@
-"""What a run tells: a live line in a terminal, plain lines elsewhere, a file of metrics, and the summary at the end."""
+"""What a run tells a person: a live line in a terminal, plain lines elsewhere, and the summary at the end."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
 
 from startrail.training.recipes import Recipe
+from startrail.training.records import Metrics
 
 LINE_EVERY = 5.0  # seconds between plain lines
-Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -198,45 +194,3 @@ def make_display(lead: bool) -> Display:
         except ModuleNotFoundError:
             pass
     return Lines()
-
-
-class Records:
-    """``metrics.jsonl``, one line a step, and TensorBoard events if the recipe asks for them.
-
-    A run that continues appends; where a step is there twice, the later line counts. Does nothing until ``open``.
-    ``problem`` says what went wrong when a line could not be written, for the ranks to agree on.
-    """
-
-    def __init__(self) -> None:
-        self.problem: str | None = None
-        self._file: TextIO | None = None
-        self._writer: Any = None
-
-    def open(self, folder: Path, recipe: Recipe, begin: int) -> None:
-        if recipe.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ModuleNotFoundError:
-                raise ValueError("tensorboard true needs it: pip install 'startrail[tensorboard]'") from None
-            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
-        self._file = (folder / "metrics.jsonl").open("a")
-
-    def write(self, metrics: Metrics) -> None:
-        if self._file is None:
-            return
-        try:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-            self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
-            self._file.flush()
-        except OSError as error:
-            self.problem = f"{self._file.name} could not be written: {error.strerror}"
-        if self._writer is not None:
-            for name, value in metrics.items():
-                if isinstance(value, float):
-                    self._writer.add_scalar(name, value, metrics["step"])
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._writer is not None:
-            self._writer.close()

@@ -1,7 +1,7 @@
 """A DiT: images as patches, conditioned on time and class by adaLN-zero; flow matching to train it, Euler to sample.
 
->>> from startrail.training.shapes import DIT_SHAPES
->>> config = DIT_SHAPES["dit-tiny"]
+>>> from startrail.training.model_configs import DIT_CONFIGS
+>>> config = DIT_CONFIGS["dit-tiny"]
 >>> model = DiT(config)
 >>> noise, everywhere = torch.randn(2, config.tokens, config.patch_dim), torch.arange(config.tokens)
 >>> labels = torch.tensor([3, 7])
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from startrail.training.parts import Attention, angles, merge_heads, split_heads
-from startrail.training.shapes import DiTConfig
+from startrail.training.model_configs import DiTConfig
+from startrail.training.transformer import Attention, angles, merge_heads, split_heads
 
 TIME_FREQUENCIES = 128
 
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor, attention: Attention) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
-        q, k, v = (split_heads(part, self.head_dim) for part in self.qkv(modulate(x, shift1, scale1)).chunk(3, dim=-1))
+        q, k, v = (split_heads(x, self.head_dim) for x in self.qkv(modulate(x, shift1, scale1)).chunk(3, dim=-1))
         x = x + gate1 * self.output(merge_heads(attention(q, k, v)))
         return x + gate2 * self.mlp(modulate(x, shift2, scale2))
 

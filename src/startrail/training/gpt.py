@@ -4,8 +4,8 @@ It sees tokens only through the attention it is given and the positions of its t
 process and on this rank's part of a sequence.
 
 >>> from functools import partial
->>> from startrail.training.shapes import GPT_SHAPES
->>> model = GPT(GPT_SHAPES["gpt-tiny"])
+>>> from startrail.training.model_configs import GPT_CONFIGS
+>>> model = GPT(GPT_CONFIGS["gpt-tiny"])
 >>> tokens = torch.zeros(1, 6, dtype=torch.long)
 >>> attention = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 >>> hidden = model(tokens, torch.arange(6), attention)
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from startrail.training.parts import Attention, angles, merge_heads, split_heads
-from startrail.training.shapes import GPTConfig
+from startrail.training.model_configs import GPTConfig
+from startrail.training.transformer import Attention, angles, merge_heads, split_heads
 
 
 class GPT(nn.Module):

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from startrail.attention import SequenceParallel
 from startrail.training.dit import patchify
-from startrail.training.files import check_count, check_split, find_files, generator_of, held_out, names_of
+from startrail.training.seeds import generator_of
+from startrail.training.sources import check_count, check_split, find_files, held_out, names_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -101,7 +102,7 @@ class ImageData:
             for number, (file, label) in enumerate(zip(files, labels, strict=True))
             if not chosen or (number in chosen) == (split == "held-out")
         ]
-        self._part = "all" if chosen else split
+        self._strip = "all" if chosen else split
         self.num_samples = len(self._images)
         self._source, self._sp, self._split = source, sp, split
         self._size, self._patch, self._batch, self._seed = size, patch, batch, seed
@@ -121,7 +122,7 @@ class ImageData:
         """(3, size, size) in [-1, 1], and the class."""
         epoch, place = divmod(number, self.num_samples)
         path, label = self._images[int(_order(self.num_samples, self._seed, epoch)[place])]
-        image = _load(path, self._part, int(self._size / SMALLEST_CROP))
+        image = _load(path, self._strip, int(self._size / SMALLEST_CROP))
         scale, x, y, flip = torch.rand(4, generator=generator_of(self._seed, "crop", number)).tolist()
         side = min(image.size) * (SMALLEST_CROP + (1 - SMALLEST_CROP) * scale)
         left, top = x * (image.width - side), y * (image.height - side)
@@ -130,9 +131,9 @@ class ImageData:
 
     def describe(self) -> str:
         """One line: the images, the classes and the sequence they make."""
-        part = {"all": "", "train": " (left three quarters)", "held-out": " (right quarter)"}[self._part]
+        which = {"all": "", "train": " (left three quarters)", "held-out": " (right quarter)"}[self._strip]
         return (
-            f"{self._source}, {self._split}: {self.num_samples:,} images{part}, {self.num_classes:,} classes, "
+            f"{self._source}, {self._split}: {self.num_samples:,} images{which}, {self.num_classes:,} classes, "
             f"crops of {self._size} x {self._size} pixels, {self._length:,} patches"
         )
 
@@ -186,14 +187,14 @@ def _classes(source: str) -> tuple[list[Path], list[int]]:
     if not files:
         raise ValueError(f"source {source!r} has no images ({', '.join(SUFFIXES)})")
     folder = Path(source).expanduser()
-    inside = [file.relative_to(folder).parts if folder.is_dir() else (file.name,) for file in files]
-    loose = [file for file, parts in zip(files, inside, strict=True) if len(parts) == 1]
+    paths = [file.relative_to(folder).parts if folder.is_dir() else (file.name,) for file in files]
+    loose = [file for file, path in zip(files, paths, strict=True) if len(path) == 1]
     if len(loose) == len(files):
         return files, [0] * len(files)
     if loose:
         raise ValueError(f"the subfolders of {source!r} are its classes, but {str(loose[0])!r} is in none of them")
-    names = sorted({parts[0] for parts in inside})
-    return files, [names.index(parts[0]) for parts in inside]
+    names = sorted({path[0] for path in paths})
+    return files, [names.index(path[0]) for path in paths]
 
 
 def _photos() -> list[Path]:
@@ -213,8 +214,8 @@ def _require_pillow() -> None:
 
 
 @lru_cache(CACHED_IMAGES)
-def _load(path: Path, part: str, side: int) -> Image:
-    """An image, or its part to train on or to hold out, upright, in RGB, its shorter side shrunk to ``side``."""
+def _load(path: Path, strip: str, side: int) -> Image:
+    """An image, or its strip to train on or to hold out, upright, in RGB, its shorter side shrunk to ``side``."""
     from PIL import Image, ImageOps
 
     try:
@@ -225,8 +226,8 @@ def _load(path: Path, part: str, side: int) -> Image:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow says to bad files
         raise ValueError(f"cannot read the image {path}: {error}") from error
     border = image.width - image.width // HELD_OUT_STRIP
-    if part != "all":  # cut before it is shrunk, so that no pixel has a share in both parts
-        left, right = (0, border) if part == "train" else (border, image.width)
+    if strip != "all":  # cut before it is shrunk, so that no pixel has a share in both strips
+        left, right = (0, border) if strip == "train" else (border, image.width)
         image = image.crop((left, 0, right, image.height))
     shrink = min(image.size) / side
     if shrink > 1:

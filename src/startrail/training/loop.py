@@ -18,22 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail.attention import SequenceParallel
 from startrail.schedule import Place, lane_names
-from startrail.training import memory
-from startrail.training.display import Display, Records, Summary
-from startrail.training.parallel import (
-    agree,
+from startrail.training import process_memory
+from startrail.training.all_ranks import agree, check_same_data, largest_over_ranks, sum_over_ranks
+from startrail.training.display import Display, Summary
+from startrail.training.estimate import NOTHING, estimate
+from startrail.training.recipes import Recipe
+from startrail.training.records import Records
+from startrail.training.saving import Checkpoints, TrainingError
+from startrail.training.sharding import (
     backward,
     build_model,
-    check_same_data,
     clip_gradients,
     data_by_sequence,
     finish_gradients,
     forget_gathered,
-    largest_over_ranks,
-    sum_over_ranks,
 )
-from startrail.training.recipes import Recipe
-from startrail.training.saving import Checkpoints, TrainingError
 from startrail.training.stopping import Stop
 from startrail.training.tasks import make_task
 
@@ -58,7 +57,7 @@ class Trainer:
             self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], layout=recipe.layout)
             self.task: Any = make_task(recipe, self.sp, device)
             self.about = self.task.describe() if self.lead else ""
-            self.expected = memory.estimate(recipe, self.task, self.world) if self.lead else memory.NOTHING
+            self.expected = estimate(recipe, self.task, self.world) if self.lead else NOTHING
             self.traffic = self._promised(mesh["sequence"])
             plan = self.sp.plan_for(*recipe.heads)
             self.lanes = lane_names(Place.of(plan, self.sp.world, self.sp.rank))
@@ -70,9 +69,9 @@ class Trainer:
         self.begin = self.checkpoints.prepare(self.expected.checkpoint * (self.world if recipe.zero else 1))
         self.records = self._records()
         if device.type == "cpu":
-            memory.return_large()
-        self.before = memory.resident_bytes() if device.type == "cpu" else 0  # the program itself
-        memory.reset_peak(device)
+            process_memory.return_large()
+        self.before = process_memory.resident_bytes() if device.type == "cpu" else 0  # the program itself
+        process_memory.reset_peak(device)
         self.model: Any = build_model(recipe, device)
         self.optimizer = _optimizer(self.model, recipe)
         if self.begin:
@@ -131,7 +130,7 @@ class Trainer:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
         self.records.close()
-        peak = largest_over_ranks(memory.peak_bytes(self.device) - self.before, self.device)
+        peak = largest_over_ranks(process_memory.peak_bytes(self.device) - self.before, self.device)
         sample = self._sample() if finished and recipe.sample else ""
         self.display.finish(
             Summary(
@@ -166,7 +165,7 @@ class Trainer:
         """One update: the loss, the norm of its gradient, and sums over all ranks of what else happened."""
         recipe = self.recipe
         if self.device.type == "cpu":
-            memory.return_small()  # what the last step, an evaluation or a checkpoint left
+            process_memory.return_small()  # what the last step, an evaluation or a checkpoint left
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
@@ -236,7 +235,7 @@ class Trainer:
         """What attention sends in one step, by level, on this rank: by our plan and by Ring Attention."""
         recipe = self.recipe
         ring = SequenceParallel(f"1x{self.sp.world}", mesh=sequence, layout=recipe.layout)
-        calls = recipe.shape.layers * recipe.accumulate
+        calls = recipe.config.layers * recipe.accumulate
         q, k = self.task.queries_and_keys()
         promised = {}
         for name, sp in (("ours", self.sp), ("ring", ring)):

@@ -140,5 +140,5 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
 def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup | None) -> None:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     dist.all_reduce(flat, group=group)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))

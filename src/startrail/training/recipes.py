@@ -1,7 +1,7 @@
 """Recipes: everything that decides a training run, as data, with the named ones at the end. No torch.
 
 >>> recipe = find("gpt-tiny").with_({"steps": "10", "width": "64"})       # fields of the run and of its model alike
->>> recipe.steps, recipe.shape.width
+>>> recipe.steps, recipe.config.width
 (10, 64)
 >>> recipe.with_({"stepz": "5"})
 Traceback (most recent call last):
@@ -27,7 +27,7 @@ from typing import Any
 
 from startrail.layout import check_layout
 from startrail.plan import Plan
-from startrail.training.shapes import DIT_SHAPES, GPT_SHAPES, DiTConfig, GPTConfig
+from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS, DiTConfig, GPTConfig
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 2, 3),
@@ -44,10 +44,10 @@ def _field(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. ``shape`` decides between GPT and DiT; its own fields can be changed like all others."""
+    """One training run. ``config`` decides between GPT and DiT; its own fields can be changed like all others."""
 
     name: str
-    shape: GPTConfig | DiTConfig
+    config: GPTConfig | DiTConfig
     data: str = _field("", "text: stdlib, a folder, a file or a glob; images: photos or a folder")
     length: int | None = _field(None, "tokens of a text's context (an image has rows x columns)")
     tokenizer: str | None = _field(None, "a Hugging Face tokenizers file (default: bytes)")
@@ -75,7 +75,7 @@ class Recipe:
     evaluate_every: int = _field(50, "steps between held-out losses (0: at the start and the end only)")
     evaluate_batches: int = _field(4, "held-out passes of each data-parallel group (0: never)")
     save_every: int = _field(50, "steps between checkpoints (0: at the end only)")
-    keep: int = _field(2, "checkpoints that are kept")
+    keep_checkpoints: int = _field(2, "checkpoints that are kept")
     resume: bool = _field(True, "continue from the newest checkpoint in out, if there is one")
     out: str = _field("", "folder of checkpoints, metrics and samples (default: runs/NAME)")
     tensorboard: bool = _field(False, "write TensorBoard events into out as well")
@@ -95,34 +95,34 @@ class Recipe:
         check_layout(self.layout)
         if self.plan != "auto":
             Plan.parse(self.plan)
-        if isinstance(self.shape, GPTConfig) and self.length is None:
+        if isinstance(self.config, GPTConfig) and self.length is None:
             raise ValueError(f"recipe {self.name}: a GPT needs length, the tokens of its context")
-        if isinstance(self.shape, DiTConfig):
+        if isinstance(self.config, DiTConfig):
             for name in ("length", "tokenizer", "packed"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is for text; an image of a DiT has rows x columns tokens")
-            if self.shape.rows != self.shape.columns or self.shape.channels != 3:
+            if self.config.rows != self.config.columns or self.config.channels != 3:
                 raise ValueError(
-                    f"images are square and have 3 channels, not {self.shape.channels}: set channels 3 and "
-                    f"rows {self.shape.rows} = columns {self.shape.columns}"
+                    f"images are square and have 3 channels, not {self.config.channels}: set channels 3 and "
+                    f"rows {self.config.rows} = columns {self.config.columns}"
                 )
         if self.offload and not self.recompute:
             raise ValueError("offload moves what recomputing starts from: it needs recompute")
         if not self.out:
             object.__setattr__(self, "out", f"runs/{self.name}")
         if not self.data:
-            object.__setattr__(self, "data", "stdlib" if isinstance(self.shape, GPTConfig) else "photos")
+            object.__setattr__(self, "data", "stdlib" if isinstance(self.config, GPTConfig) else "photos")
 
     @property
     def tokens(self) -> int:
         """Tokens of one sequence."""
-        return self.shape.tokens if isinstance(self.shape, DiTConfig) else self.length or 0
+        return self.config.tokens if isinstance(self.config, DiTConfig) else self.length or 0
 
     @property
     def heads(self) -> tuple[int, int]:
         """Query heads, key/value heads."""
-        shape = self.shape
-        return shape.heads, shape.kv_heads if isinstance(shape, GPTConfig) else shape.heads
+        config = self.config
+        return config.heads, config.kv_heads if isinstance(config, GPTConfig) else config.heads
 
     @property
     def tokens_per_step(self) -> int:
@@ -137,23 +137,23 @@ class Recipe:
 
     def with_(self, changes: Mapping[str, object]) -> Recipe:
         """Changed fields, by name, as texts or values; ``ValueError`` names the nearest field if there is none such."""
-        of_run = {item.name: item for item in fields(self) if item.name not in ("name", "shape")}
-        of_shape = {item.name: item for item in fields(self.shape)}
+        of_run = {item.name: item for item in fields(self) if item.name not in ("name", "config")}
+        of_config = {item.name: item for item in fields(self.config)}
         run: dict[str, Any] = {}
-        shape: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         for name, value in changes.items():
             name = name.replace("-", "_")
-            if name not in of_run and name not in of_shape:
-                near = difflib.get_close_matches(name, [*of_run, *of_shape], n=1)
+            if name not in of_run and name not in of_config:
+                near = difflib.get_close_matches(name, [*of_run, *of_config], n=1)
                 raise ValueError(f"no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-            target, item = (run, of_run[name]) if name in of_run else (shape, of_shape[name])
+            target, item = (run, of_run[name]) if name in of_run else (config, of_config[name])
             target[name] = _read(name, str(item.type), value)
-        return replace(self, shape=replace(self.shape, **shape), **run)
+        return replace(self, config=replace(self.config, **config), **run)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, those of the shape among them; ``find(name).with_`` takes them back."""
+        """All fields, those of the model among them; ``find(name).with_`` takes them back."""
         run = asdict(self)
-        return {**run.pop("shape"), **run}
+        return {**run.pop("config"), **run}
 
     def rate(self, step: int) -> float:
         """The learning rate of step 0, 1, ...: linear warm-up, then a cosine to ``final_rate`` of the highest.
@@ -169,9 +169,9 @@ class Recipe:
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * share)
 
 
-def _read(name: str, kind: str, value: object) -> object:
-    """A field's value from a text or a value of the right kind."""
-    wanted, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
+def _read(name: str, annotation: str, value: object) -> object:
+    """A field's value from a text or a value of the type in its annotation."""
+    wanted, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
     if optional and value in (None, "none"):
         return None
     texts = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -232,17 +232,17 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe(
-            "gpt-tiny", GPT_SHAPES["gpt-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2, recompute=False,
+            "gpt-tiny", GPT_CONFIGS["gpt-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2, recompute=False,
             learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
-            "dit-tiny", replace(DIT_SHAPES["dit-tiny"], layers=3), batch=16, plan="2x2/u2", steps=160, zero=2,
+            "dit-tiny", replace(DIT_CONFIGS["dit-tiny"], layers=3), batch=16, plan="2x2/u2", steps=160, zero=2,
             recompute=False, learning_rate=5e-3, warmup=20, evaluate_every=40, sample=40,
         ),
-        Recipe("gpt-3b", GPT_SHAPES["gpt-3b"], learning_rate=1.6e-4, **_LONG),
-        Recipe("gpt-7b", GPT_SHAPES["gpt-7b"], learning_rate=1.2e-4, **_LONG),
+        Recipe("gpt-3b", GPT_CONFIGS["gpt-3b"], learning_rate=1.6e-4, **_LONG),
+        Recipe("gpt-7b", GPT_CONFIGS["gpt-7b"], learning_rate=1.2e-4, **_LONG),
         Recipe(
-            "dit-1b", replace(DIT_SHAPES["dit-1b"], channels=3, patch=16), batch=8, learning_rate=1e-4, sample=50,
+            "dit-1b", replace(DIT_CONFIGS["dit-1b"], channels=3, patch=16), batch=8, learning_rate=1e-4, sample=50,
             **{**_LONG, "length": None, "ranks": 32},
         ),
     )

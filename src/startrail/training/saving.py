@@ -15,23 +15,19 @@ import json
 import os
 import re
 import shutil
-import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import Optimizer
 
-from startrail.training.parallel import agree
+from startrail.training.all_ranks import agree
 from startrail.training.recipes import Recipe
 
 FORMAT = "startrail checkpoint 1"
@@ -134,7 +130,7 @@ class Checkpoints:
         path = path_of(self.folder, steps[-1])
         state, new = read_state(path), recipe.as_dict()
         old = state["recipe"]
-        for name in vars(recipe.shape):
+        for name in vars(recipe.config):
             if old.get(name) != new[name]:
                 raise ValueError(f"checkpoint {path} is of a model with {name} {old.get(name)}, not {new[name]}")
         before, now = _order_of_samples(old, state.get(SIZE)), _order_of_samples(new, self.data_size)
@@ -145,23 +141,23 @@ class Checkpoints:
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         path, problem = path_of(self.folder, step), None
-        parts = _parts(model, optimizer)
+        state = _saved_state(model, optimizer)
         try:
-            load(parts, checkpoint_id=str(path), process_group=self._group)
+            load(state, checkpoint_id=str(path), process_group=self._group)
         except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
-            problem = f"checkpoint {path} cannot be read: {_reason(error)}"
+            problem = f"checkpoint {path} cannot be read: {first_line(error)}"
         agree(problem)
         decay = [group["weight_decay"] for group in optimizer.param_groups]
-        set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, value in zip(optimizer.param_groups, decay, strict=True):
             group["weight_decay"] = value  # the recipe's, not the checkpoint's
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Start to write; the model may change as soon as this returns. Waits first for the one before."""
         self.wait()
-        parts = _parts(model, optimizer)
+        state = _saved_state(model, optimizer)
         target = self.folder / f".writing-{step:08d}"
-        written: Any = async_save(parts, checkpoint_id=str(target), process_group=self._group)
+        written: Any = async_save(state, checkpoint_id=str(target), process_group=self._group)
         finished: Future[None] = Future()
         written.add_done_callback(lambda written: self._after(written, finished, step))
         self._writing = step, finished
@@ -187,7 +183,7 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         source.rename(path_of(self.folder, step))
-        for old in steps_in(self.folder)[: -self.recipe.keep]:
+        for old in steps_in(self.folder)[: -self.recipe.keep_checkpoints]:
             gone = path_of(self.folder, old).rename(self.folder / f".removing-{old:08d}")
             shutil.rmtree(gone)
 
@@ -208,7 +204,7 @@ class Checkpoints:
                 shutil.rmtree(self.folder / f".writing-{step:08d}", ignore_errors=True)
             good = steps_in(self.folder)
             kept = f"that of step {good[-1]} is kept" if good else "there is none before it"
-            problem = f"the checkpoint of step {step} could not be written: {_reason(error)}; {kept}"
+            problem = f"the checkpoint of step {step} could not be written: {first_line(error)}; {kept}"
         agree(problem, TrainingError)
 
 
@@ -219,54 +215,15 @@ def _order_of_samples(recipe: dict[str, Any], data_size: int | None) -> dict[str
     return {**same, SIZE: data_size, "sequences in a step": sequences}
 
 
-def _parts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _saved_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What is saved, as torch.distributed.checkpoint wants it: by name, each rank with its own part."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
-def _reason(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what went wrong, on whatever rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
-
-
-def export(checkpoint: Path, target: Path) -> str:
-    """Write a checkpoint's model as one safetensors file, with its recipe as metadata; says what was written.
-
-    ``checkpoint`` may be a run's folder: its newest checkpoint then.
-    """
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError:
-        raise ValueError("export needs safetensors: pip install 'startrail[train]'") from None
-    folder = checkpoint / "checkpoints"
-    if steps := steps_in(folder):
-        checkpoint = path_of(folder, steps[-1])
-    state = read_state(checkpoint)
-    if target.exists():
-        raise ValueError(f"{target} exists already")
-    partial = target.with_name(f".{target.name}.writing")
-    try:
-        tensors = _read_model(checkpoint)
-        save_file(tensors, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
-        partial.rename(target)
-    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"cannot export {checkpoint} to {target}: {_reason(error)}") from error
-    return f"{target}: {len(tensors)} tensors of step {state['step']}, {target.stat().st_size / 2**20:.1f} MiB"
-
-
-def _read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
-    shapes = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
-    tensors = {
-        name.removeprefix("model."): torch.empty(item.size, dtype=item.properties.dtype)
-        for name, item in shapes.items()
-        if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():  # that it reads in one process, which is meant
-        warnings.simplefilter("ignore", UserWarning)
-        load({"model": tensors}, checkpoint_id=str(checkpoint), no_dist=True)
-    return tensors

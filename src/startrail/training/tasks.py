@@ -20,12 +20,12 @@ from torch import Tensor
 
 from startrail.attention import SequenceParallel
 from startrail.training.dit import DiT, flow_matching_loss, sample, unpatchify
-from startrail.training.files import generator_of
 from startrail.training.gpt import GPT
 from startrail.training.images import ImageData, draw_noise, save_grid
 from startrail.training.loss import chunked_cross_entropy
+from startrail.training.model_configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
-from startrail.training.shapes import DiTConfig, GPTConfig
+from startrail.training.seeds import generator_of
 from startrail.training.text import TextBatch, TextData
 
 PROMPT = 64  # tokens
@@ -52,7 +52,7 @@ class Task(Generic[Model, Batch]):
         """Tensors without memory, shaped as this rank's queries and keys in one attention call."""
         local = len(self.sp.positions(self.recipe.tokens))
         q, k = (
-            torch.empty(self.recipe.batch, heads, local, self.recipe.shape.head_dim, dtype=self.dtype, device="meta")
+            torch.empty(self.recipe.batch, heads, local, self.recipe.config.head_dim, dtype=self.dtype, device="meta")
             for heads in self.recipe.heads
         )
         return q, k
@@ -82,7 +82,7 @@ class Task(Generic[Model, Batch]):
 class TextTask(Task[GPT, TextBatch]):
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         super().__init__(recipe, sp, device)
-        assert isinstance(recipe.shape, GPTConfig) and recipe.length is not None
+        assert isinstance(recipe.config, GPTConfig) and recipe.length is not None
         arguments: dict[str, Any] = dict(
             length=recipe.length, batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
         )
@@ -93,8 +93,8 @@ class TextTask(Task[GPT, TextBatch]):
                 self.held_out = TextData(recipe.data, sp, split="held-out", **arguments)
             except ValueError as error:
                 raise ValueError(f"{error} (evaluate_batches 0 and sample 0 do without)") from error
-        if self.data.vocab > recipe.shape.vocab:
-            raise ValueError(f"the data has {self.data.vocab} tokens, the model a vocab of {recipe.shape.vocab} only")
+        if self.data.vocab > recipe.config.vocab:
+            raise ValueError(f"the data has {self.data.vocab} tokens, the model a vocab of {recipe.config.vocab} only")
 
     def load(self, index: int, held_out: bool = False) -> TextBatch:
         batch = (self.held_out if held_out else self.data).batch(index)
@@ -144,7 +144,7 @@ class TextTask(Task[GPT, TextBatch]):
 
 
 @dataclass(frozen=True)
-class Images:
+class NoisyImages:
     """This rank's patches of a batch of images, on their way to noise."""
 
     patches: Tensor
@@ -155,44 +155,44 @@ class Images:
     real: Tensor
 
 
-class ImageTask(Task[DiT, Images]):
+class ImageTask(Task[DiT, NoisyImages]):
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         super().__init__(recipe, sp, device)
-        assert isinstance(recipe.shape, DiTConfig)
-        self.shape = recipe.shape
+        assert isinstance(recipe.config, DiTConfig)
+        self.config = recipe.config
         arguments: dict[str, Any] = dict(
-            size=self.shape.rows * self.shape.patch, patch=self.shape.patch, batch=recipe.batch, seed=recipe.seed
+            size=self.config.rows * self.config.patch, patch=self.config.patch, batch=recipe.batch, seed=recipe.seed
         )
         self.data = ImageData(recipe.data, sp, split="train", **arguments)
         self.held_out = ImageData(recipe.data, sp, split="held-out", **arguments)
-        if self.data.num_classes > self.shape.classes:
-            raise ValueError(f"the data has {self.data.num_classes} classes, the model {self.shape.classes} only")
+        if self.data.num_classes > self.config.classes:
+            raise ValueError(f"the data has {self.data.num_classes} classes, the model {self.config.classes} only")
 
-    def load(self, index: int, held_out: bool = False) -> Images:
+    def load(self, index: int, held_out: bool = False) -> NoisyImages:
         batch = (self.held_out if held_out else self.data).batch(index)
         noise, time = self._noise("held-out" if held_out else "train", batch.first, len(batch.labels))
         tensors = batch.patches, noise, time, batch.labels, batch.positions, batch.real
-        return Images(*(tensor.to(self.device) for tensor in tensors))
+        return NoisyImages(*(tensor.to(self.device) for tensor in tensors))
 
     def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
         seed = generator_of(self.recipe.seed, purpose).initial_seed()
-        return draw_noise(self.sp, seed, range(first, first + count), self.shape.tokens, self.shape.patch_dim)
+        return draw_noise(self.sp, seed, range(first, first + count), self.config.tokens, self.config.patch_dim)
 
     @property
     def data_size(self) -> int:
         return self.data.num_samples
 
-    def counted(self, batch: Images) -> int:
+    def counted(self, batch: NoisyImages) -> int:
         return int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
 
-    def loss_sum(self, model: DiT, batch: Images) -> Tensor:
+    def loss_sum(self, model: DiT, batch: NoisyImages) -> Tensor:
         inputs = batch.patches, batch.noise, batch.time, batch.labels, batch.positions, batch.real
         with self.autocast():
             return flow_matching_loss(model, *inputs, self._attention)[0]
 
     @property
     def _attention(self) -> Any:
-        return partial(self.sp.attention, length=self.shape.tokens)
+        return partial(self.sp.attention, length=self.config.tokens)
 
     def describe(self) -> str:
         return f"{self.data.describe()}; loss is the squared error of the velocity, and predicting 0 is how it starts"
@@ -201,11 +201,11 @@ class ImageTask(Task[DiT, Images]):
         """A grid of new images, one class after the other."""
         noise, _ = self._noise("grid", 0, GRID)
         labels = torch.arange(GRID, device=self.device) % self.data.num_classes
-        positions = self.sp.positions(self.shape.tokens, self.device)
+        positions = self.sp.positions(self.config.tokens, self.device)
         with self.autocast():
             patches = sample(model, noise.to(self.device), labels, positions, self._attention, self.recipe.sample)
-        whole = self.sp.unshard(patches, 1, self.shape.tokens).cpu()
-        images = unpatchify(whole, self.shape.patch, self.shape.rows, self.shape.columns)
+        whole = self.sp.unshard(patches, 1, self.config.tokens).cpu()
+        images = unpatchify(whole, self.config.patch, self.config.rows, self.config.columns)
         zoom = max(1, 128 // images.shape[-1])  # small images are enlarged, for a person to look at
         images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
         path = folder / "samples.png"
@@ -215,8 +215,8 @@ class ImageTask(Task[DiT, Images]):
 
 
 def make_task(recipe: Recipe, sp: SequenceParallel, device: torch.device) -> TextTask | ImageTask:
-    return (TextTask if isinstance(recipe.shape, GPTConfig) else ImageTask)(recipe, sp, device)
+    return (TextTask if isinstance(recipe.config, GPTConfig) else ImageTask)(recipe, sp, device)
 
 
-def make_model(shape: GPTConfig | DiTConfig) -> GPT | DiT:
-    return GPT(shape) if isinstance(shape, GPTConfig) else DiT(shape)
+def make_model(config: GPTConfig | DiTConfig) -> GPT | DiT:
+    return GPT(config) if isinstance(config, GPTConfig) else DiT(config)

@@ -26,8 +26,10 @@ from torch import Tensor
 
 from startrail.attention import SequenceParallel
 from startrail.layout import Layout
-from startrail.training.files import check_count, check_split, find_files, generator_of, names_of
-from startrail.training.tokens import Stream, bytes_of, load_tokenizer, split_stream, tokens_of
+from startrail.training.seeds import generator_of
+from startrail.training.sources import check_count, check_split, find_files, names_of
+from startrail.training.streams import Stream, bytes_of, split_stream
+from startrail.training.tokenizing import load_tokenizer, tokens_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""What text and image data share: finding files, holding some of them out, and seeds."""
+"""Where data comes from, for text and images alike: finding files, holding some of them out, checking arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 SPLITS = ("train", "held-out")
 HELD_OUT = 20  # one token, or image, in so many is held out
@@ -88,15 +86,6 @@ def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
             chosen.add(i)
             total += sizes[i]
     return chosen if 2 * total >= budget else set()
-
-
-def generator_of(*key: int | str) -> torch.Generator:
-    """Random numbers that depend on all of ``key``; neighbouring keys have nothing in common.
-
-    (A seed of ``seed + epoch`` would give seed 0 in its second epoch the numbers of seed 1 in its first.)
-    """
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:

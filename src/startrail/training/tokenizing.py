@@ -1,34 +1,20 @@
-"""Tokens in memory-mapped files: documents, streams of them, and the cache of a tokenizer's work.
-
->>> import tempfile
->>> with tempfile.TemporaryDirectory() as folder:
-...     one, two = Path(folder, "one"), Path(folder, "two")
-...     _ = one.write_text("abc"), two.write_text("de")
-...     stream = bytes_of([one, two])
-...     stream.ends, bytes(stream.read(1, 4).tolist())       # the 2nd to the 4th byte of "abcde"
-([3, 5], b'bcd')
-"""
+"""A tokenizer's ids of text files, made once: the first process to need them writes a cache, the others wait for it."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import mmap
 import os
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
-from torch import Tensor
 
-from startrail.training.files import HELD_OUT, held_out
+from startrail.training.streams import Document, Stream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,87 +23,6 @@ CACHE_FORMAT = 1
 CACHE_DEADLINE = 3600.0  # seconds that a process waits for another that tokenises the same files
 PIECE = 2**20  # characters to tokenise in one go; a longer file is cut after a line
 PIECES = 8  # pieces that the tokenizer's threads share
-
-
-@dataclass(frozen=True)
-class Document:
-    """``count`` tokens from the ``start``-th on of the file ``path``."""
-
-    path: Path
-    start: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Documents one behind the other; ``dtype`` is what a token is in their files."""
-
-    documents: tuple[Document, ...]
-    dtype: torch.dtype
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """Where each document ends."""
-        return list(accumulate(document.count for document in self.documents))
-
-    @property
-    def length(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def ends_within(self, start: int, stop: int) -> list[int]:
-        """Ends of documents after ``start``, up to and including ``stop``."""
-        return self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, stop)]
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Tokens from ``start`` up to ``stop``; nothing else is read from disk."""
-        parts = [torch.empty(0, dtype=torch.long)]
-        number = bisect_right(self.ends, start)
-        while start < stop:
-            document = self.documents[number]
-            first = start - (self.ends[number] - document.count)
-            count = min(document.count - first, stop - start)
-            parts.append(_read(document.path, document.start + first, count, self.dtype))
-            start, number = start + count, number + 1
-        return torch.cat(parts)
-
-
-def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    first, last = start * dtype.itemsize, (start + count) * dtype.itemsize
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < last:
-                raise ValueError(f"{path} has changed: it has {size} bytes, and had at least {last}")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-                return torch.frombuffer(bytearray(memory[first:last]), dtype=dtype).long()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-
-
-def bytes_of(files: Sequence[Path]) -> Stream:
-    """Every file a document, every byte a token."""
-    return Stream(tuple(Document(file, 0, file.stat().st_size) for file in files), torch.uint8)
-
-
-def split_stream(stream: Stream, names: Sequence[str], split: str) -> Stream:
-    """The documents to train on, or those held out; or if single files are too large for that, parts of all of them.
-
-    Documents without tokens are left out.
-    """
-    chosen = held_out(names, [document.count for document in stream.documents])
-    kept = []
-    for number, whole in enumerate(stream.documents):
-        if chosen:
-            start, stop = (0, whole.count) if (number in chosen) == (split == "held-out") else (0, 0)
-        else:
-            border = whole.count - whole.count // HELD_OUT
-            start, stop = (0, border) if split == "train" else (border, whole.count)
-        if start < stop:
-            kept.append(Document(whole.path, whole.start + start, stop - start))
-    return Stream(tuple(kept), stream.dtype)
-
-
-# --- tokenizers
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -186,15 +91,15 @@ def _write_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> Non
 
     Who holds the lock is alone, so what a killed process may have left under that name is simply overwritten.
     """
-    part = path.with_suffix(".part")
+    unfinished = path.with_suffix(".part")
     try:
-        with open(part, "wb") as cache:
+        with open(unfinished, "wb") as cache:
             _encode(files, tokenizer, cache)
             cache.flush()
             os.fsync(cache.fileno())
-        os.replace(part, path)
+        os.replace(unfinished, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
 
 

@@ -1,9 +1,9 @@
-"""The shapes of the models, and the named ones, as data: no torch, so that planning and estimating need none.
+"""The sizes of the models, and the named ones, as data: no torch, so that recipes need none.
 
->>> GPT_SHAPES["gpt-tiny"].head_dim
+>>> GPT_CONFIGS["gpt-tiny"].head_dim
 16
 >>> from dataclasses import replace
->>> replace(GPT_SHAPES["gpt-tiny"], heads=6)
+>>> replace(GPT_CONFIGS["gpt-tiny"], heads=6)
 Traceback (most recent call last):
 ValueError: width 128 is not a multiple of 6 heads
 """
@@ -89,14 +89,14 @@ def _check_heads(width: int, heads: int) -> None:
 
 # 3b and 7b have the widths and depths of GPT-3 2.7B and 6.7B, with a SwiGLU of 8/3 of the width, which keeps their
 # size; the vocabulary is GPT-2's 50,257 rounded up to a multiple of 64. tiny reads bytes.
-GPT_SHAPES = {
+GPT_CONFIGS = {
     "gpt-3b": GPTConfig(vocab=50_304, width=2560, layers=32, heads=32, kv_heads=32, hidden=6912),
     "gpt-7b": GPTConfig(vocab=50_304, width=4096, layers=32, heads=32, kv_heads=32, hidden=11_008),
     "gpt-tiny": GPTConfig(vocab=256, width=128, layers=4, heads=8, kv_heads=4, hidden=512, tied=True),
 }
 
 # 1b has SD3's depth, width and heads, on its 16-channel latents of a 1024 x 1024 image. tiny sees 32 x 32 RGB pixels.
-DIT_SHAPES = {
+DIT_CONFIGS = {
     "dit-1b": DiTConfig(channels=16, patch=2, rows=64, columns=64, classes=1000, width=1536, layers=24, heads=24),
     "dit-tiny": DiTConfig(channels=3, patch=2, rows=16, columns=16, classes=10, width=128, layers=4, heads=8),
 }

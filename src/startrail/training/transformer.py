@@ -1,4 +1,4 @@
-"""What both models share."""
+"""What both transformers share: the attention they are given, angles of positions, and heads."""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""Memory of a training step: recomputing instead of keeping, an estimate before the start, the peak after.
+"""How much memory a training step will need, estimated before the start.
 
 What a rank needs is its share of the parameters, their gradients and the optimizer's state, and the activations of its
-own N/P tokens. The first part is counted; the second is found by running one step on fake tensors, which have shapes
+own N/P tokens. The first is counted; the second is found by running one step on fake tensors, which have shapes
 but no memory, and adding up what lives at the same time.
 """
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,41 +16,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from startrail import checkpoint_context
 from startrail.schedule import INPUTS
 from startrail.schedule.memory import stated_pieces
-from startrail.training.dit import DiT
-from startrail.training.gpt import GPT
 from startrail.training.recipes import Recipe
+from startrail.training.recompute import recompute_blocks
 from startrail.training.tasks import ImageTask, TextTask, make_model
 from startrail.wire import Shapes
 
-M_MMAP_THRESHOLD = -3  # from malloc.h
 LIBRARIES = 30 * 2**20  # what libraries, threads and connections of a process take once they are used; measured
 FLOAT = 4  # bytes: parameters, gradients and the optimizer's two moments are float32
-
-
-def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
-    """Let every block keep only its input and its attention's result, and compute the rest again when it is needed.
-
-    Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs wait in
-    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations.
-    """
-    for block in model.blocks:
-        block.forward = _recomputed(block.forward, offload)
-
-
-def _recomputed(forward: Callable[..., Tensor], offload: bool) -> Callable[..., Tensor]:
-    def run(*arguments: Any) -> Tensor:
-        host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
-        with host:
-            return checkpoint(
-                forward, *arguments, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False
-            )
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -79,8 +50,8 @@ class Estimate:
         return self.parameters + self.optimizer
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{item.name} {mib(getattr(self, item.name))}" for item in fields(self))
-        return f"{mib(self.total)} a rank: {parts}"
+        each = ", ".join(f"{item.name} {mib(getattr(self, item.name))}" for item in fields(self))
+        return f"{mib(self.total)} a rank: {each}"
 
 
 NOTHING = Estimate(0, 0, 0, 0, 0, 0, 0)
@@ -98,11 +69,11 @@ def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate
     checkpoint holds while it is written, where that is the same memory.
     """
     with torch.device("meta"):
-        model = make_model(recipe.shape)
+        model = make_model(recipe.config)
     whole = FLOAT * _count(model)
     block = FLOAT * _count(model.blocks[0])
     share = whole // (world if recipe.zero else 1)
-    gathered = {0: 0, 2: whole + 2 * block, 3: whole - (recipe.shape.layers - 2) * block + 2 * block}[recipe.zero]
+    gathered = {0: 0, 2: whole + 2 * block, 3: whole - (recipe.config.layers - 2) * block + 2 * block}[recipe.zero]
     on_cpu = task.device.type == "cpu"
     return Estimate(
         parameters=share,
@@ -130,7 +101,7 @@ def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
         }
         batch = replace(real, **made)
         with torch.device(task.device):
-            model: Any = make_model(recipe.shape)
+            model: Any = make_model(recipe.config)
         if recipe.recompute:
             recompute_blocks(model, recipe.offload)
         for parameter in model.parameters():  # gradients are counted apart: they leave when they are summed
@@ -188,49 +159,3 @@ class _Watch(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         del self._seen[key]
         self.now -= size
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def return_large() -> None:
-    """Let every tensor of 1 MiB or more go back to the system when it is freed (glibc; elsewhere nothing changes).
-
-    Otherwise malloc keeps holes of all sizes for later, and a process that needs 75 MiB at once holds twice that.
-    """
-    with suppress(OSError, AttributeError):
-        _libc().mallopt(M_MMAP_THRESHOLD, 2**20)
-
-
-def return_small() -> None:
-    """Give back the holes that small tensors have left; between steps, since it takes milliseconds."""
-    with suppress(OSError, AttributeError):
-        _libc().malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """What this process has in memory now (Linux; elsewhere 0)."""
-    return _status("VmRSS")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has had in memory since ``reset_peak``."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not Linux: nothing is measured
-            file.write("5")
-
-
-def _status(name: str) -> int:
-    try:
-        with open("/proc/self/status") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-    except OSError:
-        return 0

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from startrail.training.dit import DiT
-from startrail.training.files import generator_of
 from startrail.training.gpt import GPT
 from startrail.training.loss import sum_gradients
-from startrail.training.memory import recompute_blocks
 from startrail.training.recipes import Recipe
+from startrail.training.recompute import recompute_blocks
+from startrail.training.seeds import generator_of
 from startrail.training.tasks import make_model
 
 
@@ -39,7 +39,7 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
     models larger than a rank's memory can be built.
     """
     with torch.device("meta"):
-        model = make_model(recipe.shape)
+        model = make_model(recipe.config)
     if recipe.recompute:
         recompute_blocks(model, recipe.offload)
     if recipe.zero:
@@ -99,42 +99,3 @@ def forget_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
-    """Each of the numbers, summed over all ranks."""
-    total = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def largest_over_ranks(number: float, device: torch.device) -> float:
-    largest = torch.tensor(number, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def agree(problem: str | None, error: type[Exception] = ValueError) -> None:
-    """Raise ``error`` on every rank if any has a ``problem``, so that nobody waits for it in vain."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(problems):
-        if text is not None:
-            ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1:
-        raise error(next(iter(ranks)))
-    if ranks:
-        raise error("; ".join(f"rank {members[0]}: {text}" for text, members in ranks.items()))
-
-
-def check_same_data(size: int) -> None:
-    """``ValueError`` on all ranks unless they see as much data: a node with other files would train on other texts."""
-    sizes: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(sizes, size)
-    other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"rank {other} sees {sizes[other]:,} tokens or images to train on, rank 0 sees {sizes[0]:,}: "
-            "every node needs the same data"
-        )

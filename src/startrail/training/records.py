@@ -1,0 +1,54 @@
+"""What a run writes down for programs to read: a line of metrics for every step, and TensorBoard's events."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+from startrail.training.recipes import Recipe
+
+Metrics = dict[str, Any]
+
+
+class Records:
+    """``metrics.jsonl``, one line a step, and TensorBoard events if the recipe asks for them.
+
+    A run that continues appends; where a step is there twice, the later line counts. Does nothing until ``open``.
+    ``problem`` says what went wrong when a line could not be written, for the ranks to agree on.
+    """
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self._file: TextIO | None = None
+        self._writer: Any = None
+
+    def open(self, folder: Path, recipe: Recipe, begin: int) -> None:
+        if recipe.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ModuleNotFoundError:
+                raise ValueError("tensorboard true needs it: pip install 'startrail[tensorboard]'") from None
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
+        self._file = (folder / "metrics.jsonl").open("a")
+
+    def write(self, metrics: Metrics) -> None:
+        if self._file is None:
+            return
+        try:
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+            self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+            self._file.flush()
+        except OSError as error:
+            self.problem = f"{self._file.name} could not be written: {error.strerror}"
+        if self._writer is not None:
+            for name, value in metrics.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()

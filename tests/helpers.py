@@ -1,0 +1,161 @@
+"""What several test files need: inputs, truths, texts, tokenizers, and programs to run."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import startrail
+from startrail.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# --- attention
+
+
+def qkv(
+    tokens: int = 16, heads: int = 4, kv_heads: int = 4, dim: int = 8, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Some q, k, v of one batch row, for calls whose numbers do not matter."""
+    return [torch.randn(1, h, tokens, dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+def tensors(
+    length: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v and a cotangent of the output, whole; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, h, length, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    """out, dq, dk, dv by torch's own attention in float64 on one process; ``options`` are its."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
+
+
+def worst(ours: Iterable[Tensor], truth: Iterable[Tensor]) -> float:
+    """The largest difference of any element."""
+    return max((a.double() - b).abs().max().item() for a, b in zip(ours, truth, strict=True))
+
+
+def document_numbers(length: int, documents: Sequence[int] | None) -> Tensor:
+    """(length,) which document each token is in; ``documents`` are cu_seqlens."""
+    return torch.bucketize(torch.arange(length), torch.tensor(documents or (0, length))[1:], right=True)
+
+
+def causal_mask(length: int, documents: Sequence[int] | None) -> Tensor:
+    """(length, length) whether a query, the row, sees a key: not after it, and of its own document."""
+    number = document_numbers(length, documents)
+    return (number.unsqueeze(1) == number).tril()
+
+
+def gradient_mistakes(
+    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: float, least: float = 0.0
+) -> list[str]:
+    """A line for each gradient whose worst element is off by more than ``allowed`` of its root mean square.
+
+    A root mean square below ``least`` counts as that, for gradients that are zero.
+    """
+    wrong = []
+    for name, true in truth.items():
+        error = ((ours[name] - true).abs().max() / true.square().mean().sqrt().clamp(min=least)).item()
+        if not error <= allowed:  # written so that NaN fails
+            wrong.append(f"gradient of {name}: worst error {error:.1e} of its root mean square")
+    return wrong
+
+
+# --- ranks and errors
+
+
+def as_rank(rank: int, world: int, layout: str = "zigzag") -> startrail.SequenceParallel:
+    """What shards and counts as one rank of several does, without the others."""
+    sp = startrail.SequenceParallel("1x1", layout=layout)
+    sp.rank, sp.world = rank, world
+    return sp
+
+
+def error_of(function: Callable[[], object]) -> str:
+    """``"ValueError: ..."`` or ``"PeerError: ..."``, as ``function`` raises it, or ``"no error"``."""
+    try:
+        function()
+    except (ValueError, startrail.PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether ``condition`` comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# --- texts
+
+
+def write_bytes(folder: Path, sizes: Sequence[int], seed: int = 0) -> str:
+    """Files of random bytes in subfolders; the zero byte, which is also padding, is as likely as any other."""
+    chance = random.Random(seed)
+    for number, size in enumerate(sizes):
+        path = folder / f"{number % 3}" / f"{number:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(chance.randbytes(size))
+    return str(folder)
+
+
+def write_words(folder: Path, files: int = 40, seed: int = 0) -> str:
+    """Files of 60 and more words that look a little like a program: something that a small model can learn."""
+    words = ["for", "each", "step", "in", "ring:", "send()", "\n", "x = 1", "(", ")", "team", "wait"]
+    chance = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(files):
+        (folder / f"{number:02d}.txt").write_text(" ".join(chance.choices(words, k=60 + number)))
+    return str(folder)
+
+
+def write_tokenizer(path: Path, ids: Mapping[str, int], longest: int | None = None) -> str:
+    """A tokenizer of whole words and single spaces, ``"?"`` for all others; it may ask to cut texts to ``longest``."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel(dict(ids), unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s"), "isolated")
+    if longest is not None:
+        made.enable_truncation(longest)
+    made.save(str(path))
+    return str(path)
+
+
+# --- programs
+
+
+def refusal(argv: Sequence[str], capture: Any) -> str:
+    """The one line with which the command line refuses ``argv``; ``capture`` is pytest's capsys or capfd."""
+    assert main(list(argv)) == 2
+    out, error = capture.readouterr()
+    assert (out, error.count("\n")) == ("", 1), out + error
+    return error
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """The beginning of a command that runs a module on local ranks: ``[*torchrun(2), "-m", "startrail.cli", ...]``."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a program whose output is kept apart from ours."""
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
