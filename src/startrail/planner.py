@@ -31,7 +31,7 @@ def auto_plan(machine: Machine, q_heads: int, kv_heads: int) -> tuple[Plan, str]
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
     costs = {plan: bytes_by_level(plan, machine, q_heads, kv_heads) for plan in candidates(machine, q_heads)}
-    best = min(costs, key=lambda plan: (*costs[plan], len(plan.levels), str(plan)))
+    best = min(costs, key=lambda plan: (*(round(cost, 6) for cost in costs[plan]), len(plan.levels), str(plan)))
     places = zip(costs[best], ("over the nodes", "inside them"), strict=True)
     where = ", ".join(f"{amount:.1f} {place}" for amount, place in places if amount)
     text = f"{where}, in shards a rank" if where else "no traffic"

@@ -16,11 +16,18 @@ from startrail.local import run_local
 from tests.helpers import error_of, qkv
 
 
+def attend(sp, q, k, v, documents=None, length=None, **options):
+    """Attention over a sequence that fits q, unless told otherwise."""
+    sequence = sp.sequence(q.shape[2] * sp.world if length is None else length, documents)
+    return sequence.attention(q, k, v, **options)
+
+
 @pytest.mark.parametrize(
     "plan, arguments, options, message",
     [
-        ("1x2", qkv(tokens=15), {}, "zigzag shards hold 2 equal chunks, but this rank has 15 local tokens"),
+        ("1x2", qkv(tokens=15), {}, r"length 32 on 2 ranks gives 16 local tokens a rank .*, but this rank has 15"),
         ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens a rank"),
+        ("1x2", qkv(), dict(length=0), "length=0 must be a whole number of tokens, length >= 1"),
         ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
         ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
         ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
@@ -31,6 +38,8 @@ from tests.helpers import error_of, qkv
         ("1x2", qkv(), dict(window=2.5), "window=2.5 must be a whole number"),
         ("1x2", qkv(), dict(window=2**70), "must be a whole number of tokens"),
         ("1x2", qkv(), dict(length=32.0), "length=32.0 must be a whole number"),
+        ("1x2", qkv(), dict(causal=1.0), "causal=1.0 must be True or False"),
+        ("1x2", [qkv()[0], qkv()[1].numpy(), qkv()[2]], {}, "k must be a tensor, got ndarray"),
         ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be a number of more than 0"),
         ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be a number of more than 0"),
         ("1x2", [qkv()[0], qkv()[1].to("meta"), qkv()[2]], {}, "q, k, v must be on one device"),
@@ -50,9 +59,9 @@ def test_the_same_mistake_everywhere(plan, arguments, options, message):
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan, timeout=20)
         with pytest.raises(ValueError, match=message):
-            sp.attention(*arguments, **options)
+            attend(sp, *arguments, **{"length": 32, **options})
         assert not sp.traffic(), "nothing was sent"
-        return sp.attention(*qkv(heads=6, kv_heads=6)).shape == (1, 6, 16, 8)  # and the next call works
+        return attend(sp, *qkv(heads=6, kv_heads=6)).shape == (1, 6, 16, 8)  # and the next call works
 
     assert all(run_local(on_rank, 2, deadline=60))
 
@@ -61,12 +70,12 @@ def test_one_rank_with_other_arguments_is_named_on_every_rank():
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x2", timeout=20)
         return [
-            error_of(lambda: sp.attention(*qkv(tokens=16 if rank != 2 else 18))),
-            error_of(lambda: sp.attention(*qkv(dim=8 if rank != 1 else 300))),
-            error_of(lambda: sp.attention(*qkv(), causal=rank == 3)),
-            error_of(lambda: sp.attention(*qkv(), documents=[0, 5 if rank else 6, 64])),
-            error_of(lambda: sp.attention(*qkv(), window=2.5 if rank == 2 else 2)),
-            error_of(lambda: sp.attention(*qkv())),
+            error_of(lambda: attend(sp, *qkv(tokens=16 if rank != 2 else 18))),
+            error_of(lambda: attend(sp, *qkv(dim=8 if rank != 1 else 300))),
+            error_of(lambda: attend(sp, *qkv(), causal=rank == 3)),
+            error_of(lambda: attend(sp, *qkv(), documents=[0, 5 if rank else 6, 64])),
+            error_of(lambda: attend(sp, *qkv(), window=2.5 if rank == 2 else 2)),
+            error_of(lambda: attend(sp, *qkv())),
             sp.traffic()["level 0"]["hops"],
         ]
 
@@ -91,12 +100,12 @@ def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=30)
         for tokens in (16, 32):
-            sp.attention(*qkv(tokens=tokens))
+            attend(sp, *qkv(tokens=tokens))
         start = time.monotonic()
-        known = error_of(lambda: sp.attention(*qkv(tokens=16 + 16 * rank)))
+        known = error_of(lambda: attend(sp, *qkv(tokens=16 + 16 * rank)))
         seconds = time.monotonic() - start
         dist.barrier()
-        return known, seconds, error_of(lambda: sp.attention(*qkv(tokens=16)))
+        return known, seconds, error_of(lambda: attend(sp, *qkv(tokens=16)))
 
     for known, seconds, after in run_local(on_rank, 2, deadline=100):
         assert known.startswith("ValueError: ranks disagree about one attention call: rank 0: forward: q (1, 4, 16, 8)")
@@ -114,11 +123,11 @@ def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_firs
         sp = startrail.SequenceParallel("1x4", timeout=20)
         inputs = [x.requires_grad_() for x in qkv()]
         for _ in range(2):
-            sp.attention(*inputs).square().sum().backward()
-        out = sp.attention(*inputs)
+            attend(sp, *inputs).square().sum().backward()
+        out = attend(sp, *inputs)
         dist.barrier()
         start = time.monotonic()
-        text = error_of(lambda: sp.attention(*inputs) if rank == 1 else out.square().sum().backward())
+        text = error_of(lambda: attend(sp, *inputs) if rank == 1 else out.square().sum().backward())
         return text, time.monotonic() - start
 
     for text, seconds in run_local(on_rank, 4, deadline=60):
@@ -128,15 +137,15 @@ def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_firs
 
 def test_threads_must_not_share_an_instance():
     sp = startrail.SequenceParallel("1x1")
-    with sp._alone(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
-        sp.attention(*qkv())
+    with sp._runtime._alone(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
+        attend(sp, *qkv())
 
 
 def test_a_new_shape_on_one_rank_only_is_told_too():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=30)
-        sp.attention(*qkv(tokens=16))
-        return error_of(lambda: sp.attention(*qkv(tokens=16 if rank else 20)))
+        attend(sp, *qkv(tokens=16))
+        return error_of(lambda: attend(sp, *qkv(tokens=16 if rank else 20)))
 
     for text in run_local(on_rank, 3, deadline=60):
         assert text.startswith("ValueError: ranks disagree about one attention call")
@@ -146,8 +155,8 @@ def test_a_new_shape_on_one_rank_only_is_told_too():
 def test_documents_that_differ_in_the_steady_state_do_not_leak():
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x1", timeout=30)
-        sp.attention(*qkv(), documents=[0, 7, 32])
-        return error_of(lambda: sp.attention(*qkv(), documents=[0, 8 + rank, 32]))
+        attend(sp, *qkv(), documents=[0, 7, 32])
+        return error_of(lambda: attend(sp, *qkv(), documents=[0, 8 + rank, 32]))
 
     for text in run_local(on_rank, 2, deadline=60):
         assert "(0, 8, 32)" in text
@@ -159,10 +168,10 @@ def test_every_call_is_compared_when_asked(monkeypatch):
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=30)
-        sp.attention(*qkv(tokens=16))
-        sp.attention(*qkv(tokens=32))
+        attend(sp, *qkv(tokens=16))
+        attend(sp, *qkv(tokens=32))
         start = time.monotonic()
-        text = error_of(lambda: sp.attention(*qkv(tokens=16 + 16 * rank)))
+        text = error_of(lambda: attend(sp, *qkv(tokens=16 + 16 * rank)))
         return text, time.monotonic() - start, sp.traffic()["level 0"]["hops"]
 
     for text, seconds, hops in run_local(on_rank, 2, deadline=60):
@@ -175,13 +184,13 @@ def test_a_peer_that_dies_or_stalls_is_named_with_the_step(how):
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=6)
         inputs = qkv()
-        sp.attention(*inputs)
+        attend(sp, *inputs)
         if rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)
         start = time.monotonic()
-        text = error_of(lambda: sp.attention(*inputs))
+        text = error_of(lambda: attend(sp, *inputs))
         return text, time.monotonic() - start
 
     results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
@@ -203,10 +212,17 @@ def test_wrong_constructor_arguments():
         with pytest.raises(ValueError, match=message):
             startrail.SequenceParallel(**arguments)
     sp = startrail.SequenceParallel("1x1")
+    with pytest.raises(ValueError, match='plan "auto" needs the model\'s heads'):
+        startrail.SequenceParallel("auto")
+    sequence = sp.sequence(2)
     with pytest.raises(ValueError, match="dim 3 is not a dimension"):
-        sp.shard(torch.zeros(2, 2), 3)
-    with pytest.raises(ValueError, match="length >= 1"):
-        sp.shard(torch.zeros(2, 0), 1)
+        sequence.shard(torch.zeros(2, 2), 3)
+    with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but the sequence has 2"):
+        sequence.shard(torch.zeros(2, 3), 1)
+    with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but a rank holds 2"):
+        sequence.unshard(torch.zeros(2, 3), 1)
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        sequence.length = 3
 
 
 def test_a_backward_on_one_rank_never_meets_a_forward_on_another():
@@ -216,10 +232,10 @@ def test_a_backward_on_one_rank_never_meets_a_forward_on_another():
         sp = startrail.SequenceParallel("1x2,keep=all", timeout=30)
         inputs = [x.requires_grad_() for x in qkv()]
         for _ in range(2):
-            out = sp.attention(*inputs)
+            out = attend(sp, *inputs)
             torch.autograd.grad(out, inputs, torch.randn_like(out))
-        out = sp.attention(*inputs)
-        step = (lambda: sp.attention(*inputs)) if rank else (lambda: torch.autograd.grad(out, inputs, out))
+        out = attend(sp, *inputs)
+        step = (lambda: attend(sp, *inputs)) if rank else (lambda: torch.autograd.grad(out, inputs, out))
         return error_of(step)
 
     for text in run_local(on_rank, 2, deadline=60):
@@ -231,8 +247,8 @@ def test_ranks_may_have_made_different_numbers_of_groups():
     def on_rank(rank):
         pair = dist.new_group([0, 1])
         if rank < 2:
-            startrail.SequenceParallel("1x2", group=pair, timeout=20).attention(*qkv())
-        return startrail.SequenceParallel("2x2", timeout=20).attention(*qkv()).shape == (1, 4, 16, 8)
+            attend(startrail.SequenceParallel("1x2", group=pair, timeout=20), *qkv())
+        return attend(startrail.SequenceParallel("2x2", timeout=20), *qkv()).shape == (1, 4, 16, 8)
 
     assert all(run_local(on_rank, 4, deadline=60))
 
@@ -241,7 +257,7 @@ def test_instances_that_are_dropped_leave_nothing_behind():
     def on_rank(rank):
         def use():
             sp = startrail.SequenceParallel("2x1", timeout=20)
-            sp.attention(*(x.requires_grad_() for x in qkv())).square().sum().backward()
+            attend(sp, *(x.requires_grad_() for x in qkv())).square().sum().backward()
 
         gc.disable()  # nothing is left for it to find
         use()
@@ -258,14 +274,14 @@ def test_instances_that_are_dropped_leave_nothing_behind():
 def test_a_process_group_must_come_first_under_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2: call"):
-        startrail.SequenceParallel("auto")
+        startrail.SequenceParallel("auto", heads=4)
 
 
 def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
     def on_rank(rank):
         os.environ["LOCAL_WORLD_SIZE"] = "4" if rank < 4 else "2"
-        sp = startrail.SequenceParallel("auto", timeout=20)
-        return error_of(lambda: sp.attention(*qkv(heads=6, kv_heads=6)))
+        sp = startrail.SequenceParallel("auto", heads=6, timeout=20)
+        return error_of(lambda: attend(sp, *qkv(heads=6, kv_heads=6)))
 
     for text in run_local(on_rank, 6, deadline=60):
         assert text == "no error" or "plan u6" in text, text
@@ -274,7 +290,7 @@ def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
 def test_forward_mode_derivatives_are_refused_not_zero():
     sp, x = startrail.SequenceParallel("1x1"), torch.randn(1, 2, 8, 4)
     with pytest.raises(ValueError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda q: sp.attention(q, x, x), (x,), (torch.ones_like(x),))
+        torch.func.jvp(lambda q: attend(sp, q, x, x), (x,), (torch.ones_like(x),))
 
 
 def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
@@ -283,7 +299,7 @@ def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
     with pytest.raises(ValueError, match="cannot be pickled"):
         pickle.dumps(sp)
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    out = sp.attention(q, q, q)
+    out = attend(sp, q, q, q)
     del sp
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists; keep it with the model"):

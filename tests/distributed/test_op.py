@@ -6,42 +6,48 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import startrail
-from startrail.lanes import KEPT_PASSES, BufferPool
+from startrail.arguments import Call
+from startrail.lanes import KEPT_PASSES, Buffer, BufferPool
 from startrail.local import run_local
 from startrail.plan import Plan
-from startrail.schedule import build_program
-from tests.helpers import dense, tensors, worst
+from startrail.schedule.build import build_program
+from startrail.schedule.values import PASSES
+from tests.helpers import causal_mask, dense, tensors, worst
 
 
 def test_shard_positions_and_unshard_are_inverse_and_adjoint():
     def on_rank(rank):
         found = []
-        for layout in ("zigzag", "contiguous"):
-            sp = startrail.SequenceParallel("1x3", layout=layout)
+        for plan, layout in (("1x3", "zigzag"), ("u3", "zigzag"), ("1x3", "contiguous")):
+            sp = startrail.SequenceParallel(plan, layout=layout)
             for length in (1, 5, 6, 17, 24):
+                sequence = sp.sequence(length)
                 x = torch.arange(2.0 * length).reshape(2, length)
-                local = sp.shard(x, dim=1)
-                positions = sp.positions(length)
-                real = sp.shard(torch.ones(length), dim=0).bool()
+                local = sequence.shard(x, dim=1)
+                positions = sequence.positions()
+                real = sequence.shard(torch.ones(length), dim=0).bool()
                 assert torch.equal(local[:, real], x[:, positions[real]])
                 assert positions.max() < length
                 assert not local[:, ~real].any()
-                assert torch.equal(sp.unshard(local, dim=-1, length=length), x)
+                assert torch.equal(sequence.unshard(local, dim=-1), x)
                 # <unshard(s), y> summed over ranks = <s, adjoint(y)> summed over ranks
                 shard = torch.randn(local.shape, dtype=torch.float64).requires_grad_()
                 y = torch.randn(2, length, dtype=torch.float64)
-                whole = sp.unshard(shard, dim=1, length=length)
+                whole = sequence.unshard(shard, dim=1)
                 (adjoint,) = torch.autograd.grad(whole, shard, y)
                 sides = torch.stack([(whole * y).sum(), (shard * adjoint).sum()]).detach()
                 dist.all_reduce(sides)
                 found.append(abs(sides[0] - sides[1]).item())
                 # and of shard: only this rank's tokens get a gradient
                 whole = x.double().requires_grad_()
-                (grad,) = torch.autograd.grad(sp.shard(whole, 1), whole, torch.ones_like(local, dtype=torch.float64))
+                (grad,) = torch.autograd.grad(
+                    sequence.shard(whole, 1), whole, torch.ones_like(local, dtype=torch.float64)
+                )
                 dist.all_reduce(grad)
                 assert torch.equal(grad, torch.ones_like(grad))
         return max(found)
@@ -55,58 +61,67 @@ def test_torch_compile_makes_one_graph_with_exact_gradients():
 
     def on_rank(rank):
         errors = []
-        for plan in ("2x2", "1x2/u2,keep=all"):
-            sp = startrail.SequenceParallel(plan)
+        for plan in ("2x2", "1x2/u2,keep=all", "u2/2x1"):
+            sequence = startrail.SequenceParallel(plan).sequence(64)
 
-            def model(q, k, v, sp=sp):
-                return sp.attention(q * 1.0, k, v, causal=True, length=64) * 1.0
+            def model(q, k, v, sequence=sequence):
+                return sequence.attention(q * 1.0, k, v, causal=True) * 1.0
 
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+            q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
             out = compiled(q, k, v)
-            grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
-            errors.append(worst([out, *grads], [sp.shard(x, 2) for x in truth]))
+            grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
+            errors.append(worst([out, *grads], [sequence.shard(x, 2) for x in truth]))
         return max(errors)
 
     assert max(run_local(on_rank, 4)) < 2e-6
 
 
-def test_torch_compile_takes_other_lengths():
+def test_torch_compile_takes_new_sequences_and_other_lengths_without_compiling_each_anew():
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2")
-        compiled = torch.compile(lambda q, k, v: sp.attention(q, k, v, causal=True) * 1.0, backend="aot_eager")
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(
+            lambda sequence, q, k, v: sequence.attention(q, k, v, causal=True) * 1.0, fullgraph=True, backend=counter
+        )
         errors = []
-        for length in (64, 96, 128):
+        documents = {64: [(0, 64), (0, 9, 64), (0, 1, 2, 3, 30, 64)], 96: [(0, 50, 96)], 128: [(0, 128), (0, 127, 128)]}
+        for length, cuts in documents.items():
             data = tensors(length)
-            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
-            out = compiled(q, k, v)
-            grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
-            errors.append(worst([out, *grads], [sp.shard(x, 2) for x in dense(*data, is_causal=True)]))
-        return max(errors)
+            for ends in cuts:
+                sequence = sp.sequence(length, ends)
+                q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
+                out = compiled(sequence, q, k, v)
+                grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
+                truth = dense(*data, attn_mask=causal_mask(length, ends))
+                errors.append(worst([out, *grads], [sequence.shard(x, 2) for x in truth]))
+        return max(errors), counter.frame_count
 
-    assert max(run_local(on_rank, 2)) < 2e-6
+    for error, compiled in run_local(on_rank, 2):
+        assert error < 2e-6
+        assert compiled <= 2, "once, and once more with a length that changes"
 
 
 def test_every_step_is_a_range_in_the_profiler_with_the_schedules_own_text():
     data = tensors(64)
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("2x2")
-        q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+        sequence = startrail.SequenceParallel("2x2").sequence(64)
+        q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
         with torch.profiler.profile() as profiled:
-            sp.attention(q, k, v).backward(sp.shard(data[3], 2))
+            sequence.attention(q, k, v).backward(sequence.shard(data[3], 2))
         return {event.key for event in profiled.key_averages() if event.key.startswith("startrail ")}
 
     for rank, labels in enumerate(run_local(on_rank, 4)):
-        programs = [build_program(Plan.parse("2x2"), 4, rank, direction) for direction in ("forward", "backward")]
-        assert labels == {f"startrail {p.direction} {n}: {step}" for p in programs for n, step in enumerate(p.steps)}
+        programs = [build_program(Plan.parse("2x2"), 4, rank, pass_) for pass_ in PASSES]
+        assert labels == {f"startrail {p.pass_} {n}: {step}" for p in programs for n, step in enumerate(p.steps)}
 
 
 def test_autocast_leaves_float64_alone():
-    sp = startrail.SequenceParallel("1x1")
+    sequence = startrail.SequenceParallel("1x1").sequence(4)
     with torch.autocast("cpu"):
         dtypes = [
-            sp.attention(*(torch.randn(1, 2, 4, 8, dtype=dtype) for _ in range(3))).dtype
+            sequence.attention(*(torch.randn(1, 2, 4, 8, dtype=dtype) for _ in range(3))).dtype
             for dtype in (torch.float64, torch.float32)
         ]
     assert dtypes == [torch.float64, torch.bfloat16]
@@ -115,37 +130,38 @@ def test_autocast_leaves_float64_alone():
 def test_the_op_passes_torchs_own_checks():
     sp = startrail.SequenceParallel("1x1")
     q, k, v = (torch.randn(1, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
-    documents = torch.tensor([0, 2, 6])
-    for ends in (None, documents):
-        torch.library.opcheck(torch.ops.startrail.attention.default, (q, k, v, ends, sp._name, True, 3, None, 0.3))
+    for ends in (None, [0, 2, 6]):
+        arguments = (q, k, v, sp.sequence(6, ends).documents, sp._name, str(Call(True, 3, 0.3)))
+        torch.library.opcheck(torch.ops.startrail.attention.default, arguments)
 
 
 def test_gradcheck_in_float64():
-    sp = startrail.SequenceParallel("u1")
+    sequence = startrail.SequenceParallel("u1").sequence(5, [0, 2, 5])
     q, k, v = (torch.randn(1, heads, 5, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    assert torch.autograd.gradcheck(lambda *x: sp.attention(*x, causal=True, window=3, documents=[0, 2, 5]), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: sequence.attention(*x, causal=True, window=3), (q, k, v))
 
 
-@pytest.mark.parametrize("plan", ["2x2", "1x2/u2", "star2,keep=all"])
+@pytest.mark.parametrize("plan", ["2x2", "1x2/u2", "u2/1x2", "star2,keep=all"])
 def test_checkpointing_never_repeats_the_distributed_forward(plan):
     data = tensors(64)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan)
+        sequence = sp.sequence(64)
         recomputed = []
 
         def layer(q, k, v):
             recomputed.append(1)
-            return sp.attention(q.sin(), k.sin(), v.sin(), causal=True, length=64).sin()
+            return sequence.attention(q.sin(), k.sin(), v.sin(), causal=True).sin()
 
-        q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
+        q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
         plain = layer(q, k, v)
-        expected = torch.autograd.grad(plain, (q, k, v), sp.shard(data[3], 2))
+        expected = torch.autograd.grad(plain, (q, k, v), sequence.shard(data[3], 2))
         once = sp.traffic()
         sp.reset_counters()
         recomputed.clear()
         out = checkpoint(layer, q, k, v, use_reentrant=False, context_fn=startrail.checkpoint_context)
-        grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
+        grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
         assert len(recomputed) == 2, "the layer must have been recomputed"
         assert sp.traffic() == once, "and the distributed forward must not"
         assert torch.equal(out, plain)
@@ -165,11 +181,13 @@ def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
             startrail.SequenceParallel("1x2", mesh=mesh["node"]),
             startrail.SequenceParallel("2x1/u2", mesh=mesh["node", "gpu"]),
             startrail.SequenceParallel("2x1", group=mesh["data"].get_group()),
+            startrail.SequenceParallel("u2/1x2", mesh=mesh["data", "gpu"]),
         ):
-            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
-            out = sp.attention(q, k, v)
-            grads = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
-            errors.append(worst([out, *grads], [sp.shard(x, 2) for x in truth]))
+            sequence = sp.sequence(40)
+            q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
+            out = sequence.attention(q, k, v)
+            grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
+            errors.append(worst([out, *grads], [sequence.shard(x, 2) for x in truth]))
         return max(errors)
 
     assert max(run_local(on_rank, 8)) < 2e-6
@@ -180,20 +198,21 @@ def test_repeated_calls_reuse_buffers_and_remember_nothing():
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x2")
+        sequence = sp.sequence(64)
 
         def call(data):
-            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
-            out = sp.attention(q, k, v, causal=True)
-            return [out, *torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))]
+            q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
+            out = sequence.attention(q, k, v, causal=True)
+            return [out, *torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))]
 
         before = call(first)
-        (executor,) = sp._executors.values()
+        executor = sp._runtime.executor
         allocated = executor.pool.allocated
         # two calls under way at once, backward in either order: saved tensors are each call's own
-        inputs = [[sp.shard(x, 2).requires_grad_() for x in data[:3]] for data in (first, second)]
-        outs = [sp.attention(*qkv, causal=True) for qkv in inputs]
+        inputs = [[sequence.shard(x, 2).requires_grad_() for x in data[:3]] for data in (first, second)]
+        outs = [sequence.attention(*qkv, causal=True) for qkv in inputs]
         grads = [
-            torch.autograd.grad(out, qkv, sp.shard(data[3], 2))
+            torch.autograd.grad(out, qkv, sequence.shard(data[3], 2))
             for out, qkv, data in list(zip(outs, inputs, (first, second), strict=True))
         ]
         for _ in range(3):
@@ -206,20 +225,20 @@ def test_repeated_calls_reuse_buffers_and_remember_nothing():
     assert all(run_local(on_rank, 4))
 
 
-@pytest.mark.parametrize("plan", ["2x2", "star2", "2x1/u2,groups=2", "1x2/u2,keep=all"])
+@pytest.mark.parametrize("plan", ["2x2", "star2", "2x1/u2,groups=2", "1x2/u2,keep=all", "u2/2x1"])
 def test_a_call_leaves_nothing_for_the_garbage_collector(plan):
     """Tensors in a reference cycle, or held by a buffer, would stay until Python looks, and it does not see a GPU's
     memory."""
     data = tensors(64)
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel(plan)
+        sequence = startrail.SequenceParallel(plan).sequence(64)
         gc.disable()
         alive = []
         for _ in range(3):
-            q, k, v = (sp.shard(x, 2).requires_grad_() for x in data[:3])
-            out = sp.attention(q, k, v, causal=True)
-            gradients = torch.autograd.grad(out, (q, k, v), sp.shard(data[3], 2))
+            q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
+            out = sequence.attention(q, k, v, causal=True)
+            gradients = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
             alive += [weakref.ref(x) for x in (q, k, v, out, *gradients)]
             del q, k, v, out, gradients
         return [
@@ -235,11 +254,11 @@ def test_gradients_of_strided_inputs_and_expanded_cotangents():
     truth = dense(*data[:3], torch.full_like(data[3], 0.5), is_causal=True)
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("2x1")
-        q, k, v = (sp.shard(x, 2).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in data[:3])
-        out = sp.attention(q, k, v, causal=True)
+        sequence = startrail.SequenceParallel("2x1").sequence(32)
+        q, k, v = (sequence.shard(x, 2).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in data[:3])
+        out = sequence.attention(q, k, v, causal=True)
         grads = torch.autograd.grad(out, (q, k, v), torch.tensor(0.5).expand_as(out))
-        return worst([out, *grads], [sp.shard(x, 2) for x in truth])
+        return worst([out, *grads], [sequence.shard(x, 2) for x in truth])
 
     assert max(run_local(on_rank, 2)) < 2e-6
 
@@ -255,8 +274,8 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
 
     def on_rank(rank):
         mesh = init_device_mesh("cpu", (4,))
-        sp = startrail.SequenceParallel("2x2", layout="contiguous")
-        q, k, v, dout = (sp.shard(x, 2) for x in data)
+        sequence = startrail.SequenceParallel("2x2", layout="contiguous").sequence(64)
+        q, k, v, dout = (sequence.shard(x, 2) for x in data)
         torch_cp._cp_options.enable_load_balance = False
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -278,7 +297,7 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
             is_causal=causal,
         )
         ours = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
-        out = sp.attention(*ours, causal=causal)
+        out = sequence.attention(*ours, causal=causal)
         mine = [out, *torch.autograd.grad(out, ours, dout)]
         return worst(mine, [x.double() for x in (theirs, *grads[:3])])
 
@@ -288,12 +307,14 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
 def test_buffers_are_used_again_also_for_somewhat_less_but_not_before_they_are_sent():
     pool, sent = BufferPool(), []
     first = pool.get(100, torch.device("cpu"))
-    pool.put(first, [lambda: sent.append(True)])
+    buffer = Buffer(first)
+    buffer.sends.append(lambda: sent.append(True))
+    pool.put(buffer)
     again = pool.get(60, torch.device("cpu"))
     assert (again.data_ptr(), again.numel(), sent, pool.allocated) == (first.data_ptr(), 60, [True], 100)
-    pool.put(again, [])
+    pool.put(Buffer(again))
     assert pool.get(100, torch.device("cpu")).data_ptr() == first.data_ptr()
-    pool.put(first, [])
+    pool.put(Buffer(first))
     pool.get(49, torch.device("cpu"))
     assert pool.allocated == 149, "a buffer of more than twice the size stays free"
     for _ in range(KEPT_PASSES - 1):

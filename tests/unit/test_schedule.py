@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from startrail.plan import Plan, plans_for, variants_of
-from startrail.schedule import Piece, Step, build_program, closed_form, count_sends
-from startrail.schedule.check import ScheduleError, check_plan, check_programs
+from startrail.schedule.build import build_program, closed_form
+from startrail.schedule.player import ScheduleError, prove_plan, prove_programs
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Piece, Step
 
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 
@@ -21,11 +22,11 @@ def prove(world: int, levels: int) -> str:
         for plan in plans_for(world, levels):
             for variant in variants_of(plan):
                 changes_forward = variant == plan or (variant.keep != "none" and world <= 16)
-                check_plan(variant, world, ("forward", "backward") if changes_forward else ("backward",))
+                prove_plan(variant, world, PASSES if changes_forward else (BACKWARD,))
                 count += 1
             if world <= 12:
-                check_plan(replace(plan, groups=2), world)
-                check_plan(replace(plan, groups=3, keep="all"), world)
+                prove_plan(replace(plan, groups=2), world)
+                prove_plan(replace(plan, groups=3, keep="all"), world)
     except ScheduleError as error:
         return str(error)
     return f"{count} plans proven"
@@ -52,7 +53,7 @@ def test_every_plan_of_two_levels_up_to_64_ranks_keeps_its_promises():
 
 def test_the_papers_forward_traffic():
     """P = 16, C = 2: 12 shards by ring P2P against Ring's 30, in 4 sub-rings of 4; collectives 4(C-1), placement 2C."""
-    program = build_program(Plan.parse("star2"), 16, 5, "forward")
+    program = build_program(Plan.parse("star2"), 16, 5, FORWARD)
     place = program.place
     team = {place.rank_of(place.shard // 2 * 2 + x) for x in range(2)}
     by_use = {"team": 0.0, "placement": 0.0, "ring": 0.0}
@@ -62,8 +63,8 @@ def test_the_papers_forward_traffic():
                 use = "team" if post.peer in team else "placement" if index == 1 else "ring"
                 by_use[use] += MHA[post.piece.kind]
     assert by_use == {"team": 4.0, "placement": 4.0, "ring": 12.0}
-    assert closed_form(Plan.parse("1x16"), 16, 0, "forward", MHA)[0] == 30.0
-    peers = [{post.peer for step in build_program(Plan.parse("star2"), 16, rank, "forward").steps[2:-2]
+    assert closed_form(Plan.parse("1x16"), 16, 0, FORWARD, MHA)[0] == 30.0
+    peers = [{post.peer for step in build_program(Plan.parse("star2"), 16, rank, FORWARD).steps[2:-2]
               for post in step.posts if post.send and post.piece.kind == "kv"} for rank in range(16)]  # fmt: skip
     rings = set()
     for start in range(16):
@@ -86,7 +87,7 @@ def test_the_papers_forward_traffic():
 )
 def test_rings_talk_to_their_neighbours_only(plan, world, kinds, mates):
     """Where a ring runs over several nodes, any other way home would cross more links. A star's team comes on top."""
-    program = build_program(Plan.parse(plan), world, 5, "backward")
+    program = build_program(Plan.parse(plan), world, 5, BACKWARD)
     posts = [post for step in program.steps for post in step.posts if post.send and post.piece.kind in kinds]
     assert {post.piece.kind for post in posts} == set(kinds)
     assert len({post.peer for post in posts}) == 1 + mates
@@ -95,7 +96,7 @@ def test_rings_talk_to_their_neighbours_only(plan, world, kinds, mates):
 def test_groups_run_one_behind_the_other():
     """The second group's pieces are asked for before the first group computes, and its blocks come before the first
     group's results are waited for."""
-    steps = build_program(Plan.parse("2x2/u2,groups=2"), 8, 0, "backward").steps
+    steps = build_program(Plan.parse("2x2/u2,groups=2"), 8, 0, BACKWARD).steps
 
     first, second = ([i for i, step in enumerate(steps) if any(b.group == g for b in step.blocks)] for g in (0, 1))
     asked = [i for i, step in enumerate(steps) if any(str(post) == "kv2.1<4@0" for post in step.posts)]
@@ -106,13 +107,13 @@ def test_groups_run_one_behind_the_other():
 def test_the_papers_llama_30b_volumes():
     """Width 6656, 65,536 tokens, P = 64, C = 4, bf16, one layer, in GiB: DESIGN section 3."""
     shard = 65536 / 64 * 6656 * 2 / 2**30
-    ring = closed_form(Plan.parse("1x64"), 64, 0, "forward", MHA)[0] * shard
+    ring = closed_form(Plan.parse("1x64"), 64, 0, FORWARD, MHA)[0] * shard
     assert round(ring, 3) == 1.600
     assert round(2 * 64 * shard, 3) == 1.625  # the paper's figure counts P hops
     team, hops = 4, 64 // 16
     collectives, p2p = 4 * (team - 1) * shard, 2 * team * (hops - 1) * shard
     assert (round(collectives, 3), round(p2p, 3)) == (0.152, 0.305)
-    total = closed_form(Plan.parse("star4"), 64, 5, "forward", MHA)[0] * shard
+    total = closed_form(Plan.parse("star4"), 64, 5, FORWARD, MHA)[0] * shard
     assert abs(total - (collectives + p2p + 2 * team * shard)) < 1e-12
     assert round(p2p + 2 * team * shard, 3) == 0.406
 
@@ -123,21 +124,20 @@ def test_the_papers_llama_30b_volumes():
 )
 def test_node_shards_of_the_design(plan, world, shards):
     """K = 4 nodes, forward + backward, MHA: USP 18, ours 11, with everything kept 8."""
-    passes = (closed_form(Plan.parse(plan), world, 0, direction, MHA)[0] for direction in ("forward", "backward"))
+    passes = (closed_form(Plan.parse(plan), world, 0, pass_, MHA)[0] for pass_ in PASSES)
     assert sum(passes) == shards
 
 
 def test_one_program_of_16384_ranks_builds_in_a_moment():
     start = time.perf_counter()
-    program = build_program.__wrapped__(Plan.parse("64x32/u8"), 16384, 777, "forward")
+    program = build_program.__wrapped__(Plan.parse("64x32/u8"), 16384, 777, FORWARD)
     assert time.perf_counter() - start < 0.5
     assert sum(len(step.blocks) for step in program.steps) == 64 * 32
-    counts = count_sends(program, MHA)
-    assert counts[0].size == 63 * 2 + 31 * 2
+    assert sum(size for post, size in program.sends(MHA) if post.lane == 0) == 63 * 2 + 31 * 2
 
 
 def broken(change):
-    programs = [build_program(Plan.parse("2x2"), 4, rank, "forward") for rank in range(4)]
+    programs = [build_program(Plan.parse("2x2"), 4, rank, FORWARD) for rank in range(4)]
     steps = list(programs[1].steps)
     programs[1] = replace(programs[1], steps=tuple(change(steps)))
     return programs
@@ -146,10 +146,10 @@ def broken(change):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda steps: [steps[0]._replace(blocks=()), *steps[1:]], "lacking the parts of shards"),
+        (lambda steps: [steps[0]._replace(blocks=()), *steps[1:]], "lacking the blocks of shards"),
         (lambda steps: [steps[0], steps[1], *steps[1:]], "a second time"),
         (lambda steps: [steps[0]._replace(posts=steps[0].posts[:-1]), *steps[1:]], "deadlock|open on"),
-        (lambda steps: steps[:-1], "lacking the parts of shards"),
+        (lambda steps: steps[:-1], "lacking the blocks of shards"),
         (lambda steps: [Step(steps[0].posts[::-1], steps[0].blocks), *steps[1:]], None),
         (
             lambda steps: [steps[0]._replace(posts=steps[0].posts[2:]), *steps[1:]],
@@ -160,21 +160,21 @@ def broken(change):
 def test_the_checker_finds_what_is_broken(change, message):
     programs = broken(change)
     if message is None:  # the order within a batch does not matter
-        check_programs(programs)
+        prove_programs(programs)
         return
     with pytest.raises(ScheduleError, match=message) as caught:
-        check_programs(programs)
+        prove_programs(programs)
     assert "rank 1" in str(caught.value) or "-->" in str(caught.value)
 
 
 def test_the_checker_finds_a_deadlock_and_shows_where_each_rank_stands():
-    programs = [build_program(Plan.parse("1x2"), 2, rank, "forward") for rank in range(2)]
+    programs = [build_program(Plan.parse("1x2"), 2, rank, FORWARD) for rank in range(2)]
     first, second = programs[0].steps
     late = replace(programs[0], steps=(first._replace(posts=()), second._replace(posts=first.posts)))
-    check_programs([late, programs[1]])  # late, but not stuck: the block of the second step needs what it posts
+    prove_programs([late, programs[1]])  # late, but not stuck: the block of the second step needs what it posts
     stuck = replace(programs[0], steps=(second, first))
     with pytest.raises(ScheduleError, match="needs kv1, which it does not have"):
-        check_programs([stuck, programs[1]])
+        prove_programs([stuck, programs[1]])
 
 
 def test_pieces_have_a_text_form():
