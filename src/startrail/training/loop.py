@@ -258,7 +258,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; only matrices decay. Fused, since one by one sharded parameters cost a rank more Python than arithmetic."""
+    """AdamW; only matrices decay. Fused: one by one, sharded parameters cost more Python than arithmetic."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [
