@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import lab
-from lab.bench.__main__ import fitting, main, parse_shape
-from lab.bench.cases import (
+from startrail import lab
+from startrail.bench.__main__ import fitting, main, parse_shape
+from startrail.bench.cases import (
     BOUND_BY_LINKS,
     COMPUTE,
     DIT,
@@ -27,12 +27,12 @@ from lab.bench.cases import (
     Trial,
     plan_contenders,
 )
-from lab.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
-from lab.bench.findings import claims, lines_of, measured_trial
-from lab.bench.measure import make_runner, run_on_cluster, why_not
-from lab.bench.models import expected_results
-from lab.bench.peers import make_data
-from lab.bench.report import metadata, write
+from startrail.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
+from startrail.bench.findings import claims, lines_of, measured_trial
+from startrail.bench.measure import make_runner, run_on_cluster, why_not
+from startrail.bench.models import expected_results
+from startrail.bench.peers import make_data
+from startrail.bench.report import metadata, write
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.planner import auto_plan
@@ -184,7 +184,7 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
 
 def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    bench = ["-m", "lab.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
+    bench = ["-m", "startrail.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
     ended = subprocess.run([*torchrun, *bench], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
     stored = json.loads((tmp_path / "report.json").read_text())
@@ -198,13 +198,13 @@ def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(
 def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(tmp_path, capsys, monkeypatch):
     trials = [Trial(replace(SMALL, length=64 + n), (RING,), None, repeats=1, seconds=1.0) for n in range(2)]
     assert run_on_cluster(PAIR, trials, lambda number, text: None, False, seconds=1e-6) == [[]] * PAIR.world
-    monkeypatch.setattr("lab.bench.__main__.limited_trials", lambda *_: [])
-    monkeypatch.setattr("lab.bench.__main__.unlimited_trials", lambda *_: trials)
+    monkeypatch.setattr("startrail.bench.__main__.limited_trials", lambda *_: [])
+    monkeypatch.setattr("startrail.bench.__main__.unlimited_trials", lambda *_: trials)
     assert main(["--shapes", "2x2", "--minutes", "1e-6", "--out", str(tmp_path)]) == 0
     stored = json.loads((tmp_path / "report.json").read_text())
     assert len(stored["trials"]) + len([e for e in stored["left_out"] if "time was over" in e["why"]]) == 2
     assert len(stored["trials"]) < 2
-    monkeypatch.setattr("lab.bench.measure.ONE_TRIAL", 0.001)
+    monkeypatch.setattr("startrail.bench.measure.ONE_TRIAL", 0.001)
     assert main(["--shapes", "2x2", "--minutes", "0.0001", "--out", str(tmp_path)]) == 1
     assert "FAILED   2x2: " in capsys.readouterr().err
     (tmp_path / "foreign.json").write_text('{"meta": {}, "trials": []}')

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lab
-from lab.launch import main
-from lab.namespaces import living_in
+from startrail import lab
+from startrail.lab.launch import main
+from startrail.lab.namespaces import living_in
 
 pytestmark = pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
 
@@ -243,7 +243,7 @@ def test_one_job_at_a_time_and_none_outside(pair: lab.Cluster) -> None:
 
 CLUSTER = """
 import json, sys, time
-import lab
+from startrail import lab
 cluster = lab.Cluster(nodes=2, ranks_per_node=2, link="40mbit")
 try:
     with cluster:

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from lab.holder import Holder, LabError
-from lab.job import Job, Program
-from lab.namespaces import die_with, enter_held_network, kill_all, signal_all
-from lab.shape import LINK, Shape, parse_rate
+from startrail.lab.holder import Holder, LabError
+from startrail.lab.job import Job, Program
+from startrail.lab.namespaces import die_with, enter_held_network, kill_all, signal_all
+from startrail.lab.shape import LINK, Shape, parse_rate
 
 if TYPE_CHECKING:
-    from lab.call import Call
+    from startrail.lab.call import Call
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
@@ -162,7 +162,7 @@ class Cluster:
 
         ``expendable`` ranks are not waited for and may die, in tests of what the others then do; they return None.
         """
-        from lab.call import Call  # here, so that whoever only runs programs does not wait for torch
+        from startrail.lab.call import Call  # here, so that whoever only runs programs does not wait for torch
 
         self._be_free()
         environments = [{**variables, **(env or {})} for variables in self._environments()]

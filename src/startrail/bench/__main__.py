@@ -1,7 +1,7 @@
-"""``python -m lab.bench``: run the benchmark and write the report.
+"""``python -m startrail.bench``: run the benchmark and write the report.
 
 On one machine it builds an emulated cluster for every shape. Under torchrun it measures the ranks and links that there
-are: ``torchrun --nnodes 4 --nproc-per-node 8 -m lab.bench --out report``.
+are: ``torchrun --nnodes 4 --nproc-per-node 8 -m startrail.bench --out report``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lab.bench.cases import Contender, Trial, limited_trials, unlimited_trials
-from lab.bench.closed import Machine
-from lab.bench.findings import Json, claims, measured_trial, pressure_text, right_claim
-from lab.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
-from lab.bench.report import metadata, write
-from lab.cluster import available
-from lab.job import JobError
-from lab.launch import Parser
+from startrail.bench.cases import Contender, Trial, limited_trials, unlimited_trials
+from startrail.bench.closed import Machine
+from startrail.bench.findings import Json, claims, measured_trial, pressure_text, right_claim
+from startrail.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
+from startrail.bench.report import metadata, write
+from startrail.lab.cluster import available
+from startrail.lab.job import JobError
+from startrail.lab.launch import Parser
 
 SHAPES = ("4x8", "4x4", "2x8", "8x4")
 MINUTES = 19.0

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lab.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
-from lab.bench.closed import Machine, rate_for, ring_bytes, shapes_for
-from lab.bench.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
-from lab.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
-from lab.bench.ring import TextbookRing
-from lab.cluster import Cluster, own_link_bytes
 from startrail import SequenceParallel
+from startrail.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
+from startrail.bench.closed import Machine, rate_for, ring_bytes, shapes_for
+from startrail.bench.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
+from startrail.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
+from startrail.bench.ring import TextbookRing
+from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.plan import Plan
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
@@ -87,7 +87,7 @@ def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
     data: dict[Work, Any] = {}
     for work in {trial.work: None for trial in trials}:
         if work.model:
-            from lab.bench.models import expected_results
+            from startrail.bench.models import expected_results
 
             data[work] = expected_results(work)
         else:
@@ -97,7 +97,7 @@ def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
 
 def make_runner(contender: Contender, machine: Machine, work: Work, data: Any) -> Runner:
     if work.model:
-        from lab.bench.models import Step
+        from startrail.bench.models import Step
 
         return Step(contender, machine, work, data)
     return ATTENDERS[contender.way](contender, machine, work, data)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from lab.bench.cases import Work
+from startrail.bench.cases import Work
 from startrail.layout import Layout
 from startrail.plan import Plan
 from startrail.schedule import build_program

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.bench.cases import Contender, Work
-from lab.bench.closed import Machine
-from lab.bench.peers import engine, own_device
-from lab.bench.ring import RingAttention, TextbookRing
+from startrail.bench.cases import Contender, Work
+from startrail.bench.closed import Machine
+from startrail.bench.peers import engine, own_device
+from startrail.bench.ring import RingAttention, TextbookRing
 from startrail.training.dit import DiT, flow_matching_loss
 from startrail.training.gpt import GPT
 from startrail.training.loss import chunked_cross_entropy, global_mean, sum_gradients

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lab.bench.cases import BOUND_BY_LINKS, COMPUTE, PRESSURES, Trial, Work
-from lab.bench.closed import Machine, link_bytes, ring_bytes, transfer_seconds
-from lab.bench.measure import Outcome, Sample
+from startrail.bench.cases import BOUND_BY_LINKS, COMPUTE, PRESSURES, Trial, Work
+from startrail.bench.closed import Machine, link_bytes, ring_bytes, transfer_seconds
+from startrail.bench.measure import Outcome, Sample
 from startrail.plan import Plan
 
 BYTES_WITHIN = 0.03

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lab.bench.peers import TOLERANCE, Attender, Results
+from startrail.bench.peers import TOLERANCE, Attender, Results
 from startrail.layout import Layout
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.bench.peers import Attender, Results, own_device
+from startrail.bench.peers import Attender, Results, own_device
 from startrail.kernels import kernel_for
 from startrail.mask import Mask, tiles_of
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from lab.namespaces import enter_network, new_network
-from lab.shape import LINK, Shape, parse_rate
+from startrail.lab.namespaces import enter_network, new_network
+from startrail.lab.shape import LINK, Shape, parse_rate
 
 # A bucket holds this much of a link's time, so that a timer served late on a busy machine costs no throughput. It is
 # also all that a run can gain by: once, after an idle spell.

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab.namespaces import enter_user_namespace, is_privileged, kill_all
-from lab.shape import Shape
+from startrail.lab.namespaces import enter_user_namespace, is_privileged, kill_all
+from startrail.lab.shape import Shape
 
 ANSWER_SECONDS = 30.0
 MESSAGE_BYTES = 1 << 16
@@ -35,13 +35,19 @@ class Holder:
     """The started holder process, as its parent sees it."""
 
     def __init__(self, shape: Shape, folder: str) -> None:
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_SECONDS)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from lab.holder import main; main()", json.dumps(asdict(shape)), folder],
+                [
+                    sys.executable,
+                    "-c",
+                    "from startrail.lab.holder import main; main()",
+                    json.dumps(asdict(shape)),
+                    folder,
+                ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
@@ -58,7 +64,7 @@ class Holder:
         self.networks: list[int] = ready["networks"]
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of the holder's `lab.network.Network`."""
+        """Call a method of the holder's `startrail.lab.network.Network`."""
         try:
             self._socket.send(json.dumps([method, *arguments]).encode())
         except OSError as error:
@@ -111,7 +117,7 @@ def main() -> None:
 
 
 def _build(shape: Shape) -> tuple[Any, dict[str, object]]:
-    from lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
+    from startrail.lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
 
     in_user_namespace = not is_privileged()
     if in_user_namespace:

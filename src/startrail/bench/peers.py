@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.bench.cases import Contender, Work
-from lab.bench.closed import Machine
 from startrail import SequenceParallel
+from startrail.bench.cases import Contender, Work
+from startrail.bench.closed import Machine
 from startrail.kernels import kernel_for
 from startrail.layout import Layout
 from startrail.mask import Mask, tiles_of

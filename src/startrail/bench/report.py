@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import startrail
-from lab.bench.cases import BOUND_BY_LINKS, Work
-from lab.bench.findings import Claim, Json, Line, claims, is_emulated, lines_of, pressure_text, title
-from lab.bench.peers import DISCLOSURES
-from lab.bench.plots import pictures
+from startrail.bench.cases import BOUND_BY_LINKS, Work
+from startrail.bench.findings import Claim, Json, Line, claims, is_emulated, lines_of, pressure_text, title
+from startrail.bench.peers import DISCLOSURES
+from startrail.bench.plots import pictures
 
 EMULATED = (
     "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
@@ -80,7 +80,7 @@ def metadata(argv: Sequence[str], started: float) -> Json:
         "startrail": startrail.__version__,
         **{name: _version(name) for name in ("ring-flash-attn", "yunchang", "deepspeed", "pyroute2", "matplotlib")},
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted": _git("status", "--porcelain", "--", "src", "lab").splitlines(),
+        "uncommitted": _git("status", "--porcelain", "--", "src").splitlines(),
         "load_at_start": os.getloadavg(),
     }
 

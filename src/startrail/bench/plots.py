@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
-from lab.bench.closed import Machine, link_bytes, ring_bytes
-from lab.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
+from startrail.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
+from startrail.bench.closed import Machine, link_bytes, ring_bytes
+from startrail.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
 from startrail.plan import Plan
 
 COLOURS = {
