@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from startrail import op
 from startrail.agree import Agreement, Board
 from startrail.arguments import check_tensors, describe, wrong_kind
+from startrail.cluster import Machine
 from startrail.executor import Call, Executor
 from startrail.kernels import Kernel, kernel_for, row_sums
 from startrail.lanes import Counters, Lanes, tag_of
@@ -186,7 +187,7 @@ class SequenceParallel:
             return self._plan
         if kv_heads < 1 or q_heads % kv_heads:
             raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
-        plan, why = auto_plan(self.world, self._ranks_per_node, q_heads, kv_heads)
+        plan, why = auto_plan(Machine.of_world(self.world, self._ranks_per_node), q_heads, kv_heads)
         if why not in self._said and self.rank == 0:
             print(f"startrail: {why}", file=sys.stderr)
         self._said.add(why)

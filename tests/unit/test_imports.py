@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PURE = ["plan", "layout", "mask", "schedule", "schedule.check", "planner", "view", "cli"]
+PURE = ["plan", "layout", "mask", "schedule", "schedule.check", "cluster", "planner", "view", "cli"]
 
 
 @pytest.mark.parametrize("module", PURE)

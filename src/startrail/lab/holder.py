@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from startrail.cluster import Machine
 from startrail.lab.namespaces import enter_user_namespace, is_privileged, kill_all
-from startrail.lab.shape import Shape
+from startrail.lab.wiring import Wiring
 
 ANSWER_SECONDS = 30.0
 MESSAGE_BYTES = 1 << 16
@@ -34,7 +35,7 @@ class LabError(RuntimeError):
 class Holder:
     """The started holder process, as its parent sees it."""
 
-    def __init__(self, shape: Shape, folder: str) -> None:
+    def __init__(self, wiring: Wiring, folder: str) -> None:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,7 +46,7 @@ class Holder:
                     sys.executable,
                     "-c",
                     "from startrail.lab.holder import main; main()",
-                    json.dumps(asdict(shape)),
+                    json.dumps(asdict(wiring)),
                     folder,
                 ],
                 stdin=theirs.fileno(),
@@ -98,10 +99,11 @@ def main() -> None:
     parent = os.pidfd_open(os.getppid())  # a descriptor, since forks of the parent may keep its end of the socket open
     control = socket.socket(fileno=0)
     fields = json.loads(sys.argv[1])
-    shape = Shape(**fields | {"slow": {int(node): rate for node, rate in fields["slow"].items()}})
+    slow = {int(node): rate for node, rate in fields["slow"].items()}
+    wiring = Wiring(**fields | {"machine": Machine(**fields["machine"]), "slow": slow})
     folder = sys.argv[2]
     try:
-        network, ready = _build(shape)
+        network, ready = _build(wiring)
     except Exception as error:
         control.send(_reply(error=f"cannot emulate a cluster here: {_reason(error)}"))
         shutil.rmtree(folder, ignore_errors=True)
@@ -116,13 +118,13 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _build(shape: Shape) -> tuple[Any, dict[str, object]]:
+def _build(wiring: Wiring) -> tuple[Any, dict[str, object]]:
     from startrail.lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
 
     in_user_namespace = not is_privileged()
     if in_user_namespace:
         enter_user_namespace()
-    network = Network(shape)
+    network = Network(wiring)
     return network, {
         "in_user_namespace": in_user_namespace,
         "descriptors": network.nodes,

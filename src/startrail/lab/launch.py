@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Parser = options.parser
     if not program:
         run.error("no program to run: put it after --, as in -- script.py --its-own-options")
-    shape = {"racks": options.racks, "rack_link": options.rack_link, "slow": dict(options.slow)}
+    wiring = {"racks": options.racks, "rack_link": options.rack_link, "slow": dict(options.slow)}
     try:
-        cluster = Cluster(options.nodes, options.ranks, options.link, **shape)
+        cluster = Cluster(options.nodes, options.ranks, options.link, **wiring)
     except ValueError as error:
         run.error(str(error))
     try:
