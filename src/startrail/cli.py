@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
   startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
   startrail bench --quick                    plans and peers on limited links, three minutes
+  startrail bench engine                     the engine's speed and memory here; also: bench train, bench memory
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from startrail import lab
-from startrail.bench.__main__ import fitting, main, parse_shape
+from startrail.bench.__main__ import fitting, main
 from startrail.bench.cases import (
     BOUND_BY_LINKS,
     COMPUTE,
@@ -27,12 +27,14 @@ from startrail.bench.cases import (
     Trial,
     plan_contenders,
 )
-from startrail.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
-from startrail.bench.findings import claims, lines_of, measured_trial
+from startrail.bench.claims import claims
+from startrail.bench.findings import lines_of, measured_trial
 from startrail.bench.measure import make_runner, run_on_cluster, why_not
 from startrail.bench.models import expected_results
 from startrail.bench.peers import make_data
 from startrail.bench.report import metadata, write
+from startrail.bench.sizes import link_bytes, ring_bytes
+from startrail.cluster import Machine, rate_for, transfer_seconds
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.planner import auto_plan
@@ -65,7 +67,7 @@ def test_bytes_on_the_links_are_those_of_the_closed_form(limited):
             assert min(row["seconds"]) > 0.9 * least, f"{row['name']} beats its links: {row['seconds']}, {least}"
 
 
-@pytest.mark.parametrize("way", ["ring-flash-attn", "yunchang"])
+@pytest.mark.parametrize("way", ["ring-flash-attn", "yunchang", "yunchang across"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_peers_on_the_substitute_kernel_are_right(way, causal):
     """Imported by the forked ranks alone, so that no other test meets the stand-in for flash_attn."""
@@ -107,7 +109,9 @@ def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
 
 
 def test_the_plan_called_auto_is_what_auto_chooses():
-    assert {str(auto_plan(32, 8, GQA.q_heads, GQA.kv_heads)[0])} == {c.plan for c in GROUPED if c.name == "auto"}
+    assert {str(auto_plan(Machine(4, 8), GQA.q_heads, GQA.kv_heads)[0])} == {
+        c.plan for c in GROUPED if c.name == "auto"
+    }
 
 
 def test_who_cannot_take_part_is_named_with_the_reason():
@@ -117,7 +121,7 @@ def test_who_cannot_take_part_is_named_with_the_reason():
     assert "16 query heads cannot be split over u32" in left_out[0]["why"]
     assert {"ring, ours", "USP", "nested, keep, groups"} <= {contender.name for contender in trial.contenders}
     with pytest.raises(ValueError, match="not NODESxRANKS"):
-        parse_shape("4by8")
+        Machine.parse("4by8")
 
 
 def recorded(seconds: dict[str, float], pressure: float | None = BOUND_BY_LINKS, extra: float = 1.01) -> dict[str, Any]:
