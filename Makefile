@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test lint prove fuzz train train-dit bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench test lint prove fuzz train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 

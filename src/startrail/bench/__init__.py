@@ -3,6 +3,7 @@
     python -m startrail.bench --quick                 # three minutes
     python -m startrail.bench --out report            # all of it: report.html, report.json and the plots
 
-`cases` says what is measured, `closed` what must cross each link, `peers` how each contender is called, `measure` runs
-them, `report` writes down what was found and which claims it bears out.
+`cases` says what is measured, `sizes` what must cross each link, `peers`, `flash_peers`, `ring` and `models` how each
+contender is called, `measure` runs them, `findings` are the numbers, `claims` the verdicts on them, and `report` writes
+both down. `engine`, `train` and `memory` are smaller benchmarks of this machine alone: ``startrail bench engine``.
 """
