@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup test lint prove fuzz train train-dit bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench test lint prove fuzz train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 
@@ -42,7 +42,7 @@ bench-quick: setup-bench ## the same on 4 nodes of 4 ranks only (3 minutes)
 	$(BIN)/startrail bench --quick --out report
 
 bench-engine: setup    ## speed and memory of the engine on this machine
-	$(BIN)/python -m benchmarks.engine
+	$(BIN)/startrail bench engine
 
 train: setup           ## a small GPT on 8 local ranks: about two minutes on 2 cores (ARGS="--steps 50 --plan 1x8" ...)
 	$(BIN)/startrail train gpt-tiny $(ARGS)
@@ -51,10 +51,10 @@ train-dit: setup       ## a small DiT on 8 local ranks, which paints a grid of i
 	$(BIN)/startrail train dit-tiny $(ARGS)
 
 bench-memory: setup    ## peak memory of a rank in training against its estimate
-	$(BIN)/python -m benchmarks.memory
+	$(BIN)/startrail bench memory
 
 bench-train: setup     ## tokens/s and exposed communication in training, Ring Attention against the default plan
-	$(BIN)/python -m benchmarks.timeshare
+	$(BIN)/startrail bench train
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache

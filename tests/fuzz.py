@@ -16,6 +16,7 @@ from math import lcm
 import torch
 
 from startrail.check import Case, check_cases
+from startrail.cluster import Machine
 from startrail.plan import Plan, plans_for, variants_of
 from startrail.planner import auto_plan
 
@@ -88,7 +89,7 @@ def test_random_cases_cover_the_ground():
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
-    assert auto_plan(8, 4, 8, 2)[0].size == 8
+    assert auto_plan(Machine(2, 4), 8, 2)[0].size == 8
 
 
 def main() -> int:

@@ -21,12 +21,13 @@ EXAMPLES = """examples:
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
   startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
   startrail bench --quick                    plans and peers on limited links, three minutes
+  startrail bench engine                     the engine's speed and memory here; also: bench train, bench memory
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] in ("lab", "bench"):  # read their own arguments: the lab is a package beside this one
+    if argv and argv[0] in ("lab", "bench"):  # read their own arguments, and need more than the rest
         return _lab(argv[0], argv[1:])
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lab(command: str, argv: Sequence[str]) -> int:
-    module = {"lab": "lab.launch", "bench": "lab.bench.__main__"}[command]
+    module = {"lab": "startrail.lab.launch", "bench": "startrail.bench.__main__"}[command]
     try:
         return int(import_module(module).main(argv))
     except ModuleNotFoundError as error:

@@ -22,6 +22,7 @@ from startrail.runtime import Runtime, Settings
 from startrail.schedule.build import closed_form, lane_names
 from startrail.schedule.values import PASSES
 from startrail.sequence import Sequence
+from startrail.sizes import Sizes
 from startrail.wire import DTYPES
 
 
@@ -124,8 +125,7 @@ class SequenceParallel:
 
     def promised_traffic(self, q: Tensor, k: Tensor) -> dict[str, dict[str, int]]:
         """Bytes by level that each pass of a call with such shards must send, by closed form."""
-        sizes = self._runtime.sizes_of(q, k)
-        names = lane_names(self._runtime.place)
+        names, sizes = lane_names(self._runtime.place), self.sizes(q, k)
         return {
             str(pass_): {
                 name: round(amount)
@@ -136,6 +136,10 @@ class SequenceParallel:
             }
             for pass_ in PASSES
         }
+
+    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+        """How large the pieces of a call with such shards are, and what its passes hold at most."""
+        return self._runtime.sizes_of(q, k)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         """A copied model talks over the same lanes."""

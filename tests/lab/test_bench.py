@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import lab
-from lab.bench.__main__ import fitting, main, parse_shape
-from lab.bench.cases import (
+from startrail import lab
+from startrail.bench.__main__ import fitting, main
+from startrail.bench.cases import (
     BOUND_BY_LINKS,
     COMPUTE,
     DIT,
@@ -24,12 +24,14 @@ from lab.bench.cases import (
     Trial,
     plan_contenders,
 )
-from lab.bench.closed import Machine, link_bytes, rate_for, ring_bytes, transfer_seconds
-from lab.bench.findings import claims, lines_of, measured_trial
-from lab.bench.measure import make_runner, run_on_cluster, why_not
-from lab.bench.models import expected_results
-from lab.bench.peers import make_data
-from lab.bench.report import metadata, write
+from startrail.bench.claims import claims
+from startrail.bench.findings import lines_of, measured_trial
+from startrail.bench.measure import make_runner, run_on_cluster, why_not
+from startrail.bench.models import expected_results
+from startrail.bench.peers import make_data
+from startrail.bench.report import metadata, write
+from startrail.bench.sizes import link_bytes, ring_bytes
+from startrail.cluster import Machine, rate_for, transfer_seconds
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.planner import auto_plan
@@ -61,7 +63,7 @@ def test_bytes_on_the_links_are_those_of_the_closed_form(limited):
             assert min(row["seconds"]) > 0.9 * least, f"{row['name']} beats its links: {row['seconds']}, {least}"
 
 
-@pytest.mark.parametrize("way", ["ring-flash-attn", "yunchang"])
+@pytest.mark.parametrize("way", ["ring-flash-attn", "yunchang", "yunchang across"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_peers_on_the_substitute_kernel_are_right(way, causal):
     """Imported by the forked ranks alone, so that no other test meets the stand-in for flash_attn."""
@@ -103,7 +105,9 @@ def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
 
 
 def test_the_plan_called_auto_is_what_auto_chooses():
-    assert {str(auto_plan(32, 8, GQA.q_heads, GQA.kv_heads)[0])} == {c.plan for c in GROUPED if c.name == "auto"}
+    assert {str(auto_plan(Machine(4, 8), GQA.q_heads, GQA.kv_heads)[0])} == {
+        c.plan for c in GROUPED if c.name == "auto"
+    }
 
 
 def test_who_cannot_take_part_is_named_with_the_reason():
@@ -113,7 +117,7 @@ def test_who_cannot_take_part_is_named_with_the_reason():
     assert "16 query heads cannot be split over u32" in left_out[0]["why"]
     assert {"ring, ours", "USP", "nested, keep, groups"} <= {contender.name for contender in trial.contenders}
     with pytest.raises(ValueError, match="not NODESxRANKS"):
-        parse_shape("4by8")
+        Machine.parse("4by8")
 
 
 def recorded(seconds: dict[str, float], pressure: float | None = BOUND_BY_LINKS, extra: float = 1.01) -> dict[str, Any]:
@@ -179,7 +183,7 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
 
 
 def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path):
-    bench = ["-m", "lab.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
+    bench = ["-m", "startrail.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
     ended = subprocess.run([*torchrun(2), *bench], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
     stored = json.loads((tmp_path / "report.json").read_text())
@@ -193,13 +197,13 @@ def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(
 def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(tmp_path, capsys, monkeypatch):
     trials = [Trial(replace(SMALL, length=64 + n), (RING,), None, repeats=1, seconds=1.0) for n in range(2)]
     assert run_on_cluster(PAIR, trials, lambda number, text: None, False, seconds=1e-6) == [[]] * PAIR.world
-    monkeypatch.setattr("lab.bench.__main__.limited_trials", lambda *_: [])
-    monkeypatch.setattr("lab.bench.__main__.unlimited_trials", lambda *_: trials)
+    monkeypatch.setattr("startrail.bench.__main__.limited_trials", lambda *_: [])
+    monkeypatch.setattr("startrail.bench.__main__.unlimited_trials", lambda *_: trials)
     assert main(["--shapes", "2x2", "--minutes", "1e-6", "--out", str(tmp_path)]) == 0
     stored = json.loads((tmp_path / "report.json").read_text())
     assert len(stored["trials"]) + len([e for e in stored["left_out"] if "time was over" in e["why"]]) == 2
     assert len(stored["trials"]) < 2
-    monkeypatch.setattr("lab.bench.measure.ONE_TRIAL", 0.001)
+    monkeypatch.setattr("startrail.bench.measure.ONE_TRIAL", 0.001)
     assert main(["--shapes", "2x2", "--minutes", "0.0001", "--out", str(tmp_path)]) == 1
     assert "FAILED   2x2: " in capsys.readouterr().err
     (tmp_path / "foreign.json").write_text('{"meta": {}, "trials": []}')

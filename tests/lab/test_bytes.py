@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lab
 import startrail
+from startrail import lab
 
 pytestmark = pytest.mark.skipif(lab.available() is not None, reason=f"no lab: {lab.available()}")
 

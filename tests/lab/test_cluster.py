@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lab
-from lab.launch import main
-from lab.namespaces import living_in
+from startrail import lab
+from startrail.lab.namespaces import living_in
 from tests.helpers import ROOT, eventually
 
 pytestmark = pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
@@ -242,7 +241,7 @@ def test_one_job_at_a_time_and_none_outside(pair: lab.Cluster) -> None:
 
 CLUSTER = """
 import json, sys, time
-import lab
+from startrail import lab
 cluster = lab.Cluster(nodes=2, ranks_per_node=2, link="40mbit")
 try:
     with cluster:
@@ -369,25 +368,3 @@ def test_bad_requests(pair: lab.Cluster) -> None:
         pair.run(["missing.py"])
     with pytest.raises(ValueError, match="no program"):
         pair.run([])
-
-
-def test_command_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shape = ["run", "--nodes", "2", "--ranks", "2", "--link", "unlimited", "--slow", "1=50mbit"]
-    assert main([*shape, "--log-dir", str(tmp_path), "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"]) == 0
-    captured = capfd.readouterr()
-    assert captured.out == "rank 0 of 4\n"
-    assert captured.err.startswith("node 0: ")
-    assert (tmp_path / "rank3.log").read_text() == "rank 3 of 4\n"
-    assert main([*shape, "--", "false"]) == 1
-    assert "exited with code 1" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["run"], ["run", "--link", "fast", "--", "x"], ["run", "--", "missing.py"], ["run", "--", "/missing"]],
-)
-def test_command_line_mistakes(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert capfd.readouterr().err.count("\n") == 1

@@ -41,3 +41,31 @@ def test_help_shows_examples(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "startrail check 2x2/u2 --ranks 8 --causal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["engine", "train", "memory"])
+def test_bench_lists_its_tools_and_each_has_an_example(word, capsys):
+    for argv, expected in ((["bench", "--help"], f"startrail bench {word} "), (["bench", word, "--help"], "example:")):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["engine", "--plans", "1x8,2y4"], "cannot read '2y4'"),
+        (["engine", "--plans", "1x4"], "world size 8 is not teams 1 x ring 4"),
+        (["train", "--recipes", "gpt-tinny"], "gpt-tinny"),
+        (["memory", "--worlds", "2,x"], "write whole numbers with commas"),
+        (["memory", "--ranks", "3"], "3 ranks have no plan here; use 1, 2, 4, 8, 16"),
+    ],
+)
+def test_a_mistake_in_a_bench_tool_is_one_line_and_exit_code_2(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *argv])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

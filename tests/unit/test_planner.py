@@ -1,5 +1,6 @@
 import pytest
 
+from startrail.cluster import Machine
 from startrail.planner import auto_plan
 
 
@@ -15,7 +16,7 @@ from startrail.planner import auto_plan
     ],
 )
 def test_fewest_bytes_over_the_nodes_then_inside(world, per_node, q_heads, kv_heads, plan):
-    chosen, why = auto_plan(world, per_node, q_heads, kv_heads)
+    chosen, why = auto_plan(Machine.of_world(world, per_node), q_heads, kv_heads)
     assert str(chosen) == plan, why
     assert f"auto chose {plan}" in why
     chosen.check_world(world)

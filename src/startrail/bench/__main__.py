@@ -1,41 +1,57 @@
-"""``python -m lab.bench``: run the benchmark and write the report.
+"""``python -m startrail.bench``: run the benchmark and write the report.
 
 On one machine it builds an emulated cluster for every shape. Under torchrun it measures the ranks and links that there
-are: ``torchrun --nnodes 4 --nproc-per-node 8 -m lab.bench --out report``.
+are: ``torchrun --nnodes 4 --nproc-per-node 8 -m startrail.bench --out report``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lab.bench.cases import Contender, Trial, limited_trials, unlimited_trials
-from lab.bench.closed import Machine
-from lab.bench.findings import Json, claims, measured_trial, pressure_text, right_claim
-from lab.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
-from lab.bench.report import metadata, write
-from lab.cluster import available
-from lab.job import JobError
-from lab.launch import Parser
+from startrail.bench.cases import Contender, Trial, limited_trials, unlimited_trials
+from startrail.bench.claims import claims, right_claim
+from startrail.bench.findings import Json, measured_trial, pressure_text
+from startrail.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
+from startrail.bench.options import TOOLS, tools_text
+from startrail.bench.report import metadata, write
+from startrail.cluster import Machine
+from startrail.lab.cluster import available
+from startrail.lab.job import JobError
+from startrail.lab.launch import Parser
 
-SHAPES = ("4x8", "4x4", "2x8", "8x4")
+MACHINES = ("4x8", "4x4", "2x8", "8x4", "16x2")
 MINUTES = 19.0
+EXAMPLES = """examples:
+  startrail bench --quick                    4x4 ranks only, three minutes
+  startrail bench --shapes 4x8 16x2 --out report
+"""
 TIME_OVER = "time was over (--minutes)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="startrail bench", description=__doc__.split("\n\n")[1])
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0] in TOOLS:
+        return int(import_module(f"startrail.bench.{arguments[0]}").main(arguments[1:]))
+    parser = Parser(
+        prog="startrail bench",
+        description=(__doc__ or "").partition("\n\n")[2],
+        epilog=f"{EXAMPLES}\n{tools_text()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="4x4 ranks only, in under three minutes")
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default: {' '.join(SHAPES)})")
+    parser.add_argument("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default: {' '.join(MACHINES)})")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -45,12 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--again", type=Path, metavar="JSON", help="measure nothing: judge and draw a recorded report anew"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g} is not a positive number")
     torch.set_num_threads(1)
     started = time.time()
-    arguments = sys.argv[1:] if argv is None else list(argv)
     if os.environ.get("RANK", "0") == "0":
         try:
             options.out.mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
@@ -72,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no cluster can be emulated here: {why}", file=sys.stderr)
             return 1
         try:
-            machines = [parse_shape(text) for text in options.shapes or (["4x4"] if options.quick else SHAPES)]
+            machines = [Machine.parse(text) for text in options.shapes or (["4x4"] if options.quick else MACHINES)]
         except ValueError as error:
             parser.error(str(error))
         found = measure_clusters(machines, options.quick, 60 * options.minutes)
@@ -91,17 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.is_initialized():
         end_group()
     return 1 if report.get("failed") or right_claim(report["trials"]).met is False else 0
-
-
-def parse_shape(text: str) -> Machine:
-    """
-    >>> parse_shape("4x8").world
-    32
-    """
-    nodes, _, ranks = text.partition("x")
-    if not (nodes.isdecimal() and ranks.isdecimal() and int(nodes) and int(ranks)):
-        raise ValueError(f"shape {text!r} is not NODESxRANKS, such as 4x8")
-    return Machine(int(nodes), int(ranks))
 
 
 def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -> Json:
@@ -166,14 +170,14 @@ def end_group() -> None:
 
 def fitting(machine: Machine, trials: Sequence[Trial], left_out: list[Json]) -> list[Trial]:
     """Trials with those contenders that can do the work; why the others cannot goes to ``left_out``."""
-    kept = []
+    fitted = []
     for trial in trials:
         reasons = {contender: why_not(contender, machine, trial.work) for contender in trial.contenders}
-        where = f"{machine} {trial.work.kind} {trial.work.mask}"
+        where = f"{machine} {trial.work.name} {trial.work.mask}"
         left_out += [{"name": c.name, "where": where, "why": why} for c, why in reasons.items() if why]
         able = tuple(contender for contender, why in reasons.items() if not why)
-        kept.append(replace(trial, contenders=_without_twins(able)))
-    return kept
+        fitted.append(replace(trial, contenders=_without_twins(able)))
+    return fitted
 
 
 def _without_twins(contenders: Sequence[Contender]) -> tuple[Contender, ...]:
@@ -198,7 +202,7 @@ class Bar:
         def show(number: int, text: str) -> None:
             so_far = self.before + sum(trial.seconds + 10 for trial in trials[:number])
             trial = trials[number]
-            self.draw(so_far, f"{machine} {trial.work.kind} {trial.work.mask}, {pressure_text(trial.pressure)}", text)
+            self.draw(so_far, f"{machine} {trial.work.name} {trial.work.mask}, {pressure_text(trial.pressure)}", text)
 
         return show
 

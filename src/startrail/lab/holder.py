@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab.namespaces import enter_user_namespace, is_privileged, kill_all
-from lab.shape import Shape
+from startrail.cluster import Machine
+from startrail.lab.namespaces import enter_user_namespace, is_privileged, kill_all
+from startrail.lab.wiring import Wiring
 
 ANSWER_SECONDS = 30.0
 MESSAGE_BYTES = 1 << 16
@@ -34,14 +35,20 @@ class LabError(RuntimeError):
 class Holder:
     """The started holder process, as its parent sees it."""
 
-    def __init__(self, shape: Shape, folder: str) -> None:
-        root = str(Path(__file__).resolve().parent.parent)
+    def __init__(self, wiring: Wiring, folder: str) -> None:
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_SECONDS)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from lab.holder import main; main()", json.dumps(asdict(shape)), folder],
+                [
+                    sys.executable,
+                    "-c",
+                    "from startrail.lab.holder import main; main()",
+                    json.dumps(asdict(wiring)),
+                    folder,
+                ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
@@ -58,7 +65,7 @@ class Holder:
         self.networks: list[int] = ready["networks"]
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of the holder's `lab.network.Network`."""
+        """Call a method of the holder's `startrail.lab.network.Network`."""
         try:
             self._socket.send(json.dumps([method, *arguments]).encode())
         except OSError as error:
@@ -92,10 +99,11 @@ def main() -> None:
     parent = os.pidfd_open(os.getppid())  # a descriptor, since forks of the parent may keep its end of the socket open
     control = socket.socket(fileno=0)
     fields = json.loads(sys.argv[1])
-    shape = Shape(**fields | {"slow": {int(node): rate for node, rate in fields["slow"].items()}})
+    slow = {int(node): rate for node, rate in fields["slow"].items()}
+    wiring = Wiring(**fields | {"machine": Machine(**fields["machine"]), "slow": slow})
     folder = sys.argv[2]
     try:
-        network, ready = _build(shape)
+        network, ready = _build(wiring)
     except Exception as error:
         control.send(_reply(error=f"cannot emulate a cluster here: {_reason(error)}"))
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,13 +118,13 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _build(shape: Shape) -> tuple[Any, dict[str, object]]:
-    from lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
+def _build(wiring: Wiring) -> tuple[Any, dict[str, object]]:
+    from startrail.lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
 
     in_user_namespace = not is_privileged()
     if in_user_namespace:
         enter_user_namespace()
-    network = Network(shape)
+    network = Network(wiring)
     return network, {
         "in_user_namespace": in_user_namespace,
         "descriptors": network.nodes,

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from lab.job import Job, JobError
+from startrail.lab.job import Job, JobError
 from startrail.local import RankError, collect, serve
 
 

@@ -35,7 +35,7 @@ class Work:
         return "causal" if self.causal else "full"
 
     @property
-    def kind(self) -> str:
+    def name(self) -> str:
         """``MHA``; for grouped queries how many share a key head, ``GQA 8:1``; or the model's name."""
         if self.model:
             return {"gpt": "GPT step", "dit": "DiT step"}[self.model]
@@ -45,7 +45,7 @@ class Work:
         layers = f", {self.layers} layers" if self.model else ""
         heads = f"{self.q_heads}:{self.kv_heads} heads x {self.head_dim}"
         batch = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{self.kind} {self.mask}, {batch}{self.length} tokens, {heads}{layers}"
+        return f"{self.name} {self.mask}, {batch}{self.length} tokens, {heads}{layers}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ PEERS = (
     Contender("torch ring, all-gather", role="peer", way="torch gather"),
     Contender("ring-flash-attn", role="peer", way="ring-flash-attn"),
     Contender("yunchang USP", role="peer", way="yunchang"),
+    Contender("yunchang USP across", role="peer", way="yunchang across"),
     Contender("DeepSpeed Ulysses", role="ulysses", way="deepspeed"),
 )
 
@@ -145,7 +146,7 @@ MAIN = (
     *("nested", "nested, groups", "nested, keep", "nested, keep, groups"),
 )
 RATIOS = ("ring, textbook", "USP", "star2", "star4", "nested", "nested, keep")  # whom the claims name
-BESIDE = ("double ring", "torch ring, all-gather", "ring-flash-attn", "yunchang USP")
+BESIDE = ("double ring", "torch ring, all-gather", "ring-flash-attn", "yunchang USP", "yunchang USP across")
 SELDOM = ("torch ring, all-to-all", "star2 across nodes", "star4 across nodes")  # slow: on the smallest machine only
 FEW = ("ring, textbook", "USP", "nested", "nested, keep")
 

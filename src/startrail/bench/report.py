@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 import startrail
-from lab.bench.cases import BOUND_BY_LINKS, Work
-from lab.bench.findings import Claim, Json, Line, claims, is_emulated, lines_of, pressure_text, title
-from lab.bench.peers import DISCLOSURES
-from lab.bench.plots import pictures
+from startrail.bench.cases import BOUND_BY_LINKS, Work
+from startrail.bench.claims import Claim, claims
+from startrail.bench.findings import Json, Line, is_emulated, lines_of, pressure_text, title
+from startrail.bench.peers import DISCLOSURES
+from startrail.bench.plots import pictures
 
 EMULATED = (
     "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
@@ -80,7 +81,7 @@ def metadata(argv: Sequence[str], started: float) -> Json:
         "startrail": startrail.__version__,
         **{name: _version(name) for name in ("ring-flash-attn", "yunchang", "deepspeed", "pyroute2", "matplotlib")},
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted": _git("status", "--porcelain", "--", "src", "lab").splitlines(),
+        "uncommitted": _git("status", "--porcelain", "--", "src").splitlines(),
         "load_at_start": os.getloadavg(),
     }
 
@@ -123,7 +124,7 @@ def write(report: Json, folder: Path) -> None:
 
 def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, str]]) -> str:
     meta = report["meta"]
-    parts = [
+    blocks = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>StarTrail benchmark</title><style>{STYLE}</style></head><body>",
@@ -155,7 +156,7 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         ),
         "</table></div></body></html>",
     ]
-    return "\n".join(parts)
+    return "\n".join(blocks)
 
 
 def _summary(meta: Json) -> str:
@@ -228,11 +229,12 @@ def _growth(trials: Sequence[Json]) -> str:
     rows = []
     for trial in trials:
         work = Work(**trial["work"])
-        if work.kind != "MHA" or work.causal or trial["pressure"] != BOUND_BY_LINKS or trial["slow_node"]:
+        if work.name != "MHA" or work.causal or trial["pressure"] != BOUND_BY_LINKS or trial["slow_node"]:
             continue
-        for line in (line for line in lines_of(trial) if line.name in GROWING and line.bytes_measured):
-            ranks = trial["nodes"] * trial["ranks_per_node"]
-            rows.append((ranks, trial["machine"], work.length, GROWING.index(line.name), line))
+        for line in lines_of(trial):
+            if line.name in GROWING and line.bytes_measured:
+                ranks = trial["nodes"] * trial["ranks_per_node"]
+                rows.append((GROWING.index(line.name), ranks, trial["machine"], work.length, line.bytes_measured, line))
     if not rows:
         return "<p>Not measured in this run.</p>"
     head = "".join(
@@ -241,9 +243,9 @@ def _growth(trials: Sequence[Json]) -> str:
     )
     body = "".join(
         f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{length}</td>"
-        f"<td>{line.bytes_measured / 1e6:.2f}</td><td>{line.bytes_measured / 1e3 / length:.2f}</td>"
+        f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / length:.2f}</td>"
         f"<td>{line.seconds:.3f}</td><td>{line.exposed:.3f}</td></tr>"
-        for ranks, machine, length, _, line in sorted(rows, key=lambda row: (row[3], *row[:3]))
+        for _, ranks, machine, length, measured, line in sorted(rows, key=lambda row: row[:4])
     )
     note = f"MHA, full mask, {pressure_text(BOUND_BY_LINKS)}. One node's link."
     return f"<p class='note'>{note}</p><div class='wide'><table><tr>{head}</tr>{body}</table></div>"
@@ -258,7 +260,7 @@ def _left_out(report: Json) -> str:
         work = Work(**trial["work"])
         for row in trial["rows"]:
             if row["refused"]:
-                where = f"{trial['machine']} {work.kind} {work.mask}"
+                where = f"{trial['machine']} {work.name} {work.mask}"
                 reasons.setdefault((row["name"], row["refused"]), []).append(where)
     if not reasons:
         return "<p>Nobody.</p>"

@@ -3,8 +3,8 @@
 `Cluster` builds one, runs programs and functions on it, and counts what crosses each link.
 """
 
-from lab.cluster import Cluster, available, own_link_bytes
-from lab.holder import LabError
-from lab.job import JobError
+from startrail.lab.cluster import Cluster, available, own_link_bytes
+from startrail.lab.holder import LabError
+from startrail.lab.job import JobError
 
 __all__ = ["Cluster", "JobError", "LabError", "available", "own_link_bytes"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from lab.namespaces import enter_network, new_network
-from lab.shape import LINK, Shape, parse_rate
+from startrail.lab.namespaces import enter_network, new_network
+from startrail.lab.wiring import LINK, Wiring, parse_rate
 
 # A bucket holds this much of a link's time, so that a timer served late on a busy machine costs no throughput. It is
 # also all that a run can gain by: once, after an idle spell.
@@ -32,21 +32,21 @@ ROOT = 0x10000  # tc writes 1:0; its one class is 1:1
 class Network:
     """All namespaces and links of one cluster; the calling process ends up in the switch's namespace."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
         self.switch = new_network()
         _quieten()
         self._at_switch = IPRoute(groups=0)
-        self._shaper = shape.shaper or self._find_shaper()
-        for rack in range(shape.racks):
+        self._shaper = wiring.shaper or self._find_shaper()
+        for rack in range(wiring.racks):
             self._add_bridge(f"rack{rack}")
-        if shape.racks > 1:
+        if wiring.racks > 1:
             self._add_bridge("core")
-        for rack in range(shape.racks if shape.racks > 1 else 0):
+        for rack in range(wiring.racks if wiring.racks > 1 else 0):
             self._add_trunk(rack)
         self.nodes: list[int] = []
         self._at_node: list[IPRoute] = []
-        for node in range(shape.nodes):
+        for node in range(wiring.machine.nodes):
             self._add_node(node)
 
     def set_link(self, node: int, rate: str | None) -> None:
@@ -63,7 +63,7 @@ class Network:
         return [_counters(ip, LINK) for ip in self._at_node]
 
     def rack_bytes(self) -> list[dict[str, int]]:
-        racks = range(self._shape.racks if self._shape.racks > 1 else 0)
+        racks = range(self._wiring.racks if self._wiring.racks > 1 else 0)
         return [_counters(self._at_switch, f"up{rack}") for rack in racks]
 
     def remove(self) -> None:
@@ -88,7 +88,7 @@ class Network:
         self._at_switch.link("set", index=_index(self._at_switch, name), state="up")
 
     def _add_trunk(self, rack: int) -> None:
-        rate = parse_rate(self._shape.rack_link)
+        rate = parse_rate(self._wiring.rack_link)
         options = self._pair_options(rate)
         self._at_switch.link(
             "add", ifname=f"up{rack}", kind="veth", peer={"ifname": f"down{rack}", **options}, **options
@@ -98,26 +98,26 @@ class Network:
             self._limit(self._at_switch, name, rate, self._shaper)
 
     def _add_node(self, node: int) -> None:
-        shape = self._shape
+        wiring = self._wiring
         namespace = new_network()
         self.nodes.append(namespace)
         _quieten()
         ip = IPRoute(groups=0)
         self._at_node.append(ip)
         enter_network(self.switch)
-        options = self._pair_options(shape.rate(node))
+        options = self._pair_options(wiring.rate(node))
         peer = {"ifname": LINK, "net_ns_fd": namespace, **options}
         self._at_switch.link("add", ifname=f"node{node}", kind="veth", peer=peer, **options)
-        self._attach(f"node{node}", f"rack{shape.rack(node)}")
+        self._attach(f"node{node}", f"rack{wiring.rack(node)}")
         ip.link("set", index=_index(ip, "lo"), state="up")
-        ip.addr("add", index=_index(ip, LINK), address=shape.address(node), prefixlen=24)
+        ip.addr("add", index=_index(ip, LINK), address=wiring.address(node), prefixlen=24)
         ip.link("set", index=_index(ip, LINK), state="up")
-        self._limit_node(node, shape.rate(node))
+        self._limit_node(node, wiring.rate(node))
 
     def _pair_options(self, rate: int | None) -> dict[str, int]:
         # A limited link carries real frames: one segment each, so that the bucket never meets a 64 KiB super-frame
         # and the counters count every header. An unlimited link keeps them, to cost as little CPU as it can.
-        return {"mtu": self._shape.mtu} | ({} if rate is None else {"gso_max_segs": 1})
+        return {"mtu": self._wiring.mtu} | ({} if rate is None else {"gso_max_segs": 1})
 
     def _attach(self, name: str, bridge: str) -> None:
         master = _index(self._at_switch, bridge)
@@ -136,13 +136,13 @@ class Network:
                 ip.tc("del", index=index, root=True)
             return
         bytes_a_second = rate // 8
-        burst = max(2 * self._shape.mtu, int(bytes_a_second * BURST_SECONDS))
+        burst = max(2 * self._wiring.mtu, int(bytes_a_second * BURST_SECONDS))
         if shaper == "tbf":
             ip.tc("replace", "tbf", index, ROOT, rate=bytes_a_second, burst=burst, limit=QUEUE_BYTES)
             return
         if not limited:
             ip.tc("add", "htb", index, ROOT, default=1)
-        bucket = {"rate": bytes_a_second, "burst": burst, "cburst": burst, "quantum": self._shape.mtu}
+        bucket = {"rate": bytes_a_second, "burst": burst, "cburst": burst, "quantum": self._wiring.mtu}
         ip.tc("replace-class", "htb", index, ROOT + 1, parent=ROOT, **bucket)
 
 

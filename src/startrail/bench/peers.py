@@ -9,25 +9,39 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.bench.cases import Contender, Work
-from lab.bench.closed import Machine
 from startrail import SequenceParallel
+from startrail.bench.cases import Contender, Work
+from startrail.cluster import Machine
 from startrail.kernels import kernel_for
 from startrail.layout import Layout
 from startrail.mask import Mask, tiles_of
 
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-TOLERANCE = {"rtol": 1e-3, "atol": 2e-5}
+
+
+class Tolerance(NamedTuple):
+    """As torch.allclose has it."""
+
+    relative: float
+    absolute: float
+
+    def allows(self, ours: Tensor, right: Tensor) -> bool:
+        return torch.allclose(ours, right, rtol=self.relative, atol=self.absolute)
+
+
+TOLERANCE = Tolerance(relative=1e-3, absolute=2e-5)
 aten = torch.ops.aten
 
 DISCLOSURES = {
@@ -44,6 +58,7 @@ DISCLOSURES = {
     "With a full mask it returns dq in bfloat16, and is checked to that precision",
     "yunchang": "yunchang's LongContextAttention (USP: Ulysses in a node, a ring over nodes), unmodified, on the same "
     "substitute kernel, in float32 and checked in the same way",
+    "yunchang across": "the same with use_ulysses_low=False: Ulysses over the nodes, a ring in each",
     "deepspeed": "DeepSpeed's DistributedAttention, unmodified, around torch's scaled_dot_product_attention (its "
     "shared-memory all-reduce, which plays no part, is not built)",
 }
@@ -57,8 +72,9 @@ class Data:
     answers: Results
 
     def to(self, device: torch.device) -> Data:
-        inputs, answers = (tuple(x.to(device) for x in xs) for xs in (self.inputs, self.answers))
-        return Data(inputs, answers)  # type: ignore[arg-type]
+        q, k, v, dout = (x.to(device) for x in self.inputs)
+        out, dq, dk, dv = (x.to(device) for x in self.answers)
+        return Data((q, k, v, dout), (out, dq, dk, dv))
 
 
 def own_device() -> torch.device:
@@ -74,9 +90,21 @@ def make_data(work: Work, seed: int = 0) -> Data:
         return torch.randn(work.batch, heads, work.length, work.head_dim, generator=generator)
 
     q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=work.causal, enable_gqa=work.q_heads != work.kv_heads)
-    return Data((q, k, v, dout), (out.detach(), *torch.autograd.grad(out, leaves, dout)))
+    attention = partial(whole_attention, causal=work.causal)
+    return Data((q, k, v, dout), with_gradients(attention, q, k, v, dout))
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """By one process that has all the keys of all the queries' heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def with_gradients(attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    """What ``attention`` returns, and the gradients of q, k and v that autograd finds for ``dout``."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return out.detach(), dq, dk, dv
 
 
 class Attender(ABC):
@@ -108,11 +136,11 @@ class Attender(ABC):
         results = self.attend(*self.inputs)
         for name, ours, whole in zip(("out", "dq", "dk", "dv"), results, self.data.answers, strict=True):
             right = self.shard(whole)
-            if not torch.allclose(ours, right, **self.tolerance(name)):
+            if not self.tolerance(name).allows(ours, right):
                 return f"wrong {name}: off by up to {(ours - right).abs().max().item():.1e}"
         return None
 
-    def tolerance(self, name: str) -> dict[str, float]:
+    def tolerance(self, name: str) -> Tolerance:
         """How far one of out, dq, dk, dv may be off."""
         return TOLERANCE
 
@@ -136,9 +164,7 @@ class Planned(Attender):
         self.place = self.sp.rank
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        qkv = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = self.sp.attention(*qkv, causal=self.work.causal)
-        return (out.detach(), *torch.autograd.grad(out, qkv, dout))
+        return with_gradients(partial(self.sp.attention, causal=self.work.causal), q, k, v, dout)
 
     def waiting(self) -> float | None:
         seconds = self.sp.timings()["waiting"]
@@ -157,15 +183,15 @@ class Alone(Attender):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
         _, k, v, _ = self.data.inputs
-        partial = self.kernel.forward(q, k, v, self.visible, self.scale)
-        lse = partial.lse.to(q.dtype)
-        sums = self.kernel.backward(dout, q, k, v, partial.out, lse, self.visible, self.scale)
-        return (partial.out, *(total.value for total in sums))
+        result = self.kernel.forward(q, k, v, self.visible, self.scale)
+        out, lse = result.out, result.lse.to(q.dtype)
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse, self.visible, self.scale)
+        return out, dq.value, dk.value, dv.value
 
     def mistake(self) -> str | None:
         out, dq, *_ = self.attend(*self.inputs)
         for name, ours, whole in (("out", out, self.data.answers[0]), ("dq", dq, self.data.answers[1])):
-            if not torch.allclose(ours, self.shard(whole), **TOLERANCE):
+            if not TOLERANCE.allows(ours, self.shard(whole)):
                 return f"wrong {name}"
         return None
 
@@ -188,11 +214,11 @@ class TorchRing(Attender):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
         self.cp._cp_options.enable_load_balance = self.work.causal
         self.cp.set_rotate_method(self.method)
-        options = {"dropout_p": 0.0, "is_causal": self.work.causal}
+        options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": self.work.causal}
         forward = aten._scaled_dot_product_flash_attention_for_cpu.default
         out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **options)
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        saved = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
+        saved: dict[str, Any] = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
         dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(
             self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **options
         )
@@ -220,10 +246,10 @@ class DeepSpeed(Attender):
 
     def local(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.work.causal, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2)
+        return whole_attention(q, k, v, self.work.causal).transpose(1, 2)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.distributed(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0).transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        qkv = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = self.distributed(*(x.transpose(1, 2).contiguous() for x in qkv), 0).transpose(1, 2)
-        return (out.detach(), *torch.autograd.grad(out, qkv, dout))
+        return with_gradients(self.attention, q, k, v, dout)

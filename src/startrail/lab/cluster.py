@@ -12,13 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from lab.holder import Holder, LabError
-from lab.job import Job, Program
-from lab.namespaces import die_with, enter_held_network, kill_all, signal_all
-from lab.shape import LINK, Shape, parse_rate
+from startrail.cluster import Machine
+from startrail.lab.holder import Holder, LabError
+from startrail.lab.job import Job, Program
+from startrail.lab.namespaces import die_with, enter_held_network, kill_all, signal_all
+from startrail.lab.wiring import LINK, Wiring, parse_rate
 
 if TYPE_CHECKING:
-    from lab.call import Call
+    from startrail.lab.call import Call
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
@@ -56,7 +57,8 @@ class Cluster:
         mtu: int = 9000,
         shaper: str | None = None,
     ) -> None:
-        self.shape = Shape(nodes, ranks_per_node, link, racks, rack_link, dict(slow or {}), mtu, shaper)
+        self.machine = Machine(nodes, ranks_per_node)
+        self.wiring = Wiring(self.machine, link, racks, rack_link, dict(slow or {}), mtu, shaper)
         self._holder: Holder | None = None
         self._folder = ""
         self._owner = 0
@@ -66,11 +68,11 @@ class Cluster:
     def __enter__(self) -> Cluster:
         self._folder = tempfile.mkdtemp(prefix="startrail-lab-")  # the holder removes it
         self._owner = os.getpid()
-        self._holder = Holder(self.shape, self._folder)
+        self._holder = Holder(self.wiring, self._folder)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         holder = self._running()
         try:
@@ -90,28 +92,28 @@ class Cluster:
 
     def set_link(self, node: int, rate: str | None) -> None:
         """Give a node's link another rate, both ways, at once."""
-        self.shape.check_node(node)
+        self.wiring.check_node(node)
         parse_rate(rate)
         self._running().ask("set_link", node, rate)
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: nothing passes, and connections wait for `restore`."""
-        self.shape.check_node(node)
+        self.wiring.check_node(node)
         self._running().ask("cut", node)
 
     def restore(self, node: int) -> None:
         """Plug a node's cable back in."""
-        self.shape.check_node(node)
+        self.wiring.check_node(node)
         self._running().ask("restore", node)
 
     def stop(self, node: int) -> None:
         """Freeze every process of a node, as if the machine hung: its connections stay, and nobody answers."""
-        self.shape.check_node(node)
+        self.wiring.check_node(node)
         signal_all({self._running().networks[node]}, signal.SIGSTOP)
 
     def resume(self, node: int) -> None:
         """Let a stopped node run on."""
-        self.shape.check_node(node)
+        self.wiring.check_node(node)
         signal_all({self._running().networks[node]}, signal.SIGCONT)
 
     def start(
@@ -162,7 +164,7 @@ class Cluster:
 
         ``expendable`` ranks are not waited for and may die, in tests of what the others then do; they return None.
         """
-        from lab.call import Call  # here, so that whoever only runs programs does not wait for torch
+        from startrail.lab.call import Call  # here, so that whoever only runs programs does not wait for torch
 
         self._be_free()
         environments = [{**variables, **(env or {})} for variables in self._environments()]
@@ -193,12 +195,12 @@ class Cluster:
         self._jobs += 1
 
     def _environments(self) -> list[dict[str, str]]:
-        shape = self.shape
+        machine = self.machine
         common = {
-            "WORLD_SIZE": str(shape.world),
-            "LOCAL_WORLD_SIZE": str(shape.ranks_per_node),
-            "GROUP_WORLD_SIZE": str(shape.nodes),
-            "MASTER_ADDR": shape.address(0),
+            "WORLD_SIZE": str(machine.world),
+            "LOCAL_WORLD_SIZE": str(machine.ranks_per_node),
+            "GROUP_WORLD_SIZE": str(machine.nodes),
+            "MASTER_ADDR": self.wiring.address(0),
             "MASTER_PORT": str(FIRST_PORT + self._jobs % PORTS),
             "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
@@ -209,17 +211,17 @@ class Cluster:
             {
                 **common,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank % shape.ranks_per_node),
-                "GROUP_RANK": str(shape.node(rank)),
-                "NODE_RANK": str(shape.node(rank)),
+                "LOCAL_RANK": str(rank % machine.ranks_per_node),
+                "GROUP_RANK": str(machine.node(rank)),
+                "NODE_RANK": str(machine.node(rank)),
             }
-            for rank in range(shape.world)
+            for rank in range(machine.world)
         ]
 
     def _enter(self, rank: int) -> None:
         # In the forked child, before it becomes a rank.
         holder = self._running()
-        enter_held_network(holder.pid, holder.descriptors[self.shape.node(rank)], holder.in_user_namespace)
+        enter_held_network(holder.pid, holder.descriptors[self.machine.node(rank)], holder.in_user_namespace)
         die_with(self._owner)
 
     def _sweep(self) -> None:

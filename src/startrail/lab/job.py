@@ -54,7 +54,7 @@ class Job:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.kill()
 

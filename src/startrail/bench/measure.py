@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lab.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
-from lab.bench.closed import Machine, rate_for, ring_bytes, shapes_for
-from lab.bench.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
-from lab.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
-from lab.bench.ring import TextbookRing
-from lab.cluster import Cluster, own_link_bytes
 from startrail import SequenceParallel
+from startrail.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
+from startrail.bench.flash_peers import RingFlash, Yunchang, ring_flash_attn, yunchang
+from startrail.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
+from startrail.bench.ring import TextbookRing
+from startrail.bench.sizes import piece_sizes, ring_bytes
+from startrail.cluster import Machine, rate_for
+from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.plan import Plan
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
@@ -42,15 +43,17 @@ ATTENDERS: dict[str, type[Attender]] = {
     "torch gather": TorchRing,
     "ring-flash-attn": RingFlash,
     "yunchang": Yunchang,
+    "yunchang across": Yunchang,
     "deepspeed": DeepSpeed,
 }
 # Peers that must be installed, by way: the module, and what imports it.
 PACKAGES: dict[str, tuple[str, Callable[[], object]]] = {
     "ring-flash-attn": ("ring_flash_attn", ring_flash_attn),
     "yunchang": ("yunchang", yunchang),
+    "yunchang across": ("yunchang", yunchang),
     "deepspeed": ("deepspeed", deepspeed),
 }
-UNPADDED = ("torch ring", "torch gather", "ring-flash-attn", "yunchang")
+UNPADDED = ("torch ring", "torch gather", "ring-flash-attn", "yunchang", "yunchang across")
 
 
 class Runner(Protocol):
@@ -87,7 +90,7 @@ def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
     data: dict[Work, Any] = {}
     for work in {trial.work: None for trial in trials}:
         if work.model:
-            from lab.bench.models import expected_results
+            from startrail.bench.models import expected_results
 
             data[work] = expected_results(work)
         else:
@@ -97,7 +100,7 @@ def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
 
 def make_runner(contender: Contender, machine: Machine, work: Work, data: Any) -> Runner:
     if work.model:
-        from lab.bench.models import Step
+        from startrail.bench.models import Step
 
         return Step(contender, machine, work, data)
     return ATTENDERS[contender.way](contender, machine, work, data)
@@ -110,15 +113,16 @@ def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
     if own_device().type == "cuda" and contender.way not in ("plan", "textbook ring"):
         return "its adapter here is for CPUs"
     if contender.way in PACKAGES and find_spec(PACKAGES[contender.way][0]) is None:
-        return f"{contender.way} is not installed (make setup-bench)"
+        return f"{PACKAGES[contender.way][0].replace('_', '-')} is not installed (make setup-bench)"
     if contender.way in UNPADDED and work.length % (2 * machine.world):
         return f"it needs a length that 2 x {machine.world} ranks divide, not {work.length}"
-    share = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node}.get(contender.way, 1)
+    sharing = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node, "yunchang across": machine.nodes}
+    share = sharing.get(contender.way, 1)
     if work.kv_heads % share:
         return f"{share} ranks cannot share {work.kv_heads} key/value heads evenly"
     try:
         if contender.way == "plan":
-            shapes_for(Plan.parse(contender.plan), machine, work)
+            piece_sizes(Plan.parse(contender.plan), machine, work)
     except ValueError as error:
         return str(error).partition("; plans that fit")[0]
     return None

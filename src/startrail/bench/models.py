@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.bench.cases import Contender, Work
-from lab.bench.closed import Machine
-from lab.bench.peers import engine, own_device
-from lab.bench.ring import RingAttention, TextbookRing
+from startrail.bench.cases import Contender, Work
+from startrail.bench.peers import Attention, engine, own_device, whole_attention
+from startrail.bench.ring import TextbookRing
+from startrail.cluster import Machine
 from startrail.training.dit import DiT, flow_matching_loss
 from startrail.training.gpt import GPT
 from startrail.training.loss import chunked_cross_entropy, global_mean, sum_gradients
@@ -22,44 +23,67 @@ from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
 
 TOLERANCE = 1e-5  # of the loss
 GRADIENTS = 1e-3  # of the largest gradient of each parameter
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+COLUMNS = 32  # of an image's patches
 Cut = Callable[[Tensor, int], Tensor]  # this rank's part of a tensor along a dimension
 
 
-class Model:
-    """One of the two models with a batch of one sequence; ``loss`` takes an attention and a way to cut the sequence."""
+class Model(ABC):
+    """One of the two models with a batch of one sequence; ``sums`` takes an attention and a way to cut the sequence."""
+
+    net: torch.nn.Module
 
     def __init__(self, work: Work) -> None:
         self.work, self.device = work, own_device()
-        generator = torch.Generator().manual_seed(0)
+        self.width = work.q_heads * work.head_dim
         torch.manual_seed(0)
-        width, side = work.q_heads * work.head_dim, 32
-        if work.model == "gpt":
-            heads = {"heads": work.q_heads, "kv_heads": work.kv_heads}
-            shape = replace(GPT_CONFIGS["gpt-tiny"], width=width, layers=work.layers, **heads)
-            self.net: torch.nn.Module = GPT(shape)
-            self.tokens = torch.randint(shape.vocab, (work.batch, work.length), generator=generator).to(self.device)
-            self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100)  # shifted before anything is cut
-        else:
-            grid = {"rows": work.length // side, "columns": side}
-            dit = replace(DIT_CONFIGS["dit-tiny"], width=width, layers=work.layers, heads=work.q_heads, **grid)
-            self.net = DiT(dit)
-            shape = (work.batch, work.length, dit.patch_dim)
-            self.patches, self.noise = (torch.randn(shape, generator=generator).to(self.device) for _ in range(2))
+        self.build(torch.Generator().manual_seed(0))
         self.net.to(self.device)
 
-    def loss(self, attend: Attend, cut: Cut, positions: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        positions = positions.to(self.device)
-        if self.work.model == "gpt":
-            hidden = self.net(cut(self.tokens, 1), positions, attend)
-            sums = chunked_cross_entropy(hidden, self.net.output_weight, cut(self.labels, 1), chunk=1024)
-        else:
-            time_ = torch.full((self.work.batch,), 0.3, device=self.device)
-            label = torch.zeros(self.work.batch, dtype=torch.long, device=self.device)
-            real = cut(torch.ones(self.work.length, device=self.device), 0).bool()
-            parts = cut(self.patches, 1), cut(self.noise, 1)
-            sums = flow_matching_loss(self.net, *parts, time_, label, positions, real, attend)  # type: ignore[arg-type]
-        return global_mean(*sums, group) if group is not None else sums[0] / sums[1]
+    @abstractmethod
+    def build(self, generator: torch.Generator) -> None: ...
+
+    @abstractmethod
+    def sums(self, attend: Attention, cut: Cut, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's sum of losses, and how many it has added up."""
+
+    def loss(self, attend: Attention, cut: Cut, positions: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        total, count = self.sums(attend, cut, positions.to(self.device))
+        return total / count if group is None else global_mean(total, count, group)
+
+
+class Gpt(Model):
+    def build(self, generator: torch.Generator) -> None:
+        work, tiny = self.work, GPT_CONFIGS["gpt-tiny"]
+        heads, kv_heads = work.q_heads, work.kv_heads
+        config = replace(tiny, width=self.width, layers=work.layers, heads=heads, kv_heads=kv_heads)
+        self.net = self.gpt = GPT(config)
+        self.tokens = torch.randint(config.vocab, (work.batch, work.length), generator=generator).to(self.device)
+        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100)  # shifted before anything is cut
+
+    def sums(self, attend: Attention, cut: Cut, positions: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.gpt(cut(self.tokens, 1), positions, attend)
+        return chunked_cross_entropy(hidden, self.gpt.output_weight, cut(self.labels, 1), chunk=1024)
+
+
+class Dit(Model):
+    def build(self, generator: torch.Generator) -> None:
+        work, tiny = self.work, DIT_CONFIGS["dit-tiny"]
+        rows = work.length // COLUMNS
+        config = replace(tiny, width=self.width, layers=work.layers, heads=work.q_heads, rows=rows, columns=COLUMNS)
+        self.net = self.dit = DiT(config)
+        size = (work.batch, work.length, config.patch_dim)
+        self.patches, self.noise = (torch.randn(size, generator=generator).to(self.device) for _ in range(2))
+
+    def sums(self, attend: Attention, cut: Cut, positions: Tensor) -> tuple[Tensor, Tensor]:
+        batch, device = self.work.batch, self.device
+        times, labels = torch.full((batch,), 0.3, device=device), torch.zeros(batch, dtype=torch.long, device=device)
+        real = cut(torch.ones(self.work.length, device=device), 0).bool()
+        patches, noise = cut(self.patches, 1), cut(self.noise, 1)
+        return flow_matching_loss(self.dit, patches, noise, times, labels, positions, real, attend)
+
+
+def make_model(work: Work) -> Model:
+    return Gpt(work) if work.model == "gpt" else Dit(work)
 
 
 Expected = tuple[float, list[Tensor]]  # the loss, and the gradient of every parameter
@@ -67,10 +91,8 @@ Expected = tuple[float, list[Tensor]]  # the loss, and the gradient of every par
 
 def expected_results(work: Work) -> Expected:
     """What one process finds that has all of the sequence."""
-    gqa = work.q_heads != work.kv_heads
-    attend = partial(F.scaled_dot_product_attention, is_causal=work.causal, enable_gqa=gqa)
-    model = Model(work)
-    loss = model.loss(attend, lambda x, dim: x, torch.arange(work.length), None)
+    model = make_model(work)
+    loss = model.loss(partial(whole_attention, causal=work.causal), lambda x, dim: x, torch.arange(work.length), None)
     return loss.item(), list(torch.autograd.grad(loss, list(model.net.parameters())))
 
 
@@ -78,16 +100,16 @@ class Step:
     """A contender training the model on this rank."""
 
     def __init__(self, contender: Contender, machine: Machine, work: Work, expected: Expected) -> None:
-        self.model, self.work, self.machine, self.expected = Model(work), work, machine, expected
+        self.model, self.work, self.machine, self.expected = make_model(work), work, machine, expected
         self.ring: TextbookRing | None = None
         self.alone = contender.way == "compute"
         self.sp = engine(contender.plan or f"1x{machine.world}", machine)
         self.group = dist.group.WORLD
         if self.alone:
-            self.attend: Attend = self.attend_alone
+            self.attend: Attention = self.attend_alone
         elif contender.way == "textbook ring":
             self.ring = TextbookRing(contender, machine, work, None)
-            self.attend = partial(RingAttention.apply, self.ring)
+            self.attend = self.ring.attention
         else:
             self.attend = partial(self.sp.attention, causal=work.causal, length=work.length)
 
@@ -95,7 +117,7 @@ class Step:
         """As much arithmetic as this rank's share, on its own tokens over and over, half as often if causal."""
         copies = self.machine.world // (2 if self.work.causal else 1)
         k, v = (x.repeat(1, 1, copies, 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        return whole_attention(q, k, v, causal=False)
 
     def loss(self) -> Tensor:
         positions = self.sp.positions(self.work.length)

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lab.cluster import Cluster
-from lab.holder import LabError
-from lab.job import JobError
+from startrail.lab.cluster import Cluster
+from startrail.lab.holder import LabError
+from startrail.lab.job import JobError
 
 EXAMPLE = """example, a program of 32 ranks on 4 nodes whose links carry 100 Mbit/s each way, node 3 half as much:
 
@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Parser = options.parser
     if not program:
         run.error("no program to run: put it after --, as in -- script.py --its-own-options")
-    shape = {"racks": options.racks, "rack_link": options.rack_link, "slow": dict(options.slow)}
+    wiring = {"racks": options.racks, "rack_link": options.rack_link, "slow": dict(options.slow)}
     try:
-        cluster = Cluster(options.nodes, options.ranks, options.link, **shape)
+        cluster = Cluster(options.nodes, options.ranks, options.link, **wiring)
     except ValueError as error:
         run.error(str(error))
     try:

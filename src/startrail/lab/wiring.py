@@ -1,9 +1,11 @@
-"""What an emulated cluster looks like: plain values, checked when they are made, known to both ends of the lab."""
+"""How an emulated cluster is wired: plain values, checked when they are made, known to both ends of the lab."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+
+from startrail.cluster import Machine, check_counts
 
 LINK = "eth0"  # the interface of every node's link, as the node sees it
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -31,19 +33,18 @@ def parse_rate(text: str | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Nodes, ranks and links of an emulated cluster.
+class Wiring:
+    """A machine, and the links that join its nodes.
 
     Every node has one link, to the switch of its rack; with several racks, each rack's switch has one link to the core.
     ``slow`` gives some nodes a rate of their own.
 
-    >>> shape = Shape(nodes=4, ranks_per_node=2, link="100mbit", racks=2, rack_link="50mbit", slow={3: "10mbit"})
-    >>> [shape.rack(node) for node in range(4)], shape.world, shape.address(3), shape.rate(3)
-    ([0, 0, 1, 1], 8, '10.77.0.4', 10000000)
+    >>> wiring = Wiring(Machine(4, 2), link="100mbit", racks=2, rack_link="50mbit", slow={3: "10mbit"})
+    >>> [wiring.rack(node) for node in range(4)], wiring.address(3), wiring.rate(3)
+    ([0, 0, 1, 1], '10.77.0.4', 10000000)
     """
 
-    nodes: int = 4
-    ranks_per_node: int = 8
+    machine: Machine
     link: str | None = "100mbit"
     racks: int = 1
     rack_link: str | None = None
@@ -52,14 +53,12 @@ class Shape:
     shaper: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "racks"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
-        if self.nodes > MAX_NODES:
-            raise ValueError(f"nodes={self.nodes} is more than the {MAX_NODES} that the lab has addresses for")
-        if self.nodes % self.racks:
-            raise ValueError(f"{self.nodes} nodes do not fill {self.racks} racks evenly")
+        check_counts(racks=self.racks)
+        nodes = self.machine.nodes
+        if nodes > MAX_NODES:
+            raise ValueError(f"nodes={nodes} is more than the {MAX_NODES} that the lab has addresses for")
+        if nodes % self.racks:
+            raise ValueError(f"{nodes} nodes do not fill {self.racks} racks evenly")
         if self.racks == 1 and self.rack_link is not None:
             raise ValueError(f"rack_link={self.rack_link!r} limits links between racks, but racks=1")
         for node in self.slow:
@@ -71,19 +70,12 @@ class Shape:
         if self.shaper is not None and self.shaper not in SHAPERS:
             raise ValueError(f"shaper={self.shaper!r} is none of {', '.join(SHAPERS)}")
 
-    @property
-    def world(self) -> int:
-        return self.nodes * self.ranks_per_node
-
     def check_node(self, node: int) -> None:
-        if not isinstance(node, int) or not 0 <= node < self.nodes:
-            raise ValueError(f"there is no node {node!r}: nodes are 0 to {self.nodes - 1}")
-
-    def node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        if not isinstance(node, int) or not 0 <= node < self.machine.nodes:
+            raise ValueError(f"there is no node {node!r}: nodes are 0 to {self.machine.nodes - 1}")
 
     def rack(self, node: int) -> int:
-        return node // (self.nodes // self.racks)
+        return node // (self.machine.nodes // self.racks)
 
     def address(self, node: int) -> str:
         """The node's address on its link, in a private range that exists inside the lab's namespaces only."""

@@ -1,6 +1,4 @@
-"""Tokens/s and time exposed in communication while GPT and DiT train: Ring Attention against the default plan.
-
-    make bench-train                          # or: python -m benchmarks.timeshare --rounds 5 --steps 6
+"""``startrail bench train``: tokens/s and exposed communication in training, Ring Attention against the default plan.
 
 Both plans run in the same invocation, one after the other in every round, and medians are reported, because other
 tenants of a machine come and go. Ranks share this machine's cores and its loopback, which is faster than any network:
@@ -15,9 +13,11 @@ import platform
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import torch
 
+from startrail.bench.options import tool_parser
 from startrail.local import run_local
 from startrail.training.display import Display, Metrics, Summary
 from startrail.training.loop import Trainer
@@ -54,18 +54,21 @@ def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[flo
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", default="gpt-tiny,dit-tiny")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = tool_parser("train", __doc__, "--rounds 5 --steps 6")
+    parser.add_argument("--recipes", default="gpt-tiny,dit-tiny", help="(default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="measured steps in a round (default %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    try:
+        recipes = {name: find(name) for name in options.recipes.split(",")}
+    except ValueError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     print(f"training, float32, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}\n")
     heads = f"{'tokens/s':>9s} {'spread':>15s} {'exposed':>8s} {'sent/rank/step':>15s}"
     print(f"{'recipe':10s} {'ranks':>5s} {'plan':>7s} {heads}")
-    for name in options.recipes.split(","):
-        recipe = find(name)
+    for name, recipe in recipes.items():
         plans = [f"1x{recipe.ranks}", recipe.plan]
         speeds: dict[str, list[float]] = {plan: [] for plan in plans}
         shares: dict[str, list[float]] = {plan: [] for plan in plans}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
-from lab.bench.closed import Machine, link_bytes, ring_bytes
-from lab.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
+from startrail.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
+from startrail.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
+from startrail.bench.sizes import link_bytes, ring_bytes
+from startrail.cluster import Machine
 from startrail.plan import Plan
 
 COLOURS = {
@@ -41,8 +42,8 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
     made = {}
     for trial in bars:
         work = Work(**trial["work"])
-        kind = work.kind.replace(" ", "-").replace(":", "-").lower()
-        name = f"throughput-{kind}-{work.mask}-{trial['pressure']:g}x.png"
+        slug = work.name.replace(" ", "-").replace(":", "-").lower()
+        name = f"throughput-{slug}-{work.mask}-{trial['pressure']:g}x.png"
         caption = f"{title(trial)}: throughput relative to the faster flat ring, and what each one's bytes allow"
         made[name] = (_throughput(trial), caption)
     if len({trial["pressure"] for trial in report["trials"]}) > 1:
@@ -71,15 +72,14 @@ def _png(figure: Any) -> bytes:
 
 
 def _throughput(trial: Json) -> bytes:
-    lines = [line for line in lines_of(trial) if line.against_ring is not None and line.role != "compute"]
-    lines.sort(key=lambda line: line.seconds, reverse=True)
+    timed = sorted(lines_of(trial), key=lambda line: line.seconds, reverse=True)
+    ratios = {line: line.against_ring for line in timed if line.against_ring is not None and line.role != "compute"}
+    lines = list(ratios)
     figure, axes = _figure(7, 0.8 + 0.34 * len(lines))
     labels = [f"{line.name} ({line.plan})" if line.plan and line.plan not in line.name else line.name for line in lines]
-    values = [line.against_ring for line in lines]
-    errors = _errors(lines)
     colours = [COLOURS.get(line.role, "#cccccc") for line in lines]
-    axes.barh(labels, values, color=colours, xerr=errors, error_kw={"lw": 1, "alpha": 0.6})
-    limits = [line.against_ring / line.share_of_bound for line in lines]
+    axes.barh(labels, list(ratios.values()), color=colours, xerr=_errors(ratios), error_kw={"lw": 1, "alpha": 0.6})
+    limits = [ratio / line.share_of_bound for line, ratio in ratios.items()]
     axes.scatter(limits, labels, marker="|", s=160, color="black", label="its bound", zorder=3)
     axes.axvline(1.0, color="black", lw=0.7, ls=":")
     axes.set_xlabel("throughput relative to ring", fontsize=9)
@@ -88,9 +88,9 @@ def _throughput(trial: Json) -> bytes:
     return _png(figure)
 
 
-def _errors(lines: Sequence[Line]) -> list[list[float]]:
-    below = [line.against_ring * (1 - line.seconds / line.spread[1]) for line in lines]
-    above = [line.against_ring * (line.seconds / line.spread[0] - 1) for line in lines]
+def _errors(ratios: Mapping[Line, float]) -> list[list[float]]:
+    below = [ratio * (1 - line.seconds / line.spread[1]) for line, ratio in ratios.items()]
+    above = [ratio * (line.seconds / line.spread[0] - 1) for line, ratio in ratios.items()]
     return [below, above]
 
 
@@ -101,7 +101,7 @@ def _rates(report: Json, machine: str) -> bytes:
             trial
             for trial in report["trials"]
             if trial["machine"] == machine
-            and Work(**trial["work"]).kind == "MHA"
+            and Work(**trial["work"]).name == "MHA"
             and trial["work"]["causal"] == causal
             and trial["work"]["length"] != LONG.length
             and not trial["slow_node"]
@@ -146,7 +146,7 @@ def _growth(report: Json) -> bytes:
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)
     for trial in report["trials"]:
         work = Work(**trial["work"])
-        if trial["machine"] == "4x4" and work.kind == "MHA" and not work.causal and trial["pressure"] == BOUND_BY_LINKS:
+        if trial["machine"] == "4x4" and work.name == "MHA" and not work.causal and trial["pressure"] == BOUND_BY_LINKS:
             for line in lines_of(trial):
                 if line.name in ("ring, textbook", "USP", "nested", "nested, keep") and line.bytes_measured:
                     by_length.scatter([work.length], [line.bytes_measured / 1e6], color=COLOURS[line.role], s=14)

@@ -1,10 +1,9 @@
-"""Speed and memory of the engine on this machine, against single-process SDPA with all cores, in one run.
+"""``startrail bench engine``: speed and memory of the engine on this machine, in one run.
 
-    make bench-engine                         # or: python -m benchmarks.engine --plans u8,1x8 --rounds 3
-
-Efficiency is the time of SDPA divided by ours, both forward + backward on the same sequence: with at least as many
-ranks as cores, 1.0 would mean that distributing costs nothing. Rounds are interleaved and medians reported, because
-other tenants of a machine come and go. Memory is what attention adds to a rank, against the engine's own formula.
+Efficiency is the time of single-process SDPA with all cores divided by ours, both forward + backward on the same
+sequence: with at least as many ranks as cores, 1.0 would mean that distributing costs nothing. Rounds are interleaved
+and medians reported, because other tenants of a machine come and go. Memory is what attention adds to a rank, against
+the engine's own formula.
 """
 
 from __future__ import annotations
@@ -15,31 +14,38 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch import Tensor
 
 import startrail
+from startrail.bench.options import tool_parser
+from startrail.bench.peers import whole_attention, with_gradients
 from startrail.local import run_local
+from startrail.plan import Plan
+from startrail.schedule.values import PASSES
 from startrail.training import process_memory
 
 PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
 
 
-def inputs(options: argparse.Namespace, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    shape = (1, options.heads, tokens, options.head_dim)
-    return [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+def inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output."""
+    size = (1, options.heads, tokens, options.head_dim)
+    return torch.randn(size), torch.randn(size), torch.randn(size), torch.randn(size)
 
 
 def time_sdpa(options: argparse.Namespace) -> float:
     def on_rank(rank: int) -> float:
         torch.set_num_threads(os.cpu_count() or 1)
-        qkv, dout = inputs(options, options.length)
+        q, k, v, dout = inputs(options, options.length)
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=not options.full), qkv, dout)
+            with_gradients(partial(whole_attention, causal=not options.full), q, k, v, dout)
             times.append(time.perf_counter() - start)
         return min(times[1:])
 
@@ -53,10 +59,13 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
 
     def on_rank(rank: int) -> tuple[float, float, float, float]:
         sp = startrail.SequenceParallel(plan)
-        qkv, dout = inputs(options, options.length // options.ranks)
-        shapes = sp.shapes_of(qkv[0], qkv[1], None)
-        small = [x[:, :, :16].detach().requires_grad_() for x in qkv]  # libraries and connections are not attention's
-        torch.autograd.grad(sp.attention(*small, causal=not options.full), small, dout[:, :, :16])
+        sequence, few = sp.sequence(options.length), sp.sequence(16 * sp.world)
+        attention = partial(sequence.attention, causal=not options.full)
+        q, k, v, dout = inputs(options, sequence.local)
+        sizes = sp.sizes(q, k)
+        # libraries and connections are not attention's
+        warm_up = partial(few.attention, causal=not options.full)
+        with_gradients(warm_up, q[:, :, :16], k[:, :, :16], v[:, :, :16], dout[:, :, :16])
         resident = process_memory.resident_bytes()
         process_memory.reset_peak(dout.device)
         times, shares = [], []
@@ -64,11 +73,11 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
             dist.barrier()
             sp.reset_counters()
             start = time.perf_counter()
-            torch.autograd.grad(sp.attention(*qkv, causal=not options.full), qkv, dout)
+            with_gradients(attention, q, k, v, dout)
             dist.barrier()
             times.append(time.perf_counter() - start)
             shares.append(sp.timings()["waiting"] / sp.timings()["total"])
-        formula = max(shapes.peak_bytes(direction) for direction in ("forward", "backward"))
+        formula = max(sizes.peak_bytes(pass_, sp.world) for pass_ in PASSES)
         return min(times[1:]), min(shares[1:]), process_memory.peak_bytes(dout.device) - resident, formula
 
     results = [result for result in run_local(on_rank, options.ranks) if result is not None]
@@ -76,8 +85,8 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
     return max(seconds), statistics.mean(shares), max(added), formula[0]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = tool_parser("engine", __doc__, "--plans u8,1x8 --rounds 3")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -85,9 +94,14 @@ def main() -> int:
     parser.add_argument("--plans", default=PLANS, help="separated by spaces or commas (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full", action="store_true", help="no causal mask")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     plans = options.plans.replace(",", " ").split()
+    try:
+        for plan in plans:
+            Plan.parse(plan).check_world(options.ranks)
+    except ValueError as error:
+        parser.error(str(error))
     print(
         f"forward + backward, {'full' if options.full else 'causal'}, N = {options.length}, {options.heads} heads x "
         f"{options.head_dim}, float32, {options.ranks} ranks of one thread; {os.cpu_count()} cores, "

@@ -1,0 +1,105 @@
+"""A stand-in for the flash-attn package, which needs a GPU, for peers that are written around it.
+
+ring-flash-attn and yunchang import ``flash_attn``. Here they find a module of that name with the two functions that
+they call, on ATen's CPU flash op. Everything that they send and when they send it stays their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:
+    """flash-attn's own signature, whose names its callers inspect; tensors are (batch, tokens, heads, dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=softmax_scale)
+    return out.transpose(1, 2), lse, None, None
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> None:
+    """Writes dq, dk, dv in place, as flash-attn does."""
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, softmax_lse, 0.0, causal, scale=softmax_scale
+    )
+    for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+        target.copy_(gradient.transpose(1, 2))
+
+
+def _not_here(*arguments: Any, **options: Any) -> None:
+    raise NotImplementedError("the stand-in for flash_attn has no such function")
+
+
+def install() -> None:
+    """Put the stand-in where ``import flash_attn`` finds it."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    package.__version__ = "2.7.0"  # type: ignore[attr-defined]  # the first with these signatures
+    package.flash_attn_func = _not_here  # type: ignore[attr-defined]
+    package.flash_attn_interface = interface  # type: ignore[attr-defined]
+    for function in (_flash_attn_forward, _flash_attn_backward):
+        setattr(interface, function.__name__, function)
+    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
+        setattr(interface, name, _not_here)
+    sys.modules |= {package.__name__: package, interface.__name__: interface}
+
+
+class CopyingTo(TorchFunctionMode):
+    """``x.to(dtype)`` makes a copy, also of a tensor that has this dtype already.
+
+    Both packages start their sums with ``buffer.to(torch.float32)`` and write to the buffer again. In half precision,
+    which is all that flash-attn takes, that is a copy; in float32 it is the buffer itself, and the sums are lost.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        return function(*args, **options | {"copy": True} if function is Tensor.to else options)
+
+
+def in_float32(module: ModuleType, backward: str) -> None:
+    """Have a package's backward pass run under `CopyingTo`."""
+    original = getattr(module, backward)
+
+    def copying(*arguments: Any, **options: Any) -> Any:
+        with CopyingTo():
+            return original(*arguments, **options)
+
+    setattr(module, backward, copying)

@@ -1,0 +1,41 @@
+"""How many bytes the benchmark's work must send over each node's link: `startrail.cluster`'s closed forms, with the
+sizes of the work's pieces filled in."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from startrail import cluster
+from startrail.bench.cases import Work
+from startrail.cluster import LinkBytes, Machine
+from startrail.layout import Layout
+from startrail.plan import Plan
+from startrail.wire import KINDS, Shapes
+
+
+def piece_sizes(plan: Plan, machine: Machine, work: Work) -> dict[str, float]:
+    """Bytes of a whole piece by kind; ``ValueError`` says why the plan cannot run this work on this machine."""
+    plan.check_world(machine.world)
+    layout = Layout("zigzag", machine.world, work.length)
+    heads = (work.q_heads, work.kv_heads, work.head_dim)
+    shapes = Shapes(plan, layout, work.batch, *heads, torch.float32, torch.float32)
+    return {kind: shapes.nbytes(kind) for kind in KINDS}
+
+
+@lru_cache(maxsize=512)
+def link_bytes(plan: Plan, machine: Machine, work: Work, across: bool = False) -> tuple[LinkBytes, ...]:
+    """What one forward + backward of ``work`` sends over each node's link, and receives."""
+    order = machine.interleaved() if across else None
+    return cluster.link_bytes(plan, machine, piece_sizes(plan, machine, work), order)
+
+
+def ring_bytes(machine: Machine, work: Work) -> float:
+    """What textbook Ring Attention moves over every node's link, in all layers.
+
+    Link rates are chosen by this and not by a schedule of ours, so that nothing we do to our own ring moves the goal
+    posts.
+    """
+    sizes = piece_sizes(Plan.parse(f"1x{machine.world}"), machine, work)
+    return work.layers * cluster.ring_bytes(machine, sizes)
