@@ -1,13 +1,13 @@
 """Ranks that must do the same thing say so, and find out when they do not.
 
 Every attention call has a number, and a *detail*: a text with everything that its ranks must agree on. The first call
-with a signature, and the first on a sequence, is put on a board (torch.distributed's key-value store) and waits until all
-ranks have put up theirs; a rank whose arguments are wrong puts that up instead, so that every rank raises the same
+with a signature, and the first on a sequence, is put on a board (torch.distributed's key-value store) and waits until
+all ranks have put up theirs; a rank whose arguments are wrong puts that up instead, so that every rank raises the same
 ``ValueError`` and nobody waits.
 
-Later calls of that signature on that sequence cost nothing: nobody looks at the board. But a rank that has waited for a transfer longer than
-``PATIENCE`` puts up its detail and looks whether another rank has put up a different one for the same call. If so
-it ends its own wait, and raises the same ``ValueError``.
+Later calls of that signature on that sequence cost nothing: nobody looks at the board. But a rank that has waited for a
+transfer longer than ``PATIENCE`` puts up its detail and looks whether another rank has put up a different one for the
+same call. If so it ends its own wait, and raises the same ``ValueError``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exchange over heads (Ulysses): every rank has all heads of some tokens, and gets some heads of all tokens.
 
-What one step exchanges is one ``Exchange``, however many pieces that are: their parts for one head rank lie side by side
-and travel as one message. Our own part never leaves, and is copied.
+What one step exchanges is one ``Exchange``, however many pieces that are: their parts for one head rank lie side by
+side and travel as one message. Our own part never leaves, and is copied.
 """
 
 from __future__ import annotations
@@ -24,24 +24,19 @@ class Parts:
     (head ranks, batch, heads, tokens, ...)."""
 
     buffer: Buffer
-    rows: Tensor  # (head ranks, bytes)
-    nbytes: int  # of one rank's part; the rest of a row is padding
+    of_rank: tuple[Tensor, ...]  # the bytes that go to each head rank, or come from it
     views: dict[Piece, tuple[Tensor, ...]]
 
     @classmethod
     def make(cls, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device) -> Parts:
         sizes = wire.sizes
         fields = [wire.fields(piece.kind, sizes.local) for piece in pieces]
-        nbytes = sum(sizes.part_bytes(piece.kind) for piece in pieces)
+        nbytes = sum(wire.part_bytes[piece.kind] for piece in pieces)
         buffer = Buffer(pool.get(sizes.plan.heads * aligned(nbytes), device))
         rows = buffer.flat.view(sizes.plan.heads, -1)
         tensors = iter(wire.cut(rows, [field for of_piece in fields for field in of_piece]))
         views = {piece: tuple(next(tensors) for _ in of_piece) for piece, of_piece in zip(pieces, fields, strict=True)}
-        return cls(buffer, rows, nbytes, views)
-
-    def of_rank(self, head: int) -> Tensor:
-        """The bytes that go to one head rank, or come from it."""
-        return self.rows[head, : self.nbytes]
+        return cls(buffer, rows[:, :nbytes].unbind(0), views)
 
 
 class Exchange:

@@ -261,13 +261,13 @@ class _Walk:
         messages = compiled.messages
         exchange = self._exchange(compiled.exchanged) if compiled.exchanged else None
         leaving = {m: self._payload(m.pieces[0]) for m in messages if m.send and not m.over_heads}
-        buffers, bytes_of = [], []
+        buffers, bytes_of, heads = [], [], _heads_of(self.program)
         for message in messages:
             if message.over_heads:
                 assert exchange is not None
                 parts = exchange.leaving if message.send else exchange.coming
                 buffers.append(parts.buffer)
-                bytes_of.append(parts.of_rank(self.heads[message.peer]))
+                bytes_of.append(parts.of_rank[heads[message.peer]])
             else:
                 buffers.append(leaving[message] if message.send else self._room_for(message))
                 bytes_of.append(buffers[-1].flat)
@@ -292,11 +292,6 @@ class _Walk:
                 self.pool.put(buffer)
         if exchange is not None:
             self.pool.put(exchange.leaving.buffer)
-
-    @property
-    def heads(self) -> Mapping[int, int]:
-        """Which head each rank of our shard computes."""
-        return _heads_of(self.program)
 
     def _exchange(self, pieces: Sequence[Piece]) -> Exchange:
         """What goes out over heads is packed now; what comes in is taken when it is needed."""
@@ -394,4 +389,5 @@ class _Walk:
 
 @lru_cache(maxsize=256)
 def _heads_of(program: Program) -> dict[int, int]:
+    """Which head each rank of our shard computes."""
     return {rank: head for head, rank in enumerate(program.place.shard_ranks(program.place.shard))}

@@ -136,12 +136,16 @@ class Lanes:
         self.place, self.ranks = place, ranks
         self.names = lane_names(place)
         self.groups: list[dist.ProcessGroup | None] = []
+        self.places: list[dict[int, int]] = []
         for lane in range(len(self.names)):
-            members = [ranks[member] for member in place.lane_ranks(lane)]
+            there = place.lane_ranks(lane)
+            self.places.append({rank: index for index, rank in enumerate(there)})
+            members = [ranks[member] for member in there]
             group = _named_group(members, f"{name}/{lane}-{members[0]}", timeout) if len(members) > 1 else None
             self.groups.append(group)
 
         made = [group for group in self.groups if group is not None]
+        self.coalesces = any(dist.get_backend(group) != "gloo" for group in made)
         weakref.finalize(self, _destroy, made).atexit = False
 
     def end_waits(self) -> None:
@@ -164,11 +168,16 @@ class Lanes:
 
     def post(self, messages: Sequence[Message], bytes_of: Sequence[Tensor], first_tag: int) -> list[dist.Work]:
         """Post messages with their bytes as one batch a lane; a work for each, in order."""
+        if not self.coalesces:  # straight to the backend: what torch checks on the way costs more than a small message
+            return [
+                (group.send if message.send else group.recv)([flat], places[message.peer], first_tag + message.tag)
+                for message, flat in zip(messages, bytes_of, strict=True)
+                for group, places in (self._lane(message.lane),)
+            ]
         works: dict[int, dist.Work] = {}
-        for lane, group in enumerate(self.groups):
+        for lane in dict.fromkeys(message.lane for message in messages):
+            group, _ = self._lane(lane)
             here = [index for index, message in enumerate(messages) if message.lane == lane]
-            if not here:
-                continue
             ops = []
             for index in here:
                 message = messages[index]
@@ -179,6 +188,12 @@ class Lanes:
             for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
                 works[index] = posted[place] if len(posted) == len(here) else posted[0]
         return [works[index] for index in range(len(messages))]
+
+    def _lane(self, lane: int) -> tuple[dist.ProcessGroup, dict[int, int]]:
+        """A lane's group, and where each rank stands in it."""
+        group = self.groups[lane]
+        assert group is not None, f"nobody else is on lane {lane}"
+        return group, self.places[lane]
 
     def name(self, message: Message) -> str:
         pieces, way = " ".join(map(str, message.pieces)), "to" if message.send else "from"

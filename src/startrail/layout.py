@@ -1,9 +1,9 @@
 """Layout: which tokens of the sequence every rank owns. A table of chunks; nobody else computes who owns a token.
 
-The sequence is padded to a whole number of chunks. ``zigzag`` cuts 2P chunks and gives the rank at slot i the chunks i and
-2P-1-i, so that under a causal mask every rank has the same work in every block; ``contiguous`` cuts P chunks. A rank's slot
-is its place in the order of tokens (``Plan.slots``): ranks that share a piece by heads stand side by side in it, so that
-their tokens together are as few runs as those of one rank.
+The sequence is padded to a whole number of chunks. ``zigzag`` cuts 2P chunks and gives the rank at slot i the chunks i
+and 2P-1-i, so that under a causal mask every rank has the same work in every block; ``contiguous`` cuts P chunks. A
+rank's slot is its place in the order of tokens (``Plan.slots``): ranks that share a piece by heads stand side by side
+in it, so that their tokens together are as few runs as those of one rank.
 
 >>> layout = zigzag(slots=(0, 1), length=7)
 >>> layout.chunks, layout.chunk, layout.local

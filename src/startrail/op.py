@@ -2,8 +2,8 @@
 
 They are opaque to autograd and to torch.compile, so that a compiled graph stays whole, and selective activation
 checkpointing can save their results instead of repeating a distributed forward. An op takes only tensors, numbers and
-texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``Call``, and ``documents`` are the
-cu_seqlens by which a sequence is known, a tensor so that a new batch is not a new constant.
+texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``Call``, and ``documents`` are
+the cu_seqlens by which a sequence is known, a tensor so that a new batch is not a new constant.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,11 @@ class SequenceParallel:
     torch.Size([1, 4, 5, 8])
 
     ``plan`` is a ``Plan``, its text form, or ``"auto"``, which needs to know the model's ``heads`` (and ``kv_heads`` if
-    there are fewer, and ``head_dim``). The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
-    whose dimensions together are the sequence axis. ``wire_dtype`` is what travels (default: the inputs' dtype); sums are
-    always kept in float32 or wider. ``timeout`` (seconds) limits every wait for a peer; the default is the group's own.
-    ``check_every_call`` compares the arguments of all ranks on every call, not only on the first of its signature and of
-    its sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
+    there are fewer, and ``head_dim``). The sequence axis is ``group`` (default: the whole world), or ``mesh``: a
+    DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what travels (default: the inputs'
+    dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every wait for a peer; the default is
+    the group's own. ``check_every_call`` compares the arguments of all ranks on every call, not only on the first of
+    its signature and of its sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class SequenceParallel:
         return f"SequenceParallel({self.plan}, rank {self.rank} of {self.world}, {self.layout})"
 
     def sequence(self, length: int, documents: Tensor | SequenceOf[int] | None = None) -> Sequence:
-        """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention`` and
-        ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see each
-        other. Every rank must give the same."""
+        """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
+        and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
+        each other. Every rank must give the same."""
         if not is_whole(length) or length < 1:
             self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
         try:
@@ -105,7 +106,7 @@ class SequenceParallel:
             self.refuse(str(error))
         return Sequence(self, self._name, self._runtime.tokens(ends))
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
         self._runtime.refuse(problem)
 

@@ -1,7 +1,7 @@
 """Plan: which ranks share queries, which pass keys and values round, and where heads are split.
 
-The text form reads outermost level first, ``/`` between levels, each ``CxT`` (teams of C, rings of T) or ``uU`` (heads over
-U ranks), then options:
+The text form reads outermost level first, ``/`` between levels, each ``CxT`` (teams of C, rings of T) or ``uU`` (heads
+over U ranks), then options:
 
 >>> plan = Plan.parse("u4/2x4")
 >>> plan.levels, plan.heads
@@ -12,8 +12,8 @@ U ranks), then options:
 '1x4,keep=all,groups=2'
 
 ``1x16`` is Ring Attention, ``u8`` is Ulysses, ``1x4/u8`` is USP, ``1x4/1x8`` is a double ring and ``star2`` is the
-schedule of the StarTrail paper with teams of 2, whose ring length follows from the number of ranks. Heads may be split at
-any level, any number of times: ``u4/1x8``, ``u2/2x2/u4``, ``u4/star2``.
+schedule of the StarTrail paper with teams of 2, whose ring length follows from the number of ranks. Heads may be split
+at any level, any number of times: ``u4/1x8``, ``u2/2x2/u4``, ``u4/star2``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What runs behind the op: one ``Runtime`` a ``SequenceParallel``. It knows the plan, the ranks and the lanes, finds out
-whether the ranks agree, and hands each pass to the executor.
+"""What runs behind the op: one ``Runtime`` a ``SequenceParallel``. It knows the plan, the ranks and the lanes, finds
+out whether the ranks agree, and hands each pass to the executor.
 
-A call costs a comparison with the other ranks the first time that its signature or its sequence is new, and never again:
-in the steady state a layer pays for its kernels and its transfers only.
+A call costs a comparison with the other ranks the first time that its signature or its sequence is new, and never
+again: in the steady state a layer pays for its kernels and its transfers only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from startrail.agree import Agreement, Board
 from startrail.arguments import Call, check_tensors, describe
 from startrail.executor import Executor, Job
-from startrail.kernels import Kernel, kernel_for, row_sums
+from startrail.kernels import kernel_for, row_sums
 from startrail.lanes import Counters, Lanes, tag_of
 from startrail.layout import LAYOUTS
 from startrail.plan import Plan
 from startrail.schedule.build import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, Pass
 from startrail.sizes import Sizes
-from startrail.tokens import Tokens
+from startrail.tokens import Ready, Tokens
 from startrail.wire import Wire
 
 REMEMBERED = 16  # sequences whose tiles are kept for further batches
@@ -157,40 +158,42 @@ class Runtime:
         never take each other's messages.
         """
         tokens = self._tokens_of(documents)
-        signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
-        problem = None
-        try:
-            wire, kernel = tokens.ready.get(signature) or self._prepare(q, k, v, tokens, call)
-        except ValueError as error:
-            problem = str(error)
-        settings = self.settings
-        detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
-        number = self.agreement.start(detail)
-        if problem or not (tokens.agreed and self.agreement.knows(signature)):
-            self._confirm(signature, problem)
+        key = (pass_, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call)
+        ready = tokens.ready.get(key) or self._prepare(pass_, q, k, v, tokens, call)
+        tokens.ready[key] = ready
+        number = self.agreement.start(ready.detail)
+        if not (tokens.agreed and self.agreement.knows(ready.signature)):
+            self._confirm(ready.signature, None)
             tokens.agreed = True
-        tokens.ready[signature] = wire, kernel
-        tiles = partial(tokens.tiles, call)
-        return Job(wire, kernel, tiles, call.scale_of(q.shape[3]), tag_of(f"{number} {detail}"), q.device)
+        scale, tag = call.scale_of(q.shape[3]), tag_of(f"{number} {ready.detail}")
+        return Job(ready.wire, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device)
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> tuple[Wire, Kernel]:
-        check_tensors(q, k, v)
-        kernel = kernel_for(q.device, q.dtype, q.shape[3])
-        call.mask(None)  # a window must be one
-        layout = tokens.layout
-        if q.shape[2] != layout.local:
-            raise ValueError(
-                f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens a rank "
-                f"({self.settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}; "
-                "shard with sequence.shard(), which pads"
-            )
-        travels = self.settings.wire_dtype or q.dtype
-        return Wire(self.sizes_of(q, k), q.dtype, travels, layout.chunk, tokens.places()), kernel
+    def _prepare(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> Ready:
+        """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
+        settings, layout = self.settings, tokens.layout
+        try:
+            check_tensors(q, k, v)
+            kernel = kernel_for(q.device, q.dtype, q.shape[3])
+            call.mask(None)  # a window must be one
+            if q.shape[2] != layout.local:
+                raise ValueError(
+                    f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens a rank "
+                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}; "
+                    "shard with sequence.shard(), which pads"
+                )
+            sizes = self.sizes_of(q, k)
+        except ValueError as error:
+            self.refuse(str(error))
+        wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, tokens.places())
+        signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
+        detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
+        return Ready(signature, detail, wire, kernel)
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> NoReturn:
         """Raise on every rank: the others learn of it when they begin the same call."""
         self.agreement.start(problem)
         self._confirm(problem, problem)
+        raise AssertionError("ranks that have a problem never agree")
 
     def _confirm(self, signature: str, problem: str | None) -> None:
         try:

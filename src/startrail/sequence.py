@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """One sequence of ``length`` tokens, cut into ``documents`` that do not see each other, split over the ranks of ``sp``.
+    """One sequence of ``length`` tokens, cut into ``documents`` that do not see each other, split over the ranks of
+    ``sp``.
 
     >>> from startrail import SequenceParallel
     >>> sequence = SequenceParallel("1x1").sequence(5, documents=[0, 2, 5])
@@ -30,9 +31,9 @@ class Sequence:
     >>> sequence.attention(q, q, q, causal=True).shape
     torch.Size([1, 4, 5, 8])
 
-    ``local`` is the number of tokens that every rank holds, padding included. ``documents`` are cu_seqlens as a tensor on
-    the host, (0, length) where nothing is packed. ``runs`` are this rank's real tokens in the order in which it holds
-    them, as (first position, count).
+    ``local`` is the number of tokens that every rank holds, padding included. ``documents`` are cu_seqlens as a tensor
+    on the host, (0, length) where nothing is packed. ``runs`` are this rank's real tokens in the order in which it
+    holds them, as (first position, count).
     """
 
     sp: SequenceParallel

@@ -6,7 +6,7 @@
 4
 >>> sizes.fields("out", 8)                           # lse, and the outputs of a rank's 2 heads
 (Field(shape=(1, 2, 8), wide=True), Field(shape=(1, 2, 8, 64), wide=False))
->>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and those of one rank's 8 tokens
+>>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and those of 8 tokens
 (32768, 4096)
 """
 
@@ -34,8 +34,8 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """``local`` tokens are those of one rank; ``kv_heads`` are the user's, ``copies`` how often each is repeated so that
-    every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels."""
+    """``local`` tokens are those of one rank; ``kv_heads`` are the user's, ``copies`` how often each is repeated so
+    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels."""
 
     plan: Plan
     local: int

@@ -1,10 +1,12 @@
 """Tokens: what all layers share about one batch, worked out once: who owns which tokens, and who sees whom.
 
-A *piece* is what the ranks of one shard hold together, so its runs are those of all its ranks; ``tiles`` are the rectangles
-of a block of two pieces that are visible under a call's mask.
+A *piece* is what the ranks of one shard hold together, so its runs are those of all its ranks; ``tiles`` are the
+rectangles of a block of two pieces that are visible under a call's mask.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from startrail.arguments import Call
 from startrail.kernels import Kernel
@@ -14,15 +16,24 @@ from startrail.schedule.places import Place
 from startrail.wire import Wire
 
 
+class Ready(NamedTuple):
+    """What a call was run with: ranks that make it agree on ``signature``, and on the rest of ``detail``."""
+
+    signature: str
+    detail: str
+    wire: Wire
+    kernel: Kernel
+
+
 class Tokens:
-    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``agreed`` says whether the ranks have found out
-    that they mean the same sequence; ``ready`` is what the calls on it so far
-    were run with, by signature."""
+    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``agreed`` says whether the ranks have found
+    out that they mean the same sequence; ``ready`` is what the calls on it so far were run with, by all that tells them
+    apart."""
 
     def __init__(self, place: Place, layout: Layout, documents: tuple[int, ...]) -> None:
         self.place, self.layout, self.documents = place, layout, documents
         self.agreed = False
-        self.ready: dict[str, tuple[Wire, Kernel]] = {}
+        self.ready: dict[object, Ready] = {}
         self._runs: dict[int, Runs] = {}
         self._tiles: dict[tuple[Call, int, int], tuple[Tile, ...]] = {}
 

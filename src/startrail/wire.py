@@ -1,7 +1,7 @@
 """Pieces as tensors: in memory and on the wire a piece is one flat run of bytes, its widest tensors first.
 
-``Wire`` joins the sizes of one attention call with its dtypes and with where the tokens of a piece lie. It knows nothing of
-who talks to whom.
+``Wire`` joins the sizes of one attention call with its dtypes and with where the tokens of a piece lie. It knows
+nothing of who talks to whom.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from startrail.kernels import accumulator
+from startrail.schedule.values import KINDS
 from startrail.sizes import Field, Sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,8 +23,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Wire:
-    """``dtype`` is the inputs', ``travels`` what is sent. A piece consists of chunks of ``chunk`` tokens; ``places`` says by
-    head rank where its chunks stand in the piece (``Layout.places``)."""
+    """``dtype`` is the inputs', ``travels`` what is sent. A piece consists of chunks of ``chunk`` tokens; ``places``
+    says by head rank where its chunks stand in the piece (``Layout.places``)."""
 
     sizes: Sizes
     dtype: torch.dtype
@@ -48,6 +49,11 @@ class Wire:
     def nbytes(self) -> dict[str, int]:
         """Of a whole piece, by kind."""
         return self.sizes.by_kind
+
+    @cached_property
+    def part_bytes(self) -> dict[str, int]:
+        """Of the part of a piece that one head rank's tokens are, by kind."""
+        return {kind: self.sizes.part_bytes(kind) for kind in KINDS}
 
     def cut(self, flat: Tensor, fields: Sequence[Field]) -> list[Tensor]:
         """Views of the bytes (..., n) as these tensors. The widest lie first, so that each is aligned."""

@@ -1,18 +1,20 @@
 """What goes around a family's steps: the exchange over heads in front and behind, and groups one behind the other.
 
-The exchange is either *near*, over links inside those that the schedule's own pieces cross first (``2x2/u8``), or *far*,
-over links outside them (``u4/1x8``, ``u8``). Near, it is soon over: all groups are exchanged, and their first pieces
-sent off, before anything is computed. Far, it is what takes the time, so a group's exchange is posted when the one
-before has arrived, and travels while that group computes; results leave as soon as they are complete:
+The exchange is either *near*, over links inside those that the schedule's own pieces cross first (``2x2/u8``), or
+*far*, over links outside them (``u4/1x8``, ``u8``). Near, it is soon over: all groups are exchanged, and their first
+pieces sent off, before anything is computed. Far, it is what takes the time, so a group's exchange is posted when the
+one before has arrived, and travels while that group computes; so do the results of the group before that:
 
 >>> from startrail.plan import Plan
 >>> from startrail.schedule.build import build_program
 >>> from startrail.schedule.values import FORWARD
 >>> for step in build_program(Plan.parse("u2,groups=2"), 2, 0, FORWARD).steps: print(step)
 post q0<1@0 q0>1@0 kv0<1@0 kv0>1@0
-after q0 kv0 | post q0.1<1@0 q0.1>1@0 kv0.1<1@0 kv0.1>1@0 | 0x0
+after q0 kv0 | post q0.1<1@0 q0.1>1@0 kv0.1<1@0 kv0.1>1@0
+0x0
+after q0.1 kv0.1
 post out0<1@0 out0>1@0
-after q0.1 kv0.1 | 0x0.1
+0x0.1
 post out0.1<1@0 out0.1>1@0
 """
 
@@ -29,7 +31,7 @@ def put_around(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> tuple
     if place.num_heads == 1:
         first = [post for body in groups for post in body[0].posts]
         bodies = [_posting(body, () if group else first) for group, body in enumerate(groups)]
-        steps = _one_behind_the_other(place, (), bodies, own_at_the_end=True)
+        steps = _one_behind_the_other(place, (), bodies)
     elif exchange_is_far(place):
         steps = _far(place, pass_, groups)
     else:
@@ -54,17 +56,20 @@ def _near(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]
             steps.append(Step(heads_exchange(place, [kind], group)))
             steps.append(Step(tuple(post for post in posts if post.piece.kind == kind)))
     bodies = [_posting(body, ()) for body in groups]
-    return steps + _one_behind_the_other(place, pass_.results, bodies, own_at_the_end=True)
+    return steps + _one_behind_the_other(place, pass_.results, bodies)
 
 
 def _far(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]:
-    exchanges = [heads_exchange(place, pass_.enters, group) for group in range(len(groups))]
-    bodies = []
+    """Results wait for what the next group needs, which would be delayed by them; then they have its blocks to travel
+    under. All results of a group are one exchange."""
+    entering = [heads_exchange(place, pass_.enters, group) for group in range(len(groups))]
+    steps, results = [Step(entering[0])], Step()
     for group, body in enumerate(groups):
-        following = exchanges[group + 1] if group + 1 < len(groups) else ()
+        following = entering[group + 1] if group + 1 < len(groups) else ()
         here = tuple(Piece(kind, place.shard, group) for kind in pass_.enters)
-        bodies.append([body[0]._replace(after=here, posts=(*following, *body[0].posts)), *body[1:]])
-    return [Step(exchanges[0]), *_one_behind_the_other(place, pass_.results, bodies, own_at_the_end=False)]
+        steps += [Step(following, after=here), results, *body]
+        results = Step(heads_exchange(place, pass_.results, group))
+    return [*steps, results]
 
 
 def _posting(body: list[Step], posts: Iterable[Transfer]) -> list[Step]:
@@ -72,25 +77,28 @@ def _posting(body: list[Step], posts: Iterable[Transfer]) -> list[Step]:
     return [body[0]._replace(posts=tuple(posts)), *body[1:]]
 
 
-def _one_behind_the_other(
-    place: Place, leaves: Sequence[str], bodies: Sequence[list[Step]], own_at_the_end: bool
-) -> list[Step]:
-    """A group's results travel while the next group computes."""
+def _one_behind_the_other(place: Place, leaves: Sequence[str], bodies: Sequence[list[Step]]) -> list[Step]:
+    """A group's results travel while the next group computes, and its own ones are waited for at the very end."""
     steps: list[Step] = []
     left_over: list[Step] = []  # of the group before
     at_the_end: list[Step] = []
     for group, body in enumerate(bodies):
-        last = max(index for index, step in enumerate(body) if step.blocks)
-        for step in (*body[:last], body[last]._replace(merges=())):
+        compute, tail = _split(body)
+        for step in compute:
             steps += [*left_over[:1], step]
             del left_over[:1]
         steps += left_over
-        tail = _leaving(place, [Step(merges=body[last].merges), *body[last + 1 :]], leaves, group)
-        left_over = tail
-        if own_at_the_end and group < len(bodies) - 1:
-            left_over, waited = _own_apart(place, tail)
+        left_over = _leaving(place, tail, leaves, group)
+        if group < len(bodies) - 1:
+            left_over, waited = _own_apart(place, left_over)
             at_the_end += waited
     return steps + left_over + at_the_end
+
+
+def _split(body: list[Step]) -> tuple[list[Step], list[Step]]:
+    """The steps up to the last block, and what follows it."""
+    last = max(index for index, step in enumerate(body) if step.blocks)
+    return [*body[:last], body[last]._replace(merges=())], [Step(merges=body[last].merges), *body[last + 1 :]]
 
 
 def _leaving(place: Place, tail: list[Step], leaves: Sequence[str], group: int) -> list[Step]:

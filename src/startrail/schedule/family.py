@@ -22,7 +22,7 @@ ByKind = Mapping[str, float]  # a size by kind: that of a whole piece, a shard o
 
 
 @dataclass(frozen=True)
-class Level(ABC):
+class Level:
     """One layer of the machine, as a plan uses it; its text form is ``str(level)``."""
 
 

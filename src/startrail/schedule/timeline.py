@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from startrail.schedule.values import Block, Merge, Piece, Step, Transfer
+from startrail.schedule.values import Block, Merge, Step, Transfer
 
 
 class Timeline:

@@ -7,9 +7,9 @@ whatever it sends), computes its blocks (waiting for the pieces they need), then
 >>> str(step)
 'post kv3>5@0 | 1x3 | merge out1<2'
 
-Kinds of pieces: ``q`` queries, ``kv`` keys and values, ``do`` output gradients with lse and delta go in; ``out`` partial
-outputs with lse, ``dq`` and ``dkv`` gradients come out, and add up on the way to their owner. What a ``Pass`` takes in
-and gives, and what a block needs and makes, is said here and nowhere else:
+Kinds of pieces: ``q`` queries, ``kv`` keys and values, ``do`` output gradients with lse and delta go in; ``out``
+partial outputs with lse, ``dq`` and ``dkv`` gradients come out, and add up on the way to their owner. What a ``Pass``
+takes in and gives, and what a block needs and makes, is said here and nowhere else:
 
 >>> [str(piece) for piece in BACKWARD.needs(Block(1, 3, 0))], [str(piece) for piece in BACKWARD.makes(Block(1, 3, 0))]
 (['q1', 'do1', 'kv3'], ['dq1', 'dkv3'])
