@@ -29,8 +29,8 @@ lint: setup            ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-prove: setup           ## check every schedule of two levels up to 64 ranks (ten minutes)
-	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_schedule.py
+prove: setup           ## check every schedule of two levels and many of three up to 64 ranks (a quarter of an hour)
+	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q -rP -k promises tests/unit/test_schedule.py
 
 fuzz: setup            ## 500 random plans x shapes x masks against float64 (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)

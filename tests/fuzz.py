@@ -19,6 +19,8 @@ from startrail.check import Case, check_cases
 from startrail.cluster import Machine
 from startrail.plan import Plan, plans_for, variants_of
 from startrail.planner import auto_plan
+from startrail.schedule.family import Heads
+from startrail.schedule.star import STAR
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12)
 BATCH = 25  # cases on one set of ranks
@@ -85,7 +87,11 @@ def test_random_cases_cover_the_ground():
     plans = [Plan.parse(case.plan) for case in cases]
     assert {case.world for case in cases} == set(WORLDS)
     assert all(any(test(p) for p in plans) for test in (
-        lambda p: p.star, lambda p: len(p.levels) > 1, lambda p: p.heads > 1 and p.levels, lambda p: p.groups > 1,
+        lambda p: p.family is STAR, lambda p: len(p.shard_levels) > 1, lambda p: p.groups > 1,
+        lambda p: p.heads > 1 and p.shard_levels, lambda p: len(p.head_levels) > 1,
+        lambda p: isinstance(p.levels[0], Heads) and p.shard_levels,
+        lambda p: any(isinstance(level, Heads) for level in p.levels[1:-1]),
+        lambda p: isinstance(p.levels[0], Heads) and p.family is STAR,
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -30,28 +29,61 @@ def auto_plan(machine: Machine, q_heads: int, kv_heads: int) -> tuple[Plan, str]
     """
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
-    costs = {plan: bytes_by_level(plan, machine, q_heads, kv_heads) for plan in candidates(machine, q_heads)}
-    best = min(costs, key=lambda plan: (*(round(cost, 6) for cost in costs[plan]), len(plan.levels), str(plan)))
+    costs = {
+        plan: bytes_by_level(plan, machine, q_heads, kv_heads)
+        for plan in _fewest_over_nodes(machine, q_heads, kv_heads)
+    }
+    best = min(costs, key=lambda plan: (_rounded(costs[plan]), len(plan.levels), _heads_last(plan), str(plan)))
     places = zip(costs[best], ("over the nodes", "inside them"), strict=True)
     where = ", ".join(f"{amount:.1f} {place}" for amount, place in places if amount)
     text = f"{where}, in shards a rank" if where else "no traffic"
     return best, f"auto chose {best}: {text} (forward + backward; {q_heads}:{kv_heads} heads)"
 
 
-def candidates(machine: Machine, q_heads: int) -> Iterator[Plan]:
-    """Plans whose levels follow the machine's: some over the nodes, some inside them, heads anywhere."""
+def _fewest_over_nodes(machine: Machine, q_heads: int, kv_heads: int) -> list[Plan]:
+    """Of all plans whose levels follow the machine's, some over the nodes, some inside them, heads anywhere: those with
+    the fewest bytes over the nodes. These depend on the levels inside by their number of heads only."""
+    inside: dict[int, list[tuple[Level, ...]]] = {}
+    for levels in _levels(machine.ranks_per_node):
+        inside.setdefault(prod(level.size for level in levels if isinstance(level, Heads)), []).append(levels)
+    costs: dict[tuple[tuple[Level, ...], int, str], float] = {}
     for outer in _levels(machine.nodes):
-        for inner in _levels(machine.ranks_per_node):
-            plan = Plan((*outer, *inner) or (Heads(1),))
-            if q_heads % plan.heads == 0:
-                yield from (
-                    replace(plan, backward=form) for form in NESTED.backwards if plan.shard_levels or form == "keys"
-                )
+        for heads, choices in inside.items():
+            for plan in _plans(outer, choices[0], q_heads):
+                cost, _ = _rounded(bytes_by_level(plan, machine, q_heads, kv_heads))
+                costs[outer, heads, plan.backward] = cost
+    least = min(costs.values())
+    return [
+        plan
+        for (outer, heads, backward), cost in costs.items()
+        if cost == least
+        for inner in inside[heads]
+        for plan in _plans(outer, inner, q_heads)
+        if plan.backward == backward
+    ]
+
+
+def _plans(outer: tuple[Level, ...], inner: tuple[Level, ...], q_heads: int) -> list[Plan]:
+    """The plan of these levels with each backward form, if the heads can be split so."""
+    plan = Plan((*outer, *inner) or (Heads(1),))
+    if q_heads % plan.heads:
+        return []
+    return [replace(plan, backward=form) for form in (NESTED.backwards if plan.shard_levels else NESTED.backwards[:1])]
 
 
 def _levels(size: int) -> list[tuple[Level, ...]]:
     plans = (plan for plan in plans_for(size, LEVELS) if plan.family is NESTED)
     return [plan.levels for plan in plans] if size > 1 else [()]
+
+
+def _rounded(costs: tuple[float, float]) -> tuple[float, float]:
+    """So that the order of additions does not decide between equals."""
+    return round(costs[0], 6), round(costs[1], 6)
+
+
+def _heads_last(plan: Plan) -> tuple[bool, ...]:
+    """Of equals, the one with heads further out."""
+    return tuple(not isinstance(level, Heads) for level in plan.levels)
 
 
 def bytes_by_level(plan: Plan, machine: Machine, q_heads: int, kv_heads: int) -> tuple[float, float]:

@@ -1,32 +1,85 @@
-"""What plans, checks and draws must work on a laptop without torch."""
+"""Imports point one way, and what plans, proves and draws works on a laptop without torch."""
 
+import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import startrail
+from tests.helpers import ROOT
 
-PURE = ["plan", "layout", "mask", "schedule", "schedule.check", "cluster", "planner", "view", "lab.launch", "cli"]
+SOURCE = ROOT / "src" / "startrail"
+
+# Every module imports only from those before it: the order in which CONTRIBUTING lists them.
+ORDER = """
+    schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
+    schedule.families plan layout mask schedule.around schedule.build schedule.player sizes cluster planner
+    view.text view
+    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels
+    ring wire arguments tokens lanes agree exchange executor runtime op sequence parallel checkpoint
+    local check
+    training training.model_configs training.recipes training.seeds training.sources training.streams training.tokenizing
+    training.transformer training.gpt training.dit training.loss training.text training.images training.tasks
+    training.offload training.recompute training.estimate training.process_memory training.joining training.all_ranks
+    training.sharding training.saving training.export training.stopping training.records training.display
+    training.loop training.command
+    lab bench cli
+""".split()
+WITHOUT_TORCH = [*ORDER[: ORDER.index("kernels.accumulate")], "cli"]
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_module_imports_without_torch(module):
-    code = f"import sys; sys.modules['torch'] = None; import startrail.{module}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def modules():
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        yield name, path
 
 
-def test_the_lab_knows_nothing_of_what_runs_on_it():
-    """Nor does it need torch before a function is called on its ranks."""
-    code = "import sys; import startrail.lab, startrail.lab.launch; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert not {"torch", "startrail.bench"} & set(done.stdout.split())
-    lab = Path(startrail.__file__).parent / "lab"
-    assert not [path for path in lab.glob("*.py") if "startrail.bench" in path.read_text()]
+def rank_of(name: str) -> int | None:
+    """A module's place in the order; those of a package that is listed as one share its place."""
+    while name and name not in ORDER:
+        name = name.rpartition(".")[0]
+    return ORDER.index(name) if name else None
+
+
+def imports_of(path) -> set[str]:
+    """Modules of ours that are imported, also inside functions, but not those that only types need."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found |= {name.removeprefix("startrail.") for name in names if name.startswith("startrail.")}
+    existing = {name for name, _ in modules()}
+    return {name for name in found if name in existing}
+
+
+def test_every_module_has_its_place():
+    assert {name for name, _ in modules() if name and rank_of(name) is None} == set()
+    assert [name for name in ORDER if name not in {name for name, _ in modules()}] == []
+
+
+@pytest.mark.parametrize("name, path", [pair for pair in modules() if pair[0]], ids=lambda value: str(value))
+def test_imports_point_one_way(name, path):
+    upwards = [other for other in imports_of(path) if rank_of(other) > rank_of(name)]
+    assert not upwards, f"{name} imports {upwards}, which come after it"
+
+
+def test_what_plans_proves_and_draws_imports_without_torch():
+    names = ", ".join(f"startrail.{name}" for name in WITHOUT_TORCH)
+    subprocess.run([sys.executable, "-c", f"import sys; sys.modules['torch'] = None; import {names}"], check=True)
 
 
 def test_show_runs_without_torch():
     code = "import sys; sys.modules['torch'] = None; from startrail.cli import main; sys.exit(main(['show', '2x2']))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "send q0>1 kv0>2" in done.stdout
+
+
+def test_no_file_is_long():
+    long = {str(path.relative_to(ROOT)) for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")
+            if len(path.read_text().splitlines()) > 400}  # fmt: skip
+    assert long == set()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from startrail.layout import Layout
+from startrail.layout import LAYOUTS, contiguous, zigzag
 from startrail.mask import Mask, Tile, tiles_of
 
 
@@ -13,11 +13,11 @@ def covered(tile: Tile) -> list[tuple[int, int]]:
     for i in range(tile.q0, tile.q1):
         for j in range(tile.k0, tile.k1):
             row, key = i - tile.q0, j - tile.k0
-            if tile.kind == "masked":
+            if tile.form == "masked":
                 s = next(s for s in tile.bounds if s.q0 <= i < s.q1)
                 seen = s.low + (i - s.q0) * s.dlow <= j < s.high + (i - s.q0) * s.dhigh
             else:
-                seen = {"full": True, "causal": key <= row, "anticausal": key >= row}[tile.kind]
+                seen = {"full": True, "causal": key <= row, "anticausal": key >= row}[tile.form]
             if seen:
                 pairs.append((i, j))
     return pairs
@@ -43,7 +43,7 @@ def random_case(seed: int):
     ranks = rng.choice([1, 1, 2, 3])
     world = ranks * rng.choice([1, 2, 3, 4])
     length = rng.choice([1, 2, 17, 40, 150, 300])
-    layout = Layout(rng.choice(["zigzag", "contiguous"]), world, length)
+    layout = LAYOUTS[rng.choice(["zigzag", "contiguous"])](range(world), length)
     documents = None
     if rng.random() < 0.5:
         documents = (0, *sorted(rng.choices(range(1, length + 1), k=rng.choice([0, 1, 3, 20]))), length)
@@ -57,11 +57,9 @@ def random_case(seed: int):
 def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
     monkeypatch.setattr("startrail.mask.SHORT", short)  # small limits take the paths that long sequences take
     monkeypatch.setattr("startrail.mask.CALL_COST", short * short)
-    tiles_of.cache_clear()
     layout, ranks, mask, row, column = random_case(seed)
-    queries, keys = layout.runs(row, ranks), layout.runs(column, ranks)
+    queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
     tiles = tiles_of(mask, queries, keys)
-    tiles_of.cache_clear()
     pairs = [pair for tile in tiles for pair in covered(tile)]
     qpos, kpos = positions(queries), positions(keys)
     expected = [(i, j) for i, p in enumerate(qpos) for j, k in enumerate(kpos) if sees(mask, p, k)]
@@ -75,7 +73,7 @@ def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
 def test_zigzag_gives_every_causal_block_the_same_work_in_one_call(world):
-    layout = Layout("zigzag", world, world * 64)
+    layout = zigzag(range(world), world * 64)
     blocks = [tiles_of(Mask(causal=True), layout.runs(i), layout.runs(j)) for i in range(world) for j in range(world)]
     assert {len(tiles) for tiles in blocks} == {1}
     diagonal = {tiles_of(Mask(causal=True), layout.runs(i), layout.runs(i))[0].area for i in range(world)}
@@ -85,7 +83,7 @@ def test_zigzag_gives_every_causal_block_the_same_work_in_one_call(world):
 
 
 def test_long_windows_and_many_documents_need_few_calls():
-    runs = Layout("contiguous", 1, 8192).runs(0)
+    runs = contiguous([0], 8192).runs(0)
     assert len(tiles_of(Mask(causal=True, window=1024), runs, runs)) <= 3 * 9
     many = Mask(causal=True, documents=tuple(range(0, 8193, 8)))
     assert len(tiles_of(many, runs, runs)) <= 8192 // 256 + 1
