@@ -16,8 +16,8 @@ import torch._dynamo  # optimizers and FSDP need it: better now, once, than late
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from startrail.attention import SequenceParallel
-from startrail.schedule import Place, lane_names
+from startrail.parallel import SequenceParallel
+from startrail.schedule.build import lane_names
 from startrail.training import process_memory
 from startrail.training.all_ranks import agree, check_same_data, largest_over_ranks, sum_over_ranks
 from startrail.training.display import Display, Summary
@@ -54,13 +54,20 @@ class Trainer:
         problem = None
         try:
             _check_apart(recipe)
-            self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], layout=recipe.layout)
+            config = recipe.config
+            self.sp = SequenceParallel(
+                recipe.plan,
+                mesh=mesh["sequence"],
+                layout=recipe.layout,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+            )
             self.task: Any = make_task(recipe, self.sp, device)
             self.about = self.task.describe() if self.lead else ""
             self.expected = estimate(recipe, self.task, self.world) if self.lead else NOTHING
             self.traffic = self._promised(mesh["sequence"])
-            plan = self.sp.plan_for(*recipe.heads)
-            self.lanes = lane_names(Place.of(plan, self.sp.world, self.sp.rank))
+            self.lanes = lane_names(self.sp.plan.place(self.sp.world, self.sp.rank))
         except ValueError as error:
             problem = str(error)
         agree(problem)
@@ -87,8 +94,7 @@ class Trainer:
     def _run(self) -> bool:
         recipe = self.recipe
         if self.lead:
-            plan = str(self.sp.plan_for(*recipe.heads))
-            self.display.start(recipe, self.begin, self.about, plan, self.world, self.expected)
+            self.display.start(recipe, self.begin, self.about, str(self.sp.plan), self.world, self.expected)
         held_out = {self.begin: self._held_out()} if recipe.evaluate_batches else {}
         spent = waited = 0.0
         done, finished = self.begin, True
@@ -240,7 +246,7 @@ class Trainer:
         promised = {}
         for name, sp in (("ours", self.sp), ("ring", ring)):
             levels: dict[str, float] = {}
-            for direction in sp.promised_traffic(q, k, recipe.tokens).values():
+            for direction in sp.promised_traffic(q, k).values():
                 for level, size in direction.items():
                     levels[level] = levels.get(level, 0.0) + size * calls
             promised[name] = levels
