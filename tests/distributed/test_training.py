@@ -195,7 +195,7 @@ def key_of(recipe):
 
 
 def test_a_step_sends_what_was_promised_level_by_level_under_the_plan_that_auto_chose(data, tmp_path):
-    chosen = {"auto": "u4", "u2/1x2": "u2/1x2", "1x2/u2": "1x2/u2"}
+    chosen = {"auto": "u4", "u2/1x2": "u2/1x2", "1x2/u2": "1x2/u2", "star2": "star2"}
 
     def on_rank(rank):
         found = {}
@@ -298,8 +298,9 @@ def test_sigterm_saves_and_the_same_command_continues(data, tmp_path, capfd):
     stopped = max(losses_in(tmp_path / "run"))
     assert 5 <= stopped < 40
     assert f"stopped after step {stopped} and saved; the same command continues from there" in out
-    assert main(["train", file, "--ranks", "4", "--plan", "2x1/u2"]) == 0
-    assert f"continuing {recipe.out} after step {stopped}" in capfd.readouterr().out
+    assert main(["train", file, "--ranks", "4", "--plan", "auto"]) == 0
+    out, _ = capfd.readouterr()
+    assert "over 4 ranks as u4" in out and f"continuing {recipe.out} after step {stopped}" in out
     check_curve(tmp_path / "run", truth, 40)
 
 

@@ -15,9 +15,9 @@ LINE_EVERY = 5.0  # seconds between plain lines
 
 @dataclass(frozen=True)
 class Summary:
-    """``held_out`` losses by step; ``traffic``: bytes that one rank's attention sends in a step, by level, for our plan
-    and Ring Attention; ``peak`` bytes that training added on the fullest rank, ``expected`` before the start, and the
-    program's own ``before`` it had a model."""
+    """``held_out`` losses by step; ``traffic``: bytes that the average rank's attention sends in a step, by level, for
+    our plan and Ring Attention; ``peak`` bytes that training added on the fullest rank, ``expected`` before the start,
+    and the program's own ``before`` it had a model."""
 
     done: int
     steps: int
