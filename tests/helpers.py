@@ -16,6 +16,7 @@ from torch import Tensor
 
 import startrail
 from startrail.cli import main
+from startrail.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,10 +80,11 @@ def gradient_mistakes(
 # --- ranks and errors
 
 
-def as_rank(rank: int, world: int, layout: str = "zigzag") -> startrail.SequenceParallel:
-    """What shards and counts as one rank of several does, without the others."""
+def as_rank(rank: int, world: int, layout: str = "zigzag", plan: str | None = None) -> startrail.SequenceParallel:
+    """What shards and counts as one rank of several does, without the others; a plain ring, unless ``plan`` says so."""
     sp = startrail.SequenceParallel("1x1", layout=layout)
-    sp.rank, sp.world = rank, world
+    sp.rank, sp.world, sp.plan = rank, world, Plan.parse(plan or f"1x{world}")
+    sp._runtime.place, sp._runtime._slots = sp.plan.place(world, rank), sp.plan.slots(world)
     return sp
 
 

@@ -13,19 +13,31 @@ from tests.helpers import write_tokenizer
 WORLD = 4
 
 
+def batches(sp):
+    """A text of 1,001 tokens, the same packed, and images of 81 patches: none of them divides evenly."""
+    text = sp.sequence(1001)
+    images = ImageData("photos", sp.sequence(81), size=18, patch=2, batch=2)
+    return (
+        TextData("stdlib", text, batch=2, seed=3).batch(7),
+        TextData("stdlib", text, packed=True, seed=3).batch(7),
+        images.batch(7),
+    )
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_the_parts_of_all_ranks_are_the_sequence_and_its_images(layout):
-    one = startrail.SequenceParallel("1x1")
-    text, images = dict(length=1001, batch=2, seed=3), dict(size=18, patch=2, batch=2)
-    true_text, true_images = TextData("stdlib", one, **text).batch(7), ImageData("photos", one, **images).batch(7)
+@pytest.mark.parametrize("plan", ["2x2", "u2/1x2"])
+def test_the_parts_of_all_ranks_are_the_sequence_and_its_images(plan, layout):
+    *true_texts, true_images = batches(startrail.SequenceParallel("1x1"))
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("2x2", layout=layout)
-        mine, pictures = TextData("stdlib", sp, **text).batch(7), ImageData("photos", sp, **images).batch(7)
-        assert torch.equal(sp.unshard(mine.tokens, 1, 1001), true_text.tokens)
-        assert torch.equal(sp.unshard(mine.labels, 1, 1001), true_text.labels)
-        assert torch.equal(sp.unshard(mine.positions, 0, 1001), true_text.positions)
-        assert torch.equal(sp.unshard(pictures.patches, 1, 81), true_images.patches)
+        *texts, images = batches(startrail.SequenceParallel(plan, layout=layout))
+        for mine, true in zip(texts, true_texts, strict=True):
+            sequence = mine.sequence
+            assert torch.equal(sequence.documents, true.sequence.documents)
+            assert torch.equal(sequence.unshard(mine.tokens, 1), true.tokens)
+            assert torch.equal(sequence.unshard(mine.labels, 1), true.labels), "shifted before they are cut"
+            assert torch.equal(sequence.unshard(sequence.positions(), 0), torch.arange(1001))
+        assert torch.equal(images.sequence.unshard(images.patches, 1), true_images.patches)
 
     run_local(on_rank, WORLD)
 
@@ -38,9 +50,9 @@ def test_one_rank_tokenises_while_the_others_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizing, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x4")
-        data = TextData(str(tmp_path / "text"), sp, length=999, tokenizer=tokenizer)
-        tokens = sp.unshard(data.batch(0).tokens, 1, 999)
+        sequence = startrail.SequenceParallel("1x4").sequence(999)
+        data = TextData(str(tmp_path / "text"), sequence, tokenizer=tokenizer)
+        tokens = sequence.unshard(data.batch(0).tokens, 1)
         assert sorted(tokens[0, :6].tolist()) == [0, 1, 2, 3, 3, 3] and torch.equal(tokens[:, 6:], tokens[:, :-6])
         return len(calls)
 

@@ -36,7 +36,7 @@ GPT_CONFIG = GPTConfig(vocab=256, width=32, layers=2, heads=8, kv_heads=4, hidde
 DIT_CONFIG = DiTConfig(channels=3, patch=2, rows=6, columns=6, classes=4, width=32, layers=2, heads=8)
 PLAIN = dict(evaluate_batches=0, save_every=0, sample=0, steps=STEPS, learning_rate=1e-3, warmup=5)
 PLAIN |= dict(zero=0, recompute=False)
-PLANS = {4: ["1x4", "star2", "2x2", "u4"], 8: ["1x8", "star2", "2x2/u2", "u8"]}
+PLANS = {4: ["1x4", "star2", "2x2", "u4", "u2/2x1"], 8: ["1x8", "star2", "2x2/u2", "u2/2x2"]}
 # what goes with the plans in turn, so that each option meets several plans
 OPTIONS = [
     dict(zero=0, recompute=False),
@@ -107,19 +107,23 @@ def fill(model, recipe):
 
 def dense_loss(model, batch, text):
     if text:
-        mask = causal_mask(batch.length, batch.documents)
+        mask = causal_mask(batch.sequence.length, batch.sequence.documents.tolist())
         attention = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-        logits = model.logits(model(batch.tokens, batch.positions, attention))
+        logits = model.logits(model(batch.tokens, batch.sequence.positions(), attention))
         return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
     t = batch.time.view(-1, 1, 1)
     moved = ((1 - t) * batch.patches + t * batch.noise).float()
-    velocity = model(moved, batch.positions, batch.time, batch.labels, F.scaled_dot_product_attention)
+    positions = batch.sequence.positions()
+    velocity = model(moved, positions, batch.time, batch.labels, F.scaled_dot_product_attention)
     return (velocity - (batch.noise - batch.patches)).square().sum()
 
 
 class Recorded(Display):
     def __init__(self):
-        self.metrics, self.notes, self.summary = [], [], None
+        self.metrics, self.notes, self.summary, self.plan = [], [], None, ""
+
+    def start(self, recipe, begin, data, plan, world, expected):
+        self.plan = plan
 
     def step(self, metrics):
         self.metrics.append(metrics)
@@ -161,10 +165,10 @@ def differences(display, first, truth):
 def test_every_plan_trains_like_one_process(world, data, tmp_path):
     cases = []
     for number, plan in enumerate(PLANS[world]):
-        options = dict(plan=plan, **OPTIONS[number])
-        layers, steps = (2, STEPS) if world == 4 else (1, STEPS // 3)  # eight ranks on two cores are slow
+        options = dict(plan=plan, **OPTIONS[number % len(OPTIONS)])
+        layers = 2 if world == 4 else 1  # eight ranks on two cores are slow
         cases.append(gpt(data, tmp_path / f"gpt-{number}", layers=layers, **options))
-        cases.append(dit(data, tmp_path / f"dit-{number}", layers=1, steps=steps, **options))
+        cases.append(dit(data, tmp_path / f"dit-{number}", layers=1, **options))
     if world == 4:
         cases.append(gpt(data, tmp_path / "packed", packed=True, plan="2x2", **OPTIONS[3]))
     else:
@@ -188,6 +192,23 @@ def test_every_plan_trains_like_one_process(world, data, tmp_path):
 
 def key_of(recipe):
     return recipe.config, recipe.packed, recipe.data_parallel, recipe.batch, recipe.steps
+
+
+def test_a_step_sends_what_was_promised_level_by_level_under_the_plan_that_auto_chose(data, tmp_path):
+    chosen = {"auto": "u4", "u2/1x2": "u2/1x2", "1x2/u2": "1x2/u2", "star2": "star2"}
+
+    def on_rank(rank):
+        found = {}
+        for plan in chosen:
+            recipe = gpt(data, tmp_path / plan.replace("/", "-"), plan=plan, length=64, steps=1, accumulate=2)
+            display, _ = run(recipe)
+            found[plan] = display.plan, display.metrics[0]["sent"], display.summary.traffic["ours"]
+        return found
+
+    for plan, (shown, sent, promised) in run_local(on_rank, 4)[0].items():
+        assert shown == chosen[plan]
+        assert list(sent) == [f"level {level}" for level in range(len(shown.split("/")))]
+        assert sent == promised
 
 
 def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_continues(data, tmp_path):
@@ -277,8 +298,9 @@ def test_sigterm_saves_and_the_same_command_continues(data, tmp_path, capfd):
     stopped = max(losses_in(tmp_path / "run"))
     assert 5 <= stopped < 40
     assert f"stopped after step {stopped} and saved; the same command continues from there" in out
-    assert main(["train", file, "--ranks", "4", "--plan", "2x1/u2"]) == 0
-    assert f"continuing {recipe.out} after step {stopped}" in capfd.readouterr().out
+    assert main(["train", file, "--ranks", "4", "--plan", "auto"]) == 0
+    out, _ = capfd.readouterr()
+    assert "over 4 ranks as u4" in out and f"continuing {recipe.out} after step {stopped}" in out
     check_curve(tmp_path / "run", truth, 40)
 
 

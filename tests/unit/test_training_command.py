@@ -77,6 +77,8 @@ def test_recipe_files(tmp_path):
         (["--on_nan", "ignore"], "on_nan 'ignore' is not one of stop, skip"),
         (["--plan", "2y4"], "cannot read '2y4'"),
         (["--plan", "2x2", "--ranks", "8"], "world size 8 is not teams 2 x ring 2 x heads 1 = 4"),
+        (["--plan", "u2/3x1"], "world size 8 is not heads 2 x teams 3 x ring 1 = 6"),
+        ([*TINY, "--ranks", "3", "--plan", "u3/1x1"], "2 query heads cannot be split over u3; use u1, u2"),
         (["--data_parallel", "3"], "8 ranks are not a multiple of data_parallel 3"),
         (["--heads", "7"], "width 128 is not a multiple of 7 heads"),
         (["--offload"], "offload moves what recomputing starts from: it needs recompute"),

@@ -6,10 +6,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import startrail
 from startrail.training.dit import DiT, flow_matching_loss, patchify, sample, unpatchify
 from startrail.training.gpt import GPT
 from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
+from startrail.training.text import TextData
+from tests.helpers import write_words
 
 CAUSAL = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 TINY_GPT, TINY_DIT = GPT_CONFIGS["gpt-tiny"], DIT_CONFIGS["dit-tiny"]
@@ -63,6 +67,22 @@ def test_tied_and_untied_outputs():
     assert tied.output_weight is tied.embedding.weight
     assert untied.output_weight is not untied.embedding.weight
     assert untied.logits(torch.ones(3, 128)).shape == (3, 256)
+
+
+def test_a_compiled_gpt_takes_batches_of_other_documents_without_compiling_anew(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(replace(TINY_GPT, layers=2))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    data = TextData(write_words(tmp_path), startrail.SequenceParallel("1x1").sequence(600), packed=True)
+    packings = set()
+    for index in range(5):
+        batch = data.batch(index)
+        packings.add(tuple(batch.sequence.documents.tolist()))
+        arguments = batch.tokens, batch.sequence.positions(), partial(batch.sequence.attention, causal=True)
+        torch.testing.assert_close(compiled(*arguments), model(*arguments))
+    assert len({len(documents) for documents in packings}) > 1, "also in number"
+    assert (len(packings), counter.frame_count) == (5, 1)
 
 
 def test_parameters_built_without_memory_can_be_initialised_later():

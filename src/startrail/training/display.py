@@ -15,9 +15,9 @@ LINE_EVERY = 5.0  # seconds between plain lines
 
 @dataclass(frozen=True)
 class Summary:
-    """``held_out`` losses by step; ``traffic``: bytes that one rank's attention sends in a step, by level, for our plan
-    and Ring Attention; ``peak`` bytes that training added on the fullest rank, ``expected`` before the start, and the
-    program's own ``before`` it had a model."""
+    """``held_out`` losses by step; ``traffic``: bytes that the average rank's attention sends in a step, by level, for
+    our plan and Ring Attention; ``peak`` bytes that training added on the fullest rank, ``expected`` before the start,
+    and the program's own ``before`` it had a model."""
 
     done: int
     steps: int
@@ -75,7 +75,11 @@ def size_text(size: float) -> str:
 
 
 def by_level(sent: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size_text(size)}" for name, size in sent.items() if size) or "nothing"
+    """
+    >>> by_level({"level 0": 4096, "level 1": 1536, "level 2": 0})
+    'level 0: 4.0 KiB, level 1: 1.5 KiB'
+    """
+    return ", ".join(f"{name}: {size_text(size)}" for name, size in sent.items() if size) or "nothing"
 
 
 class Display:
@@ -128,7 +132,7 @@ class Lines(Display):
         return (
             f"step {step}/{self._recipe.steps} | loss {metrics['loss']:.3f}{held_out} | "
             f"{metrics['tokens_per_second']:,.0f} tokens/s | exposed {metrics['waiting']:.1%} | "
-            f"{by_level(metrics['sent'])} | {left:.0f} s left"
+            f"sent {by_level(metrics['sent'])} | {left:.0f} s left"
         )
 
     def note(self, text: str) -> None:
@@ -171,7 +175,7 @@ class Live(Lines):
     def step(self, metrics: Metrics) -> None:
         status = (
             f"loss {metrics['loss']:.3f} | {metrics['tokens_per_second']:,.0f} tokens/s | "
-            f"exposed {metrics['waiting']:.1%} | {by_level(metrics['sent'])}"
+            f"exposed {metrics['waiting']:.1%} | sent {by_level(metrics['sent'])}"
         )
         self._bar.update(self._task, completed=metrics["step"], status=status)
         if "held_out" in metrics:

@@ -57,7 +57,7 @@ class DiT(nn.Module):
     def forward(self, patches: Tensor, positions: Tensor, time: Tensor, label: Tensor, attention: Attention) -> Tensor:
         """(batch, n, patch dim) patches -> their velocities, for times (batch,) from 0, image, to 1, noise.
 
-        ``positions`` (n,) count the patches of the grid row by row: ``sp.positions(config.tokens)``.
+        ``positions`` (n,) count the patches of the grid row by row: ``sequence.positions()``.
         """
         x = self.patches_in(patches)
         x = x + grid_embedding(positions, self.config.columns, self.config.width).to(x.dtype)
@@ -118,7 +118,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch: int, rows: int, columns: int) -> Tensor:
-    """The inverse of ``patchify``, for all the patches of the images: ``sp.unshard`` them first."""
+    """The inverse of ``patchify``, for all the patches of the images: ``sequence.unshard`` them first."""
     if patches.shape[1] != rows * columns:
         raise ValueError(f"{patches.shape[1]} patches are not {rows} rows x {columns} columns = {rows * columns}")
     tiles = patches.unflatten(1, (rows, columns)).unflatten(3, (-1, patch, patch))
@@ -139,8 +139,8 @@ def flow_matching_loss(
 
     A patch travels the straight line ``(1 - t) * patch + t * noise``, so its velocity is ``noise - patch``. All ranks
     of a sequence need the same ``time`` and ``label`` (batch,) and each its part of one ``noise``. ``real`` (n,) is
-    False for the padding of an uneven shard: ``sp.shard(torch.ones(config.tokens), 0).bool()``. Give both results to
-    ``global_mean``.
+    False for the padding of an uneven shard: ``sequence.shard(torch.ones(config.tokens), 0).bool()``. Give both
+    results to ``global_mean``.
     """
     t = time.to(patches.dtype).view(-1, 1, 1)
     velocity = model((1 - t) * patches + t * noise, positions, time, label, attention)

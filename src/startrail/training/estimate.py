@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from startrail.schedule import INPUTS
-from startrail.schedule.memory import stated_pieces
+from startrail.schedule.build import stated_pieces
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
+from startrail.sizes import Sizes
 from startrail.training.recipes import Recipe
 from startrail.training.recompute import recompute_blocks
 from startrail.training.tasks import ImageTask, TextTask, make_model
-from startrail.wire import Shapes
 
 LIBRARIES = 30 * 2**20  # what libraries, threads and connections of a process take once they are used; measured
 FLOAT = 4  # bytes: parameters, gradients and the optimizer's two moments are float32
@@ -93,7 +93,7 @@ def _count(module: nn.Module) -> int:
 def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
     """The most bytes alive at once in a forward and backward pass, beside parameters and their gradients."""
     real: Any = task.load(0)
-    with FakeTensorMode() as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the sequence has tensors of its own
         made = {
             item.name: mode.from_tensor(value)
             for item in fields(real)
@@ -106,28 +106,28 @@ def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
             recompute_blocks(model, recipe.offload)
         for parameter in model.parameters():  # gradients are counted apart: they leave when they are summed
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        shapes = task.sp.shapes_of(*task.queries_and_keys(), recipe.tokens)
-        buffers = {direction: _buffers(shapes, direction) for direction in ("forward", "backward")}
-        inside = {
-            torch.ops.startrail.attention.default: shapes.peak_bytes("forward") - buffers["forward"],
-            torch.ops.startrail.attention_backward.default: shapes.peak_bytes("backward") - buffers["backward"],
+        sp = task.sequence.sp
+        sizes = sp.sizes(*task.queries_and_keys())
+        buffers = {pass_: _buffers(sizes, pass_, sp.world) for pass_ in PASSES}
+        ops = {
+            FORWARD: torch.ops.startrail.attention.default,
+            BACKWARD: torch.ops.startrail.attention_backward.default,
         }
+        inside = {ops[pass_]: sizes.peak_bytes(pass_, sp.world) - buffers[pass_] for pass_ in PASSES}
         with _Watch(inside) as watch:
             task.loss_sum(model, batch).backward()
     return watch.peak + max(buffers.values())
 
 
-def _buffers(shapes: Shapes, direction: str) -> int:
-    """The part of ``shapes.peak_bytes`` that attention keeps for its next call: what travels, in and out."""
-    if shapes.layout.world == 1:
+def _buffers(sizes: Sizes, pass_: Pass, world: int) -> int:
+    """The part of ``sizes.peak_bytes`` that attention keeps for its next call: what travels, in and out."""
+    if world == 1:
         return 0
-    stated = stated_pieces(shapes.plan, shapes.layout.world, direction)
-    inputs, results = (("q", "kv"), ("out",)) if direction == "forward" else (INPUTS, ("dq", "dkv"))
-    total = sum((stated[kind] + 1) * shapes.nbytes(kind) for kind in inputs)
-    total += sum((stated[f"{kind}<"] + 1) * shapes.nbytes(kind) for kind in results)
-    if shapes.plan.heads > 1:
-        exchanged = ("q", "kv", "out") if direction == "forward" else ("do", "dq", "dkv")
-        total += sum(2 * shapes.nbytes(kind) for kind in exchanged)
+    stated = stated_pieces(sizes.plan, pass_)
+    total = sum((stated[kind] + 1) * sizes.nbytes(kind) for kind in pass_.inputs)
+    total += sum((stated[f"{kind}<"] + 1) * sizes.nbytes(kind) for kind in pass_.results)
+    if sizes.plan.heads > 1:
+        total += sum(2 * sizes.nbytes(kind) for kind in pass_.exchanged)
     return total
 
 

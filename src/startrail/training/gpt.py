@@ -52,7 +52,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """(batch, n) tokens -> (batch, n, width) hidden states, normalised for the output.
 
-        ``positions``, (n,) or (batch, n), are global: ``sp.positions(length)``. With packed documents they may restart
+        ``positions``, (n,) or (batch, n), are global: ``sequence.positions()``. With packed documents they may restart
         in every document or not: rotary attention depends only on how far a query is from a key, and those of different
         documents never meet, so both give the same result.
         """

@@ -4,11 +4,12 @@ Crops, flips, noise and times depend on the seed and the number of the image sam
 works on the same images: to resume is to go on with the next index.
 
 >>> from startrail import SequenceParallel
->>> data = ImageData("photos", SequenceParallel("1x1"), size=32, patch=2, batch=2)
+>>> sequence = SequenceParallel("1x1").sequence(16 * 16)
+>>> data = ImageData("photos", sequence, size=32, patch=2, batch=2)
 >>> batch = data.batch(3)
 >>> batch.patches.shape, batch.first                     # 16 x 16 patches of 3 x 2 x 2 numbers; samples 6 and 7
 (torch.Size([2, 256, 12]), 6)
->>> noise, time = draw_noise(SequenceParallel("1x1"), 0, range(6, 8), tokens=256, patch_dim=12)
+>>> noise, time = draw_noise(sequence, 0, range(6, 8), patch_dim=12)
 >>> noise.shape, time.shape
 (torch.Size([2, 256, 12]), torch.Size([2]))
 """
@@ -16,7 +17,7 @@ works on the same images: to resume is to go on with the next index.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.attention import SequenceParallel
+from startrail.sequence import Sequence
 from startrail.training.dit import patchify
 from startrail.training.seeds import generator_of
 from startrail.training.sources import check_count, check_split, find_files, held_out, names_of
@@ -56,18 +57,18 @@ GAP = 2  # pixels between the images of a grid
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """This rank's part of ``batch`` images of ``length`` patches each."""
+    """This rank's part of a batch of images, whose patches are each a ``sequence``: for positions and attention."""
 
     patches: Tensor  # (batch, local tokens, 3 * patch * patch) float32 in [-1, 1]; padding is 0
     labels: Tensor  # (batch,) class of each image
-    positions: Tensor  # (local tokens,) global
     real: Tensor  # (local tokens,) False for padding
-    length: int  # global patches, without padding
+    sequence: Sequence
     first: int  # number of the first image sample, for ``draw_noise``
 
 
 class ImageData:
-    """Square crops of ``size`` x ``size`` pixels, at random scales and places, half of them flipped.
+    """Square crops of ``size`` x ``size`` pixels, at random scales and places, half of them flipped; their patches, row
+    by row, are the tokens of ``sequence``.
 
     ``source`` is a folder whose subfolders are the classes, or which has no subfolders and is one class; a file or a
     glob of images, one class; or ``"photos"``: ten photographs from the package scikit-image, each its own class. Every
@@ -80,7 +81,7 @@ class ImageData:
     def __init__(
         self,
         source: str,
-        sp: SequenceParallel,
+        sequence: Sequence,
         *,
         size: int,
         patch: int,
@@ -93,6 +94,9 @@ class ImageData:
         check_split(split)
         if size % patch:
             raise ValueError(f"size {size} is not a multiple of patch {patch}")
+        side = size // patch
+        if sequence.length != side**2:
+            raise ValueError(f"an image has {side} x {side} = {side**2} patches, the sequence {sequence.length} tokens")
         _require_pillow()
         files, labels = _classes(source)
         self.num_classes = 1 + max(labels)
@@ -104,19 +108,17 @@ class ImageData:
         ]
         self._strip = "all" if chosen else split
         self.num_samples = len(self._images)
-        self._source, self._sp, self._split = source, sp, split
+        self._source, self._sequence, self._split = source, sequence, split
         self._size, self._patch, self._batch, self._seed = size, patch, batch, seed
-        self._length = (size // patch) ** 2
 
     def batch(self, index: int) -> ImageBatch:
         """The ``index``-th batch, from 0 on without end."""
         check_count("index", index, least=0)
         first = index * self._batch
         images, labels = zip(*(self._sample(number) for number in range(first, first + self._batch)), strict=True)
-        patches = self._sp.shard(patchify(torch.stack(images), self._patch), 1)
-        real = self._sp.shard(torch.ones(self._length, dtype=torch.bool), 0)
-        positions = self._sp.positions(self._length)
-        return ImageBatch(patches, torch.tensor(labels), positions, real, self._length, first)
+        patches = self._sequence.shard(patchify(torch.stack(images), self._patch), 1)
+        real = self._sequence.shard(torch.ones(self._sequence.length, dtype=torch.bool), 0)
+        return ImageBatch(patches, torch.tensor(labels), real, self._sequence, first)
 
     def _sample(self, number: int) -> tuple[Tensor, int]:
         """(3, size, size) in [-1, 1], and the class."""
@@ -134,13 +136,11 @@ class ImageData:
         which = {"all": "", "train": " (left three quarters)", "held-out": " (right quarter)"}[self._strip]
         return (
             f"{self._source}, {self._split}: {self.num_samples:,} images{which}, {self.num_classes:,} classes, "
-            f"crops of {self._size} x {self._size} pixels, {self._length:,} patches"
+            f"crops of {self._size} x {self._size} pixels, {self._sequence.length:,} patches"
         )
 
 
-def draw_noise(
-    sp: SequenceParallel, seed: int, samples: Sequence[int], tokens: int, patch_dim: int
-) -> tuple[Tensor, Tensor]:
+def draw_noise(sequence: Sequence, seed: int, samples: SequenceOf[int], patch_dim: int) -> tuple[Tensor, Tensor]:
     """This rank's part of the noise of image samples, (batch, local tokens, patch dim), and their times, (batch,).
 
     Every rank draws all the noise of an image and takes its part: the same numbers whatever the plan.
@@ -149,7 +149,7 @@ def draw_noise(
     for sample in samples:
         generator = generator_of(seed, "noise", sample)
         times.append(torch.rand((), generator=generator))
-        noise.append(sp.shard(torch.randn(tokens, patch_dim, generator=generator), 0))
+        noise.append(sequence.shard(torch.randn(sequence.length, patch_dim, generator=generator), 0))
     return torch.stack(noise), torch.stack(times)
 
 

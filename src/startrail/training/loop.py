@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # optimizers and FSDP need it: better now, once, than later on every forked rank
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from startrail.attention import SequenceParallel
-from startrail.schedule import Place, lane_names
+from startrail.parallel import SequenceParallel
+from startrail.plan import Plan
+from startrail.schedule.build import closed_form, lane_names
+from startrail.schedule.values import PASSES
 from startrail.training import process_memory
 from startrail.training.all_ranks import agree, check_same_data, largest_over_ranks, sum_over_ranks
 from startrail.training.display import Display, Summary
@@ -54,13 +56,19 @@ class Trainer:
         problem = None
         try:
             _check_apart(recipe)
-            self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], layout=recipe.layout)
+            config = recipe.config
+            self.sp = SequenceParallel(
+                recipe.plan,
+                mesh=mesh["sequence"],
+                layout=recipe.layout,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+            )
             self.task: Any = make_task(recipe, self.sp, device)
             self.about = self.task.describe() if self.lead else ""
             self.expected = estimate(recipe, self.task, self.world) if self.lead else NOTHING
-            self.traffic = self._promised(mesh["sequence"])
-            plan = self.sp.plan_for(*recipe.heads)
-            self.lanes = lane_names(Place.of(plan, self.sp.world, self.sp.rank))
+            self.traffic = self._promised()
         except ValueError as error:
             problem = str(error)
         agree(problem)
@@ -87,8 +95,7 @@ class Trainer:
     def _run(self) -> bool:
         recipe = self.recipe
         if self.lead:
-            plan = str(self.sp.plan_for(*recipe.heads))
-            self.display.start(recipe, self.begin, self.about, plan, self.world, self.expected)
+            self.display.start(recipe, self.begin, self.about, str(self.sp.plan), self.world, self.expected)
         held_out = {self.begin: self._held_out()} if recipe.evaluate_batches else {}
         spent = waited = 0.0
         done, finished = self.begin, True
@@ -105,7 +112,7 @@ class Trainer:
                 seconds=seconds,
                 tokens_per_second=recipe.tokens_per_step / seconds,
                 waiting=sums["waiting"] / self.world / seconds,
-                sent={name: sums[name] / self.world for name in self.lanes},
+                sent={name: sums[name] / self.world for name in self.traffic["ours"]},
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 metrics["skipped"] = True
@@ -187,7 +194,7 @@ class Trainer:
             waiting=self.sp.timings()["waiting"],
             stop=float(self.stop.wanted),
             failed=float(self.checkpoints.failed or self.records.problem is not None),
-            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.lanes},
+            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["ours"]},
         )
         sums = dict(zip(numbers, sum_over_ranks(list(numbers.values()), self.device), strict=True))
         if math.isfinite(sums["loss"]) and math.isfinite(norm):
@@ -231,19 +238,16 @@ class Trainer:
         forget_gathered(self.model)
         return text
 
-    def _promised(self, sequence: DeviceMesh) -> dict[str, dict[str, float]]:
-        """What attention sends in one step, by level, on this rank: by our plan and by Ring Attention."""
-        recipe = self.recipe
-        ring = SequenceParallel(f"1x{self.sp.world}", mesh=sequence, layout=recipe.layout)
-        calls = recipe.config.layers * recipe.accumulate
-        q, k = self.task.queries_and_keys()
+    def _promised(self) -> dict[str, dict[str, float]]:
+        """What attention sends in one step, by level, on the average rank: by our plan and by Ring Attention."""
+        sizes, world = self.sp.sizes(*self.task.queries_and_keys()), self.sp.world
+        calls = self.recipe.config.layers * self.recipe.accumulate
         promised = {}
-        for name, sp in (("ours", self.sp), ("ring", ring)):
-            levels: dict[str, float] = {}
-            for direction in sp.promised_traffic(q, k, recipe.tokens).values():
-                for level, size in direction.items():
-                    levels[level] = levels.get(level, 0.0) + size * calls
-            promised[name] = levels
+        for name, plan in (("ours", self.sp.plan), ("ring", Plan.parse(f"1x{world}"))):
+            by_kind = replace(sizes, plan=plan).by_kind
+            passes = [closed_form(plan, world, rank, pass_, by_kind) for rank in range(world) for pass_ in PASSES]
+            sent = (calls * sum(level) / world for level in zip(*passes, strict=True))
+            promised[name] = dict(zip(lane_names(plan.place(world, 0)), sent, strict=True))
         return promised
 
 

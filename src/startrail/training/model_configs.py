@@ -67,6 +67,11 @@ class DiTConfig:
         return self.width // self.heads
 
     @property
+    def kv_heads(self) -> int:
+        """As many as of queries."""
+        return self.heads
+
+    @property
     def patch_dim(self) -> int:
         return self.channels * self.patch**2
 

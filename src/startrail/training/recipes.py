@@ -54,7 +54,7 @@ class Recipe:
     packed: bool = _field(False, "pack whole documents, which do not see each other, into a context")
     batch: int = _field(1, "sequences or images in one pass of one data-parallel group")
     accumulate: int = _field(1, "passes in one step")
-    plan: str = _field("auto", "how ranks share a sequence: 1x8, 2x2/u2, star2, u8, auto")
+    plan: str = _field("auto", "how ranks share a sequence: 1x8, u2/2x2, 2x2/u2, star2, u8, auto")
     layout: str = _field("zigzag", "which tokens a rank gets: zigzag, contiguous")
     data_parallel: int = _field(1, "groups of ranks with sequences of their own")
     ranks: int = _field(8, "local ranks to start (under torchrun: as many as it gives)")
@@ -117,12 +117,6 @@ class Recipe:
     def tokens(self) -> int:
         """Tokens of one sequence."""
         return self.config.tokens if isinstance(self.config, DiTConfig) else self.length or 0
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Query heads, key/value heads."""
-        config = self.config
-        return config.heads, config.kv_heads if isinstance(config, GPTConfig) else config.heads
 
     @property
     def tokens_per_step(self) -> int:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.attention import SequenceParallel
+from startrail.parallel import SequenceParallel
+from startrail.sequence import Sequence
 from startrail.training.dit import DiT, flow_matching_loss, sample, unpatchify
 from startrail.training.gpt import GPT
 from startrail.training.images import ImageData, draw_noise, save_grid
@@ -36,10 +37,11 @@ Model = TypeVar("Model", GPT, DiT)
 
 
 class Task(Generic[Model, Batch]):
-    """``counted`` is what the loss is divided by, on this rank; ``loss_sum`` is its share before that."""
+    """``sequence`` is what all samples are like. ``counted`` is what the loss is divided by, on this rank; ``loss_sum``
+    is its share before that."""
 
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
-        self.recipe, self.sp, self.device = recipe, sp, device
+        self.recipe, self.sequence, self.device = recipe, sp.sequence(recipe.tokens), device
         # on a CPU bfloat16 is slower than float32
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
         wanted = recipe.precision == "bfloat16" or (recipe.precision == "auto" and fast)
@@ -50,10 +52,10 @@ class Task(Generic[Model, Batch]):
 
     def queries_and_keys(self) -> tuple[Tensor, Tensor]:
         """Tensors without memory, shaped as this rank's queries and keys in one attention call."""
-        local = len(self.sp.positions(self.recipe.tokens))
+        config, local = self.recipe.config, self.sequence.local
         q, k = (
-            torch.empty(self.recipe.batch, heads, local, self.recipe.config.head_dim, dtype=self.dtype, device="meta")
-            for heads in self.recipe.heads
+            torch.empty(self.recipe.batch, heads, local, config.head_dim, dtype=self.dtype, device="meta")
+            for heads in (config.heads, config.kv_heads)
         )
         return q, k
 
@@ -84,13 +86,13 @@ class TextTask(Task[GPT, TextBatch]):
         super().__init__(recipe, sp, device)
         assert isinstance(recipe.config, GPTConfig) and recipe.length is not None
         arguments: dict[str, Any] = dict(
-            length=recipe.length, batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
+            batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
         )
-        self.data = TextData(recipe.data, sp, split="train", **arguments)
+        self.data = TextData(recipe.data, self.sequence, split="train", **arguments)
         self.held_out = self.data  # unused, unless something is held out
         if recipe.evaluate_batches or recipe.sample:
             try:
-                self.held_out = TextData(recipe.data, sp, split="held-out", **arguments)
+                self.held_out = TextData(recipe.data, self.sequence, split="held-out", **arguments)
             except ValueError as error:
                 raise ValueError(f"{error} (evaluate_batches 0 and sample 0 do without)") from error
         if self.data.vocab > recipe.config.vocab:
@@ -98,12 +100,7 @@ class TextTask(Task[GPT, TextBatch]):
 
     def load(self, index: int, held_out: bool = False) -> TextBatch:
         batch = (self.held_out if held_out else self.data).batch(index)
-        return replace(
-            batch,
-            tokens=batch.tokens.to(self.device),
-            labels=batch.labels.to(self.device),
-            positions=batch.positions.to(self.device),
-        )
+        return replace(batch, tokens=batch.tokens.to(self.device), labels=batch.labels.to(self.device))
 
     @property
     def data_size(self) -> int:
@@ -113,9 +110,9 @@ class TextTask(Task[GPT, TextBatch]):
         return int((batch.labels != -100).sum())
 
     def loss_sum(self, model: GPT, batch: TextBatch) -> Tensor:
-        attention = partial(self.sp.attention, causal=True, length=batch.length, documents=batch.documents)
+        attention = partial(batch.sequence.attention, causal=True)
         with self.autocast():
-            hidden = model(batch.tokens, batch.positions, attention)
+            hidden = model(batch.tokens, batch.sequence.positions(self.device), attention)
             return chunked_cross_entropy(hidden, model.output_weight, batch.labels, self.recipe.loss_chunk)[0]
 
     def describe(self) -> str:
@@ -125,7 +122,7 @@ class TextTask(Task[GPT, TextBatch]):
     def show(self, model: GPT, folder: Path) -> str:
         """A held-out prompt, continued. Every rank computes the same: the text is short, and FSDP needs them all."""
         batch = self.load(0, held_out=True)
-        tokens = self.sp.unshard(batch.tokens, 1, batch.length)[:1, :PROMPT]
+        tokens = batch.sequence.unshard(batch.tokens, 1)[:1, :PROMPT]
         dense = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         generator = generator_of(self.recipe.seed, "text")
         for _ in range(self.recipe.sample):
@@ -151,8 +148,8 @@ class NoisyImages:
     noise: Tensor
     time: Tensor
     labels: Tensor
-    positions: Tensor
     real: Tensor
+    sequence: Sequence
 
 
 class ImageTask(Task[DiT, NoisyImages]):
@@ -163,20 +160,21 @@ class ImageTask(Task[DiT, NoisyImages]):
         arguments: dict[str, Any] = dict(
             size=self.config.rows * self.config.patch, patch=self.config.patch, batch=recipe.batch, seed=recipe.seed
         )
-        self.data = ImageData(recipe.data, sp, split="train", **arguments)
-        self.held_out = ImageData(recipe.data, sp, split="held-out", **arguments)
+        self.data = ImageData(recipe.data, self.sequence, split="train", **arguments)
+        self.held_out = ImageData(recipe.data, self.sequence, split="held-out", **arguments)
         if self.data.num_classes > self.config.classes:
             raise ValueError(f"the data has {self.data.num_classes} classes, the model {self.config.classes} only")
 
     def load(self, index: int, held_out: bool = False) -> NoisyImages:
         batch = (self.held_out if held_out else self.data).batch(index)
         noise, time = self._noise("held-out" if held_out else "train", batch.first, len(batch.labels))
-        tensors = batch.patches, noise, time, batch.labels, batch.positions, batch.real
-        return NoisyImages(*(tensor.to(self.device) for tensor in tensors))
+        tensors = batch.patches, noise, time, batch.labels, batch.real
+        patches, noise, time, labels, real = (tensor.to(self.device) for tensor in tensors)
+        return NoisyImages(patches, noise, time, labels, real, batch.sequence)
 
     def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
         seed = generator_of(self.recipe.seed, purpose).initial_seed()
-        return draw_noise(self.sp, seed, range(first, first + count), self.config.tokens, self.config.patch_dim)
+        return draw_noise(self.sequence, seed, range(first, first + count), self.config.patch_dim)
 
     @property
     def data_size(self) -> int:
@@ -186,13 +184,10 @@ class ImageTask(Task[DiT, NoisyImages]):
         return int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
 
     def loss_sum(self, model: DiT, batch: NoisyImages) -> Tensor:
-        inputs = batch.patches, batch.noise, batch.time, batch.labels, batch.positions, batch.real
+        positions, attention = batch.sequence.positions(self.device), batch.sequence.attention
+        inputs = batch.patches, batch.noise, batch.time, batch.labels, positions, batch.real
         with self.autocast():
-            return flow_matching_loss(model, *inputs, self._attention)[0]
-
-    @property
-    def _attention(self) -> Any:
-        return partial(self.sp.attention, length=self.config.tokens)
+            return flow_matching_loss(model, *inputs, attention)[0]
 
     def describe(self) -> str:
         return f"{self.data.describe()}; loss is the squared error of the velocity, and predicting 0 is how it starts"
@@ -201,10 +196,10 @@ class ImageTask(Task[DiT, NoisyImages]):
         """A grid of new images, one class after the other."""
         noise, _ = self._noise("grid", 0, GRID)
         labels = torch.arange(GRID, device=self.device) % self.data.num_classes
-        positions = self.sp.positions(self.config.tokens, self.device)
+        positions, attention = self.sequence.positions(self.device), self.sequence.attention
         with self.autocast():
-            patches = sample(model, noise.to(self.device), labels, positions, self._attention, self.recipe.sample)
-        whole = self.sp.unshard(patches, 1, self.config.tokens).cpu()
+            patches = sample(model, noise.to(self.device), labels, positions, attention, self.recipe.sample)
+        whole = self.sequence.unshard(patches, 1).cpu()
         images = unpatchify(whole, self.config.patch, self.config.rows, self.config.columns)
         zoom = max(1, 128 // images.shape[-1])  # small images are enlarged, for a person to look at
         images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)

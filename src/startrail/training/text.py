@@ -8,7 +8,8 @@ token of a rank's part has its successor on another rank.
 >>> from startrail import SequenceParallel
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     _ = pathlib.Path(folder, "text").write_text("abcdefghijklmnopqrstuvwxyz")
-...     data = TextData(folder, SequenceParallel("1x1"), length=6)       # the last twentieth, "z", is held out
+...     sequence = SequenceParallel("1x1").sequence(6)
+...     data = TextData(folder, sequence)                      # the last twentieth, "z", is held out
 ...     [data.decode(data.batch(index).tokens[0]) for index in range(data.num_samples)]
 ...     data.decode(data.batch(0).labels[0])
 ['ghijkl', 'abcdef', 'mnopqr', 'stuvwx']
@@ -17,15 +18,14 @@ token of a rank's part has its successor on another rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from startrail.attention import SequenceParallel
-from startrail.layout import Layout
+from startrail.sequence import Sequence
 from startrail.training.seeds import generator_of
 from startrail.training.sources import check_count, check_split, find_files, names_of
 from startrail.training.streams import Stream, bytes_of, split_stream
@@ -41,23 +41,21 @@ READ_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class TextBatch:
-    """This rank's part of ``batch`` sequences of ``length`` tokens."""
+    """This rank's part of a batch of sequences, which all are as ``sequence`` says: for positions and attention."""
 
     tokens: Tensor  # (batch, local tokens) int64; padding is 0
     labels: Tensor  # the same shape; -100 where there is nothing to predict
-    positions: Tensor  # (local tokens,) global
-    documents: tuple[int, ...] | None  # global cu_seqlens for attention, if packed
-    length: int  # global tokens, without padding
+    sequence: Sequence  # cut into its documents, if packed
 
 
 class TextData:
-    """Sequences of ``length`` tokens from the files of ``source``: a folder, a file, a glob, or ``"stdlib"``.
+    """Sequences like ``sequence`` from the files of ``source``: a folder, a file, a glob, or ``"stdlib"``.
 
-    The files follow one another in the order of their paths, and each window of ``length`` tokens is a sequence; every
-    epoch has its own order of windows. With ``packed``, every epoch has its own order of files too, each file is a
-    document, and the documents of a window neither see each other (pass ``documents`` to attention) nor predict each
-    other. A document that crosses the end of a window is cut there. What is left after the last whole window is not
-    used in that epoch.
+    The files follow one another in the order of their paths, and each window of the sequence's length is one sample;
+    every epoch has its own order of windows. With ``packed``, every epoch has its own order of files too, each file is
+    a document, and the documents of a window neither see each other (the batch's ``sequence`` is cut into them) nor
+    predict each other. A document that crosses the end of a window is cut there. What is left after the last whole
+    window is not used in that epoch.
 
     ``split`` is ``"train"`` or ``"held-out"``: about a twentieth, in whole files if that can be, otherwise the
     end of every file. ``tokenizer`` is a Hugging Face ``tokenizers`` file (.json); without one, tokens are bytes.
@@ -66,16 +64,14 @@ class TextData:
     def __init__(
         self,
         source: str,
-        sp: SequenceParallel,
+        sequence: Sequence,
         *,
-        length: int,
         batch: int = 1,
         seed: int = 0,
         packed: bool = False,
         tokenizer: str | None = None,
         split: str = "train",
     ) -> None:
-        check_count("length", length)
         check_count("batch", batch)
         check_split(split)
         if packed and batch != 1:
@@ -93,34 +89,33 @@ class TextData:
             whole = tokens_of(files, tokenizer, self._tokenizer)
         self._stream = split_stream(whole, names_of(files), split)
         self.num_tokens = self._stream.length
-        self.num_samples = self.num_tokens // length
-        self._source, self._sp, self._split = source, sp, split
-        self._length, self._batch, self._seed, self._packed = length, batch, seed, packed
+        self.num_samples = self.num_tokens // sequence.length
+        self._source, self._sequence, self._split = source, sequence, split
+        self._batch, self._seed, self._packed = batch, seed, packed
         if self.num_samples == 0:
-            raise ValueError(f"a sequence needs {length:,} tokens, but there are too few: {self._what()}")
+            raise ValueError(f"a sequence needs {sequence.length:,} tokens, but there are too few: {self._what()}")
         self._epoch = -1, self._stream, torch.empty(0)
 
     def batch(self, index: int) -> TextBatch:
         """The ``index``-th batch, from 0 on without end: after the last sequence the next epoch begins."""
         check_count("index", index, least=0)
-        layout = Layout(self._sp.layout, self._sp.world, self._length)
-        tokens = torch.zeros(self._batch, layout.local, dtype=torch.long)
+        sequence, length = self._sequence, self._sequence.length
+        tokens = torch.zeros(self._batch, sequence.local, dtype=torch.long)
         labels = torch.full_like(tokens, IGNORE)
-        documents = None
         for row in range(self._batch):
             epoch, place = divmod(index * self._batch + row, self.num_samples)
             stream, order = self._in_epoch(epoch)
-            start = int(order[place]) * self._length
-            self._fill(tokens[row], labels[row], stream, start, layout)
+            start = int(order[place]) * length
+            self._fill(tokens[row], labels[row], stream, start)
             if self._packed:
-                ends = stream.ends_within(start, start + self._length - 1)
-                documents = (0, *(end - start for end in ends), self._length)
-        return TextBatch(tokens, labels, self._sp.positions(self._length), documents, self._length)
+                ends = stream.ends_within(start, start + length - 1)
+                sequence = sequence.packed((0, *(end - start for end in ends), length))
+        return TextBatch(tokens, labels, sequence)
 
-    def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int, layout: Layout) -> None:
+    def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int) -> None:
         """One sequence. A rank's padding has the highest positions, so its real tokens come first."""
         filled = 0
-        for first, count in layout.runs(self._sp.rank):
+        for first, count in self._sequence.runs:
             start = window + first
             read = stream.read(start, min(start + count + 1, self.num_tokens))  # one more, for the last label
             tokens[filled : filled + count] = read[:count]
@@ -141,7 +136,7 @@ class TextData:
             self._epoch = epoch, stream, torch.randperm(self.num_samples, generator=generator)
         return self._epoch[1:]
 
-    def decode(self, tokens: Sequence[int] | Tensor) -> str:
+    def decode(self, tokens: SequenceOf[int] | Tensor) -> str:
         """Text again; bytes that are no UTF-8, such as a character cut in half, become U+FFFD."""
         ids = [int(token) for token in tokens]
         strange = [token for token in ids if not 0 <= token < self.vocab]

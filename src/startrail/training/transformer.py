@@ -10,7 +10,7 @@ from torch import Tensor
 # (q, k, v) -> out, all (batch, heads, tokens, head dim), k and v possibly with fewer heads. On one process that is
 #   partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 # and sequence-parallel, where tokens are this rank's,
-#   partial(sp.attention, causal=True, length=length, documents=documents)
+#   partial(sequence.attention, causal=True)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
