@@ -43,7 +43,7 @@ from startrail.planner import auto_plan
 from tests.helpers import ROOT, torchrun
 
 PAIR = Machine(2, 2)
-SMALL = replace(MHA, length=1024, q_heads=4, kv_heads=4)
+SMALL = replace(MHA, length=512, q_heads=4, kv_heads=4, batch=2)
 RING, STAR, NESTED, HEADS = (
     Contender(plan, plan, plan=plan) for plan in ("1x4", "star2", "2x1/u2,groups=2", "u2/1x2,groups=2")
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from startrail.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, heads_first, plan_contenders
+from startrail.bench.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, Work, heads_first, plan_contenders
 from startrail.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.cluster import Machine
@@ -26,7 +26,7 @@ COLOURS = {
     "heads": "#c0392b",
 }
 BEST = "heads outermost"  # the best of several such plans
-GROWING = ("ring, textbook", "USP", "nested", "nested, keep")
+CURVES = ("ring, textbook", "USP", "nested", "nested, keep")
 
 
 def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
@@ -145,17 +145,16 @@ def _growth(report: Json) -> bytes:
         by_nodes.plot(nodes, amounts, marker=".", color=COLOURS[role], label=label)
     by_nodes.set_xlabel("nodes of 8 ranks, 16,384 tokens")
     by_nodes.set_ylabel("MB over a node's link", fontsize=9)
-    lengths = (1024, 1536, 2048)
-    works = [replace(MHA, length=length) for length in lengths]
-    for label, role, amounts in _curves([Machine(4, 4)] * len(works), works):
+    lengths = [work.length for work in GROWING]
+    for label, role, amounts in _curves([Machine(4, 4)] * len(lengths), GROWING):
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)
     for trial in report["trials"]:
         work = Work(**trial["work"])
-        if trial["machine"] == "4x4" and work.name == "MHA" and not work.causal and trial["pressure"] == BOUND_BY_LINKS:
+        if trial["machine"] == "4x4" and work in GROWING and trial["pressure"] == BOUND_BY_LINKS:
             for line in lines_of(trial):
-                if (line.name in GROWING or line.role == "heads") and line.bytes_measured:
+                if (line.name in CURVES or line.role == "heads") and line.bytes_measured:
                     by_length.scatter([work.length], [line.bytes_measured / 1e6], color=COLOURS[line.role], s=14)
-    by_length.set_xlabel("tokens, 4 nodes of 4 ranks")
+    by_length.set_xlabel(f"tokens of {GROWING[0].batch} sequences, 4 nodes of 4 ranks")
     by_length.legend(frameon=False, fontsize=7)
     by_nodes.set_xscale("log", base=2)
     for axes, ticks in ((by_nodes, nodes), (by_length, lengths)):
@@ -170,7 +169,7 @@ def _curves(machines: Sequence[Machine], works: Sequence[Work]) -> list[tuple[st
 
     def plans(machine: Machine, work: Work) -> dict[tuple[str, str], str]:
         shape = machine.nodes, machine.ranks_per_node
-        named = {(c.name, c.role): c.plan for c in plan_contenders(*shape) if c.name in GROWING}
+        named = {(c.name, c.role): c.plan for c in plan_contenders(*shape) if c.name in CURVES}
         return {**named, (BEST, "heads"): heads_first(*shape, work.q_heads)}
 
     curves = {("ring, textbook", "ring"): [ring_bytes(machine, work) / 1e6 for machine, work in pairs]}

@@ -235,7 +235,7 @@ def _growth(trials: Sequence[Json]) -> str:
         for line in lines_of(trial):
             if (line.name in GROWING or line.role == "heads") and line.bytes_measured:
                 ranks, place = trial["nodes"] * trial["ranks_per_node"], (*GROWING, line.name).index(line.name)
-                rows.append((place, ranks, trial["machine"], work.length, line.bytes_measured, line))
+                rows.append((place, ranks, trial["machine"], work.batch * work.length, line.bytes_measured, line))
     if not rows:
         return "<p>Not measured in this run.</p>"
     head = "".join(
@@ -243,10 +243,10 @@ def _growth(trials: Sequence[Json]) -> str:
         for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB a token", "s", "exposed s")
     )
     body = "".join(
-        f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{length}</td>"
-        f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / length:.2f}</td>"
+        f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{tokens}</td>"
+        f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / tokens:.2f}</td>"
         f"<td>{line.seconds:.3f}</td><td>{line.exposed:.3f}</td></tr>"
-        for _, ranks, machine, length, measured, line in sorted(rows, key=lambda row: row[:4])
+        for _, ranks, machine, tokens, measured, line in sorted(rows, key=lambda row: row[:4])
     )
     note = f"MHA, full mask, {pressure_text(BOUND_BY_LINKS)}. One node's link."
     return f"<p class='note'>{note}</p><div class='wide'><table><tr>{head}</tr>{body}</table></div>"
