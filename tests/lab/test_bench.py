@@ -203,6 +203,9 @@ def test_claims_are_judged_by_the_data_against_the_faster_ring():
     alike = "best plan of ours no slower than yunchang with Ulysses across nodes on the same work"
     assert (verdicts[alike].found, verdicts[alike].met) == ("4x8 MHA full 24x: 1.08x (u4/1x8)", True)
     assert verdicts_of(recorded(TIMES), recorded({**TIMES, "heads u4/1x8": 0.7}, 8.0))[alike].met is False
+    lucky = recorded({**TIMES, "heads u4/2x4": 0.1})
+    next(row for row in lucky["rows"] if row["plan"] == "u4/2x4")["seconds"] = [0.1]
+    assert verdicts_of(lucky)[best + "ring >= 3.4x"].found == verdicts[best + "ring >= 3.4x"].found
 
 
 def test_a_claim_counts_only_where_links_really_take_their_time():
