@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from startrail.check import NAMES, Case, Error, make_data
-from startrail.layout import Layout
+from startrail.layout import LAYOUTS
 from startrail.local import run_local
 from startrail.ring import RingAttention, pass_on, visible_by_hop
 
@@ -19,7 +19,7 @@ def test_a_plain_ring_is_exact_forward_and_backward(world, causal):
     """Against float64, with random cotangents, grouped heads, and no more error than the engine is allowed."""
     case = Case(f"1x{world}", world, length=60 * world, q_heads=4, kv_heads=2, causal=causal, seed=world)
     data = make_data(case)
-    layout = Layout("zigzag" if causal else "contiguous", world, case.length)
+    layout = LAYOUTS["zigzag" if causal else "contiguous"](range(world), case.length)
 
     def on_rank(rank):
         def shard(x):

@@ -11,21 +11,22 @@ pytestmark = pytest.mark.skipif(lab.available() is not None, reason=f"no lab: {l
 
 
 def test_the_interfaces_see_what_the_closed_form_promises():
-    """Two nodes of two ranks. The outer level crosses the nodes' link, the inner one and the heads must not."""
-    plans = ["1x2/u2", "2x1/1x2", "1x2/2x1", "2x1/u2,keep=all"]
+    """Two nodes of two ranks. The outer level crosses the nodes' link, the inner one must not, whatever they are."""
+    plans = ["1x2/u2", "2x1/1x2", "1x2/2x1", "2x1/u2,keep=all", "u2/1x2", "u2/2x1,groups=2", "u2/u2"]
 
     def on_rank(rank):
         found = []
         for plan in plans:
             sp = startrail.SequenceParallel(plan)
+            sequence = sp.sequence(4 * 2048)
             q, k, v = (torch.randn(1, 4, 2048, 32, requires_grad=True) for _ in range(3))
-            out = sp.attention(q, k, v)  # groups connect and ranks agree here
+            out = sequence.attention(q, k, v)  # groups connect and ranks agree here
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             sp.reset_counters()
             dist.barrier()
             before = lab.own_link_bytes()["sent"]
             dist.barrier()
-            out = sp.attention(q, k, v)
+            out = sequence.attention(q, k, v)
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             dist.barrier()
             seen = lab.own_link_bytes()["sent"] - before

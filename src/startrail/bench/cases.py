@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import gcd, isqrt
 
+from startrail.cluster import Machine
 from startrail.plan import divisors
+from startrail.planner import auto_plan
 
 # How long textbook Ring Attention keeps a node's link busy, by closed form, in units of what computing takes.
 BOUND_BY_LINKS = 8.0
@@ -91,8 +93,22 @@ PEERS = (
     Contender("ring-flash-attn", role="peer", way="ring-flash-attn"),
     Contender("yunchang USP", role="peer", way="yunchang"),
     Contender("yunchang USP across", role="peer", way="yunchang across"),
-    Contender("DeepSpeed Ulysses", role="ulysses", way="deepspeed"),
+    Contender("DeepSpeed Ulysses", role="peer", way="deepspeed"),
 )
+OURS = ("heads", "auto", "nested", "nested keep")  # roles of the plans that are new here; the best of them is claimed
+
+# Plans of ours with heads split over the nodes, by machine and number of heads, the best first: long trials repeat
+# LEADING of them as often as everybody and show the rest once, and trials that no claim needs have LEADING only.
+# Machines that are not here have what ``heads_first`` says.
+LEADING = 2
+OUTERMOST: dict[tuple[str, int], tuple[str, ...]] = {
+    ("4x8", 16): ("u4/u4/1x2", "u4/1x8,groups=2", "u4/2x4,groups=2", "u4/u4/2x1", "u4/1x8", "u4/2x4"),
+    ("8x4", 16): ("u8/u2/1x2", "u8/1x4,groups=2", "u8/2x2", "u8/1x4"),
+    ("16x2", 16): ("u16/1x2", "u16/2x1"),
+    ("4x4", 16): ("u4/u4",),
+    ("2x8", 16): ("u2/u8",),
+    ("4x8", 8): ("u4/u2/1x4", "u4/1x8"),
+}
 
 
 def balanced_team(nodes: int) -> int:
@@ -104,8 +120,30 @@ def balanced_team(nodes: int) -> int:
     return min(divisors(nodes), key=lambda team: (abs(team - isqrt(nodes)), team))
 
 
+def heads_first(nodes: int, ranks: int, heads: int) -> str:
+    """Heads split over the nodes as far as there are heads, then what is left of them inside the nodes; the rest of
+    the nodes, and of a node, is teams and rings.
+
+    >>> [heads_first(*machine, heads=16) for machine in ((4, 8), (8, 4), (16, 2), (4, 4), (2, 8), (32, 8))]
+    ['u4/u4/1x2', 'u8/u2/1x2', 'u16/1x2', 'u4/u4', 'u2/u8', 'u16/1x2/2x4']
+    """
+    levels = []
+    for size in (nodes, ranks):
+        split = gcd(size, heads)
+        heads //= split
+        team = balanced_team(size // split)
+        levels += [f"u{split}"] if split > 1 else []
+        levels += [f"{team}x{size // split // team}"] if split < size else []
+    return "/".join(levels) or "u1"
+
+
+def heads_contenders(nodes: int, ranks: int, heads: int) -> tuple[Contender, ...]:
+    texts = OUTERMOST.get((f"{nodes}x{ranks}", heads), (heads_first(nodes, ranks, heads),))
+    return tuple(Contender(f"heads {text}", "heads", plan=text) for text in texts)
+
+
 def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
-    """Our engine with every plan that a claim needs, on ``nodes`` of ``ranks`` each."""
+    """Our engine with the other plans that a claim or the table needs, on ``nodes`` of ``ranks`` each."""
     team = balanced_team(nodes)
     nested = f"{team}x{nodes // team}/u{ranks}"
     return (
@@ -118,9 +156,18 @@ def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
         Contender("star2 across nodes", "star", plan="star2", across=True),
         Contender("star4 across nodes", "star", plan="star4", across=True),
         Contender("nested", "nested", plan=nested),
-        Contender("nested, groups", "nested", plan=f"{nested},groups=2"),
         Contender("nested, keep", "nested keep", plan=f"{nested},keep=all"),
-        Contender("nested, keep, groups", "nested keep", plan=f"{nested},keep=all,groups=2"),
+    )
+
+
+def grouped_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
+    """For grouped keys: what ``auto`` picks, and USP by its own rule, heads split as far as there are key heads."""
+    plan, _ = auto_plan(Machine(nodes, ranks), GQA.q_heads, GQA.kv_heads)
+    heads = gcd(ranks, GQA.kv_heads)
+    return (
+        Contender("USP", "usp", plan=f"1x{nodes}/1x{ranks // heads}/u{heads}"),
+        Contender("auto", "auto", plan=str(plan)),
+        Contender("auto, keep", "auto", plan=f"{plan},keep=all"),
     )
 
 
@@ -128,91 +175,134 @@ def picked(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...
     return tuple(contender for contender in contenders if contender.name in names)
 
 
+def masked(causal: int, full: int, batch: int = 1) -> tuple[Work, Work]:
+    """MHA with both masks, of these lengths.
+
+    A causal mask halves the arithmetic and no bytes, so with equal lengths its links would be twice as fast. Lengths
+    are chosen for links of less than 500 Mbit/s, above which two cores emulate them poorly, and for passes of seconds:
+    starting and ending a pass costs the same at any length. A batch makes messages larger and passes no longer: with
+    heads over 16 ranks every rank sends each of 15 others one head of its few tokens, and headers, about 400 bytes a
+    message, must stay below 3 % of that.
+    """
+    return replace(MHA, length=causal, causal=True, batch=batch), replace(MHA, length=full, batch=batch)
+
+
 MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
-# Grouped keys are few bytes a token: a batch gives messages of a size at which headers are less than 3 % of them.
+HEADLINE = masked(causal=960, full=896, batch=4)
+SHORT = masked(causal=640, full=512, batch=4)  # for 16 ranks, which hold twice the tokens
+GROWING = tuple(replace(MHA, length=length, batch=2) for length in (768, 1152, 1536))
+EVEN = masked(causal=3584, full=3200)  # where ring takes as long as computing
+# Grouped keys are few bytes a token, and so have a batch, too.
 GQA = replace(MHA, length=768, kv_heads=2, batch=4)
-# For GQA on 4 nodes of 8: heads split as far as there are key heads, which is USP's rule, and what ``auto`` picks.
-GROUPED = (
-    Contender("USP", "usp", plan="1x4/1x4/u2"),
-    Contender("auto", "nested", plan="1x4/2x2/u2"),
-    Contender("auto, keep", "nested keep", plan="1x4/2x2/u2,keep=all"),
-)
 LONG = replace(MHA, length=16_384, q_heads=8, kv_heads=8, causal=True)
 # A batch of 4, so that activations outweigh the gradients of the parameters, as they do where contexts are long.
 GPT = Work(length=1024, q_heads=8, kv_heads=8, head_dim=16, causal=True, batch=4, model="gpt", layers=2)
 DIT = replace(GPT, causal=False, model="dit")
-MAIN = (
-    *("ring, ours", "ring, textbook", "USP", "star2", "star4"),
-    *("nested", "nested, groups", "nested, keep", "nested, keep, groups"),
-)
-RATIOS = ("ring, textbook", "USP", "star2", "star4", "nested", "nested, keep")  # whom the claims name
-BESIDE = ("double ring", "torch ring, all-gather", "ring-flash-attn", "yunchang USP", "yunchang USP across")
+
+RATIOS = ("ring, textbook", "USP", "star4", "nested", "nested, keep")  # whom the claims name, beside heads outermost
+FEW = ("ring, textbook", "nested, keep")
+ULYSSES = ("yunchang USP across", "DeepSpeed Ulysses")  # peers that split heads over nodes: the claims name them, too
+BESIDE = ("ring, ours", "star2", "double ring", "torch ring, all-gather", "ring-flash-attn", "yunchang USP")
 SELDOM = ("torch ring, all-to-all", "star2 across nodes", "star4 across nodes")  # slow: on the smallest machine only
-FEW = ("ring, textbook", "USP", "nested", "nested, keep")
 
 
-def masked(causal: int, full: int) -> tuple[Work, Work]:
-    """MHA with both masks, of these lengths.
+class Lineup:
+    """Everybody who can take part on one machine, and the trials that are made of them."""
 
-    A causal mask halves the arithmetic and no bytes, so with equal lengths its links would be twice as fast. Lengths
-    are chosen for links of less than 400 Mbit/s, above which two cores emulate them poorly, and for passes of seconds:
-    starting and ending a pass costs the same at any length.
-    """
-    return replace(MHA, length=causal, causal=True), replace(MHA, length=full)
+    def __init__(self, nodes: int, ranks: int) -> None:
+        self.nodes, self.ranks = nodes, ranks
+        self.everyone = (*PEERS, *plan_contenders(nodes, ranks))
 
+    def named(self, *names: str) -> tuple[Contender, ...]:
+        return picked(self.everyone, *names)
 
-HEADLINE = masked(causal=1920, full=2048)
-SHORT = masked(causal=1280, full=1024)
-EVEN = masked(causal=3072, full=2304)  # where ring takes as long as computing
+    def heads(self, work: Work = MHA) -> tuple[Contender, ...]:
+        return heads_contenders(self.nodes, self.ranks, work.q_heads)
+
+    def trial(
+        self,
+        work: Work,
+        names: Iterable[str],
+        pressure: float | None,
+        seconds: float,
+        *,
+        brief: Iterable[str] = (),
+        all_heads: bool = False,
+        repeats: int = 3,
+        at_least: int = 2,
+        slow_node: bool = False,
+    ) -> Trial:
+        """Heads outermost against the contenders of these names; those in ``brief`` take part once."""
+        once = self.named(*brief)
+        leading, rest = self.heads(work)[:LEADING], self.heads(work)[LEADING:] if all_heads else ()
+        everybody = (*self.named(*names), *leading, *rest, *once)
+        return Trial(work, everybody, pressure, repeats, seconds, slow_node, at_least, brief=(*once, *rest))
 
 
 def limited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
-    """What runs where links are limited. 4 nodes of 8 ranks are the claims' machine and get everything."""
-    everyone = (*PEERS, *plan_contenders(nodes, ranks))
-    main, ratios, beside, few = (picked(everyone, *names) for names in (MAIN, RATIOS, BESIDE, FEW))
+    """What runs where links are limited, the claims' trials first."""
+    lineup = Lineup(nodes, ranks)
     if quick:
-        return [*(Trial(work, main, BOUND_BY_LINKS, 3, 20.0) for work in SHORT), Trial(EVEN[1], few, 1.0, 2, 12.0)]
-    if (nodes, ranks) == (4, 8):
-        return headline_trials(everyone)
-    if (nodes, ranks) == (4, 4):
-        beside += picked(everyone, *SELDOM)
-    trials = [
-        Trial(SHORT[0], (*ratios, *beside), BOUND_BY_LINKS, 3, 15.0, at_least=3, brief=beside),
-        Trial(SHORT[1], few, BOUND_BY_LINKS, 3, 8.0, at_least=3),
+        trials = [lineup.trial(work, (*RATIOS, "star2"), BOUND_BY_LINKS, 18.0) for work in SHORT]
+        return [*trials, lineup.trial(EVEN[1], FEW, 1.0, 10.0, repeats=2)]
+    by_machine = {(4, 8): headline_trials, (8, 4): claims_trials, (16, 2): claims_trials, (4, 4): growth_trials}
+    return by_machine.get((nodes, ranks), other_trials)(lineup)
+
+
+def headline_trials(lineup: Lineup) -> list[Trial]:
+    """4 nodes of 8 ranks get everything: the claims' trials, then the same table on faster links, and what is beside
+    them."""
+    steepest, *_ = PRESSURES
+    peers, brief = (*RATIOS, *ULYSSES), ("star2",)
+    trials = [lineup.trial(work, peers, steepest, 110.0, brief=brief, all_heads=True, at_least=3) for work in HEADLINE]
+    trials += [
+        lineup.trial(work, peers, BOUND_BY_LINKS, 40.0, brief=beside, at_least=3)
+        for work, beside in zip(HEADLINE, (BESIDE, ()), strict=True)
     ]
-    if (nodes, ranks) == (4, 4):  # how costs grow with the sequence; and Ulysses, whose messages are small otherwise
-        alike = picked(everyone, "Ulysses", "DeepSpeed Ulysses")
-        trials += [Trial(replace(MHA, length=1536), few, BOUND_BY_LINKS, 2, 8.0)]
-        trials += [Trial(replace(MHA, length=2048), (*few, *alike), BOUND_BY_LINKS, 2, 8.0)]
-    return trials
+    trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 18.0) for work in (GPT, DIT)]
+    trials += [lineup.trial(work, RATIOS, 3.0, 16.0) for work in HEADLINE]
+    trials += [lineup.trial(work, RATIOS, 1.0, 22.0) for work in EVEN]
+    slowed = ("ring, textbook", "star4", "nested", "nested, keep")
+    trials += [lineup.trial(HEADLINE[1], slowed, BOUND_BY_LINKS, 20.0, slow_node=True)]
+    grouped = (*lineup.named("ring, textbook"), *grouped_contenders(lineup.nodes, lineup.ranks))
+    return [*trials, Trial(replace(GQA, causal=True), grouped, BOUND_BY_LINKS, 3, 10.0)]
 
 
-def headline_trials(everyone: tuple[Contender, ...]) -> list[Trial]:
-    """The claims' trials on 4 nodes of 8 ranks, with most repeats; then what is in the table beside them."""
-    main, ratios, beside = (picked(everyone, *names) for names in (MAIN, RATIOS, BESIDE))
-    claimed = (*ratios, *picked(main, "nested, groups"))
-    star, others = picked(main, "star2"), tuple(contender for contender in main if contender not in ratios)
-    trials = [Trial(work, claimed, PRESSURES[0], 3, 100.0, at_least=3, brief=star) for work in HEADLINE]
-    brief = (*others, *beside)
-    trials += [Trial(work, (*ratios, *brief), BOUND_BY_LINKS, 3, 40.0, at_least=3, brief=brief) for work in SHORT]
-    slowed = picked(ratios, "ring, textbook", "star2", "star4", "nested", "nested, keep")
-    trials += [Trial(SHORT[1], slowed, BOUND_BY_LINKS, 3, 15.0, slow_node=True, at_least=3)]
-    trials += [Trial(work, ratios, 3.0, 3, 12.0, at_least=3) for work in SHORT]
-    trials += [Trial(work, ratios, 1.0, 3, 25.0, at_least=3) for work in EVEN]
-    grouped = (*picked(main, "ring, textbook"), *GROUPED)
-    trials += [Trial(replace(GQA, causal=True), (*grouped, *star), BOUND_BY_LINKS, 3, 15.0, at_least=3, brief=star)]
-    trials += [Trial(GQA, grouped, pressure, 3, 15.0, at_least=3) for pressure in (BOUND_BY_LINKS, 1.0)]
-    steps = picked(main, "ring, textbook", "nested", "nested, keep")
-    return trials + [Trial(work, steps, 3.0, 3, 20.0, at_least=3) for work in (GPT, DIT)]
+def claims_trials(lineup: Lineup) -> list[Trial]:
+    """More and smaller nodes: what is claimed of them, and one table on faster links."""
+    steepest, *_ = PRESSURES
+    names, brief = (*FEW, *ULYSSES), ("USP", "nested")
+    trials = [lineup.trial(work, names, steepest, 49.0, brief=brief, all_heads=True, at_least=3) for work in HEADLINE]
+    return [*trials, lineup.trial(HEADLINE[0], (*FEW, *ULYSSES), BOUND_BY_LINKS, 15.0)]
+
+
+def growth_trials(lineup: Lineup) -> list[Trial]:
+    """4 nodes of 4, where 16 heads suffice for Ulysses: it, everybody else, and how costs grow with the sequence."""
+    steepest, *_ = PRESSURES
+    few = (*FEW, "USP", "nested")
+    alike = ("Ulysses", *ULYSSES)
+    return [
+        lineup.trial(SHORT[1], ("ring, textbook", *alike), steepest, 12.0),
+        lineup.trial(SHORT[0], (*RATIOS, *alike), BOUND_BY_LINKS, 18.0, brief=(*BESIDE, *SELDOM)),
+        *(lineup.trial(work, few, BOUND_BY_LINKS, 7.0) for work in GROWING),
+        lineup.trial(SHORT[1], (*few, *alike), BOUND_BY_LINKS, 10.0),
+    ]
+
+
+def other_trials(lineup: Lineup) -> list[Trial]:
+    return [
+        lineup.trial(SHORT[0], (*RATIOS, *ULYSSES), BOUND_BY_LINKS, 10.0),
+        lineup.trial(SHORT[1], (*FEW, *ULYSSES), BOUND_BY_LINKS, 8.0),
+    ]
 
 
 def unlimited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
-    everyone = (*PEERS, *plan_contenders(nodes, ranks))
+    lineup = Lineup(nodes, ranks)
     if quick:
-        return [Trial(SHORT[0], picked(everyone, *MAIN), None, 3, 8.0)]
+        return [lineup.trial(SHORT[0], RATIOS, None, 6.0)]
     if (nodes, ranks) != (4, 8):
         return []
     return [
-        Trial(LONG, picked(everyone, "nested"), None, 3, 40.0),
-        Trial(SHORT[0], picked(everyone, *RATIOS), None, 3, 8.0, at_least=3),
+        Trial(LONG, lineup.heads(LONG)[:1], None, 3, 40.0),
+        lineup.trial(HEADLINE[0], RATIOS, None, 8.0),
     ]

@@ -181,5 +181,5 @@ def headline_machine(trials: Sequence[Json]) -> str:
     return CLAIMED if CLAIMED in machines or not machines else machines[0]
 
 
-def best(lines: Iterable[Line], role: str) -> Line | None:
-    return min((line for line in lines if line.role == role), key=lambda line: line.seconds, default=None)
+def best(lines: Iterable[Line], *roles: str) -> Line | None:
+    return min((line for line in lines if line.role in roles), key=lambda line: line.seconds, default=None)

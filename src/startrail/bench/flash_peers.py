@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail.bench import fake_flash_attn
-from startrail.bench.peers import TOLERANCE, Attender, Results, Tolerance
-from startrail.layout import Layout
+from startrail.bench.peers import TOLERANCE, Attender, Results, Tolerance, held, masked_layout
 
 # Both packages hand dq back in bfloat16 when the mask is full, whatever the queries' dtype.
 ROUNDED = Tolerance(2**-8, TOLERANCE.absolute)
@@ -71,9 +70,8 @@ class RingFlash(FlashPeer):
 
     def set_up(self) -> None:
         plain, zigzag = ring_flash_attn()
-        causal = self.work.causal
-        self.layout = Layout("zigzag" if causal else "contiguous", self.machine.world, self.work.length)
-        self.tokens_first = zigzag.zigzag_ring_flash_attn_func if causal else plain.ring_flash_attn_func
+        self.layout = masked_layout(self.machine.world, self.work)
+        self.tokens_first = zigzag.zigzag_ring_flash_attn_func if self.work.causal else plain.ring_flash_attn_func
 
 
 class Yunchang(FlashPeer):
@@ -86,18 +84,15 @@ class Yunchang(FlashPeer):
     def set_up(self) -> None:
         across = self.contender.way == "yunchang across"
         nodes, ranks = self.machine.nodes, self.machine.ranks_per_node
-        node, inside = divmod(self.place, ranks)
+        node, inside = divmod(dist.get_rank(), ranks)
         self.sharers = nodes if across else ranks
         self.sharer, self.ring_place = (node, inside) if across else (inside, node)
-        package, causal = join_yunchang(self.sharers, self.machine.world, not across), self.work.causal
-        ring = self.machine.world // self.sharers
-        self.layout = Layout("zigzag" if causal else "contiguous", ring, self.work.length)
-        self.tokens_first = package.LongContextAttention(ring_impl_type="zigzag" if causal else "basic")
+        package = join_yunchang(self.sharers, self.machine.world, not across)
+        self.layout = masked_layout(self.machine.world // self.sharers, self.work)
+        self.tokens_first = package.LongContextAttention(ring_impl_type="zigzag" if self.work.causal else "basic")
 
     def shard(self, x: Tensor) -> Tensor:
-        runs = self.layout.runs(self.ring_place)
-        shared = torch.cat([x[:, :, start : start + count] for start, count in runs], 2)
-        return shared.chunk(self.sharers, 2)[self.sharer]
+        return held(x, self.layout, self.ring_place).chunk(self.sharers, 2)[self.sharer]
 
 
 def join_yunchang(ulysses: int, world: int, low: bool) -> Any:

@@ -104,6 +104,7 @@ class Step:
         self.ring: TextbookRing | None = None
         self.alone = contender.way == "compute"
         self.sp = engine(contender.plan or f"1x{machine.world}", machine)
+        self.sequence = self.sp.sequence(work.length)
         self.group = dist.group.WORLD
         if self.alone:
             self.attend: Attention = self.attend_alone
@@ -111,7 +112,7 @@ class Step:
             self.ring = TextbookRing(contender, machine, work, None)
             self.attend = self.ring.attention
         else:
-            self.attend = partial(self.sp.attention, causal=work.causal, length=work.length)
+            self.attend = partial(self.sequence.attention, causal=work.causal)
 
     def attend_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As much arithmetic as this rank's share, on its own tokens over and over, half as often if causal."""
@@ -120,11 +121,7 @@ class Step:
         return whole_attention(q, k, v, causal=False)
 
     def loss(self) -> Tensor:
-        positions = self.sp.positions(self.work.length)
-        return self.model.loss(self.attend, self.cut, positions, self.group)
-
-    def cut(self, x: Tensor, dim: int) -> Tensor:
-        return self.sp.shard(x, dim)
+        return self.model.loss(self.attend, self.sequence.shard, self.sequence.positions(), self.group)
 
     def step(self) -> None:
         self.gradients_of(self.loss())

@@ -24,7 +24,7 @@ from startrail import SequenceParallel
 from startrail.bench.cases import Contender, Work
 from startrail.cluster import Machine
 from startrail.kernels import kernel_for
-from startrail.layout import Layout
+from startrail.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.mask import Mask, tiles_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -108,11 +108,12 @@ def with_gradients(attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: 
 
 
 class Attender(ABC):
-    """A contender on this rank, with its part of the inputs. Holds tokens as ``layout`` and ``place`` say."""
+    """A contender on this rank, with its part of the inputs. Unless it shards in a way of its own, it holds tokens as
+    ``layout`` says: zigzag by rank, so that all have the same work under a causal mask."""
 
     def __init__(self, contender: Contender, machine: Machine, work: Work, data: Data | None) -> None:
         self.contender, self.machine, self.work = contender, machine, work
-        self.layout, self.place = Layout("zigzag", machine.world, work.length), dist.get_rank()
+        self.layout = zigzag(range(machine.world), work.length)
         self.set_up()
         if data is not None:  # else the caller has inputs of its own
             self.data = data.to(own_device())
@@ -125,8 +126,7 @@ class Attender(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
 
     def shard(self, x: Tensor) -> Tensor:
-        runs = self.layout.runs(self.place)
-        return torch.cat([x[:, :, start : start + count] for start, count in runs], 2)
+        return held(x, self.layout, dist.get_rank())
 
     def step(self) -> None:
         self.attend(*self.inputs)
@@ -149,6 +149,16 @@ class Attender(ABC):
         return None
 
 
+def held(x: Tensor, layout: Layout, rank: int) -> Tensor:
+    """What ``rank`` holds of a tensor (batch, heads, tokens, dim)."""
+    return torch.cat([x[:, :, start : start + count] for start, count in layout.runs(rank)], 2)
+
+
+def masked_layout(places: int, work: Work) -> Layout:
+    """The peers' rule: zigzag where the mask is causal, else contiguous."""
+    return LAYOUTS["zigzag" if work.causal else "contiguous"](range(places), work.length)
+
+
 @cache
 def engine(plan: str, machine: Machine, across: bool = False) -> SequenceParallel:
     """One a plan, for all the work that it does: each connects process groups of its own."""
@@ -157,14 +167,18 @@ def engine(plan: str, machine: Machine, across: bool = False) -> SequenceParalle
 
 
 class Planned(Attender):
-    """Our engine with one plan; with ``across``, places are dealt out to nodes in turn."""
+    """Our engine with one plan, whose slots say who holds what; with ``across``, places are dealt out to nodes in
+    turn."""
 
     def set_up(self) -> None:
         self.sp = engine(self.contender.plan, self.machine, self.contender.across)
-        self.place = self.sp.rank
+        self.sequence = self.sp.sequence(self.work.length)
+
+    def shard(self, x: Tensor) -> Tensor:
+        return self.sequence.shard(x, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        return with_gradients(partial(self.sp.attention, causal=self.work.causal), q, k, v, dout)
+        return with_gradients(partial(self.sequence.attention, causal=self.work.causal), q, k, v, dout)
 
     def waiting(self) -> float | None:
         seconds = self.sp.timings()["waiting"]
@@ -176,8 +190,8 @@ class Alone(Attender):
     """The work without the network: this rank's queries against the whole sequence, key gradients not summed."""
 
     def set_up(self) -> None:
-        whole = self.layout.runs(0, self.machine.world)
-        self.visible = tiles_of(Mask(self.work.causal), self.layout.runs(self.place), whole)
+        own, whole = self.layout.runs(dist.get_rank()), ((0, self.work.length),)
+        self.visible = tiles_of(Mask(self.work.causal), own, whole)
         self.kernel = kernel_for(own_device(), torch.float32, self.work.head_dim)
         self.scale = self.work.head_dim**-0.5
 
@@ -205,11 +219,10 @@ class TorchRing(Attender):
     def set_up(self) -> None:
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
-        world, length = self.machine.world, self.work.length
         assert dist.group.WORLD is not None
         self.cp, self.group = _attention, dist.group.WORLD
         self.method = "alltoall" if self.contender.way == "torch ring" else "allgather"
-        self.layout = Layout("zigzag" if self.work.causal else "contiguous", world, length)
+        self.layout = masked_layout(self.machine.world, self.work)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
         self.cp._cp_options.enable_load_balance = self.work.causal
@@ -241,7 +254,7 @@ class DeepSpeed(Attender):
     def set_up(self) -> None:
         comm, distributed_attention = deepspeed()
         comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        self.layout = Layout("contiguous", self.machine.world, self.work.length)
+        self.layout = contiguous(range(self.machine.world), self.work.length)
         self.distributed = distributed_attention(self.local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
 
     def local(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from startrail.bench.cases import BOUND_BY_LINKS, LONG, MHA, Work, balanced_team
+from startrail.bench.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, Work, heads_first, plan_contenders
 from startrail.bench.findings import Json, Line, headline_machine, lines_of, pressure_text, title
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.cluster import Machine
@@ -22,7 +22,11 @@ COLOURS = {
     "star": "#9d79bc",
     "nested": "#2a6fbb",
     "nested keep": "#0b3c6f",
+    "auto": "#c0392b",
+    "heads": "#c0392b",
 }
+BEST = "heads outermost"  # the best of several such plans
+CURVES = ("ring, textbook", "USP", "nested", "nested, keep")
 
 
 def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
@@ -107,16 +111,17 @@ def _rates(report: Json, machine: str) -> bytes:
             and not trial["slow_node"]
         ]
         trials.sort(key=lambda trial: -(trial["pressure"] or 0))
-        series: dict[str, tuple[str, list[tuple[int, float]]]] = {}
+        series: dict[tuple[str, str], dict[int, float]] = {}
         for place, trial in enumerate(trials):
             for line in lines_of(trial):
                 if line.role in COLOURS and line.against_ring is not None and line.way == "plan":
-                    series.setdefault(line.name, (line.role, []))[1].append((place, line.against_ring))
-        for name, (role, points) in series.items():
+                    points = series.setdefault((BEST if line.role == "heads" else line.name, line.role), {})
+                    points[place] = max(points.get(place, 0.0), line.against_ring)
+        for (name, role), points in series.items():
             if len(points) == 1:  # not a line; it is in the tables
                 continue
-            dashed = "--" if "groups" in name or name == "star4" else "-"  # two of one colour
-            axes.plot(*zip(*points, strict=True), dashed, marker="o", ms=3, color=COLOURS[role], label=name)
+            dashed = "--" if name == "star4" else "-"  # two of one colour
+            axes.plot(list(points), list(points.values()), dashed, marker="o", ms=3, color=COLOURS[role], label=name)
         axes.set_xticks(
             range(len(trials)), [pressure_text(trial["pressure"]).replace(" its ", "\n") for trial in trials]
         )
@@ -140,17 +145,16 @@ def _growth(report: Json) -> bytes:
         by_nodes.plot(nodes, amounts, marker=".", color=COLOURS[role], label=label)
     by_nodes.set_xlabel("nodes of 8 ranks, 16,384 tokens")
     by_nodes.set_ylabel("MB over a node's link", fontsize=9)
-    lengths = (1024, 1536, 2048)
-    works = [replace(MHA, length=length) for length in lengths]
-    for label, role, amounts in _curves([Machine(4, 4)] * len(works), works):
+    lengths = [work.length for work in GROWING]
+    for label, role, amounts in _curves([Machine(4, 4)] * len(lengths), GROWING):
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)
     for trial in report["trials"]:
         work = Work(**trial["work"])
-        if trial["machine"] == "4x4" and work.name == "MHA" and not work.causal and trial["pressure"] == BOUND_BY_LINKS:
+        if trial["machine"] == "4x4" and work in GROWING and trial["pressure"] == BOUND_BY_LINKS:
             for line in lines_of(trial):
-                if line.name in ("ring, textbook", "USP", "nested", "nested, keep") and line.bytes_measured:
+                if (line.name in CURVES or line.role == "heads") and line.bytes_measured:
                     by_length.scatter([work.length], [line.bytes_measured / 1e6], color=COLOURS[line.role], s=14)
-    by_length.set_xlabel("tokens, 4 nodes of 4 ranks")
+    by_length.set_xlabel(f"tokens of {GROWING[0].batch} sequences, 4 nodes of 4 ranks")
     by_length.legend(frameon=False, fontsize=7)
     by_nodes.set_xscale("log", base=2)
     for axes, ticks in ((by_nodes, nodes), (by_length, lengths)):
@@ -163,17 +167,14 @@ def _curves(machines: Sequence[Machine], works: Sequence[Work]) -> list[tuple[st
     """MB over the busiest link, by schedule, for pairs of machine and work."""
     pairs = list(zip(machines, works, strict=True))
 
-    def amounts(form: str) -> list[float]:
-        found = []
-        for machine, work in pairs:
-            team = balanced_team(machine.nodes)
-            text = form.format(nodes=machine.nodes, ranks=machine.ranks_per_node, team=team, ring=machine.nodes // team)
-            found.append(max(max(link) for link in link_bytes(Plan.parse(text), machine, work)) / 1e6)
-        return found
+    def plans(machine: Machine, work: Work) -> dict[tuple[str, str], str]:
+        shape = machine.nodes, machine.ranks_per_node
+        named = {(c.name, c.role): c.plan for c in plan_contenders(*shape) if c.name in CURVES}
+        return {**named, (BEST, "heads"): heads_first(*shape, work.q_heads)}
 
-    return [
-        ("ring, textbook", "ring", [ring_bytes(machine, work) / 1e6 for machine, work in pairs]),
-        ("USP", "usp", amounts("1x{nodes}/u{ranks}")),
-        ("nested", "nested", amounts("{team}x{ring}/u{ranks}")),
-        ("nested, keep", "nested keep", amounts("{team}x{ring}/u{ranks},keep=all")),
-    ]
+    curves = {("ring, textbook", "ring"): [ring_bytes(machine, work) / 1e6 for machine, work in pairs]}
+    for machine, work in pairs:
+        for name, text in plans(machine, work).items():
+            busiest = max(max(link) for link in link_bytes(Plan.parse(text), machine, work))
+            curves.setdefault(name, []).append(busiest / 1e6)
+    return [(*name, amounts) for name, amounts in curves.items()]

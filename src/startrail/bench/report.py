@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import startrail
-from startrail.bench.cases import BOUND_BY_LINKS, Work
+from startrail.bench.cases import BOUND_BY_LINKS, OURS, Work
 from startrail.bench.claims import Claim, claims
 from startrail.bench.findings import Json, Line, is_emulated, lines_of, pressure_text, title
 from startrail.bench.peers import DISCLOSURES
@@ -28,13 +28,14 @@ EMULATED = (
     "Bytes carry over to a real cluster, ratios as far as bandwidth and not latency decides, seconds do not."
 )
 JUDGED = (
-    "Ratios and shares of the bound are judged on the slowest links, where ring is measured at 8 times its compute or "
-    "more. With faster links the cores that emulate all the ranks limit everybody, and the same ratios, which are then "
-    "often lower, are shown unjudged. 'nested' is the better of that plan in one group and in two."
+    "Ratios and shares of the bound are judged by medians on the slowest links, where ring is measured at 8 times its "
+    "compute or more, and one ratio on faster ones. There the cores that emulate all the ranks limit everybody, too: "
+    "the other ratios, which are then often lower, are shown unjudged. 'Best plan of ours' is the fastest of those "
+    "with heads outermost, of nested rings, with keep and without."
 )
 WHO = (
-    "Trials at other rates, masks and machines have only the contenders that the claims name; peers run on links for "
-    "ring at 8x its compute. Ulysses and DeepSpeed need as many heads as ranks and run where heads suffice (4x4)."
+    "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run on links "
+    "for ring at 8x its compute. Ulysses and DeepSpeed need as many heads as ranks and run where heads suffice."
 )
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --bad: #c0392b; }
@@ -220,7 +221,7 @@ def _row(line: Line) -> str:
         f"{line.exposed:.3f}",
         number(line.waiting, ".0%"),
     ]
-    ours = " class='ours'" if line.role.startswith("nested") else ""
+    ours = " class='ours'" if line.role in OURS else ""
     return f"<tr{ours}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
@@ -232,9 +233,9 @@ def _growth(trials: Sequence[Json]) -> str:
         if work.name != "MHA" or work.causal or trial["pressure"] != BOUND_BY_LINKS or trial["slow_node"]:
             continue
         for line in lines_of(trial):
-            if line.name in GROWING and line.bytes_measured:
-                ranks = trial["nodes"] * trial["ranks_per_node"]
-                rows.append((GROWING.index(line.name), ranks, trial["machine"], work.length, line.bytes_measured, line))
+            if (line.name in GROWING or line.role == "heads") and line.bytes_measured:
+                ranks, place = trial["nodes"] * trial["ranks_per_node"], (*GROWING, line.name).index(line.name)
+                rows.append((place, ranks, trial["machine"], work.batch * work.length, line.bytes_measured, line))
     if not rows:
         return "<p>Not measured in this run.</p>"
     head = "".join(
@@ -242,10 +243,10 @@ def _growth(trials: Sequence[Json]) -> str:
         for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB a token", "s", "exposed s")
     )
     body = "".join(
-        f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{length}</td>"
-        f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / length:.2f}</td>"
+        f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{tokens}</td>"
+        f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / tokens:.2f}</td>"
         f"<td>{line.seconds:.3f}</td><td>{line.exposed:.3f}</td></tr>"
-        for _, ranks, machine, length, measured, line in sorted(rows, key=lambda row: row[:4])
+        for _, ranks, machine, tokens, measured, line in sorted(rows, key=lambda row: row[:4])
     )
     note = f"MHA, full mask, {pressure_text(BOUND_BY_LINKS)}. One node's link."
     return f"<p class='note'>{note}</p><div class='wide'><table><tr>{head}</tr>{body}</table></div>"

@@ -5,23 +5,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-
 from startrail import cluster
 from startrail.bench.cases import Work
 from startrail.cluster import LinkBytes, Machine
-from startrail.layout import Layout
+from startrail.layout import zigzag
 from startrail.plan import Plan
-from startrail.wire import KINDS, Shapes
+from startrail.sizes import Sizes
 
 
-def piece_sizes(plan: Plan, machine: Machine, work: Work) -> dict[str, float]:
+def piece_sizes(plan: Plan, machine: Machine, work: Work) -> dict[str, int]:
     """Bytes of a whole piece by kind; ``ValueError`` says why the plan cannot run this work on this machine."""
     plan.check_world(machine.world)
-    layout = Layout("zigzag", machine.world, work.length)
-    heads = (work.q_heads, work.kv_heads, work.head_dim)
-    shapes = Shapes(plan, layout, work.batch, *heads, torch.float32, torch.float32)
-    return {kind: shapes.nbytes(kind) for kind in KINDS}
+    local = zigzag(range(machine.world), work.length).local
+    return Sizes(plan, local, work.batch, work.q_heads, work.kv_heads, work.head_dim).by_kind
 
 
 @lru_cache(maxsize=512)

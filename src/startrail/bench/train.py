@@ -19,9 +19,10 @@ import torch
 
 from startrail.bench.options import tool_parser
 from startrail.local import run_local
-from startrail.training.display import Display, Metrics, Summary
+from startrail.training.display import Display, Summary
 from startrail.training.loop import Trainer
 from startrail.training.recipes import find
+from startrail.training.records import Metrics
 from startrail.training.stopping import Stop
 
 
