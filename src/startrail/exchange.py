@@ -31,12 +31,17 @@ class Parts:
     def make(cls, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device) -> Parts:
         sizes = wire.sizes
         fields = [wire.fields(piece.kind, sizes.local) for piece in pieces]
-        nbytes = sum(wire.part_bytes[piece.kind] for piece in pieces)
-        buffer = Buffer(pool.get(sizes.plan.heads * aligned(nbytes), device))
-        rows = buffer.flat.view(sizes.plan.heads, -1)
-        tensors = iter(wire.cut(rows, [field for of_piece in fields for field in of_piece]))
+        nbytes, ranks = sum(wire.part_bytes[piece.kind] for piece in pieces), sizes.plan.heads
+        buffer = pool.get(ranks * aligned(nbytes), device)
+
+        def cut(flat: Tensor) -> tuple[Tensor, ...]:
+            rows = flat.view(ranks, -1)
+            return *rows[:, :nbytes].unbind(0), *wire.cut(rows, [field for of_piece in fields for field in of_piece])
+
+        made = buffer.views(("parts", *(piece.kind for piece in pieces), wire.format), cut)
+        tensors = iter(made[ranks:])
         views = {piece: tuple(next(tensors) for _ in of_piece) for piece, of_piece in zip(pieces, fields, strict=True)}
-        return cls(buffer, rows[:, :nbytes].unbind(0), views)
+        return cls(buffer, made[:ranks], views)
 
 
 class Exchange:

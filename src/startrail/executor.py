@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,15 @@ from startrail.kernels import Kernel, Partial, Sums, stand_in_out
 from startrail.lanes import TAGS_A_PAIR, Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
 from startrail.mask import Tile
 from startrail.schedule.build import Program
-from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Block, Merge, Piece, Step
+from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece, Step
 from startrail.wire import Wire
+
+
+class CompiledBlock(NamedTuple):
+    row: int
+    column: int
+    needs: list[Piece]
+    makes: list[Piece]
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class CompiledStep:
     label: str
     messages: tuple[Message, ...]
     exchanged: tuple[Piece, ...]  # over heads
+    blocks: tuple[CompiledBlock, ...]
     done: tuple[Piece, ...]  # inputs that are not needed after this step
 
 
@@ -52,7 +61,9 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
             messages.append(Message(*key, pieces, program.is_part(post), counts[key] % TAGS_A_PAIR))
         text = str(step)
         label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
-        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, done))
+        pass_ = program.pass_
+        blocks = tuple(CompiledBlock(b.row, b.column, pass_.needs(b), pass_.makes(b)) for b in step.blocks)
+        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, blocks, done))
     return tuple(compiled)
 
 
@@ -78,9 +89,10 @@ class Held:
 
 @dataclass
 class Job:
-    """What stays the same for all passes of one attention call."""
+    """What one pass of an attention call is run with. ``kept`` says where in the kept bytes each piece lies."""
 
     wire: Wire
+    kept: Mapping[Piece, slice]
     kernel: Kernel
     tiles: Callable[[int, int], tuple[Tile, ...]]
     scale: float
@@ -181,8 +193,7 @@ class _Walk:
         self.open: list[Callable[[], None]] = []
         self.released: list[Buffer] = []  # may be used again from the next step on: this one may still send them
         self.index = 0
-        slices = self.wire.sizes.kept_slices(self._kept_pieces())
-        self.kept = {piece: kept[part] for piece, part in slices.items()}
+        self.kept = {piece: kept[part] for piece, part in job.kept.items()}
         self._take_inputs()
 
     # --- the walk
@@ -191,20 +202,26 @@ class _Walk:
         compute = self._forward if self.program.pass_ is FORWARD else self._backward
         for index, compiled in enumerate(compile_program(self.program)):
             self.index = index
-            with record_function(compiled.label):
-                for piece in compiled.step.after:
-                    self.pieces[piece].arrive()
-                if compiled.messages:
-                    self._post(compiled)
-                for block in compiled.step.blocks:
-                    compute(block)
-                for merge in compiled.step.merges:
-                    self._merge(merge)
-                for piece in compiled.done:
-                    self._release(piece)
-                for buffer in self.released:
-                    self.pool.put(buffer)
-                self.released.clear()
+            if torch._C._autograd._profiler_enabled():
+                with record_function(compiled.label):
+                    self._step(compiled, compute)
+            else:
+                self._step(compiled, compute)
+
+    def _step(self, compiled: CompiledStep, compute: Callable[[CompiledBlock], None]) -> None:
+        for piece in compiled.step.after:
+            self.pieces[piece].arrive()
+        if compiled.messages:
+            self._post(compiled)
+        for block in compiled.blocks:
+            compute(block)
+        for merge in compiled.step.merges:
+            self._merge(merge)
+        for piece in compiled.done:
+            self._release(piece)
+        for buffer in self.released:
+            self.pool.put(buffer)
+        self.released.clear()
 
     def finish(self) -> dict[str, tuple[Tensor, ...]]:
         """Local results in the user's layout and dtype; every transfer of this pass has ended."""
@@ -222,19 +239,11 @@ class _Walk:
 
     # --- inputs
 
-    def _kept_pieces(self) -> tuple[Piece, ...]:
-        if self.program.pass_ is FORWARD:
-            return self.program.kept
-        return tuple(piece for piece in self.program.given if not self._is_input(piece))
-
-    def _is_input(self, piece: Piece) -> bool:
-        return piece.shard == self.place.shard and piece.kind in self.inputs
-
     def _take_inputs(self) -> None:
         """Own pieces are views of the user's tensors; after an exchange over heads they are whole pieces of their
         own."""
         for piece in self.program.given:
-            if not self._is_input(piece):
+            if piece not in self.program.own_inputs:
                 self.pieces[piece] = self._held(piece, Buffer(self.kept[piece]))
             elif self.exchanges:
                 self.pieces[piece] = self._new_held(piece)
@@ -243,7 +252,10 @@ class _Walk:
                 self.pieces[piece] = Held(tensors)
 
     def _held(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> Held:
-        return Held(self.wire.views(buffer.flat, piece.kind), buffer, pooled)
+        return Held(self._views(buffer, piece.kind), buffer, pooled)
+
+    def _views(self, buffer: Buffer, kind: str) -> tuple[Tensor, ...]:
+        return buffer.views((kind, self.wire.format), partial(self.wire.views, kind=kind))
 
     def _new_held(self, piece: Piece) -> Held:
         """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""
@@ -252,7 +264,7 @@ class _Walk:
         return self._held(piece, self._new_buffer(piece.kind), pooled=True)
 
     def _new_buffer(self, kind: str) -> Buffer:
-        return Buffer(self.pool.get(self.wire.nbytes[kind], self.job.device))
+        return self.pool.get(self.wire.nbytes[kind], self.job.device)
 
     # --- transfers
 
@@ -279,8 +291,8 @@ class _Walk:
             raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
             wait = _UnderWay(self.executor, self.program, self.index, message, work).wait
-            self.open.append(wait)
             if message.send:
+                self.open.append(wait)  # what is received is waited for by whoever needs it
                 buffer.sends.append(wait)
                 traffic = self.executor.counters.traffic.setdefault(lanes.names[message.lane], Traffic())
                 traffic.bytes += flat.numel()
@@ -320,7 +332,7 @@ class _Walk:
 
     def _packed(self, kind: str, tensors: Sequence[Tensor]) -> Buffer:
         buffer = self._new_buffer(kind)
-        for view, tensor in zip(self.wire.views(buffer.flat, kind), tensors, strict=True):
+        for view, tensor in zip(self._views(buffer, kind), tensors, strict=True):
             view.copy_(tensor)
         return buffer
 
@@ -351,22 +363,22 @@ class _Walk:
             held.prepared = tuple(self.job.kernel.prepare(x) for x in held.tensors)
         return held.prepared
 
-    def _forward(self, block: Block) -> None:
-        (q,), (k, v) = map(self._ready, self.program.pass_.needs(block))
-        (made,) = self.program.pass_.makes(block)
+    def _forward(self, block: CompiledBlock) -> None:
+        (q,), (k, v) = map(self._ready, block.needs)
+        (made,) = block.makes
         partial_out = self._result(made)
         assert isinstance(partial_out, Partial)
         visible = self.job.tiles(block.row, block.column)
         self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
 
-    def _backward(self, block: Block) -> None:
-        queries, gradient, keys = self.program.pass_.needs(block)
+    def _backward(self, block: CompiledBlock) -> None:
+        queries, gradient, keys = block.needs
         (q,), (k, v) = self._ready(queries), self._ready(keys)
         if gradient not in self.rows:
             lse, delta, dout = self._ready(gradient)
             self.rows[gradient] = dout, stand_in_out(dout, delta), lse
         dout, out, lse = self.rows[gradient]
-        by_row, by_key = map(self._result, self.program.pass_.makes(block))
+        by_row, by_key = map(self._result, block.makes)
         assert isinstance(by_row, Sums)
         assert isinstance(by_key, Sums)
         (dq,), (dk, dv) = by_row.sums, by_key.sums
@@ -383,7 +395,7 @@ class _Walk:
     def _merge(self, merge: Merge) -> None:
         buffer = self.incoming[merge.piece, merge.peer].pop(0)
         buffer.arrive()
-        self._result(merge.piece).take(self.wire.views(buffer.flat, merge.piece.kind))
+        self._result(merge.piece).take(self._views(buffer, merge.piece.kind))
         self.pool.put(buffer)
 
 

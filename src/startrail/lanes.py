@@ -55,6 +55,10 @@ class Counters:
         self.traffic, self.waiting, self.total = {}, 0.0, 0.0
 
 
+KEPT_PASSES = 64
+KEPT_VIEWS = 8
+
+
 class Message(NamedTuple):
     """What two ranks send each other at once: a piece, or over heads the parts of all pieces of one step."""
 
@@ -67,12 +71,26 @@ class Message(NamedTuple):
 
 
 class Buffer:
-    """Bytes, and what must end before they may be read (``arrivals``) or written again (``sends``)."""
+    """Bytes, and what must end before they may be read (``arrivals``) or written again (``sends``).
 
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
+    Views of the bytes are remembered: a buffer is used again and again for the same kind of piece. ``whole`` is the
+    buffer that these bytes are the beginning of, if the pool had none of their size.
+    """
+
+    def __init__(self, flat: Tensor, whole: Buffer | None = None) -> None:
+        self.flat, self.whole = flat, whole
         self.arrivals: list[Callable[[], None]] = []
         self.sends: list[Callable[[], None]] = []
+        self.used = 0  # in which pass the pool got it back
+        self._views: dict[object, tuple[Tensor, ...]] = {}
+
+    def views(self, key: object, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What ``make`` makes of the bytes, made once for each ``key``."""
+        if key not in self._views:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            self._views[key] = make(self.flat)
+        return self._views[key]
 
     def arrive(self) -> None:
         arrivals, self.arrivals = self.arrivals, []
@@ -80,50 +98,44 @@ class Buffer:
             wait()
 
 
-KEPT_PASSES = 64
-
-
-class Free(NamedTuple):
-    flat: Tensor
-    sends: list[Callable[[], None]]
-    used: int  # in which pass
-
-
 class BufferPool:
     """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
     only once the send has ended; one that nobody has used in the last ``KEPT_PASSES`` goes."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[Free]] = {}
+        self._free: dict[tuple[int, torch.device], list[Buffer]] = {}
         self._pass = 0
         self.allocated = 0
 
-    def get(self, nbytes: int, device: torch.device) -> Tensor:
+    def get(self, nbytes: int, device: torch.device) -> Buffer:
         """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
         free = self._free.get((nbytes, device)) or self._larger(nbytes, device)
         if not free:
             self.allocated += nbytes
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        flat, sends, _ = free.pop(0)
-        for wait in sends:
+            return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        buffer = free.pop(0)
+        for wait in buffer.sends:
             wait()
-        return flat if flat.numel() == nbytes else flat[:nbytes]
+        buffer.sends = []
+        return buffer if buffer.flat.numel() == nbytes else Buffer(buffer.flat[:nbytes], buffer)
 
-    def _larger(self, nbytes: int, device: torch.device) -> list[Free] | None:
+    def _larger(self, nbytes: int, device: torch.device) -> list[Buffer] | None:
         sizes = [size for (size, where), free in self._free.items() if free and where == device]
         size = min((size for size in sizes if nbytes < size <= 2 * nbytes), default=0)
         return self._free.get((size, device))
 
     def put(self, buffer: Buffer) -> None:
-        flat = buffer.flat
-        whole = flat if flat._base is None else flat._base
-        self._free.setdefault((whole.numel(), whole.device), []).append(Free(whole, buffer.sends, self._pass))
+        whole = buffer.whole or buffer
+        whole.sends, whole.used = buffer.sends, self._pass
+        self._free.setdefault((whole.flat.numel(), whole.flat.device), []).append(whole)
 
     def settle(self) -> None:
         """A pass is over, and so are all its sends: forget them, and buffers of sizes that are no longer asked for."""
         self._pass += 1
         for key, free in list(self._free.items()):
-            kept = [Free(flat, [], used) for flat, _, used in free if used > self._pass - KEPT_PASSES]
+            kept = [buffer for buffer in free if buffer.used > self._pass - KEPT_PASSES]
+            for buffer in kept:
+                buffer.sends = []
             self._free[key] = kept
             if not kept:
                 del self._free[key]

@@ -166,7 +166,7 @@ class Runtime:
             self._confirm(ready.signature, None)
             tokens.agreed = True
         scale, tag = call.scale_of(q.shape[3]), tag_of(f"{number} {ready.detail}")
-        return Job(ready.wire, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device)
+        return Job(ready.wire, ready.kept, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device)
 
     def _prepare(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> Ready:
         """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
@@ -187,7 +187,8 @@ class Runtime:
         wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, tokens.places())
         signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
         detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
-        return Ready(signature, detail, wire, kernel)
+        kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)
+        return Ready(signature, detail, wire, kept, kernel)
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise on every rank: the others learn of it when they begin the same call."""

@@ -13,6 +13,7 @@ from startrail.kernels import Kernel
 from startrail.layout import Layout, Runs
 from startrail.mask import Tile, tiles_of
 from startrail.schedule.places import Place
+from startrail.schedule.values import Piece
 from startrail.wire import Wire
 
 
@@ -22,6 +23,7 @@ class Ready(NamedTuple):
     signature: str
     detail: str
     wire: Wire
+    kept: dict[Piece, slice]
     kernel: Kernel
 
 

@@ -71,6 +71,11 @@ class Wire:
         """The tensors of a whole piece, as views of its bytes."""
         return tuple(self.cut(flat, self.fields(kind, self.sizes.tokens)))
 
+    @cached_property
+    def format(self) -> str:
+        """What tells pieces apart whose bytes mean something else; a text, since its hash is remembered."""
+        return f"{self.sizes} {self.dtype} {self.travels}"
+
     def result_shapes(self, kind: str) -> list[tuple[int, ...]]:
         """Of the sums that a result is kept in; lse comes with its output."""
         return [field.shape for field in self.fields(kind, self.sizes.tokens) if len(field.shape) == 4]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import startrail
 from startrail.arguments import Call
-from startrail.lanes import KEPT_PASSES, Buffer, BufferPool
+from startrail.lanes import KEPT_PASSES, BufferPool
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.schedule.build import build_program
@@ -307,14 +307,13 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
 def test_buffers_are_used_again_also_for_somewhat_less_but_not_before_they_are_sent():
     pool, sent = BufferPool(), []
     first = pool.get(100, torch.device("cpu"))
-    buffer = Buffer(first)
-    buffer.sends.append(lambda: sent.append(True))
-    pool.put(buffer)
+    first.sends.append(lambda: sent.append(True))
+    pool.put(first)
     again = pool.get(60, torch.device("cpu"))
-    assert (again.data_ptr(), again.numel(), sent, pool.allocated) == (first.data_ptr(), 60, [True], 100)
-    pool.put(Buffer(again))
-    assert pool.get(100, torch.device("cpu")).data_ptr() == first.data_ptr()
-    pool.put(Buffer(first))
+    assert (again.flat.data_ptr(), again.flat.numel(), sent, pool.allocated) == (first.flat.data_ptr(), 60, [True], 100)
+    pool.put(again)
+    assert pool.get(100, torch.device("cpu")) is first
+    pool.put(first)
     pool.get(49, torch.device("cpu"))
     assert pool.allocated == 149, "a buffer of more than twice the size stays free"
     for _ in range(KEPT_PASSES - 1):

@@ -17,6 +17,8 @@ from torch import Tensor
 from startrail.kernels.accumulate import Partial, Sum, accumulator
 from startrail.mask import Tile
 
+WIDE_COPY = 2**18  # elements that are widened to float64 at once
+
 
 class Kernel(ABC):
     """A backend. Shapes: q, dout, out (batch, heads, rows, dim); k, v (batch, kv heads, keys, dim); lse (batch, heads,
@@ -96,9 +98,10 @@ class Kernel(ABC):
 
 
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """``delta = sum(dout * out)`` of every row, rounded once. A head at a time, so that the wide copies stay small."""
-    pairs = zip(dout.unbind(1), out.unbind(1), strict=True)
-    return torch.stack([torch.linalg.vecdot(d.double(), o.double()).to(dtype) for d, o in pairs], 1)
+    """``delta = sum(dout * out)`` of every row, rounded once. Few heads at a time, so that the wide copies stay small."""
+    heads = max(1, WIDE_COPY * dout.shape[1] // dout.numel())
+    pairs = zip(dout.split(heads, 1), out.split(heads, 1), strict=True)
+    return torch.cat([torch.linalg.vecdot(d.double(), o.double()).to(dtype) for d, o in pairs], 1)
 
 
 def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:

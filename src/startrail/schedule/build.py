@@ -15,15 +15,20 @@ from startrail.schedule.values import FORWARD, INPUTS, Pass, Piece, Step, Transf
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is built once
 class Program:
-    """What one rank does in one pass. ``given`` are the input pieces it has at the start: its own ones, and what the
-    forward pass kept; ``kept`` those that it must still have at the end."""
+    """What one rank does in one pass. ``own_inputs`` are the pieces that the caller's own tokens make, ``kept`` those
+    that the forward pass must still have at its end, and that the backward pass finds at its beginning."""
 
     plan: Plan
     place: Place
     pass_: Pass
     steps: tuple[Step, ...]
-    given: tuple[Piece, ...]
+    own_inputs: tuple[Piece, ...]
     kept: tuple[Piece, ...]
+
+    @property
+    def given(self) -> tuple[Piece, ...]:
+        """The input pieces that a rank has at the start."""
+        return self.own_inputs if self.pass_ is FORWARD else self.own_inputs + self.kept
 
     @property
     def groups(self) -> range:
@@ -54,7 +59,7 @@ class Program:
                 last[piece] = index
         done: list[list[Piece]] = [[] for _ in self.steps]
         for piece, index in last.items():
-            if piece not in self.kept:
+            if self.pass_ is not FORWARD or piece not in self.kept:
                 done[index].append(piece)
         return tuple(map(tuple, done))
 
@@ -81,12 +86,11 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     own = [Piece(kind, place.shard, group) for group in groups for kind in FORWARD.enters]
     if plan.heads > 1:  # what the exchange over heads brought is kept too: the backward pass exchanges only gradients
         kept = own + kept
-    if pass_ is FORWARD:
-        given, keeps = own, kept
-    else:
+    inputs = own
+    if pass_ is not FORWARD:
         entering = [Piece(kind, place.shard, group) for group in groups for kind in pass_.enters]
-        given, keeps = entering + (kept if plan.heads > 1 else own + kept), []
-    return Program(plan, place, pass_, put_around(place, pass_, bodies), tuple(given), tuple(keeps))
+        inputs = entering if plan.heads > 1 else entering + own
+    return Program(plan, place, pass_, put_around(place, pass_, bodies), tuple(inputs), tuple(kept))
 
 
 def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:

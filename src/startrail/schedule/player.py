@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from startrail.plan import Plan
 from startrail.schedule.build import Program, build_program, closed_form, stated_pieces
-from startrail.schedule.values import BY_COLUMN, INPUTS, PASSES, RESULTS, Block, Pass, Piece, Transfer
+from startrail.schedule.values import BY_COLUMN, FORWARD, INPUTS, PASSES, RESULTS, Block, Pass, Piece, Transfer
 
 UNIT_SIZES = {"q": 3.0, "kv": 5.0, "out": 7.0, "do": 11.0, "dq": 13.0, "dkv": 17.0}  # any distinct sizes will do
 
@@ -269,7 +269,7 @@ class Player:
                 self.fail(state, f"ends with {piece} lacking the blocks of shards {missing}")
         if foreign := [piece for piece in state.results if piece.shard != program.place.shard]:
             self.fail(state, f"ends with results that it does not own: {' '.join(map(str, foreign))}")
-        for piece in program.kept:
+        for piece in program.kept if program.pass_ is FORWARD else ():
             if piece not in state.held:
                 self.fail(state, f"should keep {piece}, but never had it")
 
