@@ -98,7 +98,7 @@ class Kernel(ABC):
 
 
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """``delta = sum(dout * out)`` of every row, rounded once. Few heads at a time, so that the wide copies stay small."""
+    """``delta = sum(dout * out)`` of every row, rounded once; few heads at a time, so that wide copies stay small."""
     heads = max(1, WIDE_COPY * dout.shape[1] // dout.numel())
     pairs = zip(dout.split(heads, 1), out.split(heads, 1), strict=True)
     return torch.cat([torch.linalg.vecdot(d.double(), o.double()).to(dtype) for d, o in pairs], 1)
