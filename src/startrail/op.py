@@ -90,7 +90,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     q, k, v, documents, ctx.runtime, ctx.call = inputs
     out, lse, kept = output
     ctx.kv_heads = k.shape[1]
-    qkv = () if _find(ctx.runtime).plan.heads > 1 else (q, k, v)
+    ctx.alive = _find(ctx.runtime)  # until the backward pass has run, whatever its user drops
+    qkv = () if ctx.alive.plan.heads > 1 else (q, k, v)
     ctx.save_for_backward(out, lse, kept, documents, *qkv)
 
 

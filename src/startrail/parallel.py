@@ -87,7 +87,7 @@ class SequenceParallel:
         if heads is None:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
         plan, why = auto_plan(_machine_of(ranks), heads, heads if kv_heads is None else kv_heads)
-        if self.rank == 0:
+        if ranks[self.rank] == 0:  # once, also where several groups share a job
             print(f"startrail: {why}", file=sys.stderr)
         return plan
 

@@ -25,7 +25,7 @@ def auto_plan(machine: Machine, q_heads: int, kv_heads: int) -> tuple[Plan, str]
     >>> str(plan)
     'u4/u8'
     >>> why
-    'auto chose u4/u8: 6.0 over the nodes, 1.8 inside them, in shards a rank (forward + backward; 32:32 heads)'
+    'auto chose u4/u8: 6.0 over the nodes, 1.8 inside the nodes, in shards a rank (forward + backward; 32:32 heads)'
     """
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
@@ -34,7 +34,7 @@ def auto_plan(machine: Machine, q_heads: int, kv_heads: int) -> tuple[Plan, str]
         for plan in _fewest_over_nodes(machine, q_heads, kv_heads)
     }
     best = min(costs, key=lambda plan: (_rounded(costs[plan]), len(plan.levels), _heads_last(plan), str(plan)))
-    places = zip(costs[best], ("over the nodes", "inside them"), strict=True)
+    places = zip(costs[best], ("over the nodes", "inside the nodes"), strict=True)
     where = ", ".join(f"{amount:.1f} {place}" for amount, place in places if amount)
     text = f"{where}, in shards a rank" if where else "no traffic"
     return best, f"auto chose {best}: {text} (forward + backward; {q_heads}:{kv_heads} heads)"
