@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,53 +17,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from startrail.agree import Agreement
+from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.exchange import Exchange
 from startrail.kernels import Kernel, Partial, Sums, stand_in_out
-from startrail.lanes import TAGS_A_PAIR, Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
+from startrail.lanes import Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
 from startrail.mask import Tile
 from startrail.schedule.build import Program
-from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece, Step
+from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
 from startrail.wire import Wire
-
-
-class CompiledBlock(NamedTuple):
-    row: int
-    column: int
-    needs: list[Piece]
-    makes: list[Piece]
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    step: Step
-    label: str
-    messages: tuple[Message, ...]
-    exchanged: tuple[Piece, ...]  # over heads
-    blocks: tuple[CompiledBlock, ...]
-    done: tuple[Piece, ...]  # inputs that are not needed after this step
-
-
-@lru_cache(maxsize=256)
-def compile_program(program: Program) -> tuple[CompiledStep, ...]:
-    """Labels, messages and lifetimes, worked out once."""
-    counts: dict[tuple[bool, int, int], int] = {}
-    compiled = []
-    for index, (step, done) in enumerate(zip(program.steps, program.last_uses, strict=True)):
-        over_heads = [post for post in step.posts if program.is_part(post)]
-        exchanged = tuple(dict.fromkeys(post.piece for post in over_heads))
-        whole = [(post, (post.piece,)) for post in step.posts if not program.is_part(post)]
-        first = [post for post in over_heads if post.piece == exchanged[0]]  # one message a peer, for all pieces
-        messages = []
-        for post, pieces in (*((post, exchanged) for post in first), *whole):
-            key = (post.send, post.lane, post.peer)
-            counts[key] = counts.get(key, 0) + 1
-            messages.append(Message(*key, pieces, program.is_part(post), counts[key] % TAGS_A_PAIR))
-        text = str(step)
-        label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
-        pass_ = program.pass_
-        blocks = tuple(CompiledBlock(b.row, b.column, pass_.needs(b), pass_.makes(b)) for b in step.blocks)
-        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, blocks, done))
-    return tuple(compiled)
 
 
 class Held:
@@ -273,7 +233,7 @@ class _Walk:
         messages = compiled.messages
         exchange = self._exchange(compiled.exchanged) if compiled.exchanged else None
         leaving = {m: self._payload(m.pieces[0]) for m in messages if m.send and not m.over_heads}
-        buffers, bytes_of, heads = [], [], _heads_of(self.program)
+        buffers, bytes_of, heads = [], [], heads_of(self.program)
         for message in messages:
             if message.over_heads:
                 assert exchange is not None
@@ -397,9 +357,3 @@ class _Walk:
         buffer.arrive()
         self._result(merge.piece).take(self._views(buffer, merge.piece.kind))
         self.pool.put(buffer)
-
-
-@lru_cache(maxsize=256)
-def _heads_of(program: Program) -> dict[int, int]:
-    """Which head each rank of our shard computes."""
-    return {rank: head for head, rank in enumerate(program.place.shard_ranks(program.place.shard))}

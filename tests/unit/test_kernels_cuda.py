@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from startrail.kernels import Partial, cuda, kernel_for
+from startrail.kernels.base import Look
 from startrail.kernels.reference import ReferenceKernel
 from startrail.mask import Segment, Tile
 
@@ -53,7 +54,7 @@ def wide(*tensors):
 def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     check_sides(query, key, value)
     assert (dropout_p, return_debug_mask) == (0.0, False)
-    out, lse = REFERENCE.forward_tile(*wide(query, key, value), is_causal, None, scale)
+    out, lse = REFERENCE.forward_tile(*wide(query, key, value), Look(is_causal, None, scale))
     empty = torch.empty(0)
     return out.to(query.dtype), lse.float(), None, None, query.shape[2], key.shape[2], empty, empty, empty
 
@@ -66,7 +67,7 @@ def flash_backward(
     check_flash_lse(logsumexp, query)
     assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
     sides = wide(grad_out, query, key, value, out, logsumexp)
-    return tuple(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, is_causal, None, scale))
+    return tuple(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, Look(is_causal, None, scale)))
 
 
 def check_efficient(q, k, v, bias):
@@ -89,7 +90,7 @@ def efficient_forward(
     mask = check_efficient(query, key, value, attn_bias)
     assert compute_log_sumexp
     assert dropout_p == 0.0
-    out, lse = REFERENCE.forward_tile(*wide(query, key, value), is_causal, mask, scale)
+    out, lse = REFERENCE.forward_tile(*wide(query, key, value), Look(is_causal, mask, scale))
     rows = query.shape[2]
     padded = torch.full((*query.shape[:2], (rows + 31) // 32 * 32), float("inf"))
     padded[..., :rows] = lse
@@ -111,7 +112,7 @@ def efficient_backward(
     assert out.stride()[1:] == (dim, heads * dim, 1), "the kernel assumes this row stride"
     assert (dropout_p, list(grad_input_mask)) == (0.0, [True, True, True, False])
     sides = wide(grad_out_, query, key, value, out, logsumexp[..., :rows])
-    return (*(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, is_causal, mask, scale)), None)
+    return (*(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, Look(is_causal, mask, scale))), None)
 
 
 def swap(*tensors):
@@ -191,8 +192,8 @@ def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads):
             q, dout = (torch.empty(2, rows, heads, dim, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(2))
             k, v = (torch.empty(2, kv_heads, keys, dim, dtype=dtype, device="cuda") for _ in range(2))
             mask = torch.empty(rows, keys, dtype=torch.bool, device="cuda") if kind == "masked" else None
-            out, lse = kernel.forward_tile(q, k, v, kind == "causal", mask, SCALE)
-            grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, kind == "causal", mask, SCALE)
+            out, lse = kernel.forward_tile(q, k, v, Look(kind == "causal", mask, SCALE))
+            grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, Look(kind == "causal", mask, SCALE))
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, heads, rows), torch.float32, "cuda")
         for result, side in zip((out, *grads), (q, q, k, v), strict=True):
             assert (result.shape, result.dtype, result.device) == (side.shape, dtype, side.device)
@@ -231,17 +232,17 @@ def check_numbers(kernel, kind, heads, kv_heads, dim):
     if kind == "masked":
         mask = torch.rand(rows, keys) < 0.5
         mask[:, 5] = True
-    expected = REFERENCE.forward_tile(*wide(q, k, v), causal, mask, SCALE)
+    expected = REFERENCE.forward_tile(*wide(q, k, v), Look(causal, mask, SCALE))
     everything = Partial(q.shape, torch.float64, q.device)
     everything.merge(*expected)
     others = tensors(rows, 19, heads, kv_heads, dim, torch.float64)[1:3]
-    everything.merge(*REFERENCE.forward_tile(q.double(), *others, False, None, SCALE))
+    everything.merge(*REFERENCE.forward_tile(q.double(), *others, Look(False, None, SCALE)))
     out, lse = everything.out, everything.lse
-    expected += REFERENCE.backward_tile(*wide(dout, q, k, v), out, lse, causal, mask, SCALE)
+    expected += REFERENCE.backward_tile(*wide(dout, q, k, v), out, lse, Look(causal, mask, SCALE))
 
-    results = kernel.forward_tile(q, k, v, causal, mask, SCALE)
+    results = kernel.forward_tile(q, k, v, Look(causal, mask, SCALE))
     out, lse = slice_of_longer(out.float()), slice_of_longer(lse.float())
-    results += kernel.backward_tile(dout, q, k, v, out, lse, causal, mask, SCALE)
+    results += kernel.backward_tile(dout, q, k, v, out, lse, Look(causal, mask, SCALE))
     tolerance = 5e-6 if kernel.dtype == torch.float32 else 4e-2
     for result, value in zip(results, expected, strict=True):
         torch.testing.assert_close(result.double(), value, atol=tolerance, rtol=tolerance)
@@ -283,10 +284,10 @@ def test_misaligned_views_and_an_expanded_gradient_are_copied(name, stand_ins):
     q, k, v = (x.contiguous()[..., 1:] for x in tensors(17, 33, 4, 2, 65, torch.float32)[:3])
     shifted = torch.randn(k.numel() + 3)[3:].view(k.shape)  # contiguous, but starts between two aligned addresses
     dout = torch.ones(()).expand(q.shape)
-    out, lse = kernel.forward_tile(q, shifted, v, False, None, SCALE)
-    grads = kernel.backward_tile(dout, q, shifted, v, out, lse, False, None, SCALE)
+    out, lse = kernel.forward_tile(q, shifted, v, Look(False, None, SCALE))
+    grads = kernel.backward_tile(dout, q, shifted, v, out, lse, Look(False, None, SCALE))
     sides = wide(q, shifted, v)
-    expected = REFERENCE.backward_tile(dout.double(), *sides, *wide(out, lse), False, None, SCALE)
+    expected = REFERENCE.backward_tile(dout.double(), *sides, *wide(out, lse), Look(False, None, SCALE))
     for grad, value in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), value, atol=5e-6, rtol=5e-6)
 
@@ -303,7 +304,9 @@ def test_prepare_gives_the_kernels_dtype_and_a_dense_last_dimension():
 @pytest.mark.parametrize("shape", [(1, 3, 4, 8), (1, 2, 0, 8)])
 def test_blocks_that_do_not_fit_are_refused(name, shape):
     with pytest.raises(ValueError, match="block kernel"):
-        make(name, torch.float32).forward_tile(torch.randn(1, 4, 4, 8), *torch.randn(2, *shape), False, None, SCALE)
+        make(name, torch.float32).forward_tile(
+            torch.randn(1, 4, 4, 8), *torch.randn(2, *shape), Look(False, None, SCALE)
+        )
 
 
 # --- which backend ---

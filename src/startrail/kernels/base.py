@@ -10,12 +10,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from startrail.kernels.accumulate import Partial, Sum, accumulator
 from startrail.mask import Tile
+
+
+class Look(NamedTuple):
+    """How a rectangle is seen: ``causal`` only for squares, ``mask`` (rows, keys) is True where visible."""
+
+    causal: bool
+    mask: Tensor | None
+    scale: float
+
 
 WIDE_COPY = 2**18  # elements that are widened to float64 at once
 
@@ -31,23 +41,12 @@ class Kernel(ABC):
         """``x`` as this backend computes with it: its dtype, and a last dimension without gaps."""
 
     @abstractmethod
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """out and lse of a rectangle; ``causal`` only for squares, ``mask`` (rows, keys) is True where visible."""
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        """out and lse of a rectangle."""
 
     @abstractmethod
     def backward_tile(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of a rectangle, from the global out and lse of its rows."""
 
@@ -59,10 +58,10 @@ class Kernel(ABC):
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             qt, kt, vt = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            causal, mask, flip = _shape_of(tile, q.device)
+            look, flip = _look_at(tile, q.device, scale)
             if flip:
                 qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
-            out, lse = self.forward_tile(qt, kt, vt, causal, mask, scale)
+            out, lse = self.forward_tile(qt, kt, vt, look)
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
             into.merge(out, lse, rows, fresh=True)
@@ -86,12 +85,12 @@ class Kernel(ABC):
             into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            causal, mask, flip = _shape_of(tile, q.device)
+            look, flip = _look_at(tile, q.device, scale)
             dt, qt, ot, lt = (x[:, :, rows] for x in (dout, q, out, lse))
             kt, vt = k[:, :, keys], v[:, :, keys]
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
-            grads = self.backward_tile(dt, qt, kt, vt, ot, lt, causal, mask, scale)
+            grads = self.backward_tile(dt, qt, kt, vt, ot, lt, look)
             for total, grad, part in zip(into, grads, (rows, keys, keys), strict=True):
                 total.add(grad.flip(2) if flip else grad, part, fresh=True)
         return into
@@ -126,11 +125,11 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-def _shape_of(tile: Tile, device: torch.device) -> tuple[bool, Tensor | None, bool]:
-    """How a backend sees a tile: causal or not, its mask, and whether both sides must be reversed first."""
+def _look_at(tile: Tile, device: torch.device, scale: float) -> tuple[Look, bool]:
+    """How a backend sees a tile, and whether both sides must be reversed first."""
     if tile.form == "masked":
-        return False, tile_mask(tile, device), False
-    return tile.form != "full", None, tile.form == "anticausal"
+        return Look(False, tile_mask(tile, device), scale), False
+    return Look(tile.form != "full", None, scale), tile.form == "anticausal"
 
 
 def tile_mask(tile: Tile, device: torch.device) -> Tensor:

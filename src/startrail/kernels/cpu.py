@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from startrail.kernels.accumulate import accumulator
-from startrail.kernels.base import Kernel
+from startrail.kernels.base import Kernel, Look
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,26 +30,16 @@ class CpuKernel(Kernel):
         x = x.to(self.dtype)
         return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
-        return _forward(q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale)
+        return _forward(q, k, v, 0.0, look.causal, attn_mask=_additive(look.mask, q.dtype), scale=look.scale)
 
     def backward_tile(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
-        return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale)
+        mask = _additive(look.mask, q.dtype)
+        return _backward(dout, q, k, v, out, lse, 0.0, look.causal, attn_mask=mask, scale=look.scale)
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:

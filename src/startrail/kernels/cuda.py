@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.kernels.base import Kernel
+from startrail.kernels.base import Kernel, Look
 from startrail.kernels.cpu import check_block
 from startrail.kernels.reference import ReferenceKernel
 
@@ -74,48 +74,37 @@ class EfficientKernel(Kernel):
         x = x.to(self.dtype)
         return x if x.stride(-1) == 1 else x.contiguous()
 
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
         dim = q.shape[-1]
         q, k, v = _fit(q), _fit(k), _fit(v)
-        if mask is None:
-            out, lse = self._forward(q, k, v, causal, scale)
+        if look.mask is None:
+            out, lse = self._forward(q, k, v, look.causal, look.scale)
         else:
-            out, lse = _masked_forward(q, k, v, causal, mask, scale)
+            out, lse = _masked_forward(q, k, v, look)
         return out.narrow(-1, 0, dim), lse
 
     def backward_tile(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
         dim = q.shape[-1]
         dout, out = self.prepare(dout), self.prepare(out)  # the global out is kept in float32
         dout, q, k, v, out = _fit(dout), _fit(q), _fit(k), _fit(v), _fit(out)
         lse = lse.float().contiguous()
-        if mask is None:
-            dq, dk, dv = self._backward(dout, q, k, v, out, lse, causal, scale)
+        if look.mask is None:
+            dq, dk, dv = self._backward(dout, q, k, v, out, lse, look.causal, look.scale)
         else:
-            dq, dk, dv = _masked_backward(dout, q, k, v, out, lse, causal, mask, scale)
+            dq, dk, dv = _masked_backward(dout, q, k, v, out, lse, look)
         return dq.narrow(-1, 0, dim), dk.narrow(-1, 0, dim), dv.narrow(-1, 0, dim)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return _masked_forward(q, k, v, causal, None, scale)
+        return _masked_forward(q, k, v, Look(causal, None, scale))
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _masked_backward(dout, q, k, v, out, lse, causal, None, scale)
+        return _masked_backward(dout, q, k, v, out, lse, Look(causal, None, scale))
 
 
 class AtenFlashKernel(EfficientKernel):
@@ -166,26 +155,16 @@ def _flash_attn_options(causal: bool, scale: float) -> dict[str, Any]:
     return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, softcap=0.0, alibi_slopes=None, **window)
 
 
-def _masked_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _masked_forward(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
     heads, rows = q.shape[1:3]
     out, lse, *_ = _efficient_forward(
-        q, _expand(k, heads), _expand(v, heads), _bias(mask, q), True, 0.0, causal, scale=scale
+        q, _expand(k, heads), _expand(v, heads), _bias(look.mask, q), True, 0.0, look.causal, scale=look.scale
     )
     return out, lse.narrow(-1, 0, rows)
 
 
 def _masked_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, rows = q.shape[1:3]
     k_all, v_all = _expand(k, heads), _expand(v, heads)
@@ -194,7 +173,7 @@ def _masked_backward(
     seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
     wanted = [True, True, True, False]  # no gradient of the bias
     dq, dk, dv, _ = _efficient_backward(
-        dout, q, k_all, v_all, _bias(mask, q), out, lse, seed, seed, 0.0, wanted, causal, scale=scale
+        dout, q, k_all, v_all, _bias(look.mask, q), out, lse, seed, seed, 0.0, wanted, look.causal, scale=look.scale
     )
     return dq, _collect(dk, k.shape[1]), _collect(dv, v.shape[1])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from startrail.kernels.base import Kernel
+from startrail.kernels.base import Kernel, Look
 
 
 class ReferenceKernel(Kernel):
@@ -15,29 +15,18 @@ class ReferenceKernel(Kernel):
     def prepare(self, x: Tensor) -> Tensor:
         return x.double()
 
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, causal, mask, scale)
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        scores = _scores(q, k, look)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         return weights @ _for_queries(v, q), lse
 
     def backward_tile(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (_scores(q, k, causal, mask, scale) - lse.unsqueeze(-1)).exp()
+        weights = (_scores(q, k, look) - lse.unsqueeze(-1)).exp()
         delta = (dout * out).sum(-1, keepdim=True)
-        dscores = weights * (dout @ _for_queries(v, q).mT - delta) * scale
+        dscores = weights * (dout @ _for_queries(v, q).mT - delta) * look.scale
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         dk = (dscores.mT @ q).unflatten(1, groups).sum(2)
         dv = (weights.mT @ dout).unflatten(1, groups).sum(2)
@@ -49,8 +38,8 @@ def _for_queries(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
-    scores = q @ _for_queries(k, q).mT * scale
-    if causal:
+def _scores(q: Tensor, k: Tensor, look: Look) -> Tensor:
+    scores, mask = q @ _for_queries(k, q).mT * look.scale, look.mask
+    if look.causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
