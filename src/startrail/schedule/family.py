@@ -34,7 +34,7 @@ class Heads(Level):
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"u{self.size}: heads must be split over at least 1 rank")
+            raise ValueError(f"u{self.size}: the ranks that split heads must be at least 1")
 
     def __str__(self) -> str:
         return f"u{self.size}"
