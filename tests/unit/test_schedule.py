@@ -47,7 +47,7 @@ def test_every_plan_of_one_level_up_to_64_ranks_keeps_its_promises():
 
 
 def test_plans_of_more_levels_keep_their_promises():
-    prove_all([(16, 2), (12, 2), (8, 3), (9, 2), (6, 3), (4, 3), (18, 3, 20), (24, 3, 60), (32, 3, 80)])
+    prove_all([(16, 2), (12, 2), (8, 3), (9, 2), (6, 3), (4, 3), (18, 3, 40)])
 
 
 @pytest.mark.skipif(not os.environ.get("STARTRAIL_PROVE_ALL"), reason="make prove: takes a quarter of an hour")
