@@ -179,8 +179,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _world(plan: Plan, ranks: int | None) -> int:
     if ranks is None:
-        if plan.family.size(plan) is None:
-            raise ValueError(f"plan {plan} needs --ranks: {plan.family.equation(plan, 1)}")
+        if plan.family.open_ended:
+            raise ValueError(f"plan {plan} needs --ranks, a multiple of {plan.family.unit(plan) * plan.heads}")
         ranks = plan.size
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from startrail.arguments import Call
+from startrail.arguments import Call, check_tensors
 from startrail.runtime import Runtime
 
 _runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
@@ -48,6 +48,7 @@ def attention(
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str) -> tuple[Tensor, Tensor, Tensor]:
     found = _find(runtime)
+    check_tensors(q, k, v)
     return (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),

@@ -37,11 +37,12 @@ class SequenceParallel:
     torch.Size([1, 4, 5, 8])
 
     ``plan`` is a ``Plan``, its text form, or ``"auto"``, which needs to know the model's ``heads`` (and ``kv_heads`` if
-    there are fewer, and ``head_dim``). The sequence axis is ``group`` (default: the whole world), or ``mesh``: a
-    DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what travels (default: the inputs'
-    dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every wait for a peer; the default is
-    the group's own. ``check_every_call`` compares the arguments of all ranks on every call, not only on the first of
-    its signature and of its sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
+    there are fewer; ``head_dim`` does not change what it chooses today). The sequence axis is ``group`` (default: the
+    whole world), or ``mesh``: a DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what
+    travels (default: the inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every
+    wait for a peer; the default is the group's own. ``check_every_call`` compares the arguments of all ranks on every
+    call, not only on the first of its signature and of its sequence (also: the environment variable
+    STARTRAIL_CHECK_EVERY_CALL=1).
     """
 
     def __init__(

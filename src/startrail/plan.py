@@ -122,10 +122,10 @@ class Plan:
     @property
     def size(self) -> int:
         """Ranks that the plan needs; a star plan fits several world sizes and has none of its own."""
-        shards = self.family.size(self)
-        if shards is None:
-            raise ValueError(f"plan {self} fits several world sizes: {self.family.equation(self, 1)}")
-        return shards * self.heads
+        unit = self.family.unit(self) * self.heads
+        if self.family.open_ended:
+            raise ValueError(f"plan {self} fits any world size that {unit} divides")
+        return unit
 
     def check_world(self, world: int) -> None:
         """Raise the equation that fails, and the plans that would fit, unless the plan fits ``world`` ranks."""

@@ -27,7 +27,9 @@ def auto_plan(machine: Machine, q_heads: int, kv_heads: int) -> tuple[Plan, str]
     >>> why
     'auto chose u4/u8: 6.0 over the nodes, 1.8 inside the nodes, in shards a rank (forward + backward; 32:32 heads)'
     """
-    if kv_heads < 1 or q_heads % kv_heads:
+    if not (isinstance(q_heads, int) and isinstance(kv_heads, int) and min(q_heads, kv_heads) >= 1):
+        raise ValueError(f"heads={q_heads!r}, kv_heads={kv_heads!r} must be whole numbers of at least 1")
+    if q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads")
     costs = {
         plan: bytes_by_level(plan, machine, q_heads, kv_heads)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,9 @@ class Runtime:
         self._board_name = f"startrail/{ranks[0]}-{members:x}/{number}"
         self._lanes_made = 0
         self._slots = self.plan.slots(self.world)
-        self._tokens: OrderedDict[tuple[int, ...], Tokens] = OrderedDict()
+        self._alive: WeakValueDictionary[tuple[int, ...], Tokens] = WeakValueDictionary()
+        self._latest: deque[Tokens] = deque(maxlen=REMEMBERED)
+        self._making = threading.Lock()
         self._last: tuple[Tensor, Tokens] | None = None
         self.agreement = Agreement(self._board(), settings.check_every_call)
         self.agreement.watch()
@@ -82,14 +85,14 @@ class Runtime:
     # --- sequences
 
     def tokens(self, documents: tuple[int, ...]) -> Tokens:
-        """What is known of the sequence that is cut at ``documents``; the last few are remembered."""
-        if documents not in self._tokens:
-            layout = LAYOUTS[self.settings.layout](self._slots, documents[-1])
-            self._tokens[documents] = Tokens(self.place, layout, documents)
-            if len(self._tokens) > REMEMBERED:
-                self._tokens.popitem(last=False)
-        self._tokens.move_to_end(documents)
-        return self._tokens[documents]
+        """What is known of the sequence that is cut at ``documents``; the last few, and all in use, are remembered."""
+        with self._making:  # data loaders make sequences in threads of their own
+            tokens = self._alive.get(documents)
+            if tokens is None:
+                layout = LAYOUTS[self.settings.layout](self._slots, documents[-1])
+                self._alive[documents] = tokens = Tokens(self.place, layout, documents)
+            self._latest.append(tokens)
+            return tokens
 
     def _tokens_of(self, documents: Tensor) -> Tokens:
         """The same for the tensor by which the op knows a sequence; all layers of a batch bring the same one."""
@@ -134,6 +137,8 @@ class Runtime:
         q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
         with self._alone():
             job = self._job(BACKWARD, q, k, v, documents, call)
+            if self.plan.heads > 1:  # kernels get dout as it travelled, so delta must be of that
+                dout = dout.to(job.wire.travels)
             inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, job.wire.acc), dout)}
             if qkv:
                 inputs |= {"q": (q,), "kv": job.wire.with_copies(k, v)}

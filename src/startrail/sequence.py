@@ -45,7 +45,8 @@ class Sequence:
 
     def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens) -> None:
         documents = torch.tensor(tokens.documents)
-        torch._dynamo.maybe_mark_dynamic(documents, 0)  # batches have different numbers of documents
+        # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
+        documents._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
         self.__dict__.update(
             sp=sp, length=tokens.length, local=tokens.layout.local, documents=documents, _name=name, _tokens=tokens
         )

@@ -37,7 +37,7 @@ class Tokens:
         self.agreed = False
         self.ready: dict[object, Ready] = {}
         self._runs: dict[int, Runs] = {}
-        self._tiles: dict[tuple[Call, int, int], tuple[Tile, ...]] = {}
+        self._tiles: dict[tuple[bool, int | None, int, int], tuple[Tile, ...]] = {}
 
     @property
     def length(self) -> int:
@@ -54,7 +54,7 @@ class Tokens:
         return self._runs[shard]
 
     def tiles(self, call: Call, row: int, column: int) -> tuple[Tile, ...]:
-        key = (call, row, column)
+        key = (call.causal, call.window, row, column)
         if key not in self._tiles:
             mask = call.mask(self.documents if len(self.documents) > 2 else None)
             self._tiles[key] = tiles_of(mask, self.runs(row), self.runs(column))

@@ -8,7 +8,7 @@ from tests.helpers import refusal
     "argv, message",
     [
         (["show", "2y2"], "cannot read '2y2'"),
-        (["show", "star2"], "needs --ranks: world size 1 is not a multiple of team² 2² x heads 1 = 4"),
+        (["show", "star2"], "needs --ranks, a multiple of 4"),
         (["show", "2x2", "--ranks", "6"], "world size 6 is not teams 2 x ring 2 x heads 1 = 4"),
         (["show", "2x2", "--rank", "4"], "--rank 4 is not in a world of 4"),
         (["check", "1x2", "--window", "0"], "window=0 must be at least 1"),

@@ -73,7 +73,7 @@ def test_sizes():
     assert Plan.parse("2x2/1x2/u4").size == 32
     assert Plan.parse("2x3").levels == (Rings(2, 3),)
     assert Plan.parse("u4/2x2").heads == 4
-    with pytest.raises(ValueError, match=r"fits several world sizes: .* a multiple of team² 4² x heads 1 = 16"):
+    with pytest.raises(ValueError, match="fits any world size that 16 divides"):
         _ = Plan.parse("star4").size
 
 

@@ -42,7 +42,8 @@ def put_around(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> tuple
 def exchange_is_far(place: Place) -> bool:
     """Whether heads are split over links outside those of the schedule's own levels."""
     own = [lane for lane in place.shard_lanes if place.sizes[lane] > 1]
-    return not own or place.head_lanes[0] < own[0]
+    heads = [lane for lane in place.head_lanes if place.sizes[lane] > 1]
+    return not own or heads[0] < own[0]
 
 
 def _near(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]:

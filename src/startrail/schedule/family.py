@@ -45,6 +45,7 @@ class Family(ABC):
 
     level: ClassVar[type[Level]]
     backwards: ClassVar[tuple[str, ...]]
+    open_ended: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, text: str) -> Level | None:
@@ -55,8 +56,9 @@ class Family(ABC):
         """Ranks at each of the plan's shard levels if there are ``shards`` shards; None if they do not fit."""
 
     @abstractmethod
-    def size(self, plan: Plan) -> int | None:
-        """The number of shards that the plan's levels make, or None if they fit several."""
+    def unit(self, plan: Plan) -> int:
+        """The number of shards that the plan's levels make; where they fit several (``open_ended``), what divides
+        it."""
 
     @abstractmethod
     def equation(self, plan: Plan, world: int) -> str:

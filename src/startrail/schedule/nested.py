@@ -98,9 +98,9 @@ class Nested(Family):
         return Rings(int(found[1]), int(found[2])) if found else None
 
     def sizes(self, plan: Plan, shards: int) -> tuple[int, ...] | None:
-        return tuple(level.size for level in rings_of(plan)) if shards == self.size(plan) else None
+        return tuple(level.size for level in rings_of(plan)) if shards == self.unit(plan) else None
 
-    def size(self, plan: Plan) -> int:
+    def unit(self, plan: Plan) -> int:
         return prod(level.size for level in rings_of(plan))
 
     def equation(self, plan: Plan, world: int) -> str:
@@ -110,7 +110,7 @@ class Nested(Family):
         ]
         if not plan.head_levels:
             factors.append("heads 1")
-        return f"world size {world} is not {' x '.join(factors)} = {self.size(plan) * plan.heads}"
+        return f"world size {world} is not {' x '.join(factors)} = {self.unit(plan) * plan.heads}"
 
     def grids(self, shards: int, levels: int) -> Iterator[tuple[Rings, ...]]:
         if levels == 0:

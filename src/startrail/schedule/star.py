@@ -53,20 +53,20 @@ class StarFamily(Family):
 
     level = Star
     backwards = ("queries",)
+    open_ended = True
 
     def read(self, text: str) -> Star | None:
         found = re.fullmatch(r"star(\d+)", text)
         return Star(int(found[1])) if found and int(found[1]) else None
 
     def sizes(self, plan: Plan, shards: int) -> tuple[int, ...] | None:
-        return None if shards < 1 or shards % team_of(plan) ** 2 else (shards,)
+        return None if shards < 1 or shards % self.unit(plan) else (shards,)
 
-    def size(self, plan: Plan) -> None:
-        return None
+    def unit(self, plan: Plan) -> int:
+        return team_of(plan) ** 2
 
     def equation(self, plan: Plan, world: int) -> str:
-        team = team_of(plan)
-        unit = team * team * plan.heads
+        team, unit = team_of(plan), self.unit(plan) * plan.heads
         return f"world size {world} is not a multiple of team² {team}² x heads {plan.heads} = {unit}"
 
     def grids(self, shards: int, levels: int) -> Iterator[tuple[Star, ...]]:

@@ -11,6 +11,7 @@ class Timeline:
     """Steps in order. ``later`` posts results at a coming step and merges what comes in after that step or the next, so
     that a result has at least one step's blocks to travel under.
 
+    >>> from startrail.schedule.values import Piece
     >>> line = Timeline()
     >>> line.emit(blocks=[Block(1, 0, 0)])
     >>> line.later(line.now + 1, [Transfer(True, 0, Piece("out", 1, 0), 1)], [Merge(Piece("out", 0, 0), 1)])

@@ -48,7 +48,7 @@ def _summary(program: Program) -> list[str]:
     place = program.place
     totals = [0.0] * len(place.sizes)
     for post, size in program.sends(MHA):
-        totals[post.lane] += size
+        totals[post.lane] += size / program.plan.groups  # a piece is a group's share of a shard
     lanes = [f"{name}: {total:.1f}" for name, total in zip(lane_names(place), totals, strict=True) if total]
     stated = stated_pieces(program.plan, program.pass_)
     held = ", ".join(f"{kind} {stated[kind]}" for kind in program.pass_.inputs if stated[kind])
@@ -56,8 +56,12 @@ def _summary(program: Program) -> list[str]:
     return [
         f"{program.plan} on {place.world} ranks, {program.pass_}",
         f"sends a rank (shards of q; k and v are 1 each): {', '.join(lanes) or 'nothing'}",
-        f"holds beside its own at most: {held or 'nothing'}, sums: {sums}",
+        f"holds beside its own at most: {held or 'nothing'}, sums: {sums}" + _of_groups(program),
     ]
+
+
+def _of_groups(program: Program) -> str:
+    return f" (each 1/{program.plan.groups} of a shard)" if program.plan.groups > 1 else ""
 
 
 def _cells(program: Program, steps: int) -> list[list[str]]:
