@@ -110,3 +110,19 @@ def test_sequences_of_several_lengths_are_used_in_turn():
         return max(errors)
 
     assert max(run_local(on_rank, 4)) < 2e-6
+
+
+def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2", timeout=30)
+        sequence = sp.sequence(32, [0, 7, 32])
+        sequence.attention(*qkv(16))
+        for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
+            sp.sequence(length)
+        put, puts = Board.put, []
+        Board.put = lambda self, *arguments: (puts.append(arguments), put(self, *arguments))
+        sequence.attention(*qkv(16))
+        sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
+        return len(puts)
+
+    assert run_local(on_rank, 2, deadline=60) == [0, 0]
