@@ -191,10 +191,7 @@ def masked(causal: int, full: int, batch: int = 1) -> tuple[Work, Work]:
 
 
 MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
-HEADLINE = masked(causal=2432, full=1920)
-# Fewer ranks in a node are fewer passes' worth of time for ring, and the others' passes are shorter: longer sequences.
-CLAIMS = {"8x4": masked(causal=2560, full=1792, batch=2), "16x2": masked(causal=2304, full=1664, batch=2)}
-QUICKER = masked(causal=960, full=896, batch=4)
+HEADLINE = masked(causal=960, full=896, batch=4)
 SHORT = masked(causal=640, full=512, batch=4)  # for 16 ranks, which hold twice the tokens
 GROWING = tuple(replace(MHA, length=length, batch=2) for length in (768, 1536))
 EVEN = masked(causal=3584, full=3200)  # where ring takes as long as computing
@@ -260,20 +257,16 @@ def headline_trials(lineup: Lineup) -> list[Trial]:
     them."""
     steepest, *_ = PRESSURES
     peers = (*RATIOS[1:], *ULYSSES)
-    brief = (*peers, "star2")
-    trials = [
-        lineup.trial(work, ("ring, textbook",), steepest, 105.0, brief=brief, all_heads=True, at_least=3)
-        for work in HEADLINE
-    ]
+    trials = [lineup.trial(work, ("ring, textbook",), steepest, 120.0, brief=peers, at_least=3) for work in HEADLINE]
     trials += [
         lineup.trial(work, ("ring, textbook",), BOUND_BY_LINKS, 26.0, brief=(*peers, *beside), at_least=3)
         for work, beside in zip(HEADLINE, (BESIDE, ()), strict=True)
     ]
     trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 14.0) for work in (GPT, DIT)]
-    trials += [lineup.trial(work, RATIOS, 3.0, 12.0) for work in QUICKER]
+    trials += [lineup.trial(work, RATIOS, 3.0, 12.0) for work in HEADLINE]
     trials += [lineup.trial(work, RATIOS, 1.0, 15.0) for work in EVEN]
     slowed = ("ring, textbook", "star4", "nested", "nested, keep")
-    trials += [lineup.trial(QUICKER[1], slowed, BOUND_BY_LINKS, 12.0, slow_node=True)]
+    trials += [lineup.trial(HEADLINE[1], slowed, BOUND_BY_LINKS, 12.0, slow_node=True)]
     grouped = (*lineup.named("ring, textbook"), *grouped_contenders(lineup.nodes, lineup.ranks))
     return [*trials, Trial(replace(GQA, causal=True), grouped, BOUND_BY_LINKS, 3, 10.0)]
 
@@ -282,10 +275,8 @@ def claims_trials(lineup: Lineup) -> list[Trial]:
     """More and smaller nodes: what is claimed of them, and one table on faster links."""
     steepest, *_ = PRESSURES
     names, brief = ("ring, textbook", *ULYSSES), ("nested, keep",)
-    machine = f"{lineup.nodes}x{lineup.ranks}"
-    works, seconds = CLAIMS[machine], {"8x4": 80.0, "16x2": 60.0}[machine]
-    trials = [lineup.trial(work, names, steepest, seconds, brief=brief, all_heads=True, repeats=2) for work in works]
-    return [*trials, lineup.trial(QUICKER[0], (*FEW, *ULYSSES), BOUND_BY_LINKS, 12.0)]
+    trials = [lineup.trial(work, names, steepest, 65.0, brief=brief, all_heads=True, repeats=2) for work in HEADLINE]
+    return [*trials, lineup.trial(HEADLINE[0], (*FEW, *ULYSSES), BOUND_BY_LINKS, 12.0)]
 
 
 def growth_trials(lineup: Lineup) -> list[Trial]:
@@ -314,5 +305,5 @@ def unlimited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]
         return []
     return [
         Trial(LONG, lineup.heads(LONG)[:1], None, 2, 30.0),
-        lineup.trial(QUICKER[0], RATIOS, None, 8.0),
+        lineup.trial(HEADLINE[0], RATIOS, None, 8.0),
     ]
