@@ -44,13 +44,18 @@ class Machine:
         return cls(int(nodes), int(ranks))
 
     @classmethod
-    def of_world(cls, world: int, ranks_per_node: int) -> Machine:
-        """The machine of ``world`` ranks; nodes that these do not fill evenly count as one.
+    def of_ranks(cls, ranks: Sequence[int], per_node: int) -> Machine:
+        """The nodes that these global ranks live on, ``per_node`` of all ranks on each; one node where they do not fill
+        several evenly and in order, or where ``per_node`` is 0: not known.
 
-        >>> str(Machine.of_world(8, 4)), str(Machine.of_world(6, 4))
-        ('2x4', '1x6')
+        >>> str(Machine.of_ranks(range(8), 4)), str(Machine.of_ranks(range(6), 4)), str(Machine.of_ranks((0, 1, 4, 5), 4))
+        ('2x4', '1x6', '2x2')
         """
-        return cls(1, world) if world % ranks_per_node else cls(world // ranks_per_node, ranks_per_node)
+        nodes = [rank // per_node for rank in ranks] if per_node > 0 else [0] * len(ranks)
+        counts = {nodes.count(node) for node in set(nodes)}
+        if len(counts) > 1 or nodes != sorted(nodes):
+            return cls(1, len(ranks))
+        return cls(len(set(nodes)), counts.pop())
 
     @property
     def world(self) -> int:

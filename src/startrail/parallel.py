@@ -87,7 +87,8 @@ class SequenceParallel:
     def _auto_plan(self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None) -> Plan:
         if heads is None:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
-        plan, why = auto_plan(_machine_of(ranks), heads, heads if kv_heads is None else kv_heads)
+        machine = Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
+        plan, why = auto_plan(machine, heads, heads if kv_heads is None else kv_heads)
         if ranks[self.rank] == 0:  # once, also where several groups share a job
             print(f"startrail: {why}", file=sys.stderr)
         return plan
@@ -171,15 +172,3 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
     return group._get_backend(group._device_types[0]).options._timeout
-
-
-def _machine_of(ranks: tuple[int, ...]) -> Machine:
-    """The nodes that these ranks live on, from torchrun's local world size; one node where that is not even."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if local < 1:
-        return Machine(1, len(ranks))
-    nodes = [rank // local for rank in ranks]
-    counts = {nodes.count(node) for node in set(nodes)}
-    if len(counts) > 1 or nodes != sorted(nodes):
-        return Machine(1, len(ranks))
-    return Machine(len(set(nodes)), counts.pop())
