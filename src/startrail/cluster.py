@@ -48,8 +48,8 @@ class Machine:
         """The nodes that these global ranks live on, ``per_node`` of all ranks on each; one node where they do not fill
         several evenly and in order, or where ``per_node`` is 0: not known.
 
-        >>> str(Machine.of_ranks(range(8), 4)), str(Machine.of_ranks(range(6), 4)), str(Machine.of_ranks((0, 1, 4, 5), 4))
-        ('2x4', '1x6', '2x2')
+        >>> [str(Machine.of_ranks(ranks, per_node=4)) for ranks in (range(8), range(6), (0, 1, 4, 5))]
+        ['2x4', '1x6', '2x2']
         """
         nodes = [rank // per_node for rank in ranks] if per_node > 0 else [0] * len(ranks)
         counts = {nodes.count(node) for node in set(nodes)}
