@@ -132,7 +132,7 @@ class Plan:
         if world % self.heads == 0 and self.family.sizes(self, world // self.heads) is not None:
             return
         fits = [str(plan) for plan in plans_for(world, max_levels=2)]
-        shown = ", ".join(fits[:12]) + (f", ... ({len(fits)} in all)" if len(fits) > 12 else "")
+        shown = ", ".join(fits[:12]) + (f", ... ({len(fits)} of up to two levels)" if len(fits) > 12 else "")
         raise ValueError(f"plan {self}: {self.family.equation(self, world)}; plans that fit {world} ranks: {shown}")
 
     def place(self, world: int, rank: int) -> Place:

@@ -85,6 +85,7 @@ def test_recipe_files(tmp_path):
         (["dit-tiny", "--length", "64"], "length is for text"),
         (["dit-tiny", "--rows", "8"], "rows 8 = columns 16"),
         (["--layout", "spiral"], "layout 'spiral' is not one of"),
+        (["--keep", "3"], "no field 'keep'; did you mean 'keep_checkpoints'?"),
         (["gpt-tiny", "extra"], "cannot read 'extra'; fields are set as --field value"),
         ([*TINY, "--data", "/nowhere/at/all"], "/nowhere/at/all"),
         ([*TINY, "--data", "."], "out 'runs/gpt-tiny' lies inside data '.'"),

@@ -138,7 +138,8 @@ class Recipe:
         for name, value in changes.items():
             name = name.replace("-", "_")
             if name not in of_run and name not in of_config:
-                near = difflib.get_close_matches(name, [*of_run, *of_config], n=1)
+                names = [*of_run, *of_config]
+                near = difflib.get_close_matches(name, names, n=1) or [n for n in names if n.startswith(name)]
                 raise ValueError(f"no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
             target, item = (run, of_run[name]) if name in of_run else (config, of_config[name])
             target[name] = _read(name, str(item.type), value)
