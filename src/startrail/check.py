@@ -13,6 +13,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,10 @@ from startrail.plan import Plan
 from startrail.sizes import Sizes
 
 NAMES = ("out", "dq", "dk", "dv")
-FLOOR = 5e-7  # what float32 may err on unit-variance inputs and logits, whatever the yardstick says
+# How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
+# them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
+USES = ("plain", "strided", "q only", "k and v only", "interleaved")
+FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
 
 
 class Error(NamedTuple):
@@ -66,6 +70,7 @@ class Case:
     wire_dtype: torch.dtype | None = None
     scale: float | None = None
     seed: int = 0
+    use: str = "plain"  # of USES
 
     def validate(self) -> None:
         """Raise here what every rank would raise, before any is started."""
@@ -210,14 +215,14 @@ def _coarser(case: Case) -> torch.dtype:
 def _floor(case: Case, inputs: Sequence[Tensor], mask: Tensor) -> dict[str, Error]:
     q, k, v, dout = inputs
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    floor = FLOOR * max(1.0, scale * case.head_dim**0.5)  # the logits' size: exp turns their errors into relative ones
+    unit = torch.finfo(accumulator(_coarser(case))).eps
+    floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).softmax(-1)
     dweights = dout @ v.mT
     delta = (weights * dweights).sum(-1, keepdim=True)
     sizes = weights * (dweights.abs() + delta.abs()) * scale
     sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()).unflatten(1, (case.kv_heads, -1)).sum(2)}
-    unit = torch.finfo(torch.float32).eps
     floors = {name: Error(floor / 5, floor) for name in NAMES}
     for name, total in sums.items():
         last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
@@ -234,15 +239,27 @@ def _dense(inputs: Sequence[Tensor], mask: Tensor, scale: float | None) -> dict[
 def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
     sequence = sp.sequence(case.length, case.documents)
-    q, k, v = (sequence.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
+    q, k, v, dout = (sequence.shard(x, 2) for x in (data.q, data.k, data.v, data.dout))
+    if case.use == "strided":
+        q, k, v, dout = (_with_gaps(x) for x in (q, k, v, dout))
+    wanted = {"q only": (q,), "k and v only": (k, v)}.get(case.use, (q, k, v))
+    for x in wanted:
+        x.requires_grad_()
+    attend = partial(sequence.attention, causal=case.causal, window=case.window, scale=case.scale)
+    before = attend(-q, k, v) if case.use == "interleaved" else None
     sp.reset_counters()
-    out = sequence.attention(q, k, v, causal=case.causal, window=case.window, scale=case.scale)
-    grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data.dout, 2))
+    out = attend(q, k, v)
+    found = iter(torch.autograd.grad(out, wanted, dout))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
+    if before is not None:
+        torch.autograd.grad(before, wanted, dout)
+    results = {"out": out} | {
+        f"d{name}": next(found) for name, x in zip("qkv", (q, k, v), strict=True) if any(x is y for y in wanted)
+    }
     both = sp.promised_traffic(q, k).values()
     promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
     errors, problems = {}, []
-    for name, mine in zip(NAMES, (out, *grads), strict=True):
+    for name, mine in results.items():
         truth = sequence.shard(data.exact[name], 2)  # zero where there is padding, and so must ours be
         errors[name] = Error.of(mine, truth)
         if mine.shape != truth.shape or mine.dtype != case.dtype:
@@ -252,6 +269,14 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     return Report(
         errors, data.yardstick, data.floor, half, sent, promised, timings["waiting"], timings["total"], problems
     )
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    """The same values as a view into something larger."""
+    batch, heads, tokens, dim = x.shape
+    whole = x.new_empty(batch, tokens, heads + 1, 2 * dim)
+    view = whole[:, :, 1:, dim:].transpose(1, 2)
+    return view.copy_(x)
 
 
 def merge(reports: Iterable[Report]) -> Report:
@@ -267,7 +292,7 @@ def merge(reports: Iterable[Report]) -> Report:
                 (sum(r.errors[name].rms ** 2 for r in reports) / len(reports)) ** 0.5,
                 max(r.errors[name].worst for r in reports),
             )
-            for name in NAMES
+            for name in reports[0].errors
         },
         reports[0].yardstick,
         reports[0].floor,
