@@ -4,8 +4,9 @@ The reference is dense attention written from the masks' definition, with autogr
 it shares nothing with the engine. The yardstick is what single-process scaled_dot_product_attention errs on the same
 inputs: in the same dtype or in float32, and with the tokens in order or shuffled, whichever is worse, since its worst
 element changes up to twofold with the order in which it adds up. Our root-mean-square error and our worst element may
-each be twice that, or what float32 arithmetic can promise (``Data.floor``), whichever is larger. Where half precision
-travels, partial results are rounded once more than SDPA rounds, and the worst element may be three times SDPA's.
+each be twice that, or what arithmetic can promise (``Data.floor``), whichever is larger. Where half precision travels,
+partial results are rounded once more than SDPA rounds: the worst element may be three times SDPA's, and gradients whose
+parts cancel may err by half a unit in the last place of their parts.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Case:
 
 @dataclass
 class Data:
-    """Inputs and the float64 truth: q, k, v, dout and by name the exact results, SDPA's errors, and what float32
-    arithmetic may err whatever SDPA does.
+    """Inputs and the float64 truth: q, k, v, dout and by name the exact results, SDPA's errors, and what arithmetic may
+    err whatever SDPA does.
 
     dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
     returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
@@ -215,7 +216,8 @@ def _coarser(case: Case) -> torch.dtype:
 def _floor(case: Case, inputs: Sequence[Tensor], mask: Tensor) -> dict[str, Error]:
     q, k, v, dout = inputs
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    unit = torch.finfo(accumulator(_coarser(case))).eps
+    coarser = _coarser(case)
+    unit = torch.finfo(accumulator(coarser)).eps * (2 if accumulator(coarser) == torch.float64 else 1)  # as the truth's
     floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).softmax(-1)
@@ -224,6 +226,8 @@ def _floor(case: Case, inputs: Sequence[Tensor], mask: Tensor) -> dict[str, Erro
     sizes = weights * (dweights.abs() + delta.abs()) * scale
     sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()).unflatten(1, (case.kv_heads, -1)).sum(2)}
     floors = {name: Error(floor / 5, floor) for name in NAMES}
+    if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
+        unit = max(unit, torch.finfo(coarser).eps / 2)
     for name, total in sums.items():
         last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
         floors[name] = Error.worse(floors[name], last_place)
