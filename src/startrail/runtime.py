@@ -142,6 +142,7 @@ class Runtime:
         with self._alone():
             job = self._job(FORWARD, q, k, v, sequence, call, None)
             kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
+            q, k, v = map(job.wire.rounded, (q, k, v))
             lse, out = self._run(job, FORWARD, {"q": (q,), "kv": job.wire.with_copies(k, v)}, kept)["out"]
             self._known(sequence)[0].spoil_hidden_rows(out, lse)
             return out, lse, kept, torch.tensor(self.agreement.number, device="cpu")
@@ -162,8 +163,7 @@ class Runtime:
         q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
         with self._alone():
             job = self._job(BACKWARD, q, k, v, sequence, call, number)
-            if build_program(self.plan, self.world, self.rank, BACKWARD).sends_any("do"):
-                dout = dout.to(job.wire.travels)  # kernels get it as it travelled, so delta must be of that
+            q, k, v, dout = map(job.wire.rounded, (q, k, v, dout))
             inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, job.wire.acc), dout)}
             if qkv:
                 inputs |= {"q": (q,), "kv": job.wire.with_copies(k, v)}
