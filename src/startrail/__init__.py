@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from startrail.checkpoint import checkpoint_context
-    from startrail.lanes import PeerError
+    from startrail.groups import PeerError
     from startrail.parallel import SequenceParallel
     from startrail.plan import Plan
     from startrail.sequence import Sequence

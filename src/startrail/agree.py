@@ -71,6 +71,7 @@ class Agreement:
         self._disagreed: str | None = None
         self._waiting_since: float | None = None
         self._end_wait: Callable[[], None] | None = None
+        self.also_look: weakref.WeakMethod[Callable[[], None]] | None = None  # where waits never fail by themselves
 
     def start(self, detail: str) -> int:
         """A new call begins; its number."""
@@ -119,11 +120,16 @@ class Agreement:
     def arrived(self) -> None:
         self._waiting_since = self._end_wait = None
 
-    def disagreement(self) -> str | None:
-        """After a wait has failed: whether it failed because ranks disagree, and about what."""
+    def disagreement(self, sure: bool = False) -> str | None:
+        """After a wait has failed: whether it failed because ranks disagree, and about what. Where that is ``sure``,
+        the others are given time to say what they called."""
+        end = time.monotonic() + (4 * PATIENCE if sure else 0)
         if self._disagreed is None and self.board is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
                 self._look(self.board)
+                while self._disagreed is None and time.monotonic() < end:
+                    time.sleep(0.05)
+                    self._look(self.board)
         found, self._disagreed = self._disagreed, None
         return found
 
@@ -135,6 +141,8 @@ class Agreement:
 
     def look(self) -> None:
         """If a wait has become long, find out whether it can ever end."""
+        if self.also_look is not None and (look := self.also_look()) is not None:
+            look()
         since = self._waiting_since
         if since is None or self.board is None or time.monotonic() - since < PATIENCE:
             return

@@ -1,4 +1,5 @@
-"""Running a plan on local ranks against a float64 reference: errors, bytes and waiting, one report a case.
+"""Running a plan against a float64 reference, on local ranks or on those that torchrun has started: errors, bytes and
+waiting, one report a case.
 
 The reference is dense attention written from the masks' definition, with autograd's gradients for random cotangents;
 it shares nothing with the engine. The yardstick is what single-process scaled_dot_product_attention errs on the same
@@ -10,10 +11,11 @@ travels, partial results are rounded once more than SDPA rounds, and the worst e
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.arguments import MAX_HEAD_DIM
-from startrail.kernels import accumulator
+from startrail.kernels import accumulator, kernel_for
 from startrail.layout import LAYOUTS, check_layout
 from startrail.local import run_local
 from startrail.mask import Mask
@@ -30,6 +32,7 @@ from startrail.plan import Plan
 from startrail.sizes import Sizes
 
 NAMES = ("out", "dq", "dk", "dv")
+CPU = torch.device("cpu")
 FLOOR = 5e-7  # what float32 may err on unit-variance inputs and logits, whatever the yardstick says
 
 
@@ -141,13 +144,13 @@ class Report:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
 
-    def text(self, case: Case) -> str:
+    def text(self, case: Case, device: torch.device = CPU) -> str:
         """A table that one can paste into an issue."""
         mask = Mask(case.causal, case.window, case.documents)
         lines = [
             f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {mask}, batch {case.batch}, "
             f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
-            f"torch {torch.__version__}, {platform.machine()}, seed {case.seed}",
+            *where(device, [case]).splitlines(),
             "",
             f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
         ]
@@ -178,15 +181,15 @@ def visible_pairs(case: Case) -> Tensor:
     return seen
 
 
-def make_data(case: Case) -> Data:
+def make_data(case: Case, device: torch.device = CPU) -> Data:
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(heads: int) -> Tensor:
         shape = (case.batch, heads, case.length, case.head_dim)
-        return torch.randn(shape, generator=generator).to(case.dtype)
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
 
     q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
-    mask = visible_pairs(case)
+    mask = visible_pairs(case).to(device)
     inputs = (q, k, v, dout)
     exact = _dense([x.double() for x in inputs], mask, case.scale)
     yardstick = dict.fromkeys(NAMES, Error(0.0, 0.0))
@@ -195,6 +198,7 @@ def make_data(case: Case) -> Data:
         (_coarser(case), torch.randperm(case.length, generator=generator)),
         (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
     ):
+        order = order.to(device)
         found = _dense([x[:, :, order].to(dtype) for x in inputs], mask[order][:, order], case.scale)
         for name, x in found.items():
             yardstick[name] = Error.worse(yardstick[name], Error.of(x, exact[name][:, :, order]))
@@ -283,24 +287,98 @@ def merge(reports: Iterable[Report]) -> Report:
 def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks; a merged report each."""
     torch.set_num_threads(1)
-    world = cases[0].world
     data = [make_data(case) for case in cases]
+    by_rank = run_local(lambda rank: _check_all(cases, data), cases[0].world, deadline)
+    return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
-    def on_rank(rank: int) -> list[Report]:
-        plans: dict[tuple[object, ...], SequenceParallel] = {}
-        reports = []
-        for case, inputs in zip(cases, data, strict=True):
-            key = (
-                case.plan,
-                case.layout,
-                case.wire_dtype,
-                *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
-            )
-            if key not in plans:
-                plans[key] = case.parallel()
-            reports.append(check_on_rank(case, inputs, plans[key]))
-            dist.barrier()
-        return reports
 
-    by_rank = [reports for reports in run_local(on_rank, world, deadline) if reports is not None]
+def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
+    """The same on the ranks of the default process group, each with its own ``device``; every rank gets the reports."""
+    mine = _check_all(cases, [make_data(case, device) for case in cases])
+    texts = _from_all_ranks(json.dumps([asdict(report) for report in mine]), device)
+    by_rank = [[_report(fields) for fields in json.loads(text)] for text in texts]
     return [merge(reports) for reports in zip(*by_rank, strict=True)]
+
+
+def _check_all(cases: list[Case], data: list[Data]) -> list[Report]:
+    plans: dict[tuple[object, ...], SequenceParallel] = {}
+    reports = []
+    for case, inputs in zip(cases, data, strict=True):
+        key = (
+            case.plan,
+            case.layout,
+            case.wire_dtype,
+            *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
+        )
+        if key not in plans:
+            plans[key] = case.parallel()
+        reports.append(check_on_rank(case, inputs, plans[key]))
+        dist.barrier()
+    return reports
+
+
+def _from_all_ranks(text: str, device: torch.device) -> list[str]:
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    world = dist.get_world_size()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    rooms = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(rooms, torch.nn.functional.pad(mine, (0, len(rooms[0]) - len(mine))))
+    return [bytes(room[: int(size)].tolist()).decode() for room, size in zip(rooms, sizes, strict=True)]
+
+
+def _report(fields: dict[str, Any]) -> Report:
+    errors = {
+        name: {key: Error(*pair) for key, pair in fields[name].items()} for name in ("errors", "yardstick", "floor")
+    }
+    return Report(**{**fields, **errors})
+
+
+# --- a first look at a cluster
+
+
+def typical_cases(case: Case) -> list[Case]:
+    """``case`` in float32 and bfloat16, causal, with packed documents, and with the plans that fit its ranks: a ring,
+    heads, teams and rings, both together, and what keeps and groups."""
+    world, texts = case.world, [f"1x{case.world}", f"u{case.world}"]
+    if world % 2 == 0:
+        half = world // 2
+        texts += [f"2x{half}", f"u2/1x{half}", f"1x{half}/u2,keep=all,groups=2"]
+    cases = []
+    for text in texts:
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                found = replace(case, plan=text, dtype=dtype, causal=True)
+                found.validate()
+            except ValueError:  # such as fewer heads than ranks
+                continue
+            cases.append(found)
+    cut = (0, case.length // 3, case.length // 2, case.length)
+    return [*cases, replace(case, plan=texts[0], dtype=torch.bfloat16, causal=True, window=None, documents=cut)]
+
+
+def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
+    """One line a case: the worst of our errors by the worst allowed, and the bytes."""
+    lines = [f"{'plan':28s} {'dtype':9s} {'mask':20s} {'rms of SDPA':>12s} {'worst':>8s} {'bytes sent':>14s}"]
+    for case, report in zip(cases, reports, strict=True):
+        pairs = [(report.errors[name], report.yardstick[name]) for name in NAMES]
+        rms = max(ours.rms / max(sdpa.rms, 1e-30) for ours, sdpa in pairs)
+        worst = max(ours.worst / max(sdpa.worst, 1e-30) for ours, sdpa in pairs)
+        mask = str(Mask(case.causal, case.window, case.documents))
+        wrong = report.verdict()
+        lines.append(
+            f"{case.plan:28s} {str(case.dtype).removeprefix('torch.'):9s} {mask:20s} {rms:11.2f}x {worst:7.2f}x "
+            f"{sum(report.sent.values()):14,d}  {'; '.join(wrong) or 'ok'}"
+        )
+    return "\n".join(lines)
+
+
+def where(device: torch.device, cases: Sequence[Case]) -> str:
+    """What this ran on: devices, backend, and for each dtype the kernel and why it was chosen."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    backend = dist.get_backend_config() if dist.is_initialized() else "local processes, gloo"
+    lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
+    for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
+        kernel = kernel_for(device, dtype, dim)
+        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.why})")
+    return "\n".join(lines)

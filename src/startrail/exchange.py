@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from startrail.lanes import Buffer, BufferPool
+from startrail.buffers import Buffer, BufferPool
 from startrail.schedule.values import Piece
 from startrail.sizes import aligned
 from startrail.wire import Wire

@@ -7,6 +7,7 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from startrail.agree import Agreement
+from startrail.buffers import Buffer, BufferPool
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
+from startrail.counters import Counters, Traffic
 from startrail.exchange import Exchange
+from startrail.groups import PeerError
 from startrail.kernels import Kernel, Partial, Sums, stand_in_out
-from startrail.lanes import Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
+from startrail.lanes import Lanes, Message
 from startrail.mask import Tile
 from startrail.schedule.build import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
+from startrail.watch import DISAGREE, Watch
 from startrail.wire import Wire
 
 
@@ -67,6 +72,14 @@ class Executor:
     def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
         self._lanes, self.agreement, self.counters = lanes, agreement, counters
         self.pool = BufferPool()
+        self.watch = Watch(lanes) if lanes is not None and not lanes.tagged else None
+        if self.watch is not None:
+            agreement.also_look = weakref.WeakMethod(self.watch.look)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the lanes are for; None where there are none."""
+        return None if self._lanes is None else self._lanes.device
 
     @property
     def lanes(self) -> Lanes:
@@ -81,20 +94,28 @@ class Executor:
         ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. Returns local results by
         kind: out = (lse, out), dq, dkv = (dk, dv).
         """
-        start = time.perf_counter()
+        if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers move on")
+        total, device = self.counters.total, job.device
+        start = total.start(device)
+        if self.watch is not None:
+            self.watch.begin(job.tag + 1)
         run = _Walk(self, job, program, inputs, kept)
         try:
             run.walk()
             results = run.finish()
         finally:
             run.pieces.clear()  # what has not arrived knows its pass
+        if self.watch is not None and (why := self.watch.end()):
+            raise self.failure(program, len(program.steps) - 1, "comparing calls", RuntimeError(why))
         self.pool.settle()
-        self.counters.total += time.perf_counter() - start
+        total.stop(start, device)
         return results
 
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
         """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
-        if disagreement := self.agreement.disagreement():
+        sure = self._lanes is not None and self._lanes.ended == DISAGREE
+        if disagreement := self.agreement.disagreement(sure):
             return ValueError(disagreement)
         return PeerError(
             f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
@@ -111,23 +132,32 @@ class _UnderWay:
 
     def __init__(self, executor: Executor, program: Program, index: int, message: Message, work: dist.Work) -> None:
         self.executor, self.program, self.index, self.message = executor, program, index, message
-        self.work: dist.Work | None = work
+        self.work, self.waited = work, False
+        self.posted = time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{'sending' if self.message.send else 'receiving'} {self.executor.lanes.name(self.message)}"
+
+    def ended(self) -> bool:
+        return self.work.is_completed()
 
     def wait(self) -> None:
-        work, self.work = self.work, None
-        if work is None:
+        if self.waited:
             return
+        self.waited = True
         executor = self.executor
-        start = time.perf_counter()
+        waiting, device = executor.counters.waiting, executor.lanes.device
+        start = waiting.start(device)
         executor.agreement.waiting(executor.lanes.end_waits)
         try:
-            work.wait()
+            self.work.wait()
+            if executor.lanes.ended:  # its bytes may never have come, and a wait that never fails would not say so
+                raise RuntimeError(executor.lanes.ended)
         except RuntimeError as error:
-            verb = f"{'sending' if self.message.send else 'receiving'} {executor.lanes.name(self.message)}"
-            raise executor.failure(self.program, self.index, verb, error) from error
+            raise executor.failure(self.program, self.index, str(self), error) from error
         finally:
             executor.agreement.arrived()
-            executor.counters.waiting += time.perf_counter() - start
+            waiting.stop(start, device)
 
 
 class _Walk:
@@ -250,7 +280,10 @@ class _Walk:
             names = ", ".join(map(lanes.name, messages))
             raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
-            wait = _UnderWay(self.executor, self.program, self.index, message, work).wait
+            under_way = _UnderWay(self.executor, self.program, self.index, message, work)
+            if self.executor.watch is not None:
+                self.executor.watch.under_way.append(under_way)
+            wait = under_way.wait
             if message.send:
                 self.open.append(wait)  # what is received is waited for by whoever needs it
                 buffer.sends.append(wait)
@@ -320,7 +353,8 @@ class _Walk:
         held = self.pieces[piece]
         if held.prepared is None:
             held.arrive()
-            held.prepared = tuple(self.job.kernel.prepare(x) for x in held.tensors)
+            # lse and delta, one number a row, stay as wide as sums are: kernels take them so
+            held.prepared = tuple(x if x.dim() == 3 else self.job.kernel.prepare(x) for x in held.tensors)
         return held.prepared
 
     def _forward(self, block: CompiledBlock) -> None:

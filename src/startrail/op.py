@@ -37,7 +37,11 @@ def _find(name: str) -> Runtime:
     return _runtimes[name]
 
 
-@torch.library.custom_op("startrail::attention", mutates_args=())
+# Transfers, and buffers that are used again: no replay of a CUDA graph would be right.
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("startrail::attention", mutates_args=(), tags=UNSAFE)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +60,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: st
     )
 
 
-@torch.library.custom_op("startrail::attention_backward", mutates_args=())
+@torch.library.custom_op("startrail::attention_backward", mutates_args=(), tags=UNSAFE)
 def attention_backward(
     dout: Tensor,
     qkv: list[Tensor],

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import startrail
 from startrail.arguments import Call
-from startrail.lanes import KEPT_PASSES, BufferPool
+from startrail.buffers import KEPT_PASSES, BufferPool
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.schedule.build import build_program

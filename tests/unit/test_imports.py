@@ -13,10 +13,12 @@ SOURCE = ROOT / "src" / "startrail"
 # Every module imports only from those before it: the order in which CONTRIBUTING lists them.
 LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
-    schedule.families plan layout mask schedule.around schedule.build schedule.player sizes cluster planner
+    schedule.families plan layout mask bands schedule.around schedule.build schedule.player sizes cluster planner
     view.text view
-    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels
-    ring wire arguments tokens lanes compiled agree exchange executor runtime op sequence parallel checkpoint
+    kernels.triton_kernels kernels.fused kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda
+    kernels
+    ring wire arguments tokens counters buffers groups lanes compiled agree watch exchange executor runtime op
+    sequence parallel checkpoint
     local check
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
@@ -27,7 +29,7 @@ LISTED = """
     lab bench cli
 """
 ORDER = LISTED.split()
-WITHOUT_TORCH = [*ORDER[: ORDER.index("kernels.accumulate")], "cli"]
+WITHOUT_TORCH = [*ORDER[: ORDER.index("kernels.triton_kernels")], "cli"]
 
 
 def modules():

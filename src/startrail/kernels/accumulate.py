@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from startrail.kernels.fused import fused_on
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Sums are kept in float32, or in float64 for float64 inputs."""
@@ -54,6 +56,9 @@ class Partial:
             self._out, self._lse = out.to(self.dtype), lse.double()
             return
         mine, total = self.out[:, :, rows], self.lse[:, :, rows]
+        if (fused := fused_on(self.device)) is not None:
+            fused.merge(mine, total, out, lse)
+            return
         lse = lse.double()
         weight = torch.sigmoid(lse - total).nan_to_num_(0.0)  # both -inf: nothing seen so far
         mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
@@ -84,7 +89,7 @@ class Sum:
         if fresh and self._value is None and grad.shape == self.shape:
             self._value = grad.to(self.dtype)
         else:
-            self.value[:, :, rows] += grad
+            self.value[:, :, rows].add_(grad)  # not +=, which would copy the rows onto themselves once more
 
 
 class Sums:
