@@ -124,7 +124,7 @@ class LikeNccl(dist.ProcessGroup):
         assert self.open is not None, "a message outside of a batch makes a communicator of its own"
         self._post(self.open, False, tensors[0], peer)
 
-    def alltoall_base(self, output, given, output_splits, input_splits, options=None) -> Batch:
+    def all_to_all_single(self, output, given, output_splits, input_splits, options=None) -> Batch:
         assert not output_splits and not input_splits
         batch, size, own = Batch(self), self.size(), self.rank()
         targets, sources = output.chunk(size), given.chunk(size)

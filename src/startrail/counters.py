@@ -63,5 +63,12 @@ class Counters:
     waiting: Stopwatch = field(default_factory=Stopwatch)
     total: Stopwatch = field(default_factory=Stopwatch)
 
+    def sent(self, lane: str, nbytes: int) -> None:
+        traffic = self.traffic.get(lane)
+        if traffic is None:
+            traffic = self.traffic[lane] = Traffic()
+        traffic.bytes += nbytes
+        traffic.hops += 1
+
     def reset(self) -> None:
         self.traffic, self.waiting, self.total = {}, Stopwatch(), Stopwatch()

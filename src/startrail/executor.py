@@ -6,7 +6,6 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.profiler import record_function
 from startrail.agree import Agreement
 from startrail.buffers import Buffer, BufferPool
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
-from startrail.counters import Counters, Traffic
+from startrail.counters import Counters
 from startrail.exchange import Exchange
 from startrail.groups import PeerError
 from startrail.kernels import Kernel, Partial, Sums, stand_in_out
@@ -28,7 +27,7 @@ from startrail.lanes import Lanes, Message
 from startrail.mask import Tile
 from startrail.schedule.build import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
-from startrail.watch import DISAGREE, Watch
+from startrail.watch import DISAGREE, UnderWay, Watch
 from startrail.wire import Wire
 
 
@@ -72,7 +71,7 @@ class Executor:
     def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
         self._lanes, self.agreement, self.counters = lanes, agreement, counters
         self.pool = BufferPool()
-        self.watch = Watch(lanes) if lanes is not None and not lanes.tagged else None
+        self.watch = Watch(lanes) if lanes is not None and lanes.watched else None
         if self.watch is not None:
             agreement.also_look = weakref.WeakMethod(self.watch.look)
 
@@ -121,43 +120,6 @@ class Executor:
             f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
             f"{what} failed: {str(error).splitlines()[0]}"
         )
-
-
-class _UnderWay:
-    """A message: waits once, counts the seconds, and says who waited for what if it fails.
-
-    It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
-    of the pass alive.
-    """
-
-    def __init__(self, executor: Executor, program: Program, index: int, message: Message, work: dist.Work) -> None:
-        self.executor, self.program, self.index, self.message = executor, program, index, message
-        self.work, self.waited = work, False
-        self.posted = time.monotonic()
-
-    def __str__(self) -> str:
-        return f"{'sending' if self.message.send else 'receiving'} {self.executor.lanes.name(self.message)}"
-
-    def ended(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        if self.waited:
-            return
-        self.waited = True
-        executor = self.executor
-        waiting, device = executor.counters.waiting, executor.lanes.device
-        start = waiting.start(device)
-        executor.agreement.waiting(executor.lanes.end_waits)
-        try:
-            self.work.wait()
-            if executor.lanes.ended:  # its bytes may never have come, and a wait that never fails would not say so
-                raise RuntimeError(executor.lanes.ended)
-        except RuntimeError as error:
-            raise executor.failure(self.program, self.index, str(self), error) from error
-        finally:
-            executor.agreement.arrived()
-            waiting.stop(start, device)
 
 
 class _Walk:
@@ -260,47 +222,60 @@ class _Walk:
 
     def _post(self, compiled: CompiledStep) -> None:
         """Post a step's messages. What is sent is looked up first: a receive may bring the same piece anew."""
-        messages = compiled.messages
-        exchange = self._exchange(compiled.exchanged) if compiled.exchanged else None
-        leaving = {m: self._payload(m.pieces[0]) for m in messages if m.send and not m.over_heads}
+        messages, lanes = compiled.messages, self.executor.lanes
+        exchange = self._exchange(compiled) if compiled.exchanged else None
+        leaving = [self._payload(m.pieces[0]) if m.send and not m.over_heads else None for m in messages]
         buffers, bytes_of, heads = [], [], heads_of(self.program)
-        for message in messages:
+        for message, payload in zip(messages, leaving, strict=True):
             if message.over_heads:
                 assert exchange is not None
                 parts = exchange.leaving if message.send else exchange.coming
                 buffers.append(parts.buffer)
                 bytes_of.append(parts.of_rank[heads[message.peer]])
             else:
-                buffers.append(leaving[message] if message.send else self._room_for(message))
+                buffers.append(self._room_for(message) if payload is None else payload)
                 bytes_of.append(buffers[-1].flat)
-        lanes = self.executor.lanes
         try:
-            works = lanes.post(messages, bytes_of, self.job.tag)
+            if exchange is not None and exchange.at_once:
+                assert compiled.all_to_all is not None
+                first = compiled.over_heads
+                work = lanes.all_to_all(compiled.all_to_all, exchange.coming.buffer.flat, exchange.leaving.buffer.flat)
+                works = [work] * first + lanes.post(messages[first:], bytes_of[first:], self.job.tag)
+            else:
+                works = lanes.post(messages, bytes_of, self.job.tag)
         except RuntimeError as error:
             names = ", ".join(map(lanes.name, messages))
             raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
-        for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
-            under_way = _UnderWay(self.executor, self.program, self.index, message, work)
-            if self.executor.watch is not None:
-                self.executor.watch.under_way.append(under_way)
-            wait = under_way.wait
-            if message.send:
-                self.open.append(wait)  # what is received is waited for by whoever needs it
-                buffer.sends.append(wait)
-                traffic = self.executor.counters.traffic.setdefault(lanes.names[message.lane], Traffic())
-                traffic.bytes += flat.numel()
-                traffic.hops += 1
-            else:
-                buffer.arrivals.append(wait)
-        for message, buffer in leaving.items():  # packed copies of results: free once their sends have ended
-            if message.pieces[0].kind in RESULTS:
-                self.pool.put(buffer)
+        self._follow(messages, buffers, bytes_of, works)
+        for message, payload in zip(messages, leaving, strict=True):  # packed results: free once their sends have ended
+            if payload is not None and message.pieces[0].kind in RESULTS:
+                self.pool.put(payload)
         if exchange is not None:
             self.pool.put(exchange.leaving.buffer)
 
-    def _exchange(self, pieces: Sequence[Piece]) -> Exchange:
+    def _follow(
+        self, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
+    ) -> None:
+        """Remember what must be waited for, and count what was sent."""
+        executor, last = self.executor, None
+        for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
+            if last is None or last.work is not work:
+                last = UnderWay(executor, self.program, self.index, work)
+                if executor.watch is not None:
+                    executor.watch.under_way.append(last)
+            last.messages.append(message)
+            if message.send:
+                if not (self.open and self.open[-1] == last.wait):
+                    self.open.append(last.wait)  # what is received is waited for by whoever needs it
+                buffer.sends.append(last.wait)
+                executor.counters.sent(executor.lanes.names[message.lane], flat.numel())
+            else:
+                buffer.arrivals.append(last.wait)
+
+    def _exchange(self, compiled: CompiledStep) -> Exchange:
         """What goes out over heads is packed now; what comes in is taken when it is needed."""
-        exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head)
+        pieces, at_once = compiled.exchanged, compiled.all_to_all is not None and not self.executor.lanes.tagged
+        exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head, at_once)
         for piece in pieces:
             if piece.kind in INPUTS:
                 exchange.send_inputs(piece, self.inputs[piece.kind])

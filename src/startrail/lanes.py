@@ -111,6 +111,7 @@ class Lanes:
         self.names = lane_names(place)
         kind = groups.backend_for(device)
         self.tagged = kind == "gloo"
+        self.watched = kind not in ("gloo", "fake")  # nothing of a fake group ever ends
         self.groups: list[dist.ProcessGroup | None] = []
         self.places: list[dict[int, int]] = []
         self._ended: list[str] = []
@@ -126,7 +127,7 @@ class Lanes:
             self.places.append({rank: index for index, rank in enumerate(there)})
             members = [ranks[member] for member in there]
             self.groups.append(make(members, f"{lane}-{members[0]}") if len(members) > 1 else None)
-        if not self.tagged:
+        if self.watched:
             self.everyone = make(list(ranks), "all")
             self._connect(links)
 
@@ -140,7 +141,7 @@ class Lanes:
         for group in self.groups:
             if group is not None:
                 groups.abort(group)
-        if not self.tagged:
+        if self.watched:
             groups.abort(self.everyone)
 
     def end_waits(self) -> None:
@@ -190,6 +191,11 @@ class Lanes:
             here = [index for index, message in enumerate(messages) if message.lane == lane]
             works[lane] = self._batch([messages[i] for i in here], [bytes_of[i] for i in here], first_tag)
         return [works[message.lane] for message in messages]
+
+    def all_to_all(self, lane: int, coming: Tensor, leaving: Tensor) -> dist.Work:
+        """Exchange equal parts with everybody on a lane, our own included, in one call."""
+        group, _ = self._lane(lane)
+        return group.all_to_all_single(coming, leaving, [], [], dist.AllToAllOptions())
 
     def _batch(self, messages: Sequence[Message | Link], flats: Sequence[Tensor], tag: int) -> dist.Work:
         """Messages of one lane that are posted together, and end together."""

@@ -1,4 +1,4 @@
-"""Transfers under way where waits never fail (NCCL): who looks whether they end, and what happens if they cannot.
+"""Transfers under way: waiting for them, and where waits never fail (NCCL) who looks whether they end.
 
 The host is told nothing there: a wait for a peer that died, or that called something else, returns at once on a GPU and
 never on a CPU. So a thread looks every half second (``Agreement.watch``). What has been under way for longer than the
@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from startrail.lanes import Comparison, Lanes
+import torch.distributed as dist
+
+from startrail.lanes import Comparison, Lanes, Message
+from startrail.schedule.build import Program
+
+if TYPE_CHECKING:
+    from startrail.executor import Executor
 
 DISAGREE = "ranks made different calls"
 
@@ -23,6 +29,45 @@ class Transfer(Protocol):
     posted: float
 
     def ended(self) -> bool: ...
+
+
+class UnderWay:
+    """Messages that end together: waits once, counts the seconds, and says who waited for what if it fails.
+
+    It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
+    of the pass alive.
+    """
+
+    def __init__(self, executor: Executor, program: Program, index: int, work: dist.Work) -> None:
+        self.executor, self.program, self.index, self.work = executor, program, index, work
+        self.messages: list[Message] = []
+        self.waited = False
+        self.posted = time.monotonic()
+
+    def __str__(self) -> str:
+        name = self.executor.lanes.name
+        return "; ".join(f"{'sending' if each.send else 'receiving'} {name(each)}" for each in self.messages)
+
+    def ended(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        if self.waited:
+            return
+        self.waited = True
+        executor = self.executor
+        waiting, lanes = executor.counters.waiting, executor.lanes
+        start = waiting.start(lanes.device)
+        executor.agreement.waiting(lanes.end_waits)
+        try:
+            self.work.wait()
+            if lanes.ended:  # its bytes may never have come, and a wait that never fails would not say so
+                raise RuntimeError(lanes.ended)
+        except RuntimeError as error:
+            raise executor.failure(self.program, self.index, str(self), error) from error
+        finally:
+            executor.agreement.arrived()
+            waiting.stop(start, lanes.device)
 
 
 class Watch:

@@ -55,7 +55,9 @@ class Partial:
         if fresh and self._out is None and out.shape == self.shape:
             self._out, self._lse = out.to(self.dtype), lse.double()
             return
-        mine, total = self.out[:, :, rows], self.lse[:, :, rows]
+        mine, total = self.out, self.lse
+        if out.shape[2] != self.shape[2]:
+            mine, total = mine[:, :, rows], total[:, :, rows]
         if (fused := fused_on(self.device)) is not None:
             fused.merge(mine, total, out, lse)
             return
@@ -89,7 +91,8 @@ class Sum:
         if fresh and self._value is None and grad.shape == self.shape:
             self._value = grad.to(self.dtype)
         else:
-            self.value[:, :, rows].add_(grad)  # not +=, which would copy the rows onto themselves once more
+            mine = self.value if grad.shape[2] == self.shape[2] else self.value[:, :, rows]
+            mine.add_(grad)  # not value[rows] += grad, which would copy the rows onto themselves once more
 
 
 class Sums:

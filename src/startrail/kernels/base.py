@@ -65,7 +65,7 @@ class Kernel(ABC):
         into = Partial(q.shape, accumulator(q.dtype), q.device) if into is None else into
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            qt, kt, vt = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            qt, kt, vt = _part(q, rows), _part(k, keys), _part(v, keys)
             look, flip = _look_at(tile, q.device, scale)
             if flip:
                 qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
@@ -94,14 +94,19 @@ class Kernel(ABC):
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             look, flip = _look_at(tile, q.device, scale)
-            dt, qt, ot, lt = (x[:, :, rows] for x in (dout, q, out, lse))
-            kt, vt = k[:, :, keys], v[:, :, keys]
+            dt, qt, ot, lt = (_part(x, rows) for x in (dout, q, out, lse))
+            kt, vt = _part(k, keys), _part(v, keys)
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
             grads = self.backward_tile(dt, qt, kt, vt, ot, lt, look)
             for total, grad, part in zip(into, grads, (rows, keys, keys), strict=True):
                 total.add(grad.flip(2) if flip else grad, part, fresh=True)
         return into
+
+
+def _part(x: Tensor, rows: slice) -> Tensor:
+    """Some rows; most tiles are whole blocks, and a view costs the host as much as a launch."""
+    return x if rows.stop - rows.start == x.shape[2] else x[:, :, rows]
 
 
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
