@@ -149,7 +149,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import Case, check_cases, check_on_group, table, typical_cases, where
+    from startrail.check import Case, check_cases, where
+    from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
     from startrail.training.joining import device_of_rank, join
 

@@ -6,7 +6,7 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 
 from __future__ import annotations
 
-import weakref
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from startrail.agree import Agreement
+from startrail.agree import PATIENCE, Agreement, PeerError
 from startrail.buffers import Buffer, BufferPool
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.counters import Counters
 from startrail.exchange import Exchange
-from startrail.groups import PeerError
 from startrail.kernels import Kernel, Partial, Sums, stand_in_out
 from startrail.lanes import Lanes, Message
 from startrail.mask import Tile
 from startrail.schedule.build import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
-from startrail.watch import DISAGREE, UnderWay, Watch
+from startrail.under_way import DISAGREE, UnderWay, Watch
+from startrail.watch import watch
 from startrail.wire import Wire
 
 
@@ -71,9 +71,9 @@ class Executor:
     def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
         self._lanes, self.agreement, self.counters = lanes, agreement, counters
         self.pool = BufferPool()
-        self.watch = Watch(lanes) if lanes is not None and lanes.watched else None
+        self.watch = Watch(lanes, agreement.reason) if lanes is not None and lanes.watched else None
         if self.watch is not None:
-            agreement.also_look = weakref.WeakMethod(self.watch.look)
+            watch(self.watch, PATIENCE / 4)
 
     @property
     def device(self) -> torch.device | None:
@@ -112,13 +112,16 @@ class Executor:
         return results
 
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
-        """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
-        sure = self._lanes is not None and self._lanes.ended == DISAGREE
-        if disagreement := self.agreement.disagreement(sure):
-            return ValueError(disagreement)
+        """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
+        reason, end = self.agreement.reason(), time.monotonic() + 4 * PATIENCE
+        while reason is None and self.lanes.ended == DISAGREE and time.monotonic() < end:
+            time.sleep(0.05)  # the others are about to say what they called
+            reason = self.agreement.reason()
+        if isinstance(reason, ValueError):
+            return reason
         return PeerError(
             f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
-            f"{what} failed: {str(error).splitlines()[0]}"
+            f"{what} failed: {str(reason or error).splitlines()[0]}"
         )
 
 

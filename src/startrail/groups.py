@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from startrail.agree import PeerError
+
 CHANNELS = 8
 GRACE = timedelta(seconds=60)
-
-
-class PeerError(RuntimeError):
-    """A peer died or did not deliver in time; the text names rank, step, piece and peer."""
 
 
 def backend_for(device: torch.device) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail import groups
-from startrail.groups import PeerError
+from startrail.agree import PeerError
 from startrail.schedule.build import Program, lane_names
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece
@@ -33,7 +33,7 @@ def tag_of(signature: str) -> int:
     """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
     or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
     aborting or computing nonsense."""
-    return (zlib.crc32(signature.encode()) & 0xFFFFF) * TAGS_A_PAIR
+    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_A_PAIR  # below the tag that nobody uses
 
 
 class Message(NamedTuple):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from startrail.arguments import Call
 from startrail.bands import bands_of
 from startrail.kernels import Kernel
@@ -29,13 +31,11 @@ class Ready(NamedTuple):
 
 
 class Tokens:
-    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``agreed`` says whether the ranks have found
-    out that they mean the same sequence; ``ready`` is what the calls on it so far were run with, by all that tells them
-    apart."""
+    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``ready`` is what the calls on it so far were
+    run with, by all that tells them apart."""
 
     def __init__(self, place: Place, layout: Layout, documents: tuple[int, ...]) -> None:
         self.place, self.layout, self.documents = place, layout, documents
-        self.agreed = False
         self.ready: dict[object, Ready] = {}
         self._runs: dict[int, Runs] = {}
         self._tiles: dict[tuple[bool, int | None, Costs, int, int], tuple[Tile, ...]] = {}
@@ -61,6 +61,13 @@ class Tokens:
             block = mask, self.runs(row), self.runs(column)
             self._tiles[key] = tuple(bands_of(segments_of(*block))) if costs.bands else tiles_of(*block, costs.call)
         return self._tiles[key]
+
+    def spoil_hidden_rows(self, out: Tensor, lse: Tensor) -> None:
+        """Every token sees itself, so a row without any weight had logits of -inf only: NaN, as softmax makes of them
+        in one process. Only on the host, where looking costs nothing."""
+        real = sum(count for _, count in self.layout.runs(self.place.rank))
+        if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
+            out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
 
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Where the chunks of each rank of our own piece stand in it."""

@@ -1,106 +1,88 @@
-"""Transfers under way: waiting for them, and where waits never fail (NCCL) who looks whether they end.
+"""Threads that must not outlive the program: a C++ call that returns into a Python that is ending aborts it.
 
-The host is told nothing there: a wait for a peer that died, or that called something else, returns at once on a GPU and
-never on a CPU. So a thread looks every half second (``Agreement.watch``). What has been under way for longer than the
-lanes' timeout, or belongs to a call that the ranks do not agree about, ends all transfers of the lanes; the program
-finds out after its next wait, or at the end of its pass.
+One thread watches everything that asks for it; it is stopped and waited for when the program ends. A call that may hang
+runs in a thread of its own, and is left behind when its time is over.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from typing import TYPE_CHECKING, Protocol
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
 
-import torch.distributed as dist
-
-from startrail.lanes import Comparison, Lanes, Message
-from startrail.schedule.build import Program
-
-if TYPE_CHECKING:
-    from startrail.executor import Executor
-
-DISAGREE = "ranks made different calls"
+AT_THE_END = 5.0  # seconds that the end of the program waits for a thread
 
 
-class Transfer(Protocol):
-    """Something on its way; its text says what."""
-
-    posted: float
-
-    def ended(self) -> bool: ...
+class Watched(Protocol):
+    def look(self) -> None: ...
 
 
-class UnderWay:
-    """Messages that end together: waits once, counts the seconds, and says who waited for what if it fails.
+class _Watcher:
+    """The thread of one process; a forked one needs its own."""
 
-    It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
-    of the pass alive.
+    def __init__(self, every: float) -> None:
+        self.every, self.process = every, os.getpid()
+        self.watched: WeakSet[Watched] = WeakSet()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="startrail-watch", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
+
+    def _run(self) -> None:
+        while not self.stop.wait(self.every):
+            for watched in list(self.watched):
+                try:
+                    watched.look()
+                except RuntimeError:  # the store is gone, and with it the job; waits have deadlines of their own
+                    self.watched.discard(watched)
+                del watched  # or the last one would live as long as we do
+
+    def end(self) -> None:
+        self.stop.set()
+        if self.process == os.getpid():
+            self.thread.join(AT_THE_END)
+
+
+_watcher: _Watcher | None = None
+_lock = threading.Lock()
+
+
+def watch(watched: Watched, every: float) -> None:
+    """Call ``watched.look()`` every so many seconds for as long as it lives; it may raise when it needs no more."""
+    global _watcher
+    with _lock:
+        if _watcher is None or _watcher.process != os.getpid():
+            _watcher = _Watcher(every)
+        _watcher.watched.add(watched)
+
+
+def run_within(seconds: float, function: Callable[[], None], ended: threading.Event | None = None) -> bool:
+    """Whether ``function``, which may hang, ended in time; what it raises is raised here. ``ended`` is set when nobody
+    waits for it any more.
+
+    >>> run_within(5.0, lambda: None)
+    True
     """
+    errors: list[BaseException] = []
 
-    def __init__(self, executor: Executor, program: Program, index: int, work: dist.Work) -> None:
-        self.executor, self.program, self.index, self.work = executor, program, index, work
-        self.messages: list[Message] = []
-        self.waited = False
-        self.posted = time.monotonic()
-
-    def __str__(self) -> str:
-        name = self.executor.lanes.name
-        return "; ".join(f"{'sending' if each.send else 'receiving'} {name(each)}" for each in self.messages)
-
-    def ended(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        if self.waited:
-            return
-        self.waited = True
-        executor = self.executor
-        waiting, lanes = executor.counters.waiting, executor.lanes
-        start = waiting.start(lanes.device)
-        executor.agreement.waiting(lanes.end_waits)
+    def run() -> None:
         try:
-            self.work.wait()
-            if lanes.ended:  # its bytes may never have come, and a wait that never fails would not say so
-                raise RuntimeError(lanes.ended)
-        except RuntimeError as error:
-            raise executor.failure(self.program, self.index, str(self), error) from error
-        finally:
-            executor.agreement.arrived()
-            waiting.stop(start, lanes.device)
+            function()
+        except BaseException as error:
+            errors.append(error)
 
-
-class Watch:
-    def __init__(self, lanes: Lanes) -> None:
-        self.lanes = lanes
-        self.under_way: deque[Transfer] = deque()
-        self.comparisons: deque[Comparison] = deque()
-
-    def begin(self, digest: int) -> None:
-        """A pass begins: find out meanwhile whether it is the same one everywhere."""
-        self.comparisons.append(self.lanes.compare(digest))
-
-    def end(self) -> str | None:
-        """A pass has ended: why no result of it, or of one before it, can be trusted, or None."""
-        self.comparisons[-1].order()
-        while self.under_way and self.under_way[0].ended():
-            self.under_way.popleft()
-        while not self.lanes.ended and self.comparisons and (differs := self.comparisons[0].differs()) is not None:
-            self.comparisons.popleft()
-            if differs:
-                self.lanes.end(DISAGREE)
-        return self.lanes.ended
-
-    def look(self) -> None:
-        """From the watching thread."""
-        lanes = self.lanes
-        if lanes.ended:
-            return
-        if any(comparison.differs() for comparison in list(self.comparisons)):
-            lanes.end(DISAGREE)
-            return
-        late = time.monotonic() - lanes.timeout.total_seconds()
-        for transfer in (*self.under_way, *self.comparisons):
-            if transfer.posted < late and not transfer.ended():
-                lanes.end(f"{transfer} did not end within {lanes.timeout}")
-                return
+    thread = threading.Thread(target=run, name="startrail-store", daemon=True)
+    thread.start()
+    try:
+        thread.join(seconds)
+    finally:
+        if ended is not None:
+            ended.set()
+        if thread.is_alive():  # it may notice only when the store answers: do not end the program meanwhile
+            atexit.register(thread.join, AT_THE_END)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()

@@ -40,7 +40,7 @@ def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
 
 def test_cuda_graphs_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    executor = Executor(None, Agreement(None, False), Counters())
+    executor = Executor(None, Agreement(None, None, False), Counters())
     job = Job(None, {}, None, None, 1.0, 0, CUDA)
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
         executor.run(job, None, {}, None)

@@ -17,9 +17,9 @@ LISTED = """
     view.text view
     kernels.triton_kernels kernels.fused kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda
     kernels
-    ring wire arguments tokens counters buffers groups lanes compiled agree watch exchange executor runtime op
-    sequence parallel checkpoint
-    local check
+    ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
+    op sequence parallel checkpoint
+    local check first_look
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
     training.tasks

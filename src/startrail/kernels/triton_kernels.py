@@ -34,7 +34,7 @@ def _merge(
     come = tl.load(new_lse + batch * new_lse_b + head * new_lse_h + row * new_lse_r, mask=here, other=nothing)
     come = come.to(tl.float64)
     weight = 1.0 / (1.0 + tl.exp(total - come))
-    weight = tl.where(weight == weight, weight, 0.0)  # both -inf: nothing seen so far
+    weight = tl.where(come == nothing, 0.0, weight)  # not NaN where both have seen nothing
     high, low = tl.maximum(total, come), tl.minimum(total, come)
     both = high + tl.log(1.0 + tl.exp(low - high))
     tl.store(at, tl.where(high == nothing, nothing, both), mask=here)
