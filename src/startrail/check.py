@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.arguments import MAX_HEAD_DIM
-from startrail.kernels import accumulator
+from startrail.kernels import accumulator, kernel_for
 from startrail.layout import LAYOUTS, check_layout
 from startrail.local import run_local
 from startrail.mask import Mask
@@ -32,6 +32,7 @@ from startrail.plan import Plan
 from startrail.sizes import Sizes
 
 NAMES = ("out", "dq", "dk", "dv")
+CPU = torch.device("cpu")
 # How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
 # them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
 USES = ("plain", "strided", "q only", "k and v only", "interleaved")
@@ -147,13 +148,13 @@ class Report:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
 
-    def text(self, case: Case) -> str:
+    def text(self, case: Case, device: torch.device = CPU) -> str:
         """A table that one can paste into an issue."""
         mask = Mask(case.causal, case.window, case.documents)
         lines = [
             f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {mask}, batch {case.batch}, "
             f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
-            f"torch {torch.__version__}, {platform.machine()}, seed {case.seed}",
+            *where(device, [case]).splitlines(),
             "",
             f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
         ]
@@ -184,15 +185,15 @@ def visible_pairs(case: Case) -> Tensor:
     return seen
 
 
-def make_data(case: Case) -> Data:
+def make_data(case: Case, device: torch.device = CPU) -> Data:
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(heads: int) -> Tensor:
         shape = (case.batch, heads, case.length, case.head_dim)
-        return torch.randn(shape, generator=generator).to(case.dtype)
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
 
     q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
-    mask = visible_pairs(case)
+    mask = visible_pairs(case).to(device)
     inputs = (q, k, v, dout)
     exact = _dense([x.double() for x in inputs], mask, case.scale)
     yardstick = dict.fromkeys(NAMES, Error(0.0, 0.0))
@@ -201,6 +202,7 @@ def make_data(case: Case) -> Data:
         (_coarser(case), torch.randperm(case.length, generator=generator)),
         (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
     ):
+        order = order.to(device)
         found = _dense([x[:, :, order].to(dtype) for x in inputs], mask[order][:, order], case.scale)
         for name, x in found.items():
             yardstick[name] = Error.worse(yardstick[name], Error.of(x, exact[name][:, :, order]))
@@ -312,24 +314,35 @@ def merge(reports: Iterable[Report]) -> Report:
 def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks; a merged report each."""
     torch.set_num_threads(1)
-    world = cases[0].world
     data = [make_data(case) for case in cases]
+    by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
+    return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
-    def on_rank(rank: int) -> list[Report]:
-        plans: dict[tuple[object, ...], SequenceParallel] = {}
-        reports = []
-        for case, inputs in zip(cases, data, strict=True):
-            key = (
-                case.plan,
-                case.layout,
-                case.wire_dtype,
-                *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
-            )
-            if key not in plans:
-                plans[key] = case.parallel()
-            reports.append(check_on_rank(case, inputs, plans[key]))
-            dist.barrier()
-        return reports
 
-    by_rank = [reports for reports in run_local(on_rank, world, deadline) if reports is not None]
-    return [merge(reports) for reports in zip(*by_rank, strict=True)]
+def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
+    """Cases in turn on this rank of the default process group."""
+    plans: dict[tuple[object, ...], SequenceParallel] = {}
+    reports = []
+    for case, inputs in zip(cases, data, strict=True):
+        key = (
+            case.plan,
+            case.layout,
+            case.wire_dtype,
+            *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
+        )
+        if key not in plans:
+            plans[key] = case.parallel()
+        reports.append(check_on_rank(case, inputs, plans[key]))
+        dist.barrier()
+    return reports
+
+
+def where(device: torch.device, cases: Sequence[Case]) -> str:
+    """What this ran on: devices, backend, and for each dtype the kernel and why it was chosen."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    backend = dist.get_backend_config() if dist.is_initialized() else "local processes, gloo"
+    lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
+    for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
+        kernel = kernel_for(device, dtype, dim)
+        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.why})")
+    return "\n".join(lines)

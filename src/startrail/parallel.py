@@ -121,7 +121,8 @@ class SequenceParallel:
 
     def timings(self) -> dict[str, float]:
         """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
-        return {"total": self._runtime.counters.total, "waiting": self._runtime.counters.waiting}
+        counters = self._runtime.counters
+        return {"total": counters.total.seconds(), "waiting": counters.waiting.seconds()}
 
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
@@ -171,4 +172,5 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long the group's own operations may take."""
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # none: a fake group
