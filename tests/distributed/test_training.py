@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -294,7 +296,7 @@ def test_sigterm_saves_and_the_same_command_continues(data, tmp_path, capfd):
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, error
+    assert process.returncode == 143, error
     stopped = max(losses_in(tmp_path / "run"))
     assert 5 <= stopped < 40
     assert f"stopped after step {stopped} and saved; the same command continues from there" in out
@@ -401,6 +403,79 @@ def test_a_run_goes_on_when_nobody_reads_its_output(data, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(data, tmp_path, monkeypatch):
+    """One run, interrupted three times: a rank is killed, a rank is stopped, and the launcher is killed."""
+    recipe = gpt(data, tmp_path / "run", ranks=2, plan="1x2", length=512, steps=400, zero=2, save_every=5)
+    recipe = replace(recipe, wait_minutes=0.15)
+    file = write_recipe(tmp_path / "recipe.json", recipe)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    process = startrail_train(file)
+    wait_for_step(tmp_path / "run", 12, process)
+    os.kill(children_of(process.pid)[1], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    first, second = error.splitlines()
+    assert first == "startrail train: rank 1 was killed by SIGKILL"
+    assert second.startswith("startrail train: the same command continues from step ")
+
+    process = startrail_train(file)
+    wait_for_step(tmp_path / "run", max(losses_in(tmp_path / "run")) + 3, process)
+    start = time.monotonic()
+    os.kill(children_of(process.pid)[0], signal.SIGSTOP)
+    _, error = process.communicate(timeout=60)
+    assert 5 < time.monotonic() - start < 30
+    assert process.returncode == 1
+    waiting, over, _ = error.splitlines()
+    assert re.fullmatch(r"startrail train: still waiting for rank 0 \(silent for \d s, in step \d+\)", waiting)
+    assert over.startswith("startrail train: rank 0 did not go on within 0.15 minutes (wait_minutes): silent for")
+
+    process = startrail_train(file)
+    wait_for_step(tmp_path / "run", max(losses_in(tmp_path / "run")) + 3, process)
+    ranks = children_of(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{rank}/exe") for rank in ranks), 60)
+    assert list(temporary.iterdir()) == []
+
+
+def test_sigterm_in_an_evaluation_is_not_kept_waiting(data, tmp_path):
+    recipe = gpt(data, tmp_path / "run", ranks=2, plan="1x2", steps=3, zero=2, evaluate_batches=100_000)
+    process = startrail_train(write_recipe(tmp_path / "recipe.json", recipe))
+    assert process.stdout is not None
+    assert "memory, estimated" in "".join(process.stdout.readline() for _ in range(3))
+    time.sleep(1)  # in the evaluation before the first step, which takes minutes
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (143, "")
+    assert "stopped after step 0; the same command continues from there" in out
+
+
+def test_what_is_good_is_saved_when_a_step_is_not_finite(data, tmp_path):
+    def on_rank(rank):
+        from startrail.training.saving import TrainingError
+
+        trainer = Trainer(gpt(data, tmp_path / "run", plan="1x2", steps=4, zero=2), CPU, Display(), Stop())
+        loss_sum, calls = trainer.task.loss_sum, []
+
+        def broken(model, batch):
+            calls.append(batch)
+            return loss_sum(model, batch) * (float("nan") if len(calls) == 3 else 1)
+
+        trainer.task.loss_sum = broken
+        with pytest.raises(TrainingError, match=r"step 3: loss nan, .* and those of step 2 are saved"):
+            trainer.run()
+        return [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+
+    assert run_local(on_rank, 2) == [["step-00000002"]] * 2
+
+
 def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     def on_rank(rank):
         from startrail.training.saving import TrainingError
@@ -431,5 +506,6 @@ def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     assert results[0] == results[1]
     text, before, skipped = results[0]
     assert text.startswith("step 3: loss nan, gradient norm nan; stopped before the parameters changed")
+    assert "which are not finite themselves: nothing was saved" in text
     assert before == [False, False]
     assert skipped[:3] == [False, False, True]
