@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -401,48 +400,6 @@ def test_a_run_goes_on_when_nobody_reads_its_output(data, tmp_path):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
-
-
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_a_rank_that_dies_or_hangs_is_named_and_nothing_is_left(data, tmp_path, monkeypatch):
-    """One run, interrupted three times: a rank is killed, a rank is stopped, and the launcher is killed."""
-    recipe = gpt(data, tmp_path / "run", ranks=2, plan="1x2", length=512, steps=400, zero=2, save_every=5)
-    recipe = replace(recipe, wait_minutes=0.15)
-    file = write_recipe(tmp_path / "recipe.json", recipe)
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-
-    process = startrail_train(file)
-    wait_for_step(tmp_path / "run", 12, process)
-    os.kill(children_of(process.pid)[1], signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    first, second = error.splitlines()
-    assert first == "startrail train: rank 1 was killed by SIGKILL"
-    assert second.startswith("startrail train: the same command continues from step ")
-
-    process = startrail_train(file)
-    wait_for_step(tmp_path / "run", max(losses_in(tmp_path / "run")) + 3, process)
-    start = time.monotonic()
-    os.kill(children_of(process.pid)[0], signal.SIGSTOP)
-    _, error = process.communicate(timeout=60)
-    assert 5 < time.monotonic() - start < 30
-    assert process.returncode == 1
-    waiting, over, _ = error.splitlines()
-    assert re.fullmatch(r"startrail train: still waiting for rank 0 \(silent for \d s, in step \d+\)", waiting)
-    assert over.startswith("startrail train: rank 0 did not go on within 0.15 minutes (wait_minutes): silent for")
-
-    process = startrail_train(file)
-    wait_for_step(tmp_path / "run", max(losses_in(tmp_path / "run")) + 3, process)
-    ranks = children_of(process.pid)
-    process.kill()
-    process.communicate(timeout=60)
-    assert eventually(lambda: not any(os.path.exists(f"/proc/{rank}/exe") for rank in ranks), 60)
-    assert list(temporary.iterdir()) == []
 
 
 def test_sigterm_in_an_evaluation_is_not_kept_waiting(data, tmp_path):

@@ -59,7 +59,7 @@ def test_show_keeps_lines_readable_whatever_the_plan(capsys, monkeypatch):
 def test_show_auto_says_what_it_chose(capsys):
     assert main(["show", "auto", "--ranks", "8", "--nodes", "2", "--heads", "8", "--kv-heads", "2"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("auto chose u2/") and "step  rank 0" in text
+    assert text.startswith("auto chose 1x2/u2/1x2: 1.5 over the nodes") and "step  rank 0" in text
 
 
 def test_version_and_python_dash_m(capsys):
@@ -74,9 +74,9 @@ def test_version_and_python_dash_m(capsys):
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        ([], ["what gpt-tiny has", "steps in all (120)", "--width 128", "text's context (2048)"]),
-        (["gpt-3b"], ["what gpt-3b has", "steps in all (10000)", "text's context (131072)"]),
-        (["dit-tiny", "--steps", "7"], ["what dit-tiny has", "steps in all (7)", "minutes that a rank may hang"]),
+        ([], ["what gpt-tiny has", "steps in all [120]", "--width 128", "rows x columns) [2048]"]),
+        (["gpt-3b"], ["what gpt-3b has", "steps in all [10000]", "rows x columns) [131072]"]),
+        (["dit-tiny", "--steps", "7"], ["what dit-tiny has", "steps in all [7]", "minutes that a rank may hang"]),
     ],
 )
 def test_train_help_shows_the_chosen_recipe(argv, expected, capsys):

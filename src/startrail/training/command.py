@@ -55,7 +55,7 @@ def fields_text(arguments: Sequence[str] = ()) -> str:
     except ValueError:
         recipe = find(DEFAULT)
     shown = [item for item in fields(Recipe) if "meaning" in item.metadata]
-    lines = [f"  --{item.name:17s} {item.metadata['meaning']} ({_value(recipe, item.name)})" for item in shown]
+    lines = [f"  --{item.name:17s} {item.metadata['meaning']} [{_value(recipe, item.name)}]" for item in shown]
     for model, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
         own = isinstance(recipe.config, config)
         shape = (f"--{item.name}" + (f" {_value(recipe.config, item.name)}" if own else "") for item in fields(config))

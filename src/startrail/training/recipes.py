@@ -78,7 +78,7 @@ class Recipe:
     save_every: int = _field(50, "steps between checkpoints (0: at the end only)")
     keep_checkpoints: int = _field(2, "checkpoints that are kept")
     resume: bool = _field(True, "continue from the newest checkpoint in out, if there is one")
-    out: str = _field("", "folder of checkpoints, metrics and samples (default: runs/NAME)")
+    out: str = _field("", "folder of checkpoints, metrics and samples")
     wait_minutes: float = _field(10.0, "minutes that a rank may hang before the run ends and names it")
     tensorboard: bool = _field(False, "write TensorBoard events into out as well")
     sample: int = _field(120, "tokens of text, or sampler steps of images, to show at the end (0: none)")

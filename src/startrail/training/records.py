@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -58,6 +59,7 @@ class Records:
     def close(self) -> None:
         """May be called twice."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # it would write again what could not be written, of which ``problem`` tells
+                self._file.close()
         if self._writer is not None:
             self._writer.close()
