@@ -15,8 +15,9 @@ import torch
 from torch.distributed import HashStore
 
 from startrail.cli import main
+from startrail.training import watching
 from startrail.training.command import overrides
-from startrail.training.joining import JoinError, agree_on_name
+from startrail.training.joining import JoinError, StoreBoard, agree_on_name
 from startrail.training.recipes import RECIPES, find
 from startrail.training.saving import read_state
 from tests.helpers import ROOT, refusal
@@ -363,6 +364,25 @@ def test_ranks_that_do_not_come_are_named(monkeypatch, capfd):
     assert capfd.readouterr().err == "startrail train: still waiting for ranks 1, 2 (not there yet)\n"
     with pytest.raises(JoinError, match="rank 0 did not answer rank 1"):
         agree_on_name(HashStore(), 1, 3, limit=0.1)
+
+
+def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, capfd):
+    """As under torchrun: rank 1 shows no more signs of life, which rank 0 sees in the store."""
+    left = threading.Event()
+    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2)):
+        monkeypatch.setattr(watching, name, seconds)
+    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
+    store = HashStore()
+    boards = [StoreBoard(store, rank, 2) for rank in range(2)]
+    boards[1].write(1, beats=7, passed=20, step=5)
+    watch = watching.Watch(boards[0], limit=0.6)
+    pulse = watching.Pulse(boards[0], 0, lambda: watching.say_or_leave(watch, 0))
+    pulse.passed(5)
+    assert left.wait(20)
+    pulse.end()
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "startrail train: still waiting for rank 1 (silent for 0 s, in step 5)"
+    assert "startrail train: rank 1 did not go on within 0.01 minutes (wait_minutes): silent for 1 s, in step 5" in said
 
 
 WITHOUT = """

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 PATIENCE = 5.0  # seconds before anybody is missed
@@ -142,7 +143,8 @@ class Pulse:
         """Nobody need wait for this rank any more."""
         self._ended.set()
         if self._board is not None:
-            self._board.write(self._rank, -1, self._passed, self._step)
+            with suppress(RuntimeError):
+                self._board.write(self._rank, -1, self._passed, self._step)
 
     def _beat(self) -> None:
         assert self._board is not None
@@ -150,10 +152,11 @@ class Pulse:
         self._board.write(self._rank, self._beats, self._passed, self._step)
 
     def _live(self) -> None:
-        while not self._ended.wait(BEAT):
-            self._beat()
-            if self._look is not None and time.monotonic() - self._passed_at > PATIENCE:
-                self._look()
+        with suppress(RuntimeError):  # the store is gone with its host: what waits has deadlines of its own
+            while not self._ended.wait(BEAT):
+                self._beat()
+                if self._look is not None and time.monotonic() - self._passed_at > PATIENCE:
+                    self._look()
 
 
 def say_or_leave(watch: Watch, rank: int) -> None:
