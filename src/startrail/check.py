@@ -37,6 +37,8 @@ CPU = torch.device("cpu")
 # them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
 USES = ("plain", "strided", "q only", "k and v only", "interleaved")
 FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
+MOST_RANKS = 256
+RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
 
 
 class Error(NamedTuple):
@@ -99,6 +101,25 @@ class Case:
             head_dim=self.head_dim,
             layout=self.layout,
             wire_dtype=self.wire_dtype,
+        )
+
+
+def check_room(case: Case) -> None:
+    """``ValueError`` if this machine has not the memory for so many ranks, or for the dense reference."""
+    if case.world > MOST_RANKS:
+        raise ValueError(
+            f"plan {case.plan} has {case.world:,} ranks, a process each; at most {MOST_RANKS} are started on one "
+            "machine (startrail show needs none)"
+        )
+    ranks = case.world * RANK_BYTES
+    # float64: weights, their gradients and what softmax keeps of both
+    reference = 4 * 8 * case.batch * case.q_heads * case.length**2
+    with open("/proc/meminfo") as file:
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    if ranks + reference > free:
+        raise ValueError(
+            f"{case.world} ranks need about {ranks / 2**30:.1f} GiB and the float64 reference of {case.length:,} "
+            f"tokens {reference / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: take less of one"
         )
 
 

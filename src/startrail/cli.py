@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from startrail import __version__
+from startrail.cluster import Machine
 from startrail.plan import Plan
+from startrail.planner import auto_plan
 from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
-from startrail.view import show
+from startrail.view import fitting, show
 
+MOST_SHOWN = 8  # ranks
 EXAMPLES = """examples:
   startrail show 2x2                         the schedule of 4 ranks, step by step
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
+  startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
   torchrun --nproc-per-node 8 -m startrail.cli check all     a first look at the GPUs that are there
@@ -31,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in ("lab", "bench"):  # read their own arguments, and need more than the rest
         return _lab(argv[0], argv[1:])
-    parser = _parser()
+    parser = _parser(argv)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "train":  # reads its own: the fields of its recipe
         arguments.rest = rest
@@ -49,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="startrail",
@@ -57,14 +63,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=plain,
     )
+    parser.add_argument("--version", action="version", version=f"startrail {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser("show", help="print a schedule as a grid", epilog=EXAMPLES, formatter_class=plain)
-    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2")
-    command.add_argument("--ranks", type=int, help="number of ranks (needed for star plans; default: the plan's size)")
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
     command.add_argument(
-        "--rank", type=int, action="append", help="show this rank; may be repeated (default: the first 8)"
+        "--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)"
     )
+    command.add_argument(
+        "--rank", type=int, action="append", help="show this rank; may be repeated (default: the first that fit)"
+    )
+    command.add_argument("--nodes", type=int, default=1, help="for auto: nodes of the machine (default %(default)s)")
+    command.add_argument("--heads", type=int, help="for auto: query heads of the model")
+    command.add_argument("--kv-heads", type=int, help="for auto: key/value heads (default: as many as query heads)")
     command.add_argument("--direction", choices=("forward", "backward"), default="forward")
     command.set_defaults(run=_show)
 
@@ -106,8 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         help="train a GPT or a DiT",
         usage="startrail train [RECIPE] [--FIELD VALUE ...]",
         description="Starts local ranks itself; under torchrun, uses those that it gives. Continues from the newest "
-        "checkpoint in its folder.",
-        epilog=fields_text(),
+        "good checkpoint in its folder.\nExit code: 0 when all steps are done, 143 if SIGTERM stopped the run and 130 "
+        "if Ctrl-C did (saved, the same\ncommand continues), 1 if something went wrong on the way, 2 for a mistake.",
+        epilog=fields_text(argv[1:] if argv[:1] == ["train"] else ()),
         formatter_class=plain,
         allow_abbrev=False,
     )
@@ -133,23 +146,36 @@ def _lab(command: str, argv: Sequence[str]) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    plan = Plan.parse(arguments.plan)
+    plan = _chosen(arguments) if arguments.plan == "auto" else Plan.parse(arguments.plan)
     world = _world(plan, arguments.ranks)
-    ranks = arguments.rank or list(range(min(world, 8)))
+    ranks = arguments.rank or list(range(min(world, MOST_SHOWN)))
     for rank in ranks:
         if not 0 <= rank < world:
             raise ValueError(f"--rank {rank} is not in a world of {world}")
     (pass_,) = (pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
+    if not arguments.rank:
+        ranks = ranks[: fitting(plan, world, pass_, ranks, shutil.get_terminal_size((120, 24)).columns)]
     print(show(plan, world, pass_, ranks))
     if not arguments.rank and world > len(ranks):
         print(f"... and {world - len(ranks)} more ranks; choose with --rank")
     return 0
 
 
+def _chosen(arguments: argparse.Namespace) -> Plan:
+    if not arguments.ranks or not arguments.heads:
+        raise ValueError("auto chooses a plan for a machine and a model: give --ranks and --heads (and --nodes)")
+    if arguments.ranks < 1 or arguments.nodes < 1 or arguments.ranks % arguments.nodes:
+        raise ValueError(f"--ranks {arguments.ranks} do not fill --nodes {arguments.nodes} evenly")
+    machine = Machine(arguments.nodes, arguments.ranks // arguments.nodes)
+    plan, why = auto_plan(machine, arguments.heads, arguments.kv_heads or arguments.heads)
+    print(why, end="\n\n")
+    return plan
+
+
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import Case, check_cases, where
+    from startrail.check import Case, check_cases, check_room, where
     from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
     from startrail.training.joining import device_of_rank, join
@@ -176,12 +202,14 @@ def _check(arguments: argparse.Namespace) -> int:
         wire_dtype=getattr(torch, arguments.wire_dtype) if arguments.wire_dtype else None,
         seed=arguments.seed,
     )
+    if not launched:
+        check_room(case)
     case.validate()
     cases = typical_cases(case) if arguments.plan == "all" else [case]
     device, rank = torch.device("cpu"), 0
     if launched:
         device, rank = device_of_rank("auto"), int(os.environ["RANK"])
-        join(device)
+        join(device, arguments.deadline)
         reports = check_on_group(cases, device)
     else:
         try:

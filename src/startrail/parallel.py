@@ -64,6 +64,10 @@ class SequenceParallel:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+        for name, given, kind in (("group", group, dist.ProcessGroup), ("mesh", mesh, DeviceMesh)):
+            if given is not None and not isinstance(given, kind):
+                hint = ": write mesh=" if isinstance(given, DeviceMesh) else ""
+                raise ValueError(f"{name} must be a {kind.__name__}, got {type(given).__name__}{hint}")
         if group is not None and mesh is not None:
             raise ValueError("pass group= or mesh=, not both")
         if check_every_call is None:

@@ -112,6 +112,11 @@ class Sequence:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, for rotary and other position embeddings. Padding repeats the last
         position."""
+        if not isinstance(device, torch.device | str | None):
+            raise ValueError(
+                f"positions takes a device, not a {type(device).__name__}: the sequence knows its tokens; "
+                "write positions(x.device)"
+            )
         layout = self._tokens.layout
         chunks = [
             torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks[self.sp.rank]
@@ -125,7 +130,7 @@ class Sequence:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *others: object,
         causal: bool = False,
         window: int | None = None,
         scale: float | None = None,
@@ -136,7 +141,7 @@ class Sequence:
         i-j < w when causal, |i-j| < w otherwise. Every rank of the group must call it, with the same arguments but for
         the tokens.
         """
-        if problem := wrong_kind(q, k, v, causal, window, scale):
+        if problem := wrong_kind(q, k, v, causal, window, scale, others):
             self.sp.refuse(problem, self._known_as)
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
@@ -149,6 +154,8 @@ class Sequence:
 
 
 def _dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"need a tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()

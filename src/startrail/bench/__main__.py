@@ -156,7 +156,7 @@ def unreached(machine: Machine, trial: Trial, why: str) -> Json:
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
     """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
-    join(device_of_rank("auto"))
+    join(device_of_rank("auto"), seconds)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)
     left_out: list[Json] = []
