@@ -8,11 +8,13 @@ import startrail.op  # noqa: F401, registers the ops
 from startrail import buffers, groups
 from startrail.agree import Agreement
 from startrail.arguments import describe, wrong_kind
+from startrail.bench import peers
+from startrail.bench.cases import Work
 from startrail.buffers import BufferPool
 from startrail.check import Case, check_cases
 from startrail.counters import Counters, Stopwatch
 from startrail.executor import Executor, Job
-from startrail.kernels import cuda
+from startrail.kernels import cuda, kernel_for
 from tests.unit import test_kernels_cuda as stand_ins
 
 CUDA = torch.device("cuda", 0)
@@ -127,3 +129,18 @@ def test_time_on_a_gpu_is_taken_by_events_and_read_when_asked(monkeypatch):
     assert len(watch._unread) < 1000, "those long over are read on the way"
     assert watch.seconds() == 500.0
     assert Event.synchronized
+
+
+def test_the_benchmark_under_torchrun_measures_gpus_in_bfloat16(monkeypatch):
+    """Without a choice torch's backend is called 'undefined', and GPUs were taken for CPUs."""
+    monkeypatch.setattr(peers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(peers.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = peers.own_device()
+    assert device == torch.device("cuda", 1)
+    assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
+    data = peers.make_data(Work(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
+    assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
+    monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert peers.own_device() == torch.device("cpu")
