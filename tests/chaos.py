@@ -366,7 +366,7 @@ def chaos(local: int, on_nodes: int, seed: int, folder: Path, say: Callable[[str
     temporary = folder / "tmp"  # of all that runs here
     temporary.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-    steps = 16 + 6 * max(local, on_nodes)
+    steps = 16 + 5 * max(local, on_nodes)
     undisturbed = Local(folder, steps, "undisturbed")
     undisturbed.launch()
     assert eventually(undisturbed.ended, 4 * DEADLINE) and undisturbed.code == 0, undisturbed.text()
