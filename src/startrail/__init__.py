@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from startrail.agree import PeerError
     from startrail.checkpoint import checkpoint_context
-    from startrail.lanes import PeerError
     from startrail.parallel import SequenceParallel
     from startrail.plan import Plan
     from startrail.sequence import Sequence
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 __all__ = ["PeerError", "Plan", "Sequence", "SequenceParallel", "checkpoint_context"]
 
 _HOMES = {
-    "PeerError": "lanes",
+    "PeerError": "agree",
     "Plan": "plan",
     "Sequence": "sequence",
     "SequenceParallel": "parallel",

@@ -48,11 +48,12 @@ class Call:
 
 
 def describe(x: Tensor) -> str:
-    """
+    """What ranks must agree on; each has a GPU of its own, so which one is no part of it.
+
     >>> describe(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device.type}"
 
 
 def wrong_kind(
@@ -78,7 +79,7 @@ def wrong_kind(
         )
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not q.device == k.device == v.device:
-        return f"q, k, v must be on one device, got q {describe(q)}, k {describe(k)}, v {describe(v)}"
+        return f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}"
     if not isinstance(causal, bool):
         return f"causal={causal!r} must be True or False"
     if window is not None and not is_whole(window):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ EXAMPLES = """examples:
   startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
+  torchrun --nproc-per-node 8 -m startrail.cli check all     a first look at the GPUs that are there
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
   startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
@@ -80,15 +82,19 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "check",
-        help="run a plan on local processes against float64",
-        description="Runs forward and backward with random inputs and cotangents on local processes; exit code 1 if a "
-        "result is off or a byte more or less was sent than the closed form says.",
+        help="run a plan against float64, on local processes or under torchrun",
+        description="Runs forward and backward with random inputs and cotangents; exit code 1 if a result is off or a "
+        "byte more or less was sent than the closed form says. Started plainly it forks local processes; under "
+        "torchrun it uses the ranks and devices that are there: with the plan 'all', a first look at a cluster that "
+        "proves its kernels, dtypes, plans and bytes, in a table to paste into an issue.",
         epilog=EXAMPLES,
         formatter_class=plain,
     )
-    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto; all: several that fit")
     command.add_argument(
-        "--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)"
+        "--ranks",
+        type=int,
+        help="number of ranks (needed for star plans, auto and all; default: torchrun's, or the plan's size)",
     )
     command.add_argument("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
     command.add_argument("--batch", type=int, default=1)
@@ -169,16 +175,19 @@ def _chosen(arguments: argparse.Namespace) -> Plan:
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import Case, check_cases, check_room
+    from startrail.check import Case, check_cases, check_room, where
+    from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
+    from startrail.training.joining import device_of_rank, join
 
-    world = arguments.ranks
-    if arguments.plan != "auto":
-        world = _world(Plan.parse(arguments.plan), arguments.ranks)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+    world = int(os.environ["WORLD_SIZE"]) if launched and arguments.ranks is None else arguments.ranks
+    if arguments.plan not in ("auto", "all"):
+        world = _world(Plan.parse(arguments.plan), world)
     elif world is None or world < 1:
-        raise ValueError("plan auto needs --ranks, at least 1")
+        raise ValueError(f"plan {arguments.plan} needs --ranks, at least 1")
     case = Case(
-        plan=arguments.plan,
+        plan="auto" if arguments.plan == "all" else arguments.plan,
         world=world,
         length=arguments.length,
         batch=arguments.batch,
@@ -193,15 +202,27 @@ def _check(arguments: argparse.Namespace) -> int:
         wire_dtype=getattr(torch, arguments.wire_dtype) if arguments.wire_dtype else None,
         seed=arguments.seed,
     )
-    check_room(case)
+    if not launched:
+        check_room(case)
     case.validate()
-    try:
-        (report,) = check_cases([case], arguments.deadline)
-    except RankError as error:
-        print(f"startrail check: {error}", file=sys.stderr)
-        return 1
-    print(report.text(case))
-    return 1 if report.verdict() else 0
+    cases = typical_cases(case) if arguments.plan == "all" else [case]
+    device, rank = torch.device("cpu"), 0
+    if launched:
+        device, rank = device_of_rank("auto"), int(os.environ["RANK"])
+        join(device, arguments.deadline)
+        reports = check_on_group(cases, device)
+    else:
+        try:
+            reports = check_cases(cases, arguments.deadline)
+        except RankError as error:
+            print(f"startrail check: {error}", file=sys.stderr)
+            return 1
+    if rank == 0:
+        one = len(cases) == 1
+        print(reports[0].text(case, device) if one else f"{where(device, cases)}\n\n{table(cases, reports)}")
+    if launched:
+        torch.distributed.destroy_process_group()
+    return 1 if any(report.verdict() for report in reports) else 0
 
 
 def _world(plan: Plan, ranks: int | None) -> int:

@@ -103,18 +103,18 @@ class SequenceParallel:
     def sequence(self, length: int, documents: Tensor | SequenceOf[int] | None = None) -> Sequence:
         """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
         and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
-        each other. Every rank must give the same."""
+        each other. Every rank must make the same sequences, those of one length in the same order."""
         if not is_whole(length) or length < 1:
             self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
         try:
             ends = documents_of(documents, length)
         except ValueError as error:
             self.refuse(str(error))
-        return Sequence(self, self._name, self._runtime.tokens(ends))
+        return Sequence(self, self._name, *self._runtime.sequence(ends))
 
-    def refuse(self, problem: str) -> NoReturn:
+    def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
-        self._runtime.refuse(problem)
+        self._runtime.refuse(problem, sequence)
 
     # --- what happened
 
@@ -125,7 +125,8 @@ class SequenceParallel:
 
     def timings(self) -> dict[str, float]:
         """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
-        return {"total": self._runtime.counters.total, "waiting": self._runtime.counters.waiting}
+        counters = self._runtime.counters
+        return {"total": counters.total.seconds(), "waiting": counters.waiting.seconds()}
 
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
@@ -175,4 +176,5 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long the group's own operations may take."""
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # none: a fake group

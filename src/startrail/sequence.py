@@ -39,16 +39,15 @@ class Sequence:
     sp: SequenceParallel
     length: int
     local: int
-    documents: Tensor
     _name: str
     _tokens: Tokens
+    _known_as: Tensor
 
-    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens) -> None:
-        documents = torch.tensor(tokens.documents)
+    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor) -> None:
         # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
-        documents._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+        known_as._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
         self.__dict__.update(
-            sp=sp, length=tokens.length, local=tokens.layout.local, documents=documents, _name=name, _tokens=tokens
+            sp=sp, length=tokens.length, local=tokens.layout.local, _name=name, _tokens=tokens, _known_as=known_as
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -60,6 +59,10 @@ class Sequence:
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same sequence cut into documents: global cu_seqlens (0, ..., length)."""
         return self.sp.sequence(self.length, documents)
+
+    @property
+    def documents(self) -> Tensor:
+        return torch.tensor(self._tokens.documents)
 
     @property
     def runs(self) -> Runs:
@@ -139,14 +142,14 @@ class Sequence:
         the tokens.
         """
         if problem := wrong_kind(q, k, v, causal, window, scale, others):
-            self.sp.refuse(problem)
+            self.sp.refuse(problem, self._known_as)
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         call = str(Call(causal, window, None if scale is None else float(scale)))
-        out, _, _ = torch.ops.startrail.attention(q, k, v, self.documents, self._name, call)
+        out, *_ = torch.ops.startrail.attention(q, k, v, self._known_as, self._name, call)
         return out
 
 

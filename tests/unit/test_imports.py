@@ -13,11 +13,13 @@ SOURCE = ROOT / "src" / "startrail"
 # Every module imports only from those before it: the order in which CONTRIBUTING lists them.
 LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
-    schedule.families plan layout mask schedule.around schedule.build schedule.player sizes cluster planner
+    schedule.families plan layout mask bands schedule.around schedule.build schedule.player sizes cluster planner
     view.text view
-    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels
-    ring wire arguments tokens lanes compiled agree exchange executor runtime op sequence parallel checkpoint
-    local check
+    kernels.triton_kernels kernels.fused kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda
+    kernels
+    ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
+    op sequence parallel checkpoint
+    local check first_look
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
     training.tasks
@@ -27,7 +29,7 @@ LISTED = """
     lab bench cli __main__
 """
 ORDER = LISTED.split()
-WITHOUT_TORCH = [*ORDER[: ORDER.index("kernels.accumulate")], "cli"]
+WITHOUT_TORCH = [*ORDER[: ORDER.index("kernels.triton_kernels")], "cli"]
 
 
 def modules():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.lanes import PeerError
+from startrail.agree import PeerError
 
 
 def sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
