@@ -155,7 +155,7 @@ class Lanes:
         what = "all ranks"
         try:
             works = {what: self.compare(1).work}
-            for lane in dict.fromkeys(link.lane for link in links):
+            for lane in sorted({link.lane for link in links}):
                 here = [(index, link) for index, link in enumerate(links) if link.lane == lane]
                 flats = [(hello if link.send else room)[index] for index, link in here]
                 peers = ", ".join(str(self.ranks[link.peer]) for _, link in here if not link.send)
@@ -189,7 +189,8 @@ class Lanes:
                 for message, flat in zip(messages, bytes_of, strict=True)
                 for group, places in (self._lane(message.lane),)
             ]
-        lanes = list(dict.fromkeys(message.lane for message in messages))
+        # in the same order on every rank: a GPU that has no room for both of two lanes' kernels runs one behind the other
+        lanes = sorted({message.lane for message in messages})
         if len(lanes) == 1:
             return [self._batch(messages, bytes_of, first_tag)] * len(messages)
         works = {}
