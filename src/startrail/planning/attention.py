@@ -12,13 +12,15 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from startrail.plan import Plan
 from startrail.planning.hardware import DTYPES, Cluster
 from startrail.planning.simulate import Clock, Path, Played, Route
 from startrail.planning.tasks import Message, Post, Prices, Task, call_tasks
+from startrail.schedule.nested import Rings
+from startrail.schedule.star import team_of
 from startrail.schedule.values import PASSES, Pass
 from startrail.sizes import Sizes
 
@@ -70,10 +72,86 @@ def predict(
 ) -> Prediction:
     """Forward and backward. ``everybody`` plays all ranks; otherwise one stands for all. ``order``: the rank at each
     place of the plan, if that is not the same number (then everybody is played)."""
-    prices = Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype, call.length)
-    play = _play_everybody if everybody or order is not None else _play_one
-    forward, backward = (play(cluster, prices, pass_, order) for pass_ in PASSES)
-    return Prediction(forward, backward)
+    if everybody or order is not None:
+        prices = _prices(cluster, plan, call)
+        return Prediction(*(_play_everybody(cluster, prices, pass_, order) for pass_ in PASSES))
+    smaller = _smaller(cluster, plan, call) if call.window is None else None
+    if smaller is None:
+        prices = _prices(cluster, plan, call)
+        return Prediction(*(_play_one(cluster, prices, pass_) for pass_ in PASSES))
+    return _longer(*smaller)
+
+
+def _prices(cluster: Cluster, plan: Plan, call: Call) -> Prices:
+    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype, call.length)
+
+
+# --- very long rings
+
+MANY = 1024  # blocks of a program that is played whole
+Scaled = tuple[Cluster, Plan, Call]
+
+
+def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, int] | None:
+    """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces of
+    the same size, one twice as long as the other, and to go on in a straight line. None if that is not needed, or not
+    possible; otherwise both, and how many times longer than the first the ring is."""
+    if plan.family.open_ended:  # which of its messages leave a node depends on the number of ranks
+        return None
+    shards = cluster.world // plan.heads
+    aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
+    limit = MANY if aligned else MANY // 4  # where all ranks of a member are looked at
+    factor = 1
+    found: tuple[Scaled, Scaled, int] | None = None
+    while shards // factor > limit:
+        factor *= 2
+        pair = [_scaled(cluster, plan, call, part) for part in (2 * factor, factor)]
+        if pair[0] is None or pair[1] is None:
+            break
+        found = pair[0], pair[1], 2 * factor
+    return found
+
+
+def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int) -> Scaled | None:
+    """The same with the longest ring ``factor`` times shorter, on as much smaller a cluster."""
+    outer = cluster.levels[0].size
+    if outer % factor or outer // factor < 2 or call.length % factor:
+        return None
+    levels = list(plan.levels)
+    rings = {at: level.ring for at, level in enumerate(levels) if isinstance(level, Rings)}
+    longest = max(rings, key=lambda at: rings[at])
+    level = levels[longest]
+    assert isinstance(level, Rings)
+    if level.ring % factor or level.ring // factor < 4:
+        return None
+    levels[longest] = Rings(level.team, level.ring // factor)
+    smaller = cluster.resized([outer // factor, *(level.size for level in cluster.levels[1:])])
+    shorter = replace(plan, levels=tuple(levels))
+    try:
+        shorter.check_world(smaller.world)
+    except ValueError:
+        return None
+    return smaller, shorter, replace(call, length=call.length // factor)
+
+
+def _longer(first: Scaled, second: Scaled, times: int) -> Prediction:
+    """The straight line through two predictions, at ``times`` the first one's length."""
+    passes = []
+    for pass_ in PASSES:
+        a, b = (_play_one(cluster, _prices(cluster, plan, call), pass_) for cluster, plan, call in (first, second))
+
+        def line(x: float, y: float) -> float:
+            return x + (y - x) * (times - 1)
+
+        def lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
+            return tuple(line(x, y) for x, y in zip(xs, ys, strict=True))
+
+        passes.append(
+            Played(
+                line(a.seconds, b.seconds), line(a.waiting, b.waiting), lines(a.sent, b.sent), lines(a.busy, b.busy)
+            )
+        )
+    return Prediction(*passes)
 
 
 # --- everybody
@@ -147,7 +225,7 @@ def _speed(cluster: Cluster, rank: int) -> float:
 # --- one for all
 
 
-def _play_one(cluster: Cluster, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
+def _play_one(cluster: Cluster, prices: Prices, pass_: Pass) -> Played:
     """Ranks run in step, so a slow member slows everybody: links and devices are as fast as the slowest."""
     tasks, paths = _one_for_all(cluster, prices, pass_)
     capacity = [
@@ -166,25 +244,21 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
     shares each link. Where a lane's ranks are all on one side of a link or all on different ones, that is known;
     where they are not (Ring Attention over nodes), the programs of all ranks of a member are looked at."""
     world = cluster.world
-    sizes = prices.sizes.plan.sizes(world)
-    strides = [prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
-    known = {
-        lane: _full_path(cluster, stride)
-        for lane, (size, stride) in enumerate(zip(sizes, strides, strict=True))
-        if all(stride % span == 0 or span % (stride * size) == 0 for span in cluster.spans)
-    }
-    if len(known) == len(sizes):
+    known = _known_lanes(cluster, prices.sizes.plan)
+    if len(known) == len(prices.sizes.plan.levels):
         tasks, counted = call_tasks(prices, world, 0, pass_), {}
     else:
         span = cluster.spans[0]  # the middle member: at the ends, starC has ranks whose placement is their own place
         first = cluster.levels[0].size // 2 * span
-        member = [call_tasks(prices, world, rank, pass_) for rank in range(first, first + span)]
+        every = _one_of(prices.sizes.plan, span) if world > MANY else 1
+        looked_at = range(first, first + span, every)
+        member = [call_tasks(prices, world, rank, pass_) for rank in looked_at]
         sends = [[m for task in own if isinstance(task, Post) for m in task.messages if m.send] for own in member]
         chosen = max(range(len(member)), key=lambda rank: len(sends[rank]))
         tasks = member[chosen]
-        alike = [(rank, own) for rank, own in enumerate(sends, first) if len(own) == len(sends[chosen])]
+        alike = [(rank, own) for rank, own in zip(looked_at, sends, strict=True) if len(own) == len(sends[chosen])]
         counted = {
-            message.number: _counted_path(cluster, [(rank, own[at].peer) for rank, own in alike])
+            message.number: _counted_path(cluster, [(rank, own[at].peer) for rank, own in alike], every)
             for at, message in enumerate(sends[chosen])
             if message.lane not in known
         }
@@ -196,6 +270,17 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
     return tasks, route
 
 
+def _known_lanes(cluster: Cluster, plan: Plan) -> dict[int, Way]:
+    """Lanes whose ranks are all behind the same links, or all behind different ones, and the way of their messages."""
+    sizes = plan.sizes(cluster.world)
+    strides = [prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
+    return {
+        lane: _full_path(cluster, stride)
+        for lane, (size, stride) in enumerate(zip(sizes, strides, strict=True))
+        if all(stride % span == 0 or span % (stride * size) == 0 for span in cluster.spans)
+    }
+
+
 Way = tuple[tuple[tuple[int, float], ...], float, tuple[float, ...]]  # links, latency, share of messages by level
 
 
@@ -204,15 +289,21 @@ def _full_path(cluster: Cluster, stride: int) -> Way:
     return _way(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
 
 
-def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> Way:
-    """Of the messages that the ranks of the first member send at the same time."""
+def _one_of(plan: Plan, span: int) -> int:
+    """Of how many ranks it is enough to look at one: those of a team of the paper's pass on side by side."""
+    team = team_of(plan) if plan.family.open_ended else 1
+    return team if span % team == 0 else 1
+
+
+def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int]], each: int) -> Way:
+    """Of the messages that the ranks of one member send at the same time; each was looked at for so many."""
     crossing: dict[int, dict[int, float]] = {}
     for rank, peer in pairs:
         for at in cluster.crossed(rank, peer):
             members = crossing.setdefault(at, {})
             members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + 1
     shares = {at: sum(members.values()) / len(pairs) for at, members in crossing.items()}
-    return _way(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
+    return _way(cluster, {at: each * max(members.values()) for at, members in crossing.items()}, shares)
 
 
 def _way(cluster: Cluster, crossing: dict[int, float], shares: dict[int, float]) -> Way:

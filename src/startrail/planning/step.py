@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import log2
 
 from startrail.plan import Plan
@@ -69,16 +70,16 @@ class Training:
         if self.run.batch % self.data_parallel:
             raise ValueError(f"a batch of {self.run.batch} cannot be split over {self.data_parallel} groups")
 
-    @property
+    @cached_property
     def group(self) -> Cluster:
         return self.cluster.part(self.cluster.world // self.data_parallel)
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Sequences of one group."""
         return self.run.batch // self.data_parallel
 
-    @property
+    @cached_property
     def local(self) -> int:
         """Tokens of a rank."""
         world = self.cluster.world // self.data_parallel
@@ -91,7 +92,7 @@ class Training:
             run.length, self.batch, model.heads, model.kv_heads, model.head_dim, model.causal, run.dtype, window
         )  # fmt: skip
 
-    @property
+    @cached_property
     def calls(self) -> dict[Call, int]:
         """The calls of the model's layers, and how many layers make each."""
         calls: dict[Call, int] = {}
@@ -122,7 +123,7 @@ class Training:
                 sent[level] += layers * sum(by_level[level] for _, by_level in self.travels)
         return Step(seconds, compute, tuple(sent), self.flops, self.memory(plan))
 
-    @property
+    @cached_property
     def dense(self) -> tuple[float, float]:
         """Seconds of a layer beside attention, forward and backward."""
         model, run, device = self.model, self.run, self.cluster.device
@@ -138,7 +139,7 @@ class Training:
         sharing = max(1.0, cluster.world / cluster.cores) if cluster.cores else 1.0
         return seconds * sharing / min((slow.compute for slow in cluster.slow), default=1.0)
 
-    @property
+    @cached_property
     def around(self) -> float:
         """Loss and optimizer."""
         model, run, device = self.model, self.run, self.cluster.device
@@ -148,7 +149,7 @@ class Training:
         optimizer = OPTIMIZER_BYTES * model.parameters / (self.cluster.world if run.zero else 1) / device.copy
         return self._at_the_slowest(logits + optimizer)
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Of the model, all ranks and nothing computed twice."""
         model, run = self.model, self.run
@@ -160,7 +161,7 @@ class Training:
         attention = 14.0 * model.heads * model.head_dim * pairs / (2 if model.causal else 1)
         return run.batch * (dense * run.length + attention)
 
-    @property
+    @cached_property
     def travels(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
         """For the forward and the backward pass of a layer: seconds by level that FSDP keeps links busy, and bytes that
         a rank sends over each."""
@@ -186,7 +187,7 @@ class Training:
             sent.append(moved / span if level.size > 1 else 0.0)
         return tuple(seconds), tuple(sent)
 
-    @property
+    @cached_property
     def first_gather(self) -> float:
         """What no layer hides: parameters of the first block and of those outside, and their gradients."""
         if not self.run.zero:
