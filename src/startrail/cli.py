@@ -1,4 +1,4 @@
-"""The command line: ``startrail show``, ``check``, ``train``, ``export``, ``lab`` and ``bench``."""
+"""The command line: ``startrail show``, ``check``, ``plan``, ``train``, ``export``, ``lab`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from startrail.plan import Plan
+from startrail.planning.command import add_plan_command
 from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
 from startrail.view import show
@@ -17,6 +18,7 @@ EXAMPLES = """examples:
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
+  startrail plan --cluster a100-4x8 --model gpt-7b --length 512k
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
   startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=lambda arguments: train_command(arguments.rest))
 
+    add_plan_command(commands)
     commands.add_parser("lab", help="run a program on an emulated cluster", add_help=False)
     commands.add_parser("bench", help="measure plans and peers side by side", add_help=False)
 

@@ -151,6 +151,17 @@ class Sizes:
             total += (stated["do"] + 1) * self._wide_bytes("dq")
         return total
 
+    def pooled_bytes(self, pass_: Pass, world: int) -> int:
+        """The part of ``peak_bytes`` that stays from call to call: buffers of what travels, in and out."""
+        if world == 1:
+            return 0
+        stated = stated_pieces(self.plan, pass_)
+        total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
+        total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
+        if self.plan.heads > 1:
+            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+        return total
+
     def _wide_bytes(self, kind: str) -> int:
         return sum(prod(field.shape) for field in self.fields(kind, self.tokens)) * self._wide
 

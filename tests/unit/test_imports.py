@@ -14,6 +14,8 @@ SOURCE = ROOT / "src" / "startrail"
 LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
     schedule.families plan layout mask schedule.around schedule.build schedule.player sizes cluster planner
+    planning planning.describe planning.hardware planning.workload planning.tasks planning.simulate
+    planning.attention planning.bounds planning.step planning.search planning.explain planning.command
     view.text view
     kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels
     ring wire arguments tokens lanes compiled agree exchange executor runtime op sequence parallel checkpoint

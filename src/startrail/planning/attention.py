@@ -93,9 +93,9 @@ Scaled = tuple[Cluster, Plan, Call]
 
 
 def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, int] | None:
-    """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces of
-    the same size, one twice as long as the other, and to go on in a straight line. None if that is not needed, or not
-    possible; otherwise both, and how many times longer than the first the ring is."""
+    """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces
+    of the same size, one twice as long as the other, and to go on in a straight line. None if that is not needed, or
+    not possible; otherwise both, and how many times longer than the first the ring is."""
     if plan.family.open_ended:  # which of its messages leave a node depends on the number of ranks
         return None
     shards = cluster.world // plan.heads
@@ -147,9 +147,7 @@ def _longer(first: Scaled, second: Scaled, times: int) -> Prediction:
             return tuple(line(x, y) for x, y in zip(xs, ys, strict=True))
 
         passes.append(
-            Played(
-                line(a.seconds, b.seconds), line(a.waiting, b.waiting), lines(a.sent, b.sent), lines(a.busy, b.busy)
-            )
+            Played(line(a.seconds, b.seconds), line(a.waiting, b.waiting), lines(a.sent, b.sent), lines(a.busy, b.busy))
         )
     return Prediction(*passes)
 

@@ -19,7 +19,6 @@ from startrail.schedule.build import traffic_at
 from startrail.schedule.places import Place
 from startrail.schedule.values import BACKWARD, FORWARD, KINDS, Pass
 
-
 ONE_EACH = dict.fromkeys(KINDS, 1.0)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import log, prod
 
 from startrail.planning.describe import (
@@ -44,7 +45,7 @@ class Curve:
         points = self.points
         if size <= points[0][0]:
             return points[0][1]
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(points):
             if size <= x1:
                 share = (log(size) - log(x0)) / (log(x1) - log(x0))
                 return y0 + share * (y1 - y0)
@@ -253,10 +254,9 @@ def _device(table: object, where: str) -> Device:
         memory,
         reserved,
         measured(table, "copy", where, "bytes/s"),
-        *(measured(table, key, where, "s", "0 s") for key in ("call", "post", "handle")),
-        measured(table, "socket", where, "bytes/s") if "socket" in table else 0.0,
-        measured(table, "start", where, "s", "0 s"),
-        rates,
+        rates=rates,
+        socket=measured(table, "socket", where, "bytes/s") if "socket" in table else 0.0,
+        **{key: measured(table, key, where, "s", "0 s") for key in times},
     )
 
 
@@ -276,7 +276,7 @@ def _curve(value: object, where: str) -> Curve:
     pairs = [[1, value]] if isinstance(value, str) else value
     if not isinstance(pairs, list) or not pairs or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
         raise ValueError(f"{where} = {value!r} is neither a speed nor a list of [tokens, speed]")
-    points = []
+    points: list[tuple[float, float]] = []
     for size, speed in pairs:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or (points and size <= points[-1][0]):
             raise ValueError(f"{where}: {size!r} is not a number of tokens that grows from point to point")

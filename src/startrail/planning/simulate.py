@@ -79,8 +79,8 @@ class _Rank:
 
 
 class Clock:
-    """``capacity``: bytes/s of every link; ``route`` says which a message crosses; ``speeds``: of every rank, as a share
-    of its device's; ``alone``: one rank stands for all, and what it sends meets what it receives."""
+    """``capacity``: bytes/s of every link; ``route`` says which a message crosses; ``speeds``: of every rank, as a
+    share of its device's; ``alone``: one rank stands for all, and what it sends meets what it receives."""
 
     def __init__(
         self,

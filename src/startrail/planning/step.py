@@ -1,8 +1,8 @@
 """A whole training step: what is around attention, by arithmetic and bytes, and the memory that a rank needs.
 
 Attention is simulated. Everything else works on a rank's own tokens and is counted: products of matrices at the
-device's rate, the rest by the bytes that it reads and writes. FSDP's gathers and reductions travel while layers compute,
-over the same links as attention: a layer takes as long as its own work, or as the busiest link needs for both.
+device's rate, the rest by the bytes that it reads and writes. FSDP's gathers and reductions travel while layers
+compute, over the same links as attention: a layer takes as long as its own work, or as the busiest link needs for both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FLOAT = 4  # bytes of parameters, gradients, the optimizer's two moments, and of
 # What a block reads and writes beside its products, forward, in numbers a token: norms, rotation, residual sums
 # (by width), the gate (by hidden).
 TOUCHED_BY_WIDTH, TOUCHED_BY_HIDDEN = 16, 5
-# What a recomputed block holds at most in its backward pass, in numbers a token: its own activations, and the
-# gradients on their way (measured with the trainer's own estimate; see docs/planner.md).
-HELD_BY_WIDTH, HELD_BY_HIDDEN = 9, 6
+# What a recomputed block holds in its backward pass, in numbers a token: its activations, and gradients on their way;
+# those of the MLP are gone when attention's backward pass begins. Fitted to what `make bench-memory` measures.
+HELD_BY_WIDTH, HELD_BY_HIDDEN = 10, 5.5
 OPTIMIZER_BYTES = 40  # that AdamW and clipping read and write for one parameter
 LOGITS = 3  # copies of a chunk's logits
 
@@ -210,15 +210,20 @@ class Training:
         gathered = {0: 0, 2: whole + 2 * block, 3: whole - (model.layers - 2) * block + 2 * block}[run.zero] * itemsize
         heads_width = model.heads * model.head_dim
         by_layer = FLOAT * model.width + run.itemsize * heads_width + FLOAT * model.heads  # input, out, lse
-        held = run.itemsize * (HELD_BY_WIDTH * model.width + HELD_BY_HIDDEN * model.hidden)
-        layers = model.layers * (by_layer if run.recompute else by_layer + held)
+        by_width, by_hidden = HELD_BY_WIDTH * model.width, HELD_BY_HIDDEN * model.hidden
+        held = run.itemsize * (by_width + by_hidden) * self.local
+        layers = model.layers * (by_layer * self.local + (0 if run.recompute else held))
         logits = 0 if model.modulated else LOGITS * FLOAT * min(run.loss_chunk, self.local) * model.vocab
         sizes = self.sizes(plan)
+        pooled = max(sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+        inside = max(sizes.peak_bytes(pass_, group) - sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+        during = inside + run.itemsize * by_width * self.local  # attention's own backward pass
+        peak = max(held, during, logits)
         return Memory(
             states=4.0 * FLOAT * share,
             gathered=gathered,
-            activations=self.local * (layers + held) + logits,
-            attention=max(sizes.peak_bytes(pass_, group) for pass_ in PASSES),
+            activations=layers + peak - (inside if peak == during else 0.0),
+            attention=pooled + (inside if peak == during else 0.0),
             kept=model.layers * kept_bytes(sizes, group),
             limit=device.memory - device.reserved,
         )

@@ -1,8 +1,8 @@
 """What is to be trained: a model and a run, as data. ``models/*.toml`` come along; Hugging Face's config.json is read.
 
 >>> model = find_model("gpt-7b")
->>> model.parameters // 10**8, model.layer_kinds           # 6.9 G parameters; 32 layers with full attention
-(69, {None: 32})
+>>> round(model.parameters / 1e9, 1), model.layer_kinds           # 32 layers with full attention
+(6.9, {None: 32})
 """
 
 from __future__ import annotations
