@@ -1,10 +1,10 @@
 """``make validate``: measure the trials in the lab, fit on some, predict the others; a table, a plot, and the verdict.
 
-    python -m validation.lab                       everything, about ten minutes on two quiet cores
-    python -m validation.lab --quick               two trials, to see that it works
-    python -m validation.lab --machines 4x4,8x4    some machines (measurements of the others are kept)
-    python -m validation.lab --again               predict once more what was measured before
-    python -m validation.lab --report report/report.json      predict what `make bench` measured
+python -m validation.lab                       everything, about ten minutes on two quiet cores
+python -m validation.lab --quick               two trials, to see that it works
+python -m validation.lab --machines 4x4,8x4    some machines (measurements of the others are kept)
+python -m validation.lab --again               predict once more what was measured before
+python -m validation.lab --report report/report.json      predict what `make bench` measured
 """
 
 from __future__ import annotations

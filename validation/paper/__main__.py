@@ -11,7 +11,9 @@ def main() -> int:
     counts = byte_counts()
     lines = ["# The paper's numbers", "", "## Byte counts", ""]
     lines += ["| what | paper | our schedule | equal |", "| --- | --- | --- | --- |"]
-    lines += [f"| {c.what} | {c.paper:g} {c.unit} | {c.ours:g} {c.unit} | {'yes' if c.equal else 'NO'} |" for c in counts]
+    lines += [
+        f"| {c.what} | {c.paper:g} {c.unit} | {c.ours:g} {c.unit} | {'yes' if c.equal else 'NO'} |" for c in counts
+    ]
     lines += ["", "## Figure 7", "", *figure7()]
     text = "\n".join(lines) + "\n"
     Path(__file__).with_name("results.md").write_text(text)

@@ -67,7 +67,10 @@ def figure7() -> list[str]:
             f"`{found.plan}` |"
         )
     lines += NOTE.strip("\n").split("\n")
-    lines += ["", f"Highest predicted gain of starC: GPT {best['gpt']:+.1%} (paper: up to +77.12 %), DiT {best['dit']:+.1%}"]
+    lines += [
+        "",
+        f"Highest predicted gain of starC: GPT {best['gpt']:+.1%} (paper: up to +77.12 %), DiT {best['dit']:+.1%}",
+    ]
     lines[-1] += f" (paper: up to +114.33 %). Our best plan is ahead of the best starC by {min(ahead):.0%} to "
     lines[-1] += f"{max(ahead):.0%} of ring's speed."
     return lines

@@ -231,21 +231,46 @@ class Clock:
             self.changed.add(link)
 
     def share_links(self) -> None:
-        """Every transfer gets its share of the fullest link that it crosses."""
-        changed, self.changed = self.changed, set()
-        shares = {link: self.capacity[link] / max(sum(self.crossing[link].values()), 1e-12) for link in changed}
-        touched = {transfer for link in changed for transfer in self.crossing[link]}
-        for transfer in touched:
-            rate = min(
-                shares[link] if link in shares else self.capacity[link] / sum(self.crossing[link].values())
-                for link, _ in transfer.path.links
-            )
-            if rate == transfer.rate:
-                continue
-            transfer.left -= transfer.rate * (self.now - transfer.since)
-            transfer.rate, transfer.since = rate, self.now
-            transfer.version += 1
-            self.later(max(transfer.left, 0.0) / rate, self.across, transfer, transfer.version)
+        """Give all transfers that are touched by a change their rates."""
+        links, self.changed = self.changed, set()
+        touched: set[_Transfer] = set()
+        todo = list(links)
+        while todo:  # whoever shares a link with somebody whose rate may change
+            for transfer in self.crossing[todo.pop()]:
+                if transfer not in touched:
+                    touched.add(transfer)
+                    for link, _ in transfer.path.links:
+                        if link not in links:
+                            links.add(link)
+                            todo.append(link)
+        for transfer, rate in self.fair_rates(links).items():
+            if rate != transfer.rate:
+                transfer.left -= transfer.rate * (self.now - transfer.since)
+                transfer.rate, transfer.since = rate, self.now
+                transfer.version += 1
+                self.later(max(transfer.left, 0.0) / rate, self.across, transfer, transfer.version)
+
+    def fair_rates(self, links: set[int]) -> dict[_Transfer, float]:
+        """Max-min fair: the fullest link shares itself out evenly, then the fullest of those with room left, and so on;
+        what one cannot use for another link's sake is left to the others."""
+        rates: dict[_Transfer, float] = {}
+        room = {link: self.capacity[link] for link in links if self.crossing[link]}
+        weight = {link: sum(self.crossing[link].values()) for link in room}
+        while room:
+            fullest = min(room, key=lambda link: room[link] / weight[link])
+            rate = room[fullest] / weight[fullest]
+            for transfer in self.crossing[fullest]:
+                if transfer in rates:
+                    continue
+                rates[transfer] = rate
+                for link, load in transfer.path.links:
+                    if link != fullest:
+                        room[link] = max(room[link] - load * rate, 0.0)
+                        weight[link] -= load
+                        if weight[link] < 1e-9:
+                            del room[link]
+            del room[fullest]
+        return rates
 
     def across(self, transfer: _Transfer, version: int) -> None:
         if version != transfer.version:
