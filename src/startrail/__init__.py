@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import startrail.plan  # noqa: F401  (made callable below)
 
 if TYPE_CHECKING:
+    from startrail.agree import PeerError
     from startrail.checkpoint import checkpoint_context
-    from startrail.lanes import PeerError
     from startrail.parallel import SequenceParallel
     from startrail.plan import Plan
     from startrail.sequence import Sequence
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 __all__ = ["PeerError", "Plan", "Sequence", "SequenceParallel", "checkpoint_context"]
 
 _HOMES = {
-    "PeerError": "lanes",
+    "PeerError": "agree",
     "Plan": "plan",
     "Sequence": "sequence",
     "SequenceParallel": "parallel",

@@ -4,8 +4,9 @@ The reference is dense attention written from the masks' definition, with autogr
 it shares nothing with the engine. The yardstick is what single-process scaled_dot_product_attention errs on the same
 inputs: in the same dtype or in float32, and with the tokens in order or shuffled, whichever is worse, since its worst
 element changes up to twofold with the order in which it adds up. Our root-mean-square error and our worst element may
-each be twice that, or what float32 arithmetic can promise (``Data.floor``), whichever is larger. Where half precision
-travels, partial results are rounded once more than SDPA rounds, and the worst element may be three times SDPA's.
+each be twice that, or what arithmetic can promise (``Data.floor``), whichever is larger. Where half precision travels,
+partial results are rounded once more than SDPA rounds: the worst element may be three times SDPA's, and gradients whose
+parts cancel may err by half a unit in the last place of their parts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.arguments import MAX_HEAD_DIM
-from startrail.kernels import accumulator
+from startrail.kernels import accumulator, kernel_for
 from startrail.layout import LAYOUTS, check_layout
 from startrail.local import run_local
 from startrail.mask import Mask
@@ -30,7 +32,13 @@ from startrail.plan import Plan
 from startrail.sizes import Sizes
 
 NAMES = ("out", "dq", "dk", "dv")
-FLOOR = 5e-7  # what float32 may err on unit-variance inputs and logits, whatever the yardstick says
+CPU = torch.device("cpu")
+# How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
+# them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
+USES = ("plain", "strided", "q only", "k and v only", "interleaved")
+FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
+MOST_RANKS = 256
+RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
 
 
 class Error(NamedTuple):
@@ -66,6 +74,7 @@ class Case:
     wire_dtype: torch.dtype | None = None
     scale: float | None = None
     seed: int = 0
+    use: str = "plain"  # of USES
 
     def validate(self) -> None:
         """Raise here what every rank would raise, before any is started."""
@@ -95,10 +104,29 @@ class Case:
         )
 
 
+def check_room(case: Case) -> None:
+    """``ValueError`` if this machine has not the memory for so many ranks, or for the dense reference."""
+    if case.world > MOST_RANKS:
+        raise ValueError(
+            f"plan {case.plan} has {case.world:,} ranks, a process each; at most {MOST_RANKS} are started on one "
+            "machine (startrail show needs none)"
+        )
+    ranks = case.world * RANK_BYTES
+    # float64: weights, their gradients and what softmax keeps of both
+    reference = 4 * 8 * case.batch * case.q_heads * case.length**2
+    with open("/proc/meminfo") as file:
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    if ranks + reference > free:
+        raise ValueError(
+            f"{case.world} ranks need about {ranks / 2**30:.1f} GiB and the float64 reference of {case.length:,} "
+            f"tokens {reference / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: take less of one"
+        )
+
+
 @dataclass
 class Data:
-    """Inputs and the float64 truth: q, k, v, dout and by name the exact results, SDPA's errors, and what float32
-    arithmetic may err whatever SDPA does.
+    """Inputs and the float64 truth: q, k, v, dout and by name the exact results, SDPA's errors, and what arithmetic may
+    err whatever SDPA does.
 
     dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
     returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
@@ -141,13 +169,13 @@ class Report:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
 
-    def text(self, case: Case) -> str:
+    def text(self, case: Case, device: torch.device = CPU) -> str:
         """A table that one can paste into an issue."""
         mask = Mask(case.causal, case.window, case.documents)
         lines = [
             f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {mask}, batch {case.batch}, "
             f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
-            f"torch {torch.__version__}, {platform.machine()}, seed {case.seed}",
+            *where(device, [case]).splitlines(),
             "",
             f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
         ]
@@ -178,15 +206,15 @@ def visible_pairs(case: Case) -> Tensor:
     return seen
 
 
-def make_data(case: Case) -> Data:
+def make_data(case: Case, device: torch.device = CPU) -> Data:
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(heads: int) -> Tensor:
         shape = (case.batch, heads, case.length, case.head_dim)
-        return torch.randn(shape, generator=generator).to(case.dtype)
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
 
     q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
-    mask = visible_pairs(case)
+    mask = visible_pairs(case).to(device)
     inputs = (q, k, v, dout)
     exact = _dense([x.double() for x in inputs], mask, case.scale)
     yardstick = dict.fromkeys(NAMES, Error(0.0, 0.0))
@@ -195,6 +223,7 @@ def make_data(case: Case) -> Data:
         (_coarser(case), torch.randperm(case.length, generator=generator)),
         (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
     ):
+        order = order.to(device)
         found = _dense([x[:, :, order].to(dtype) for x in inputs], mask[order][:, order], case.scale)
         for name, x in found.items():
             yardstick[name] = Error.worse(yardstick[name], Error.of(x, exact[name][:, :, order]))
@@ -210,15 +239,18 @@ def _coarser(case: Case) -> torch.dtype:
 def _floor(case: Case, inputs: Sequence[Tensor], mask: Tensor) -> dict[str, Error]:
     q, k, v, dout = inputs
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    floor = FLOOR * max(1.0, scale * case.head_dim**0.5)  # the logits' size: exp turns their errors into relative ones
+    coarser = _coarser(case)
+    unit = torch.finfo(accumulator(coarser)).eps * (2 if accumulator(coarser) == torch.float64 else 1)  # as the truth's
+    floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).softmax(-1)
     dweights = dout @ v.mT
     delta = (weights * dweights).sum(-1, keepdim=True)
     sizes = weights * (dweights.abs() + delta.abs()) * scale
     sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()).unflatten(1, (case.kv_heads, -1)).sum(2)}
-    unit = torch.finfo(torch.float32).eps
     floors = {name: Error(floor / 5, floor) for name in NAMES}
+    if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
+        unit = max(unit, torch.finfo(coarser).eps / 2)
     for name, total in sums.items():
         last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
         floors[name] = Error.worse(floors[name], last_place)
@@ -234,15 +266,27 @@ def _dense(inputs: Sequence[Tensor], mask: Tensor, scale: float | None) -> dict[
 def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
     sequence = sp.sequence(case.length, case.documents)
-    q, k, v = (sequence.shard(x, 2).requires_grad_() for x in (data.q, data.k, data.v))
+    q, k, v, dout = (sequence.shard(x, 2) for x in (data.q, data.k, data.v, data.dout))
+    if case.use == "strided":
+        q, k, v, dout = (_with_gaps(x) for x in (q, k, v, dout))
+    wanted = {"q only": (q,), "k and v only": (k, v)}.get(case.use, (q, k, v))
+    for x in wanted:
+        x.requires_grad_()
+    attend = partial(sequence.attention, causal=case.causal, window=case.window, scale=case.scale)
+    before = attend(-q, k, v) if case.use == "interleaved" else None
     sp.reset_counters()
-    out = sequence.attention(q, k, v, causal=case.causal, window=case.window, scale=case.scale)
-    grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data.dout, 2))
+    out = attend(q, k, v)
+    found = iter(torch.autograd.grad(out, wanted, dout))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
+    if before is not None:
+        torch.autograd.grad(before, wanted, dout)
+    results = {"out": out} | {
+        f"d{name}": next(found) for name, x in zip("qkv", (q, k, v), strict=True) if any(x is y for y in wanted)
+    }
     both = sp.promised_traffic(q, k).values()
     promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
     errors, problems = {}, []
-    for name, mine in zip(NAMES, (out, *grads), strict=True):
+    for name, mine in results.items():
         truth = sequence.shard(data.exact[name], 2)  # zero where there is padding, and so must ours be
         errors[name] = Error.of(mine, truth)
         if mine.shape != truth.shape or mine.dtype != case.dtype:
@@ -252,6 +296,14 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     return Report(
         errors, data.yardstick, data.floor, half, sent, promised, timings["waiting"], timings["total"], problems
     )
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    """The same values as a view into something larger."""
+    batch, heads, tokens, dim = x.shape
+    whole = x.new_empty(batch, tokens, heads + 1, 2 * dim)
+    view = whole[:, :, 1:, dim:].transpose(1, 2)
+    return view.copy_(x)
 
 
 def merge(reports: Iterable[Report]) -> Report:
@@ -267,7 +319,7 @@ def merge(reports: Iterable[Report]) -> Report:
                 (sum(r.errors[name].rms ** 2 for r in reports) / len(reports)) ** 0.5,
                 max(r.errors[name].worst for r in reports),
             )
-            for name in NAMES
+            for name in reports[0].errors
         },
         reports[0].yardstick,
         reports[0].floor,
@@ -283,24 +335,35 @@ def merge(reports: Iterable[Report]) -> Report:
 def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks; a merged report each."""
     torch.set_num_threads(1)
-    world = cases[0].world
     data = [make_data(case) for case in cases]
+    by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
+    return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
-    def on_rank(rank: int) -> list[Report]:
-        plans: dict[tuple[object, ...], SequenceParallel] = {}
-        reports = []
-        for case, inputs in zip(cases, data, strict=True):
-            key = (
-                case.plan,
-                case.layout,
-                case.wire_dtype,
-                *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
-            )
-            if key not in plans:
-                plans[key] = case.parallel()
-            reports.append(check_on_rank(case, inputs, plans[key]))
-            dist.barrier()
-        return reports
 
-    by_rank = [reports for reports in run_local(on_rank, world, deadline) if reports is not None]
-    return [merge(reports) for reports in zip(*by_rank, strict=True)]
+def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
+    """Cases in turn on this rank of the default process group."""
+    plans: dict[tuple[object, ...], SequenceParallel] = {}
+    reports = []
+    for case, inputs in zip(cases, data, strict=True):
+        key = (
+            case.plan,
+            case.layout,
+            case.wire_dtype,
+            *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
+        )
+        if key not in plans:
+            plans[key] = case.parallel()
+        reports.append(check_on_rank(case, inputs, plans[key]))
+        dist.barrier()
+    return reports
+
+
+def where(device: torch.device, cases: Sequence[Case]) -> str:
+    """What this ran on: devices, backend, and for each dtype the kernel and why it was chosen."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    backend = dist.get_backend_config() if dist.is_initialized() else "local processes, gloo"
+    lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
+    for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
+        kernel = kernel_for(device, dtype, dim)
+        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.why})")
+    return "\n".join(lines)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
 from startrail.arguments import documents_of, is_whole
+from startrail.auto import choose
 from startrail.cluster import Machine
 from startrail.layout import check_layout
 from startrail.plan import Plan
-from startrail.planner import auto_plan
 from startrail.runtime import Runtime, Settings
 from startrail.schedule.build import closed_form, lane_names
 from startrail.schedule.values import PASSES
@@ -36,9 +36,11 @@ class SequenceParallel:
     >>> sequence.attention(q, q, q, causal=True).shape
     torch.Size([1, 4, 5, 8])
 
-    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which needs to know the model's ``heads`` (and ``kv_heads`` if
-    there are fewer; ``head_dim`` does not change what it chooses today). The sequence axis is ``group`` (default: the
-    whole world), or ``mesh``: a DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what
+    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. That needs the model's ``heads`` (and
+    ``kv_heads`` if there are fewer), and is better informed by ``head_dim``, the ``length`` of sequences and
+    ``cluster``: the name or file of a description (also: the environment variable STARTRAIL_CLUSTER); without one the
+    cluster is measured, once. The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
+    whose dimensions together are the sequence axis. ``wire_dtype`` is what
     travels (default: the inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every
     wait for a peer; the default is the group's own. ``check_every_call`` compares the arguments of all ranks on every
     call, not only on the first of its signature and of its sequence (also: the environment variable
@@ -54,6 +56,8 @@ class SequenceParallel:
         heads: int | None = None,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        length: int | None = None,
+        cluster: str | None = None,
         layout: str = "zigzag",
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
@@ -64,6 +68,10 @@ class SequenceParallel:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+        for name, given, kind in (("group", group, dist.ProcessGroup), ("mesh", mesh, DeviceMesh)):
+            if given is not None and not isinstance(given, kind):
+                hint = ": write mesh=" if isinstance(given, DeviceMesh) else ""
+                raise ValueError(f"{name} must be a {kind.__name__}, got {type(given).__name__}{hint}")
         if group is not None and mesh is not None:
             raise ValueError("pass group= or mesh=, not both")
         if check_every_call is None:
@@ -74,7 +82,7 @@ class SequenceParallel:
         self.world = len(ranks)
         self.rank = dist.get_rank(self.group) if self.group else 0
         if isinstance(plan, str) and plan.strip() == "auto":
-            self.plan = self._auto_plan(ranks, heads, kv_heads)
+            self.plan = self._auto_plan(ranks, heads, kv_heads, head_dim, length, cluster)
         elif isinstance(plan, str | Plan):
             self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
         else:
@@ -84,11 +92,24 @@ class SequenceParallel:
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)
 
-    def _auto_plan(self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None) -> Plan:
+    def _auto_plan(
+        self,
+        ranks: tuple[int, ...],
+        heads: int | None,
+        kv_heads: int | None,
+        head_dim: int | None,
+        length: int | None,
+        cluster: str | None,
+    ) -> Plan:
         if heads is None:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
         machine = Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
-        plan, why = auto_plan(machine, heads, heads if kv_heads is None else kv_heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if not (is_whole(heads) and is_whole(kv_heads) and min(heads, kv_heads) >= 1):
+            raise ValueError(f"heads={heads!r}, kv_heads={kv_heads!r} must be whole numbers of at least 1")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        plan, why = choose(self.group, machine, heads, kv_heads, head_dim, length, cluster)
         if ranks[self.rank] == 0:  # once, also where several groups share a job
             print(f"startrail: {why}", file=sys.stderr)
         return plan
@@ -99,18 +120,18 @@ class SequenceParallel:
     def sequence(self, length: int, documents: Tensor | SequenceOf[int] | None = None) -> Sequence:
         """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
         and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
-        each other. Every rank must give the same."""
+        each other. Every rank must make the same sequences, those of one length in the same order."""
         if not is_whole(length) or length < 1:
             self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
         try:
             ends = documents_of(documents, length)
         except ValueError as error:
             self.refuse(str(error))
-        return Sequence(self, self._name, self._runtime.tokens(ends))
+        return Sequence(self, self._name, *self._runtime.sequence(ends))
 
-    def refuse(self, problem: str) -> NoReturn:
+    def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
-        self._runtime.refuse(problem)
+        self._runtime.refuse(problem, sequence)
 
     # --- what happened
 
@@ -121,7 +142,8 @@ class SequenceParallel:
 
     def timings(self) -> dict[str, float]:
         """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
-        return {"total": self._runtime.counters.total, "waiting": self._runtime.counters.waiting}
+        counters = self._runtime.counters
+        return {"total": counters.total.seconds(), "waiting": counters.waiting.seconds()}
 
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
@@ -171,4 +193,5 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long the group's own operations may take."""
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # none: a fake group

@@ -39,16 +39,15 @@ class Sequence:
     sp: SequenceParallel
     length: int
     local: int
-    documents: Tensor
     _name: str
     _tokens: Tokens
+    _known_as: Tensor
 
-    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens) -> None:
-        documents = torch.tensor(tokens.documents)
+    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor) -> None:
         # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
-        documents._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+        known_as._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
         self.__dict__.update(
-            sp=sp, length=tokens.length, local=tokens.layout.local, documents=documents, _name=name, _tokens=tokens
+            sp=sp, length=tokens.length, local=tokens.layout.local, _name=name, _tokens=tokens, _known_as=known_as
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -60,6 +59,10 @@ class Sequence:
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same sequence cut into documents: global cu_seqlens (0, ..., length)."""
         return self.sp.sequence(self.length, documents)
+
+    @property
+    def documents(self) -> Tensor:
+        return torch.tensor(self._tokens.documents)
 
     @property
     def runs(self) -> Runs:
@@ -109,6 +112,11 @@ class Sequence:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, for rotary and other position embeddings. Padding repeats the last
         position."""
+        if not isinstance(device, torch.device | str | None):
+            raise ValueError(
+                f"positions takes a device, not a {type(device).__name__}: the sequence knows its tokens; "
+                "write positions(x.device)"
+            )
         layout = self._tokens.layout
         chunks = [
             torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks[self.sp.rank]
@@ -122,7 +130,7 @@ class Sequence:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *others: object,
         causal: bool = False,
         window: int | None = None,
         scale: float | None = None,
@@ -133,19 +141,21 @@ class Sequence:
         i-j < w when causal, |i-j| < w otherwise. Every rank of the group must call it, with the same arguments but for
         the tokens.
         """
-        if problem := wrong_kind(q, k, v, causal, window, scale):
-            self.sp.refuse(problem)
+        if problem := wrong_kind(q, k, v, causal, window, scale, others):
+            self.sp.refuse(problem, self._known_as)
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         call = str(Call(causal, window, None if scale is None else float(scale)))
-        out, _, _ = torch.ops.startrail.attention(q, k, v, self.documents, self._name, call)
+        out, *_ = torch.ops.startrail.attention(q, k, v, self._known_as, self._name, call)
         return out
 
 
 def _dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"need a tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from startrail.arguments import Call
+from startrail.bands import bands_of
 from startrail.kernels import Kernel
 from startrail.layout import Layout, Runs
-from startrail.mask import Tile, tiles_of
+from startrail.mask import Costs, Tile, segments_of, tiles_of
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece
 from startrail.wire import Wire
@@ -28,16 +31,14 @@ class Ready(NamedTuple):
 
 
 class Tokens:
-    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``agreed`` says whether the ranks have found
-    out that they mean the same sequence; ``ready`` is what the calls on it so far were run with, by all that tells them
-    apart."""
+    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``ready`` is what the calls on it so far were
+    run with, by all that tells them apart."""
 
     def __init__(self, place: Place, layout: Layout, documents: tuple[int, ...]) -> None:
         self.place, self.layout, self.documents = place, layout, documents
-        self.agreed = False
         self.ready: dict[object, Ready] = {}
         self._runs: dict[int, Runs] = {}
-        self._tiles: dict[tuple[bool, int | None, int, int], tuple[Tile, ...]] = {}
+        self._tiles: dict[tuple[bool, int | None, Costs, int, int], tuple[Tile, ...]] = {}
 
     @property
     def length(self) -> int:
@@ -53,12 +54,20 @@ class Tokens:
             self._runs[shard] = self.layout.runs(*self.place.shard_ranks(shard))
         return self._runs[shard]
 
-    def tiles(self, call: Call, row: int, column: int) -> tuple[Tile, ...]:
-        key = (call.causal, call.window, row, column)
+    def tiles(self, call: Call, costs: Costs, row: int, column: int) -> tuple[Tile, ...]:
+        key = (call.causal, call.window, costs, row, column)
         if key not in self._tiles:
             mask = call.mask(self.documents if len(self.documents) > 2 else None)
-            self._tiles[key] = tiles_of(mask, self.runs(row), self.runs(column))
+            block = mask, self.runs(row), self.runs(column)
+            self._tiles[key] = tuple(bands_of(segments_of(*block))) if costs.bands else tiles_of(*block, costs.call)
         return self._tiles[key]
+
+    def spoil_hidden_rows(self, out: Tensor, lse: Tensor) -> None:
+        """Every token sees itself, so a row without any weight had logits of -inf only: NaN, as softmax makes of them
+        in one process. Only on the host, where looking costs nothing."""
+        real = sum(count for _, count in self.layout.runs(self.place.rank))
+        if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
+            out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
 
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Where the chunks of each rank of our own piece stand in it."""

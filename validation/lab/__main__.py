@@ -86,8 +86,8 @@ def main() -> int:
         parser.error("nothing was measured that could be predicted")
     verdict = Verdict(rows)
     about = (
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, startrail {startrail.__version__}; forward + backward attention, "
-        "float32, 16 heads x 32, ranks of one thread that share two cores; medians, (n) repeats."
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, startrail {startrail.__version__}; forward + backward "
+        "attention, float32, 16 heads x 32, ranks of one thread that share two cores; medians, (n) repeats."
     )
     text = verdict.text(about, figures)
     (options.out / "results.md").write_text(text)

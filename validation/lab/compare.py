@@ -83,12 +83,13 @@ class Verdict:
             "",
             about,
             "",
-            f"Fitted on other trials: {fitted} (seconds; bytes/s). Cores are as fast as each trial's own compute alone says.",
+            f"Fitted on other trials: {fitted or 'nothing'} (seconds; bytes/s). "
+            "Cores are as fast as each trial's own compute alone says.",
             "",
             f"- {len(self.rows)} configurations: median error {self.median:.1%} (at most {MEDIAN:.0%}), worst "
             f"{self.worst.off:+.1%} (at most {WORST:.0%}; {self.worst.case}), bias {self.bias:+.1%}",
-            f"- the plan that would be chosen is within {WITHIN:.0%} of the best measured one in {self.good_choices:.0%} of "
-            f"{len(self.choices)} trials (at least {CHOSEN:.0%})",
+            f"- the plan that would be chosen is within {WITHIN:.0%} of the best measured one in "
+            f"{self.good_choices:.0%} of {len(self.choices)} trials (at least {CHOSEN:.0%})",
             f"- {'all met' if self.met else 'NOT all met'}",
             "",
             "| machine | work | links | plan | measured | predicted | off |",
@@ -98,10 +99,9 @@ class Verdict:
             case = row.case
             links = f"{max(case.rates) / 1e6:.0f} Mbit/s{', node 0 half' if case.slow_node else ''}"
             plan = f"`{case.plan}`{' across' if case.across else ''}"
-            lines.append(
-                f"| {case.machine} | {case.work.name} {case.work.mask}, {case.work.batch} x {case.work.length} | {links} | "
-                f"{plan} | {case.seconds:.3f} s ({case.repeats}) | {row.predicted:.3f} s | {row.off:+.1%} |"
-            )
+            work = f"{case.work.name} {case.work.mask}, {case.work.batch} x {case.work.length}"
+            times = f"{case.seconds:.3f} s ({case.repeats}) | {row.predicted:.3f} s | {row.off:+.1%}"
+            lines.append(f"| {case.machine} | {work} | {links} | {plan} | {times} |")
         lines += ["", "What would be chosen, and how much slower than the best measured it is:", ""]
         lines += [f"- {case}: {slower:+.1%}" for case, slower in self.choices]
         return "\n".join(lines) + "\n"

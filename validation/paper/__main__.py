@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from validation.paper.traffic import byte_counts
 from validation.paper.figure7 import figure7
+from validation.paper.traffic import byte_counts
 
 
 def main() -> int:

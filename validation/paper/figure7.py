@@ -1,4 +1,4 @@
-"""Figure 7's set-ups on 32 GPUs: star2 and star4 over Ring Attention as predicted, and what our best plan should reach."""
+"""Figure 7's set-ups on 32 GPUs: star2 and star4 over Ring Attention as predicted, and our best plan."""
 
 from startrail.cluster import Machine
 from startrail.plan import Plan
@@ -25,13 +25,13 @@ neighbouring places to different nodes, so that teams span nodes; the paper's sc
 and the better of both is what its claim is about. Assumed: bfloat16, ZeRO-3 whose parameters and gradients travel in
 bfloat16, all but attention recomputed, one sequence a step, and the cluster files' rates, none of which we measured.
 
-Where they agree: on the A100 clusters the better starC is predicted to gain what the paper claims for GPT, star4 on 4x8
-and star2 on 2x16, where a team fits the number of GPUs that share a link. Where not: on the H100 cluster more is
-predicted than claimed. There every GPU has its own adapter, of which Ring Attention uses one a node, and messages are so
-short that assumed latencies and launch times decide; a ring that spreads a hop over several adapters would be closer.
-For the DiT less is predicted than claimed: with full attention 512k tokens are bound by compute even for Ring Attention
-at the speeds assumed, and starC, which has larger blocks to wait for at the beginning, then has nothing to win. A slower
-network than the stated 100 Gbit/s a node, or a faster kernel, would bring the prediction to the claim.
+Where they agree: on the A100 clusters the better starC is predicted to gain what the paper claims for GPT, star4 on
+4x8 and star2 on 2x16, where a team fits the number of GPUs that share a link. Where not: on the H100 cluster more is
+predicted than claimed. There every GPU has its own adapter, of which Ring Attention uses one a node, and messages are
+so short that assumed latencies and launch times decide; a ring that spreads a hop over several adapters would be
+closer. For the DiT less is predicted than claimed: with full attention 512k tokens are bound by compute even for Ring
+Attention at the speeds assumed, and starC, which has larger blocks to wait for at the beginning, then has nothing to
+win. A slower network than the stated 100 Gbit/s a node, or a faster kernel, would bring the prediction to the claim.
 
 """
 

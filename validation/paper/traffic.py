@@ -1,4 +1,4 @@
-"""Byte counts: what the programs that the executor walks send, sorted into the paper's collectives, placement and ring."""
+"""Byte counts: what the programs that the executor walks send, sorted into collectives, placement and ring."""
 
 from dataclasses import dataclass
 

@@ -29,6 +29,7 @@ from startrail.cluster import Machine
 from startrail.lab.cluster import available
 from startrail.lab.job import JobError
 from startrail.lab.launch import Parser
+from startrail.training.joining import device_of_rank, join
 
 MACHINES = ("4x8", "8x4", "16x2", "4x4", "2x8")  # those of the claims first
 MINUTES = 19.0
@@ -36,7 +37,7 @@ EXAMPLES = """examples:
   startrail bench --quick                    4x4 ranks only, three minutes
   startrail bench --shapes 4x8 16x2 --out report
 """
-STARTING, PREPARING = 20.0, 1.5  # seconds of a machine, and of a contender at new work on it
+STARTING, PREPARING = 15.0, 2.3  # seconds of a machine, and of a contender at new work on it
 TIME_OVER = "time was over (--minutes)"
 
 
@@ -117,6 +118,7 @@ def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -
         for limited, trials in ((True, limited_trials(*shape, quick)), (False, unlimited_trials(*shape, quick))):
             if trials:
                 plan.append((machine, limited, fitting(machine, trials, found["left_out"])))
+    plan.sort(key=lambda entry: not entry[1])  # what no claim about links needs comes last
     planned = [planned_seconds(trials) for _, _, trials in plan]
     bar = Bar(sum(planned))
     start, over = time.monotonic(), TIME_OVER
@@ -154,9 +156,7 @@ def unreached(machine: Machine, trial: Trial, why: str) -> Json:
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
     """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
+    join(device_of_rank("auto"), seconds)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)
     left_out: list[Json] = []

@@ -138,10 +138,17 @@ def find_file(name: str, folder: str, what: str) -> Path:
 
 def read_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return parse_text(path.read_text(), path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file") from None
+
+
+def parse_text(text: str, path: Path) -> dict[str, Any]:
+    """The table that the text of a file at ``path`` is."""
+    try:
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(found, dict):

@@ -113,6 +113,19 @@ def search(cluster: Cluster, model: Model, run: Run, top: int = 5, memory: float
     return finder.found()
 
 
+def search_attention(cluster: Cluster, call: Call) -> Found:
+    """The same for one attention call, forward and backward, with nothing around it.
+
+    >>> from startrail.planning.hardware import find_cluster
+    >>> call = Call(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
+    >>> str(search_attention(find_cluster("pcie-8"), call).best.plan)
+    'u8'
+    """
+    heads = call.heads, call.kv_heads, call.head_dim
+    model = Model("attention", 1, 1, 1, *heads, 1, 0, tied=True, causal=call.causal, windows=(call.window,))
+    return search(cluster, model, Run(call.length, call.batch, call.dtype, zero=0))
+
+
 def _trainings(cluster: Cluster, model: Model, run: Run) -> Iterator[Training]:
     """With every number of data-parallel groups that batch and cluster allow."""
     for groups in divisors(gcd(run.batch, cluster.world)):

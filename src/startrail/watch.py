@@ -1,0 +1,88 @@
+"""Threads that must not outlive the program: a C++ call that returns into a Python that is ending aborts it.
+
+One thread watches everything that asks for it; it is stopped and waited for when the program ends. A call that may hang
+runs in a thread of its own, and is left behind when its time is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
+
+AT_THE_END = 5.0  # seconds that the end of the program waits for a thread
+
+
+class Watched(Protocol):
+    def look(self) -> None: ...
+
+
+class _Watcher:
+    """The thread of one process; a forked one needs its own."""
+
+    def __init__(self, every: float) -> None:
+        self.every, self.process = every, os.getpid()
+        self.watched: WeakSet[Watched] = WeakSet()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="startrail-watch", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
+
+    def _run(self) -> None:
+        while not self.stop.wait(self.every):
+            for watched in list(self.watched):
+                try:
+                    watched.look()
+                except RuntimeError:  # the store is gone, and with it the job; waits have deadlines of their own
+                    self.watched.discard(watched)
+                del watched  # or the last one would live as long as we do
+
+    def end(self) -> None:
+        self.stop.set()
+        if self.process == os.getpid():
+            self.thread.join(AT_THE_END)
+
+
+_watcher: _Watcher | None = None
+_lock = threading.Lock()
+
+
+def watch(watched: Watched, every: float) -> None:
+    """Call ``watched.look()`` every so many seconds for as long as it lives; it may raise when it needs no more."""
+    global _watcher
+    with _lock:
+        if _watcher is None or _watcher.process != os.getpid():
+            _watcher = _Watcher(every)
+        _watcher.watched.add(watched)
+
+
+def run_within(seconds: float, function: Callable[[], None], ended: threading.Event | None = None) -> bool:
+    """Whether ``function``, which may hang, ended in time; what it raises is raised here. ``ended`` is set when nobody
+    waits for it any more.
+
+    >>> run_within(5.0, lambda: None)
+    True
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="startrail-store", daemon=True)
+    thread.start()
+    try:
+        thread.join(seconds)
+    finally:
+        if ended is not None:
+            ended.set()
+        if thread.is_alive():  # it may notice only when the store answers: do not end the program meanwhile
+            atexit.register(thread.join, AT_THE_END)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
