@@ -305,14 +305,19 @@ class _Finder:
         return Row(plan, training, training.step(plan, predicted))
 
     def found(self) -> Found:
-        """Fastest first; of those that are alike, the simplest."""
-        least = min(row.seconds for row in self.rows)
+        """Fastest first; of those that are alike, the one that sends least over the outermost links, then inside, and
+        then the simplest."""
+        fastest = min(row.seconds for row in self.rows)
+        alike = [row for row in self.rows if row.seconds <= fastest * (1 + ALIKE)]
+        least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in alike), strict=True)]
 
-        def rank(row: Row) -> tuple[float, ...]:
-            if row.seconds > least * (1 + ALIKE):
-                return (1, row.seconds)
+        def rank(row: Row) -> tuple[object, ...]:
+            if row not in alike:
+                return 1, row.seconds
             plan = row.plan
-            return 0, len(plan.levels) + (plan.keep != "none") + (plan.groups > 1), row.step.memory.total, row.seconds
+            sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
+            simple = len(plan.levels) + (plan.keep != "none") + (plan.groups > 1)
+            return 0, sent, simple, row.step.memory.total, row.seconds
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
