@@ -55,13 +55,7 @@ def test_doctor_looks_around_and_writes_what_plan_reads(tmp_path, capfd):
     file = str(tmp_path / "here.toml")
     assert main(["doctor", "--ranks", "2", "--out", file]) == 0
     text = capfd.readouterr().out
-    for part in (
-        "packages: torch 2.",
-        "kernels: float32 on cpu: cpu (ATen's flash",
-        "limits: ",
-        "measured, ranks: ",
-        "odd: ",
-    ):
+    for part in ("packages: torch 2.", "kernels: float32 on cpu: cpu (ATen", "limits: ", "measured, ranks: ", "odd: "):
         assert part in text
     argv = ["plan", "--cluster", file, "--model", "gpt-tiny", "--length", "4k", "--dtype", "float32"]
     assert main(argv) == 0

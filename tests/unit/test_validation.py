@@ -25,13 +25,12 @@ MEASURED = [
 ]
 
 
-def record(length, causal, pressure, rate, compute, plans, slow_node=False):
+def record(length, causal, pressure, rate, compute, plans):
     work = Work(length, 16, 16, 32, causal, batch=4)
     rows = [dict(role="compute", way="compute", plan="", across=False, seconds=[compute])]
     rows += [dict(role="x", way="plan", plan=plan, across=False, seconds=[x, x, x]) for plan, x in plans.items()]
-    return dict(
-        nodes=4, ranks_per_node=8, work=asdict(work), pressure=pressure, rates=[rate] * 4, rows=rows, slow_node=slow_node
-    )  # fmt: skip
+    sizes = dict(nodes=4, ranks_per_node=8, work=asdict(work), pressure=pressure, rates=[rate] * 4)
+    return dict(**sizes, rows=rows, slow_node=False)
 
 
 def test_predictions_are_near_what_was_measured():

@@ -1,4 +1,4 @@
-"""``startrail plan``: which plan for my model on my cluster. ``startrail doctor``: what cluster is this?"""
+"""``startrail plan``: which plan for my model on my cluster."""
 
 from __future__ import annotations
 
@@ -47,27 +47,6 @@ def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     command.add_argument("--json", action="store_true", help="a list of rows, nothing else")
     command.set_defaults(run=_plan)
-
-
-def add_doctor_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser(
-        "doctor",
-        help="look at this machine, or under torchrun at all ranks, and write a cluster file",
-        description="Versions, devices, kernels, limits; latency and bandwidth by level; anything odd by name. Writes "
-        "a description of the cluster that `startrail plan --cluster FILE` and STARTRAIL_CLUSTER take.",
-        epilog="examples:\n  startrail doctor --out here.toml\n"
-        "  torchrun --nnodes 4 --nproc-per-node 8 ... -m startrail.cli doctor --out ours.toml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument("--out", metavar="FILE", help="where the description goes (default: it is not written)")
-    command.add_argument("--ranks", type=int, default=1, help="local ranks to start if torchrun gives none (default 1)")
-    command.set_defaults(run=_doctor)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from startrail.doctor import doctor_command  # here: it measures, and so needs torch
-
-    return doctor_command(arguments.out, arguments.ranks)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
