@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch.distributed as dist
 
 from startrail.cluster import Machine
-from startrail.live import known_or_measured
+from startrail.live import known_or_measured, texts_of_all
 from startrail.plan import Plan
 from startrail.planning.attention import Call
 from startrail.planning.explain import seconds_text
@@ -38,17 +37,15 @@ def choose(
     how = f"described by {name}"
     if not name:
         found, how = known_or_measured(group, machine)
-    answer: list[Any] = [None, ""]
+    text, why = "", ""
     if first:
         try:
             described = find_cluster(name) if found is None else found
-            answer = list(_chosen(fitted(described, machine), how, heads, kv_heads, head_dim or 128, length))
+            text, why = _chosen(fitted(described, machine), how, heads, kv_heads, head_dim or 128, length)
         except ValueError as error:
-            answer = [None, f'plan "auto": {error}']
-    if group is not None:
-        dist.broadcast_object_list(answer, group=group, group_src=0)
-    text, why = answer
-    if text is None:
+            why = f'plan "auto": {error}'
+    text, _, why = texts_of_all(f"{text}\n{why}", group)[0].partition("\n")
+    if not text:
         raise ValueError(why)
     return Plan.parse(text), why
 

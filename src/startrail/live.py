@@ -7,6 +7,7 @@ The result is a `Cluster`, the same on every rank, and is remembered by topology
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import statistics
@@ -79,10 +80,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
     if group is not None:
         progress("links", 0.4)
         mine |= _links(group, machine, device)
-        everyone: list[Any] = [None] * machine.world
-        dist.all_gather_object(everyone, mine, group=group)
-    else:
-        everyone = [mine]
+    everyone: list[dict[str, Any]] = [json.loads(text) for text in texts_of_all(json.dumps(mine), group)]
     progress("done", 1.0)
     return Measured(_describe(machine, device, everyone), tuple(_odd(machine, everyone)))
 
@@ -94,12 +92,10 @@ def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tupl
     key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
     path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
-    texts = [path.read_text() if first and path.exists() else ""]
-    if group is not None:
-        dist.broadcast_object_list(texts, group=group, group_src=0)
-    if texts[0]:
+    remembered = texts_of_all(path.read_text() if first and path.exists() else "", group)[0]
+    if remembered:
         try:
-            return read_cluster(parse_text(texts[0], path), "this cluster", path.name), f"measured before, {path}"
+            return read_cluster(parse_text(remembered, path), "this cluster", path.name), f"measured before, {path}"
         except ValueError:
             pass  # written by another version: measure again
     cluster = measure(group, machine).cluster
@@ -110,6 +106,23 @@ def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tupl
         except OSError as error:
             print(f"startrail: the measured cluster cannot be remembered: {error}", file=sys.stderr)
     return cluster, "measured now"
+
+
+def texts_of_all(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """The texts of all ranks of ``group``, by rank, on every one of them."""
+    if group is None:
+        return [text]
+    device, world = own_device(), dist.get_world_size(group)
+    data = text.encode()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    longest = max(1, *(int(length) for length in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    everyone = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(everyone, padded.to(device), group=group)
+    pairs = zip(everyone, lengths, strict=True)
+    return [bytes(one[: int(length)].tolist()).decode() for one, length in pairs]
 
 
 def cache_folder() -> Path:
@@ -223,7 +236,7 @@ def _describe(machine: Machine, device: torch.device, everyone: Sequence[dict[st
     dtype = everyone[0]["dtype"]
 
     def curve(name: str) -> Curve:
-        sizes = everyone[0][name]
+        sizes = everyone[0][name]  # numbers of tokens, which JSON has as texts
         return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
 
     matmul = typical("matmul")
