@@ -6,7 +6,7 @@ import pytest
 
 from startrail.bench.cases import Work
 from validation.lab.compare import Compared, Verdict
-from validation.lab.model import cases_of, lab_cluster, predicted
+from validation.lab.model import cases_of, lab_cluster
 from validation.lab.trials import CALIBRATION, PREDICTED
 from validation.paper.traffic import byte_counts
 
@@ -34,7 +34,7 @@ def record(length, causal, pressure, rate, compute, plans):
 
 
 def test_predictions_are_near_what_was_measured():
-    rows = [Compared(case, predicted(case, {})) for case in cases_of([record(*measured) for measured in MEASURED])]
+    rows = [Compared.of(case, {}) for case in cases_of([record(*measured) for measured in MEASURED])]
     verdict = Verdict(rows)
     assert len(rows) == 9
     assert verdict.median <= 0.10

@@ -22,7 +22,7 @@ from startrail.bench.findings import measured_trial
 from startrail.cluster import Machine
 from startrail.lab.cluster import available
 from validation.lab.compare import Compared, Verdict, fit, scatter
-from validation.lab.model import cases_of, predicted
+from validation.lab.model import cases_of
 from validation.lab.trials import CALIBRATION, PREDICTED, QUICK
 
 SECONDS = 600.0  # that the trials of one machine may take
@@ -81,7 +81,7 @@ def main() -> int:
     rows = []
     for at, case in enumerate(others):
         show(f"predicting {at + 1} of {len(others)}: {case}")
-        rows.append(Compared(case, predicted(case, figures)))
+        rows.append(Compared.of(case, figures))
     if not rows:
         parser.error("nothing was measured that could be predicted")
     verdict = Verdict(rows)

@@ -10,7 +10,7 @@ from typing import Any
 from startrail.bench.cases import Work
 from startrail.cluster import Machine
 from startrail.plan import Plan
-from startrail.planning.attention import Call, predict
+from startrail.planning.attention import Call, Prediction, predict
 from startrail.planning.hardware import Cluster, Device, Slow, find_cluster
 from startrail.planning.tasks import Prices
 from startrail.schedule.values import BACKWARD, FORWARD
@@ -99,7 +99,7 @@ def _compute_alone(cluster: Cluster, case: Case) -> float:
     return seconds * max(1.0, case.machine.world / cluster.cores)
 
 
-def predicted(case: Case, figures: Mapping[str, float]) -> float:
+def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     cluster, plan = lab_cluster(case, figures), Plan.parse(case.plan)
     order = case.machine.interleaved() if case.across else None
-    return predict(cluster, plan, case.call, everybody=True, order=order).seconds
+    return predict(cluster, plan, case.call, everybody=True, order=order)
