@@ -370,6 +370,15 @@ def test_sliding_layers_compute_less():
         assert sliding.sent == whole.sent
 
 
+@pytest.mark.parametrize("share, advice", [(0.95, "keep it"), (0.02, "leave it out")])
+def test_a_slow_node_is_named_and_advised_on(share, advice):
+    cluster = replace(find_cluster("a100-4x8"), slow=(Slow(0, 2, bandwidth=share),))
+    why = ask(cluster, "gpt-3b", "128k").why
+    assert f"node 2 (bandwidth {share:.0%}, compute 100%)" in why
+    assert "the other 3 nodes alone take" in why
+    assert advice in why
+
+
 def test_rows_as_json(capsys):
     argv = ["plan", "--cluster", "a100-4x8", "--model", "gpt-3b", "--length", "64k", "--json", "--top", "2"]
     assert main(argv) == 0

@@ -142,6 +142,8 @@ def _why(found: Found) -> str:
     other = next((row for row in found.rows if row.plan.levels != best.plan.levels), None)
     if other is not None:
         text.append(f"The runner-up, {other.name}, {_lacks(other, best)}.")
+    if cluster.slow:
+        text.append(_about_slow_members(found))
     text.append(f"What would change the answer: {_what_if(found)}.")
     text.append(
         f"Times may be off by {cluster.accuracy:.0%} on {cluster}, whose file says what is measured and what assumed; "
@@ -206,6 +208,28 @@ def _what_if(found: Found) -> str:
         needs = least.step.memory.total / 1e9
         said.append(f"with half the memory none of these fits: {least.name} needs {needs:.1f} GB of {half / 1e9:.1f}")
     return ", ".join(said)
+
+
+def _about_slow_members(found: Found) -> str:
+    """What slow members cost, and whether to go on without one."""
+    cluster, best = found.cluster, found.best
+    healthy = _again(best, replace(cluster, slow=()))
+    named = ", ".join(
+        f"{cluster.levels[slow.level].name} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
+        for slow in cluster.slow
+    )
+    text = f"Everybody waits for {named}: if it were as fast as the others, a step would take {seconds_text(healthy)}"
+    outer = cluster.levels[0]
+    if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or cluster.world > LARGE:
+        return f"{text}."
+    smaller = replace(cluster.resized([outer.size - 1, *(level.size for level in cluster.levels[1:])]), slow=())
+    try:
+        without = search(smaller, found.model, found.run, top=1).best
+    except ValueError as error:
+        return f"{text}; the others alone cannot do it ({str(error).partition(';')[0]})."
+    advice = "leave it out" if without.seconds < best.seconds else "keep it"
+    others = f"the other {outer.size - 1} {outer.name}s alone take {seconds_text(without.seconds)} with {without.name}"
+    return f"{text}; {others}: {advice}."
 
 
 def _again(row: Row, cluster: Cluster) -> float:
