@@ -1,4 +1,5 @@
-"""The command line: ``startrail show``, ``check``, ``train``, ``export``, ``lab`` and ``bench``."""
+"""The command line: ``startrail show``, ``check``, ``verify``, ``models``, ``train``, ``export``, ``lab`` and
+``bench``."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ EXAMPLES = """examples:
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
+  startrail verify setup.py:make --ranks 4   is your own training set-up the same on 4 ranks as on one process?
+  startrail models llama gemma3              which Hugging Face models run (all of them, without names)
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
   startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
@@ -94,6 +97,29 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
     command.set_defaults(run=_check)
+
+    command = commands.add_parser(
+        "verify",
+        help="compare a training set-up on many ranks with one process, and name what is wrong",
+        description="FUNCTION returns (model, batch) or (model, batch, step), small enough for this machine. It is run "
+        "on one process and on local ranks; exit code 1 if loss or gradients differ, with the fault.",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="for example my.setup:make, or setup.py:make")
+    command.add_argument("--ranks", type=int, default=4, help="number of ranks (default %(default)s)")
+    command.add_argument("--plan", help="for example u2/1x2 (default: a ring of all ranks)")
+    command.add_argument("--deadline", type=float, default=300.0, help="seconds (default %(default)s)")
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser(
+        "models",
+        help="which Hugging Face models run, and why others do not",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("families", nargs="*", metavar="FAMILY", help="for example llama (default: all, minutes)")
+    command.set_defaults(run=_models)
 
     command = commands.add_parser(
         "train",
@@ -175,6 +201,28 @@ def _check(arguments: argparse.Namespace) -> int:
         return 1
     print(report.text(case))
     return 1 if report.verdict() else 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from startrail.verify import load, verify
+
+    if arguments.ranks < 1:
+        raise ValueError(f"--ranks {arguments.ranks} must be at least 1")
+    if arguments.plan is not None:
+        Plan.parse(arguments.plan).check_world(arguments.ranks)
+    verdict = verify(load(arguments.function), arguments.ranks, arguments.plan, arguments.deadline)
+    print(verdict.text)
+    return 0 if verdict.same else 1
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    try:
+        from startrail.integrations.families import families, table
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed (pip install 'startrail[hf]')") from None
+
+    print(table(families(arguments.families, progress=sys.stderr.isatty())))
+    return 0
 
 
 def _world(plan: Plan, ranks: int | None) -> int:

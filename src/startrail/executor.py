@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from startrail.agree import Agreement
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.exchange import Exchange
-from startrail.kernels import Kernel, Partial, Sums, stand_in_out
+from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
 from startrail.lanes import Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
 from startrail.mask import Tile
 from startrail.schedule.build import Program
@@ -58,6 +58,7 @@ class Job:
     scale: float
     tag: int
     device: torch.device
+    largest: Tensor  # (batch, heads) the largest logits so far, or empty if nobody asks for them
 
 
 class Executor:
@@ -330,6 +331,9 @@ class _Walk:
         assert isinstance(partial_out, Partial)
         visible = self.job.tiles(block.row, block.column)
         self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
+        if self.job.largest.numel():
+            mine = self.wire.shares(self.job.largest, made.group)[self.place.head]
+            mine.copy_(torch.maximum(mine, largest_logits(q, k, visible, self.job.scale)))
 
     def _backward(self, block: CompiledBlock) -> None:
         queries, gradient, keys = block.needs

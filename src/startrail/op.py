@@ -40,19 +40,23 @@ def _find(name: str) -> Runtime:
 @torch.library.custom_op("startrail::attention", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the bytes that the forward pass keeps for its backward pass."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, the bytes that the forward pass keeps for its backward pass, and the largest logit of each batch entry
+    and head among those that this rank computed (empty unless the call asks for it)."""
     return _find(runtime).forward(q, k, v, documents, Call.parse(call))
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = _find(runtime)
     check_tensors(q, k, v)
     return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
-        torch.empty(found.kept_bytes(found.sizes_of(q, k)), dtype=torch.uint8, device=q.device),
+        torch.empty(found.kept_bytes(found.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
+        torch.empty(q.shape[:2] if Call.parse(call).largest else (0, 0), dtype=torch.float32, device=q.device),
     )
 
 
@@ -67,9 +71,13 @@ def attention_backward(
     documents: Tensor,
     runtime: str,
     call: str,
+    dlse: Tensor | None,
+    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads."""
-    return _find(runtime).backward(dout, qkv, out, lse, kept, kv_heads, documents, Call.parse(call))
+    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse``: the cotangent of
+    lse, if it was used."""
+    found = _find(runtime)
+    return found.backward(dout, qkv, out, lse, kept, kv_heads, documents, Call.parse(call), dlse, head_dim)
 
 
 @attention_backward.register_fake
@@ -80,28 +88,33 @@ def _(
     lse: Tensor,
     kept: Tensor,
     kv_heads: int,
-    *context: object,
+    documents: Tensor,
+    runtime: str,
+    call: str,
+    dlse: Tensor | None,
+    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, _, tokens, dim = out.shape
-    dk = torch.empty((batch, kv_heads, tokens, dim), dtype=out.dtype, device=out.device)
-    return torch.empty_like(out), dk, torch.empty_like(dk)
+    batch, heads, tokens, value_dim = out.shape
+    shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    dq, dk, dv = (torch.empty((batch, h, tokens, dim), dtype=out.dtype, device=out.device) for h, dim in shapes)
+    return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, documents, ctx.runtime, ctx.call = inputs
-    out, lse, kept = output
-    ctx.kv_heads = k.shape[1]
+    out, lse, kept, _ = output
+    ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
     ctx.alive = _find(ctx.runtime)  # until the backward pass has run, whatever its user drops
     qkv = () if ctx.alive.plan.heads > 1 else (q, k, v)
     ctx.save_for_backward(out, lse, kept, documents, *qkv)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: None, dkept: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
     out, lse, kept, documents, *qkv = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)  # the other ranks may need our part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, ctx.kv_heads, documents, ctx.runtime, ctx.call
+        dout, qkv, out, lse, kept, ctx.kv_heads, documents, ctx.runtime, ctx.call, dlse, ctx.head_dim
     )
     return (*grads, None, None, None)
 

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from startrail.agree import Agreement, Board
 from startrail.arguments import Call, check_tensors, describe
 from startrail.executor import Executor, Job
-from startrail.kernels import kernel_for, row_sums
+from startrail.kernels import kernel_for, lifted_rows, row_sums
 from startrail.lanes import Counters, Lanes, tag_of
 from startrail.layout import LAYOUTS
 from startrail.plan import Plan
@@ -35,6 +35,7 @@ from startrail.schedule.build import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, Pass
 from startrail.sizes import Sizes
 from startrail.tokens import Ready, Tokens
+from startrail.watch import digest
 from startrail.wire import Wire
 
 REMEMBERED = 16  # sequences whose tiles are kept for further batches
@@ -73,6 +74,7 @@ class Runtime:
         self.agreement = Agreement(self._board(), settings.check_every_call)
         self.agreement.watch()
         self._busy = threading.Lock()
+        self._data: int | None = 0  # a digest of the first batch's ids, until the first call has compared it
         self._executor: Executor | None = None
 
     def _board(self) -> Board | None:
@@ -84,13 +86,14 @@ class Runtime:
 
     # --- sequences
 
-    def tokens(self, documents: tuple[int, ...]) -> Tokens:
-        """What is known of the sequence that is cut at ``documents``; the last few, and all in use, are remembered."""
+    def tokens(self, marks: tuple[int, ...]) -> Tokens:
+        """What is known of the sequence with these documents and blocks; the last few, and all in use, are
+        remembered."""
         with self._making:  # data loaders make sequences in threads of their own
-            tokens = self._alive.get(documents)
+            tokens = self._alive.get(marks)
             if tokens is None:
-                layout = LAYOUTS[self.settings.layout](self._slots, documents[-1])
-                self._alive[documents] = tokens = Tokens(self.place, layout, documents)
+                layout = LAYOUTS[self.settings.layout](self._slots, max(marks))
+                self._alive[marks] = tokens = Tokens(self.place, layout, marks)
             self._latest.append(tokens)
             return tokens
 
@@ -101,26 +104,39 @@ class Runtime:
             self._last = last = documents, self.tokens(tuple(documents.tolist()))
         return last[1]
 
+    def note_data(self, ids: Tensor) -> None:
+        """Remember what all ranks should have in common: the first call compares it, so that a loader that gives each
+        rank other data is found before it trains anything."""
+        if self._data is not None and self.world > 1 and ids.device.type != "meta":
+            self._data = (31 * self._data + int(digest(ids))) % 2**32
+
+    def _data_text(self) -> str:
+        """What the first call says of the data; nothing later on."""
+        data, self._data = self._data, None
+        return f", data with digest {data:08x}" if data else ""
+
     # --- sizes
 
-    def sizes_of(self, q: Tensor, k: Tensor) -> Sizes:
+    def sizes_of(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """The sizes of a call with such shards; ``ValueError`` if the plan cannot run it."""
         wire = self.settings.wire_dtype or q.dtype
         shape = (q.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3])
-        return Sizes(self.plan, *shape, q.dtype.itemsize, wire.itemsize)
+        return Sizes(self.plan, *shape, q.dtype.itemsize, wire.itemsize, None if v is None else v.shape[3])
 
     def kept_bytes(self, sizes: Sizes) -> int:
         return sizes.kept_bytes(build_program(self.plan, self.world, self.rank, FORWARD).kept)
 
     # --- passes
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """out, lse, and the bytes that are kept for the backward pass."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """out, lse, the bytes that are kept for the backward pass, and the largest logits that this rank computed."""
         with self._alone():
             job = self._job(FORWARD, q, k, v, documents, call)
             kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
             lse, out = self._run(job, FORWARD, {"q": (q,), "kv": job.wire.with_copies(k, v)}, kept)["out"]
-            return out, lse, kept
+            return out, lse, kept, job.largest
 
     def backward(
         self,
@@ -132,14 +148,23 @@ class Runtime:
         kv_heads: int,
         documents: Tensor,
         call: Call,
+        dlse: Tensor | None = None,
+        head_dim: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads."""
-        q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
+        """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse`` is the
+        cotangent of lse: each logit gets its weight's share of it, so it comes off delta."""
+        # without them, only their shapes matter here
+        q = qkv[0] if qkv else out.new_empty(()).expand(*out.shape[:3], head_dim)
+        k, v = qkv[1:] if qkv else (q[:, :kv_heads], out[:, :kv_heads])
         with self._alone():
             job = self._job(BACKWARD, q, k, v, documents, call)
             if self.plan.heads > 1:  # kernels get dout as it travelled, so delta must be of that
                 dout = dout.to(job.wire.travels)
-            inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, job.wire.acc), dout)}
+            delta = row_sums(dout, out, job.wire.acc)
+            if dlse is not None:
+                delta = delta - dlse
+                dout = lifted_rows(dout, delta)
+            inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
             if qkv:
                 inputs |= {"q": (q,), "kv": job.wire.with_copies(k, v)}
             results = self._run(job, BACKWARD, inputs, kept)
@@ -166,12 +191,14 @@ class Runtime:
         key = (pass_, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call)
         ready = tokens.ready.get(key) or self._prepare(pass_, q, k, v, tokens, call)
         tokens.ready[key] = ready
-        number = self.agreement.start(ready.detail)
-        if not (tokens.agreed and self.agreement.knows(ready.signature)):
+        data = self._data_text()
+        number = self.agreement.start(ready.detail + data)
+        if data or not (tokens.agreed and self.agreement.knows(ready.signature)):
             self._confirm(ready.signature, None)
             tokens.agreed = True
         scale, tag = call.scale_of(q.shape[3]), tag_of(f"{number} {ready.detail}")
-        return Job(ready.wire, ready.kept, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device)
+        largest = q.new_full(q.shape[:2] if call.largest else (0, 0), float("-inf"), dtype=torch.float32)
+        return Job(ready.wire, ready.kept, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device, largest)
 
     def _prepare(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> Ready:
         """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
@@ -179,14 +206,19 @@ class Runtime:
         try:
             check_tensors(q, k, v)
             kernel = kernel_for(q.device, q.dtype, q.shape[3])
-            call.mask(None)  # a window must be one
+            call.mask(None, tokens.blocks).check_length(layout.length)  # a window must be one
             if q.shape[2] != layout.local:
                 raise ValueError(
                     f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens a rank "
-                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}; "
-                    "shard with sequence.shard(), which pads"
+                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}"
+                    + (
+                        "; these look like (batch, tokens, heads, dim): transpose(1, 2) makes them (batch, heads, "
+                        "tokens, dim)"
+                        if q.shape[1] == layout.local
+                        else "; shard with sequence.shard(), which pads"
+                    )
                 )
-            sizes = self.sizes_of(q, k)
+            sizes = self.sizes_of(q, k, v)
         except ValueError as error:
             self.refuse(str(error))
         wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, tokens.places())

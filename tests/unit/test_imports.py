@@ -15,8 +15,8 @@ LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
     schedule.families plan layout mask schedule.around schedule.build schedule.player sizes cluster planner
     view.text view
-    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels
-    ring wire arguments tokens lanes compiled agree exchange executor runtime op sequence parallel checkpoint
+    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels.largest kernels
+    watch ring wire arguments tokens lanes compiled agree exchange executor runtime op sequence parallel checkpoint
     local check
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
@@ -24,6 +24,8 @@ LISTED = """
     training.offload training.recompute training.estimate training.process_memory training.joining training.all_ranks
     training.sharding training.saving training.export training.stopping training.records training.display
     training.loop training.command
+    logprobs integrations integrations.batches integrations.masks integrations.transformers integrations.trainer
+    integrations.families faults verify testing
     lab bench cli
 """
 ORDER = LISTED.split()
