@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup setup-bench test lint prove fuzz train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench test lint prove fuzz soak train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 
@@ -34,6 +34,9 @@ prove: setup           ## check every schedule of two levels and many of three u
 
 fuzz: setup            ## 500 random plans x shapes x masks against float64 (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)
+
+soak: setup            ## 20,000 calls of ever new kinds: memory, descriptors, threads and store keys stay flat
+	$(BIN)/python -m tests.soak
 
 bench: setup-bench     ## every plan and peer on emulated clusters: report/report.html (20 minutes)
 	$(BIN)/startrail bench --out report

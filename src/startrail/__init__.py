@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from startrail.agree import PeerError
     from startrail.checkpoint import checkpoint_context
-    from startrail.lanes import PeerError
     from startrail.logprobs import next_tokens
     from startrail.mask import Mask
     from startrail.parallel import SequenceParallel
@@ -34,7 +34,7 @@ __all__ = [
 
 _HOMES = {
     "Mask": "mask",
-    "PeerError": "lanes",
+    "PeerError": "agree",
     "Plan": "plan",
     "Sequence": "sequence",
     "SequenceParallel": "parallel",

@@ -11,114 +11,18 @@ travels, partial results are rounded once more than SDPA rounds, and the worst e
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.arguments import MAX_HEAD_DIM
-from startrail.kernels import accumulator
-from startrail.layout import LAYOUTS, check_layout
 from startrail.local import run_local
 from startrail.mask import Mask
 from startrail.parallel import SequenceParallel
-from startrail.plan import Plan
-from startrail.sizes import Sizes
-
-FLOOR = 5e-7  # what float32 may err on unit-variance inputs and logits, whatever the yardstick says
-
-
-class Error(NamedTuple):
-    """Root-mean-square and largest absolute error."""
-
-    rms: float
-    worst: float
-
-    @classmethod
-    def of(cls, ours: Tensor, truth: Tensor) -> Error:
-        difference = (ours.double() - truth).abs()
-        return cls(difference.square().mean().sqrt().item(), difference.max().item())
-
-    @classmethod
-    def worse(cls, a: Error, b: Error) -> Error:
-        return cls(max(a.rms, b.rms), max(a.worst, b.worst))
-
-
-@dataclass(frozen=True)
-class Case:
-    plan: str
-    world: int
-    length: int = 256
-    batch: int = 1
-    q_heads: int = 4
-    kv_heads: int = 4
-    head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    causal: bool = False
-    window: int | None = None
-    documents: tuple[int, ...] | None = None
-    layout: str = "zigzag"
-    wire_dtype: torch.dtype | None = None
-    scale: float | None = None
-    chunk: int | None = None
-    blocks: tuple[tuple[int, int], ...] = ()
-    slices: tuple[tuple[int, ...], ...] = ()
-    value_dim: int | None = None
-    sinks: bool = False
-    lse: bool = False  # whether lse is used too, with a cotangent of its own
-    seed: int = 0
-
-    def validate(self) -> None:
-        """Raise here what every rank would raise, before any is started."""
-        for name in ("world", "length", "batch", "q_heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head dim {self.head_dim} is more than {MAX_HEAD_DIM}")
-        self.mask.check_length(self.length)
-        check_layout(self.layout)
-        if self.plan != "auto":
-            plan = Plan.parse(self.plan)
-            local = LAYOUTS[self.layout](plan.slots(self.world), self.length).local
-            Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
-
-    @property
-    def mask(self) -> Mask:
-        steps = Mask.from_slices(self.slices).steps
-        return Mask(self.causal, self.window, self.documents, self.chunk, self.blocks, steps)
-
-    def parallel(self) -> SequenceParallel:
-        """What runs it on this rank."""
-        return SequenceParallel(
-            self.plan,
-            heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            layout=self.layout,
-            wire_dtype=self.wire_dtype,
-        )
-
-
-@dataclass
-class Data:
-    """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None) and the float64 truth: by name the exact
-    results, SDPA's errors, and what float32 arithmetic may err whatever SDPA does.
-
-    dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
-    returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
-    So the floor of dq, dk and dv is one unit in the last place of the sums of the absolute values.
-    """
-
-    inputs: list[Tensor | None]
-    exact: dict[str, Tensor]
-    yardstick: dict[str, Error]
-    floor: dict[str, Error]
+from startrail.truth import Case, Data, Error, coarser, make_data, visible_pairs
 
 
 @dataclass
@@ -169,150 +73,29 @@ class Report:
         return "\n".join([*lines, "", *(wrong or ["ok: exact, and every byte accounted for"])])
 
 
-def visible_pairs(case: Case) -> Tensor:
-    """(length, length), True where a query sees a key, from the definition."""
-    i = torch.arange(case.length).unsqueeze(1)
-    j = torch.arange(case.length).unsqueeze(0)
-    seen = torch.ones(case.length, case.length, dtype=torch.bool)
-    if case.causal:
-        seen &= j <= i
-    if case.window is not None:
-        seen &= (i - j).abs() < case.window
-    if case.chunk is not None:
-        seen &= i // case.chunk == j // case.chunk
-    if case.slices:
-        wanted = torch.zeros_like(seen)
-        for q0, q1, k0, k1, *causal in case.slices:
-            inside = (i >= q0) & (i < q1) & (j >= k0) & (j < k1)
-            wanted |= inside & (j < k1 - (q1 - 1 - i)) if any(causal) else inside
-        seen &= wanted
-    for start, stop in case.blocks:
-        seen |= (i >= start) & (i < stop) & (j >= start) & (j < stop)
-    if case.documents is not None:
-        document = torch.bucketize(torch.arange(case.length), torch.tensor(case.documents[1:]), right=True)
-        seen &= document.unsqueeze(1) == document.unsqueeze(0)
-    return seen
-
-
-def make_data(case: Case) -> Data:
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    rows, keys = (case.batch, case.q_heads, case.length), (case.batch, case.kv_heads, case.length)
-    value_dim = case.head_dim if case.value_dim is None else case.value_dim
-    inputs: list[Tensor | None] = [
-        random(*rows, case.head_dim), random(*keys, case.head_dim), random(*keys, value_dim), random(*rows, value_dim),
-        random(case.q_heads, dtype=torch.float32) if case.sinks else None,
-        random(*rows, dtype=torch.float32) if case.lse else None,
-    ]  # fmt: skip
-    mask = visible_pairs(case)
-    exact = _dense(_as(inputs, torch.float64), mask, case.scale)
-    truths = [(inputs, exact)]
-    if case.sinks or case.lse:  # those are written out, with fewer roundings than flash attention has
-        plain = [*inputs[:4], None, None]
-        truths.append((plain, _dense(_as(plain, torch.float64), mask, case.scale)))
-    yardstick = dict.fromkeys(exact, Error(0.0, 0.0))
-    for dtype, order in (
-        (_coarser(case), torch.arange(case.length)),
-        (_coarser(case), torch.randperm(case.length, generator=generator)),
-        (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
-    ):
-        for given, true in truths:
-            ordered = [x if x is None or x.dim() == 1 else x[:, :, order] for x in given]
-            for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale).items():
-                error = Error.of(x, true[name] if name == "dsinks" else true[name][:, :, order])
-                yardstick[name] = Error.worse(yardstick[name], error)
-    return Data(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float64), mask))
-
-
-def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """``inputs`` in ``dtype``; sinks and the cotangent of lse are never narrower than float32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return [None if x is None else x.to(dtype if place < 4 else wide) for place, x in enumerate(inputs)]
-
-
-def _coarser(case: Case) -> torch.dtype:
-    """What the results can be no better than: the inputs' dtype or the wire's."""
-    wire = case.wire_dtype or case.dtype
-    return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
-
-
-def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Error]:
-    q, k, v, dout, sinks, dlse = inputs
-    assert q is not None and k is not None and v is not None and dout is not None
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    floor = FLOOR * max(1.0, scale * case.head_dim**0.5)  # the logits' size: exp turns their errors into relative ones
-    k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
-    weights, lse = _softmax(q, k, mask, scale, sinks)
-    dweights = dout @ v.mT
-    delta = (weights * dweights).sum(-1, keepdim=True).abs()
-    if dlse is not None:
-        delta = delta + dlse.abs().unsqueeze(-1)
-    sizes = weights * (dweights.abs() + delta) * scale
-    sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()), "dv": weights.mT @ dout.abs()}
-    sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
-    if sinks is not None:
-        sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * delta.squeeze(-1)).sum((0, 2))
-    if dlse is not None:
-        sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / torch.finfo(torch.float32).eps
-    unit = torch.finfo(torch.float32).eps
-    floors = {name: Error(floor / 5, floor) for name in ("out", "dq", "dk", "dv", "lse", "dsinks")}
-    for name, total in sums.items():
-        last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
-        floors[name] = Error.worse(floors[name], last_place)
-    return floors
-
-
-def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The weights of the keys, and lse; rows that see nothing have weights 0."""
-    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
-    lse = scores.logsumexp(-1)
-    blind = lse.isinf().unsqueeze(-1)
-    weights = torch.where(blind, 0.0, (scores - lse.unsqueeze(-1).masked_fill(blind, 0)).exp())
-    return weights[..., : k.shape[2]], lse
-
-
-def _dense(inputs: Sequence[Tensor | None], mask: Tensor, scale: float | None) -> dict[str, Tensor]:
-    """Everything that attention returns, and every gradient, on one process."""
-    q, k, v = (x.detach().requires_grad_() for x in inputs[:3] if x is not None)
-    dout, sinks, dlse = inputs[3:]
-    if sinks is None and dlse is None:
-        widest, width = max(q.shape[3], v.shape[3]), v.shape[3]
-        wq, wk, wv = (F.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))  # or it is not flash attention
-        scale, grouped = scale or q.shape[3] ** -0.5, q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(wq, wk, wv, mask, scale=scale, enable_gqa=grouped)[..., :width]
-        grads = torch.autograd.grad(out, (q, k, v), dout)
-        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
-    sinks = None if sinks is None else sinks.detach().requires_grad_()
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    weights, lse = _softmax(q, keys, mask, q.shape[3] ** -0.5 if scale is None else scale, sinks)
-    made = {"out": weights @ values} | ({} if dlse is None else {"lse": lse})
-    wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
-    cotangents = [dout] if dlse is None else [dout, dlse.to(lse.dtype)]
-    grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
-    return {name: x.detach() for name, x in made.items()} | dict(zip(wanted, grads, strict=True))
-
-
 def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
     sequence = sp.sequence(case.length, case.documents, case.blocks)
     parts = [None if x is None else x if x.dim() == 1 else sequence.shard(x, 2) for x in data.inputs]
-    q, k, v = (x.requires_grad_() for x in parts[:3] if x is not None)
+    if case.use == "strided":
+        parts[:4] = [None if x is None else _with_gaps(x) for x in parts[:4]]
+    q, k, v = (x for x in parts[:3] if x is not None)
     dout, sinks, dlse = parts[3:]
-    wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks.requires_grad_()})
-    sp.reset_counters()
+    wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
+    left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.use, ())
+    wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
     mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    out, lse, largest = sequence.attention(
-        q, k, v, mask=mask, scale=case.scale, sinks=sinks, return_lse=True, return_largest=True
-    )
+    attend = partial(sequence.attention, mask=mask, scale=case.scale, sinks=sinks, return_lse=True)
+    before = attend(-q, k, v)[0] if case.use == "interleaved" else None
+    sp.reset_counters()
+    out, lse, largest = attend(q, k, v, return_largest=True)
     made = {"out": out} | ({} if dlse is None else {"lse": lse})
-    grads = torch.autograd.grad(list(made.values()), list(wanted.values()), [dout] if dlse is None else [dout, dlse])
-    made |= dict(zip(wanted, grads, strict=True))
+    cotangents = [dout] if dlse is None else [dout, dlse]
+    grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
+    if before is not None:
+        torch.autograd.grad(before, list(wanted.values()), dout)
+    made |= dict(zip(wanted, grads, strict=True))
     both = sp.promised_traffic(q, k, v).values()
     promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
     errors, problems = {}, []
@@ -334,7 +117,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
             problems.append(f"{name} is {tuple(mine.shape)} {mine.dtype}")
     problems += _largest_problems(case, data, largest)
     timings = sp.timings()
-    half = torch.finfo(_coarser(case)).bits < 32
+    half = torch.finfo(coarser(case)).bits < 32
     seconds = timings["waiting"], timings["total"]
     return Report(errors, data.yardstick, data.floor, half, sent, promised, *seconds, problems)
 
@@ -343,9 +126,17 @@ def _largest_problems(case: Case, data: Data, largest: Tensor) -> list[str]:
     q, k = (x.double() for x in data.inputs[:2] if x is not None)
     scores = q @ k.repeat_interleave(case.q_heads // case.kv_heads, 1).mT * (case.scale or case.head_dim**-0.5)
     truth = scores.masked_fill(~visible_pairs(case), float("-inf")).amax((0, 2, 3))
-    allowed = 2 * torch.finfo(_coarser(case)).eps * truth.abs().clamp(min=1) + 2e-6
+    allowed = 2 * torch.finfo(coarser(case)).eps * truth.abs().clamp(min=1) + 2e-6
     right = ((largest - truth).abs() <= allowed) | (largest == truth)
     return [] if right.all() else [f"largest logits {largest.tolist()}, exactly {truth.tolist()}"]
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    """The same values as a view into something larger."""
+    batch, heads, tokens, dim = x.shape
+    whole = x.new_empty(batch, tokens, heads + 1, 2 * dim)
+    view = whole[:, :, 1:, dim:].transpose(1, 2)
+    return view.copy_(x)
 
 
 def merge(reports: Iterable[Report]) -> Report:

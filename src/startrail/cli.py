@@ -169,8 +169,9 @@ def _show(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import Case, check_cases
+    from startrail.check import check_cases
     from startrail.local import RankError
+    from startrail.truth import Case
 
     world = arguments.ranks
     if arguments.plan != "auto":

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from startrail.agree import Agreement
+from startrail.agree import Agreement, PeerError
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.exchange import Exchange
 from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
-from startrail.lanes import Buffer, BufferPool, Counters, Lanes, Message, PeerError, Traffic
+from startrail.lanes import Buffer, BufferPool, Counters, Lanes, Message, Traffic
 from startrail.mask import Tile
 from startrail.schedule.build import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
@@ -94,12 +94,13 @@ class Executor:
         return results
 
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
-        """Why a transfer failed: the ranks disagree about this call, or else a peer is gone or late."""
-        if disagreement := self.agreement.disagreement():
-            return ValueError(disagreement)
+        """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
+        reason = self.agreement.reason()
+        if isinstance(reason, ValueError):
+            return reason
         return PeerError(
             f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
-            f"{what} failed: {str(error).splitlines()[0]}"
+            f"{what} failed: {str(reason or error).splitlines()[0]}"
         )
 
 
@@ -114,18 +115,27 @@ class _UnderWay:
         self.executor, self.program, self.index, self.message = executor, program, index, message
         self.work: dist.Work | None = work
 
+    def __str__(self) -> str:
+        return f"{self.program.pass_} step {self.index}, {self._what}"
+
+    @property
+    def _what(self) -> str:
+        return f"{'sending' if self.message.send else 'receiving'} {self.executor.lanes.name(self.message)}"
+
+    def end(self) -> None:
+        self.executor.lanes.end_waits()
+
     def wait(self) -> None:
         work, self.work = self.work, None
         if work is None:
             return
         executor = self.executor
         start = time.perf_counter()
-        executor.agreement.waiting(executor.lanes.end_waits)
+        executor.agreement.waiting(self)
         try:
             work.wait()
         except RuntimeError as error:
-            verb = f"{'sending' if self.message.send else 'receiving'} {executor.lanes.name(self.message)}"
-            raise executor.failure(self.program, self.index, verb, error) from error
+            raise executor.failure(self.program, self.index, self._what, error) from error
         finally:
             executor.agreement.arrived()
             executor.counters.waiting += time.perf_counter() - start

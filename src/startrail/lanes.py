@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from startrail.agree import PeerError
 from startrail.schedule.build import lane_names
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece
@@ -28,11 +29,7 @@ def tag_of(signature: str) -> int:
     """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
     or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
     aborting or computing nonsense."""
-    return (zlib.crc32(signature.encode()) & 0xFFFFF) * TAGS_A_PAIR
-
-
-class PeerError(RuntimeError):
-    """A peer died or did not deliver in time; the text names rank, step, piece and peer."""
+    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_A_PAIR  # below UNUSED_TAG
 
 
 @dataclass

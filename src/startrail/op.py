@@ -2,8 +2,9 @@
 
 They are opaque to autograd and to torch.compile, so that a compiled graph stays whole, and selective activation
 checkpointing can save their results instead of repeating a distributed forward. An op takes only tensors, numbers and
-texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``Call``, and ``documents`` are
-the cu_seqlens by which a sequence is known, a tensor so that a new batch is not a new constant.
+texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``Call``, and ``sequence`` is how
+a sequence is known: its number and its cu_seqlens, a tensor so that a new batch is not a new constant. A forward pass
+gives its own number as a tensor, too: a backward pass must say whose it is, also where a compiled graph holds it.
 """
 
 from __future__ import annotations
@@ -39,23 +40,24 @@ def _find(name: str) -> Runtime:
 
 @torch.library.custom_op("startrail::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, the bytes that the forward pass keeps for its backward pass, and the largest logit of each batch entry
-    and head among those that this rank computed (empty unless the call asks for it)."""
-    return _find(runtime).forward(q, k, v, documents, Call.parse(call))
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, the bytes that the forward pass keeps for its backward pass, the call's number, and the largest logit
+    of each batch entry and head among those that this rank computed (empty unless the call asks for it)."""
+    return _find(runtime).forward(q, k, v, sequence, Call.parse(call))
 
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, runtime: str, call: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = _find(runtime)
     check_tensors(q, k, v)
     return (
         torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
         torch.empty(found.kept_bytes(found.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
         torch.empty(q.shape[:2] if Call.parse(call).largest else (0, 0), dtype=torch.float32, device=q.device),
     )
 
@@ -67,8 +69,9 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
+    number: Tensor,
     kv_heads: int,
-    documents: Tensor,
+    sequence: Tensor,
     runtime: str,
     call: str,
     dlse: Tensor | None,
@@ -77,7 +80,7 @@ def attention_backward(
     """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse``: the cotangent of
     lse, if it was used."""
     found = _find(runtime)
-    return found.backward(dout, qkv, out, lse, kept, kv_heads, documents, Call.parse(call), dlse, head_dim)
+    return found.backward(dout, qkv, out, lse, kept, number, kv_heads, sequence, Call.parse(call), dlse, head_dim)
 
 
 @attention_backward.register_fake
@@ -87,8 +90,9 @@ def _(
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
+    number: Tensor,
     kv_heads: int,
-    documents: Tensor,
+    sequence: Tensor,
     runtime: str,
     call: str,
     dlse: Tensor | None,
@@ -101,20 +105,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, documents, ctx.runtime, ctx.call = inputs
-    out, lse, kept, _ = output
+    q, k, v, sequence, ctx.runtime, ctx.call = inputs
+    out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
     ctx.alive = _find(ctx.runtime)  # until the backward pass has run, whatever its user drops
     qkv = () if ctx.alive.plan.heads > 1 else (q, k, v)
-    ctx.save_for_backward(out, lse, kept, documents, *qkv)
+    ctx.save_for_backward(out, lse, kept, number, sequence, *qkv)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    out, lse, kept, documents, *qkv = ctx.saved_tensors
+    out, lse, kept, number, sequence, *qkv = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)  # the other ranks may need our part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, ctx.kv_heads, documents, ctx.runtime, ctx.call, dlse, ctx.head_dim
+        dout, qkv, out, lse, kept, number, ctx.kv_heads, sequence, ctx.runtime, ctx.call, dlse, ctx.head_dim
     )
     return (*grads, None, None, None)
 

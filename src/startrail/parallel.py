@@ -107,7 +107,8 @@ class SequenceParallel:
         """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
         and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
         each other. ``blocks``: runs (start, stop) of tokens that see each other also where a layer is causal or has a
-        window: images in a text, the prefix of a prefix-LM. Every rank must give the same."""
+        window: images in a text, the prefix of a prefix-LM. Every rank must make the same sequences, those of one
+        length in the same order."""
         if not is_whole(length) or length < 1:
             self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
         try:
@@ -115,11 +116,11 @@ class SequenceParallel:
         except ValueError as error:
             self.refuse(str(error))
         first, self._made_any = not self._made_any, True
-        return Sequence(self, self._name, self._runtime.tokens(marks), first)
+        return Sequence(self, self._name, *self._runtime.sequence(marks), first)
 
-    def refuse(self, problem: str) -> NoReturn:
+    def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
-        self._runtime.refuse(problem)
+        self._runtime.refuse(problem, sequence)
 
     # --- what happened
 

@@ -2,7 +2,8 @@
 out whether the ranks agree, and hands each pass to the executor.
 
 A call costs a comparison with the other ranks the first time that its signature or its sequence is new, and never
-again: in the steady state a layer pays for its kernels and its transfers only.
+again: in the steady state a layer pays for its kernels and its transfers only. After an error on any rank all ranks
+raise, and all may go on: their next calls meet as if they were the first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from startrail.agree import Agreement, Board
+from startrail.agree import Agreement, Board, Lobby
 from startrail.arguments import Call, check_tensors, describe
 from startrail.executor import Executor, Job
+from startrail.first_steps import digest
 from startrail.kernels import kernel_for, lifted_rows, row_sums
 from startrail.lanes import Counters, Lanes, tag_of
 from startrail.layout import LAYOUTS
@@ -35,10 +38,11 @@ from startrail.schedule.build import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, Pass
 from startrail.sizes import Sizes
 from startrail.tokens import Ready, Tokens
-from startrail.watch import digest
 from startrail.wire import Wire
 
 REMEMBERED = 16  # sequences whose tiles are kept for further batches
+READY = 64  # kinds of calls on one sequence that are kept ready
+COUNTERS = 1 << 12  # of sequences made, by a digest of their documents
 
 _instances: dict[tuple[int, ...], Iterator[int]] = {}  # how many each group of ranks has made so far
 
@@ -62,47 +66,63 @@ class Runtime:
         self.world = len(ranks)
         self.place = self.plan.place(self.world, rank)
         self.counters = Counters()
-        members = zlib.crc32(repr(ranks).encode())
-        number = next(_instances.setdefault(ranks, itertools.count()))
-        self._board_name = f"startrail/{ranks[0]}-{members:x}/{number}"
-        self._lanes_made = 0
+        self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
+        self._number = next(_instances.setdefault(ranks, itertools.count()))
         self._slots = self.plan.slots(self.world)
         self._alive: WeakValueDictionary[tuple[int, ...], Tokens] = WeakValueDictionary()
         self._latest: deque[Tokens] = deque(maxlen=REMEMBERED)
         self._making = threading.Lock()
-        self._last: tuple[Tensor, Tokens] | None = None
-        self.agreement = Agreement(self._board(), settings.check_every_call)
+        self._made = _no_counts()
+        self._last: tuple[Tensor, Tokens, int] | None = None
+        self._begun, self._after = 0, ""  # sequences since the last error, and where that was
+        lobby = partial(_lobby, self._group_name, rank, self.world, self._number + 1)
+        self.agreement = Agreement(self._board(), lobby, settings.check_every_call)
         self.agreement.watch()
         self._busy = threading.Lock()
         self._data: int | None = 0  # a digest of the first batch's ids, until the first call has compared it
         self._executor: Executor | None = None
 
+    @property
+    def _name(self) -> str:
+        """This instance in the store: each group and each instance has a board and lanes of its own."""
+        return f"{self._group_name}/{self._number}"
+
     def _board(self) -> Board | None:
-        """Where the ranks of this group compare their calls; each group and each instance has a board of its own."""
+        """Where the ranks of this group compare their calls."""
         if self.world == 1:
             return None
         store = dist.distributed_c10d._get_default_store()
-        return Board(PrefixStore(self._board_name, store), self.rank, self.world, self.settings.timeout)
+        return Board(PrefixStore(self._name, store), self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
-    def tokens(self, marks: tuple[int, ...]) -> Tokens:
-        """What is known of the sequence with these documents and blocks; the last few, and all in use, are
-        remembered."""
+    def sequence(self, marks: tuple[int, ...]) -> tuple[Tokens, Tensor]:
+        """What is known of the sequence with these documents and blocks, and the tensor by which the op knows it: how
+        many like it this rank has made, so that batches that look alike are told apart, and the marks."""
         with self._making:  # data loaders make sequences in threads of their own
-            tokens = self._alive.get(marks)
-            if tokens is None:
-                layout = LAYOUTS[self.settings.layout](self._slots, max(marks))
-                self._alive[marks] = tokens = Tokens(self.place, layout, marks)
-            self._latest.append(tokens)
-            return tokens
+            tokens = self._tokens(marks)
+            digest = zlib.crc32(repr(marks).encode()) % COUNTERS
+            self._made[digest] += 1
+            return tokens, torch.tensor((self._made[digest], *marks), device="cpu")
 
-    def _tokens_of(self, documents: Tensor) -> Tokens:
-        """The same for the tensor by which the op knows a sequence; all layers of a batch bring the same one."""
+    def _tokens(self, marks: tuple[int, ...]) -> Tokens:
+        """The last few, and all in use, are remembered."""
+        tokens = self._alive.get(marks)
+        if tokens is None:
+            layout = LAYOUTS[self.settings.layout](self._slots, max(marks))
+            self._alive[marks] = tokens = Tokens(self.place, layout, marks)
+        self._latest.append(tokens)
+        return tokens
+
+    def _known(self, sequence: Tensor) -> tuple[Tokens, int]:
+        """The sequence that the op is called with, and its number; all layers of a batch bring the same one."""
         last = self._last
-        if last is None or (last[0].data_ptr(), last[0].shape) != (documents.data_ptr(), documents.shape):
-            self._last = last = documents, self.tokens(tuple(documents.tolist()))
-        return last[1]
+        if last is None or (last[0].data_ptr(), last[0].shape) != (sequence.data_ptr(), sequence.shape):
+            number, *marks = sequence.tolist()
+            self._begun += 1
+            with self._making:
+                self._last = last = sequence, self._tokens(tuple(marks)), number
+        return last[1:]
 
     def note_data(self, ids: Tensor) -> None:
         """Remember what all ranks should have in common: the first call compares it, so that a loader that gives each
@@ -129,14 +149,17 @@ class Runtime:
     # --- passes
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """out, lse, the bytes that are kept for the backward pass, and the largest logits that this rank computed."""
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """out, lse, the bytes that are kept for the backward pass, the call's number, by which that knows it, and the
+        largest logits that this rank computed."""
         with self._alone():
-            job = self._job(FORWARD, q, k, v, documents, call)
+            job = self._job(FORWARD, q, k, v, sequence, call, None)
             kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
             lse, out = self._run(job, FORWARD, {"q": (q,), "kv": job.wire.with_copies(k, v)}, kept)["out"]
-            return out, lse, kept, job.largest
+            if not call.steps:  # whose rows may see nothing
+                self._known(sequence)[0].spoil_hidden_rows(out, lse)
+            return out, lse, kept, torch.tensor(self.agreement.number, device="cpu"), job.largest
 
     def backward(
         self,
@@ -145,8 +168,9 @@ class Runtime:
         out: Tensor,
         lse: Tensor,
         kept: Tensor,
+        number: Tensor,
         kv_heads: int,
-        documents: Tensor,
+        sequence: Tensor,
         call: Call,
         dlse: Tensor | None = None,
         head_dim: int = 0,
@@ -157,9 +181,9 @@ class Runtime:
         q = qkv[0] if qkv else out.new_empty(()).expand(*out.shape[:3], head_dim)
         k, v = qkv[1:] if qkv else (q[:, :kv_heads], out[:, :kv_heads])
         with self._alone():
-            job = self._job(BACKWARD, q, k, v, documents, call)
-            if self.plan.heads > 1:  # kernels get dout as it travelled, so delta must be of that
-                dout = dout.to(job.wire.travels)
+            job = self._job(BACKWARD, q, k, v, sequence, call, number)
+            if build_program(self.plan, self.world, self.rank, BACKWARD).sends_any("do"):
+                dout = dout.to(job.wire.travels)  # kernels get it as it travelled, so delta must be of that
             delta = row_sums(dout, out, job.wire.acc)
             if dlse is not None:
                 delta = delta - dlse
@@ -173,30 +197,48 @@ class Runtime:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Calls are numbered in the order in which they begin, which two threads would not keep on all ranks."""
+        """One call. They are numbered in the order in which they begin, which two threads would not keep on all ranks.
+        Whatever ends a call ends it for all ranks."""
         if not self._busy.acquire(blocking=False):
             raise ValueError("two threads call one SequenceParallel at once: give each thread an instance of its own")
         try:
             yield
+            self._after = ""
+        except BaseException as error:
+            self.agreement.give_up(error)
+            self._executor = None  # its lanes may be closed, here and at the peers: the next call makes new ones
+            # where ranks go on is their program's business, but they are told if they failed in different batches
+            self._after, self._begun = f", after an error in sequence {self._begun}", 0
+            with self._making:
+                self._made = _no_counts()
+            raise
         finally:
             self._busy.release()
 
-    def _job(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, call: Call) -> Job:
-        """Check the arguments, agree on them with the other ranks if they are new, and find what runs them.
+    def _job(
+        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: Call, of: Tensor | None
+    ) -> Job:
+        """Check the arguments, agree on them with the other ranks if they are new, and find what runs them. ``of`` is
+        the number of the forward call that a backward call belongs to.
 
         What ranks must agree on is in the detail, and so in the messages' tags: ranks that disagree about anything
         never take each other's messages.
         """
-        tokens = self._tokens_of(documents)
+        tokens, number = self._known(sequence)
         key = (pass_, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call)
-        ready = tokens.ready.get(key) or self._prepare(pass_, q, k, v, tokens, call)
-        tokens.ready[key] = ready
+        ready = tokens.ready.get(key)
+        if ready is None:
+            if len(tokens.ready) >= READY:
+                tokens.ready.clear()
+            tokens.ready[key] = ready = self._prepare(pass_, q, k, v, tokens, call)
+        belongs = "" if of is None else f", backward of call {'.'.join(map(str, of.tolist()))}"
         data = self._data_text()
-        number = self.agreement.start(ready.detail + data)
-        if data or not (tokens.agreed and self.agreement.knows(ready.signature)):
-            self._confirm(ready.signature, None)
-            tokens.agreed = True
-        scale, tag = call.scale_of(q.shape[3]), tag_of(f"{number} {ready.detail}")
+        detail = f"{ready.detail}, sequence {number} of that kind{belongs}{self._after}{data}"
+        self.agreement.start(detail)
+        keys = ready.signature, tokens.marks
+        if data or not self.agreement.knows(*keys):
+            self.agreement.confirm(keys, None)
+        scale, tag = call.scale_of(q.shape[3]), tag_of(f"{self.agreement.number} {detail}")
         largest = q.new_full(q.shape[:2] if call.largest else (0, 0), float("-inf"), dtype=torch.float32)
         return Job(ready.wire, ready.kept, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device, largest)
 
@@ -220,43 +262,51 @@ class Runtime:
                 )
             sizes = self.sizes_of(q, k, v)
         except ValueError as error:
-            self.refuse(str(error))
+            self._refuse(str(error))
         wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, tokens.places())
         signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
         detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)
         return Ready(signature, detail, wire, kept, kernel)
 
-    def refuse(self, problem: str) -> NoReturn:
-        """Raise on every rank: the others learn of it when they begin the same call."""
-        self.agreement.start(problem)
-        self._confirm(problem, problem)
-        raise AssertionError("ranks that have a problem never agree")
+    def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
+        """Raise on every rank: the others learn of it when they begin the same call. ``sequence`` is what it would have
+        been on, if it was made."""
+        if self._busy.locked():  # in another thread, as a loader's: no call of ours begins here
+            raise ValueError(problem)
+        with self._alone():
+            if sequence is None:
+                self._begun += 1
+            else:
+                self._known(sequence)
+            self._refuse(problem)
 
-    def _confirm(self, signature: str, problem: str | None) -> None:
-        try:
-            self.agreement.confirm(signature, problem)
-        except ValueError:
-            self._executor = None  # ranks that were already sending may have closed the lanes
-            raise
+    def _refuse(self, problem: str) -> NoReturn:
+        self.agreement.start(problem)
+        self.agreement.confirm((), problem)
+        raise AssertionError("ranks that have a problem never agree")
 
     def _run(
         self, job: Job, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
-        program = build_program(self.plan, self.world, self.rank, pass_)
-        try:
-            return self.executor.run(job, program, inputs, kept)
-        except BaseException:
-            self._executor = None  # its lanes may be closed: the next call makes new ones
-            raise
+        return self.executor.run(job, build_program(self.plan, self.world, self.rank, pass_), inputs, kept)
 
     @property
     def executor(self) -> Executor:
         if self._executor is None:
             lanes = None
             if self.world > 1:
-                self._lanes_made += 1
-                name = f"{self._board_name}/{self._lanes_made}"
+                name = f"{self._name}/lanes {self.agreement.epoch}"
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout)
             self._executor = Executor(lanes, self.agreement, self.counters)
         return self._executor
+
+
+def _no_counts() -> array[int]:
+    return array("q", bytes(8 * COUNTERS))
+
+
+def _lobby(group_name: str, rank: int, world: int, number: int, place: str) -> Lobby:
+    """A rank's entry where ranks see that they wait for each other in different instances, or at different calls."""
+    store = PrefixStore(group_name, dist.distributed_c10d._get_default_store())
+    return Lobby(store, rank, world, f"call {place} of number {number} of their SequenceParallels")

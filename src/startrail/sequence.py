@@ -40,19 +40,17 @@ class Sequence:
     sp: SequenceParallel
     length: int
     local: int
-    documents: Tensor
     blocks: tuple[tuple[int, int], ...]
     _name: str
     _tokens: Tokens
-    _marks: Tensor
+    _known_as: Tensor
     _first: bool
 
-    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, first: bool) -> None:
-        documents, marks = torch.tensor(tokens.documents), torch.tensor(tokens.marks)
+    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor, first: bool) -> None:
         # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
-        marks._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, documents=documents)
-        self.__dict__.update(blocks=tokens.blocks, _name=name, _tokens=tokens, _marks=marks, _first=first)
+        known_as._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
+        self.__dict__.update(_name=name, _tokens=tokens, _known_as=known_as, _first=first)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Sequence cannot be changed: {name} stays as it is; make another with sp.sequence()")
@@ -63,6 +61,10 @@ class Sequence:
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same sequence cut into documents: global cu_seqlens (0, ..., length)."""
         return self.sp.sequence(self.length, documents, self.blocks)
+
+    @property
+    def documents(self) -> Tensor:
+        return torch.tensor(self._tokens.documents)
 
     @property
     def runs(self) -> Runs:
@@ -214,9 +216,11 @@ class Sequence:
         logit over the whole batch and all ranks, without gradient. With both, (out, lse, largest).
         """
         if problem := wrong_kind(q, k, v, causal, window, scale) or wrong_option(q, chunk, sinks, softcap, mask):
-            self.sp.refuse(problem)
+            self.sp.refuse(problem, self._known_as)
         if mask is not None and (causal, window, chunk) != (False, None, None):
-            self.sp.refuse("mask says who sees whom: give causal, window and chunk to it, not beside it")
+            self.sp.refuse(
+                "mask says who sees whom: give causal, window and chunk to it, not beside it", self._known_as
+            )
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
@@ -227,7 +231,7 @@ class Sequence:
         call = Call(
             mask.causal, mask.window, None if scale is None else float(scale), mask.chunk, mask.steps, return_largest
         )
-        out, lse, _, largest = torch.ops.startrail.attention(q, k, v, self._marks, self._name, str(call))
+        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, self._known_as, self._name, str(call))
         if sinks is not None:
             out, lse = _with_sinks(out, lse, sinks)
         results = (out, lse) if return_lse else (out,)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from startrail.arguments import Call
 from startrail.kernels import Kernel
 from startrail.layout import Layout, Runs
@@ -38,15 +40,13 @@ def marks_of(documents: tuple[int, ...], blocks: tuple[tuple[int, int], ...]) ->
 
 class Tokens:
     """``documents`` are cu_seqlens, (0, length) where nothing is packed; ``blocks`` are runs of tokens that see each
-    other. ``agreed`` says whether the ranks have found out that they mean the same sequence; ``ready`` is what the
-    calls on it so far were run with, by all that tells them apart."""
+    other. ``ready`` is what the calls on it so far were run with, by all that tells them apart."""
 
     def __init__(self, place: Place, layout: Layout, marks: tuple[int, ...]) -> None:
         self.place, self.layout, self.marks = place, layout, marks
         self.documents = tuple(mark for mark in marks if mark >= 0)
         ends = [-1 - mark for mark in marks if mark < 0]
         self.blocks = tuple(zip(ends[::2], ends[1::2], strict=True))
-        self.agreed = False
         self.ready: dict[object, Ready] = {}
         self._runs: dict[int, Runs] = {}
         self._tiles: dict[tuple[object, ...], tuple[Tile, ...]] = {}
@@ -71,6 +71,13 @@ class Tokens:
             mask = call.mask(self.documents if len(self.documents) > 2 else None, self.blocks)
             self._tiles[key] = tiles_of(mask, self.runs(row), self.runs(column))
         return self._tiles[key]
+
+    def spoil_hidden_rows(self, out: Tensor, lse: Tensor) -> None:
+        """Every token sees itself, so a row without any weight had logits of -inf only: NaN, as softmax makes of them
+        in one process. Only on the host, where looking costs nothing."""
+        real = sum(count for _, count in self.layout.runs(self.place.rank))
+        if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
+            out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
 
     def places(self) -> tuple[tuple[int, ...], ...]:
         """Where the chunks of each rank of our own piece stand in it."""

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from startrail.faults import EXPLAINED, SAME, Gradients, distance, factor_text, gradients, guesses, wrong_ones
+from startrail.first_steps import digest
 from startrail.local import RankError, run_local
 from startrail.parallel import SequenceParallel
 from startrail.training.loss import sum_gradients
-from startrail.watch import digest
 
 
 @dataclass(frozen=True)

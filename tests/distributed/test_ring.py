@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from startrail.check import Case, Error, make_data
 from startrail.layout import LAYOUTS
 from startrail.local import run_local
 from startrail.ring import RingAttention, pass_on, visible_by_hop
+from startrail.truth import Case, Error, make_data
 
 torch.set_num_threads(1)
 

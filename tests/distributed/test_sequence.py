@@ -15,12 +15,12 @@ from tests.helpers import dense, error_of, qkv, tensors, worst
 def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice(plan):
     def on_rank(rank):
         asked, tiles = [], []
-        for name in ("put", "differs", "complete", "read"):
+        for name in ("put", "differs", "complete", "read", "given_up"):
             original = getattr(Board, name)
 
-            def counted(self, *arguments, original=original, name=name):
+            def counted(self, *arguments, original=original, name=name, **options):
                 asked.append(name)
-                return original(self, *arguments)
+                return original(self, *arguments, **options)
 
             setattr(Board, name, counted)
         tiles_of = startrail.tokens.tiles_of
@@ -59,9 +59,9 @@ def test_a_sequence_is_compared_once_however_many_layers_see_it():
         puts = []
         put = Board.put
 
-        def counted(self, *arguments):
+        def counted(self, *arguments, **options):
             puts.append(arguments[0])
-            put(self, *arguments)
+            put(self, *arguments, **options)
 
         Board.put = counted
         sp = startrail.SequenceParallel("u2/1x2")
@@ -120,7 +120,7 @@ def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
         for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
             sp.sequence(length)
         put, puts = Board.put, []
-        Board.put = lambda self, *arguments: (puts.append(arguments), put(self, *arguments))
+        Board.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
         sequence.attention(*qkv(16))
         sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
         return len(puts)

@@ -15,9 +15,9 @@ LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
     schedule.families plan layout mask schedule.around schedule.build schedule.player sizes cluster planner
     view.text view
-    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels.largest kernels
-    watch ring wire arguments tokens lanes compiled agree exchange executor runtime op sequence parallel checkpoint
-    local check
+    kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda kernels.largest kernels first_steps
+    ring wire arguments tokens watch agree lanes compiled exchange executor runtime op sequence parallel checkpoint
+    local truth check
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
     training.tasks

@@ -6,7 +6,6 @@ Only the process that built the cluster can change its links; rank 0 asks it to,
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.plan import Plan
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
-WARM_UP = 3
+WARM_UP = 4
 ONE_TRIAL = 400.0  # seconds that the trial which is running when time is over may still take, and the start
 START_SECONDS = 0.1  # enough for rank 0's word to reach everybody
 Progress = Callable[[str], None]
@@ -231,11 +230,12 @@ class Ranks:
         return [rate // 2 if trial.slow_node and node == 0 else rate for node in range(self.machine.nodes)]
 
     def compute_seconds(self, work: Work) -> float:
-        """What computing takes, measured once for all trials of the same work."""
+        """What computing takes, measured once for all trials of the same work: the least, since what disturbs it (the
+        others have just been prepared) only adds, and links that are slower by mistake make every trial longer."""
         if work not in self.compute:
             times = torch.tensor([self.sample(COMPUTE, work).seconds for _ in range(WARM_UP)], dtype=torch.float64)
             dist.all_reduce(times, dist.ReduceOp.MAX)
-            self.compute[work] = statistics.median(times.tolist())
+            self.compute[work] = min(times.tolist())
         return self.compute[work]
 
     def sample(self, contender: Contender, work: Work) -> Sample:

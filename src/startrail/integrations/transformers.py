@@ -33,11 +33,11 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
+from startrail.first_steps import GradientWatch, check_same_parameters
 from startrail.integrations.batches import IGNORE, Shared, shard_batch
 from startrail.integrations.masks import Kind, kind_of
 from startrail.parallel import SequenceParallel
 from startrail.training.loss import gradient_factor
-from startrail.watch import GradientWatch, check_same_parameters
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 

@@ -55,7 +55,7 @@ class Partial:
             return
         mine, total = self.out[:, :, rows], self.lse[:, :, rows]
         lse = lse.double()
-        weight = torch.sigmoid(lse - total).nan_to_num_(0.0)  # both -inf: nothing seen so far
+        weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN where both have seen nothing
         mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
         total.copy_(torch.logaddexp(total, lse))
 

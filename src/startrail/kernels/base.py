@@ -9,7 +9,7 @@ The backward of a block takes the *global* out and lse of its rows, so block gra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,10 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of a rectangle, from the global out and lse of its rows."""
 
+    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor]]:
+        """What computes the tiles of a block with these values: ``forward_tile``, unless it cannot."""
+        return self.forward_tile
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
     ) -> Partial:
@@ -59,13 +63,14 @@ class Kernel(ABC):
         if into is None:
             into = Partial((*q.shape[:3], width), accumulator(q.dtype), q.device)
         q, k, v = _as_wide(q, k, v)
+        forward_tile = self.forward_of(q, k)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             qt, kt, vt = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             look, flip = _look_at(tile, q.device, scale)
             if flip:
                 qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
-            out, lse = self.forward_tile(qt, kt, vt, look)
+            out, lse = forward_tile(qt, kt, vt, look)
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
             into.merge(out[..., :width], lse, rows, fresh=True)

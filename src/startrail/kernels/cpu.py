@@ -6,15 +6,19 @@ on CPUs without matrix units, up to ten times slower in the backward, and round 
 Traps of the ATen op, all kept away from it here or by the caller: an empty side kills the process, a gap in the last
 dimension and a head ratio that is not whole give wrong numbers without a word, and a row that sees nothing returns
 lse = 0. ``prepare`` closes the gaps, ``check_block`` refuses the rest, and tiles never contain a row that sees nothing.
+It also returns lse = 0 for logits that are all -inf, and loses NaN: blocks with such values take plain math.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import Kernel, Look
+from startrail.kernels.reference import ReferenceKernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,6 +34,10 @@ class CpuKernel(Kernel):
         x = x.to(self.dtype)
         return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
+    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor]]:
+        finite = (q.sum() + k.sum()).isfinite()  # a sum that overflows is no harm
+        return self.forward_tile if finite else _plain_math
+
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
         return _forward(q, k, v, 0.0, look.causal, attn_mask=_additive(look.mask, q.dtype), scale=look.scale)
@@ -40,6 +48,10 @@ class CpuKernel(Kernel):
         check_block(q, k, v)
         mask = _additive(look.mask, q.dtype)
         return _backward(dout, q, k, v, out, lse, 0.0, look.causal, attn_mask=mask, scale=look.scale)
+
+
+def _plain_math(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    return ReferenceKernel().forward_tile(q.double(), k.double(), v.double(), look)
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:

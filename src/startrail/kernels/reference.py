@@ -18,7 +18,7 @@ class ReferenceKernel(Kernel):
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         scores = _scores(q, k, look)
         lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp()
+        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
         return weights @ _for_queries(v, q), lse
 
     def backward_tile(

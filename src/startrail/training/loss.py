@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from startrail.watch import STEPS, check_same_parameters, digest
+from startrail.first_steps import STEPS, check_same_parameters, digest
 
 BUCKET_BYTES = 32 * 2**20
 

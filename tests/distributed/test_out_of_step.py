@@ -1,0 +1,259 @@
+"""Ranks that are not at the same call, or not all alive, are told so at once; and after any error all can go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import startrail
+from startrail.local import run_local
+from tests.helpers import dense, error_of, qkv, tensors, worst
+
+
+def timed(function):
+    start = time.monotonic()
+    return error_of(function), time.monotonic() - start
+
+
+def exact(sp, length=24):
+    """Whether a forward and a backward pass are right."""
+    q, k, v, dout = tensors(length)
+    truth = dense(q, k, v, dout, is_causal=True)
+    sequence = sp.sequence(length)
+    inputs = [sequence.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    out = sequence.attention(*inputs, causal=True)
+    grads = torch.autograd.grad(out, inputs, sequence.shard(dout, 2))
+    return worst([out, *grads], [sequence.shard(x, 2) for x in truth]) < 2e-6
+
+
+@pytest.mark.parametrize("every_call", [False, True])
+def test_backward_passes_in_another_order(every_call):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30, check_every_call=every_call)
+        inputs = [x.requires_grad_() for x in qkv()]
+        exact(sp)  # nothing is new any more
+        sequence = sp.sequence(32)
+        outs = [sequence.attention(*inputs) for _ in range(2)]
+        for out in outs:
+            out.square().sum().backward()
+        first, second = (sequence.attention(*inputs) for _ in range(2))
+        text, seconds = timed((second if rank else first).square().sum().backward)
+        return text, seconds, exact(sp)
+
+    for text, seconds, after in run_local(on_rank, 2, deadline=60):
+        assert text.startswith("ValueError: ranks disagree about one attention call: rank 0: backward"), text
+        assert text.count("backward of call 0.") == 2
+        assert seconds < 15
+        assert after, "the same instance goes on"
+
+
+def test_a_rank_that_leaves_out_a_batch_is_told_at_its_next_call():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x1", timeout=30)
+        texts = []
+        for batch in range(3):
+            sequence = sp.sequence(32)
+            if (rank, batch) == (1, 1):
+                continue  # its own error, caught by its user
+            texts.append(timed(lambda sequence=sequence: sequence.attention(*qkv())))
+        return texts
+
+    ranks = run_local(on_rank, 2, deadline=60)
+    for texts in ranks:
+        assert texts[0][0] == "no error"
+        assert "sequence 2 of that kind" in texts[1][0] and "sequence 3 of that kind" in texts[1][0], texts
+        assert texts[1][1] < 15
+
+
+class BrokenError(Exception):
+    pass
+
+
+def test_an_error_on_one_rank_ends_the_call_on_all_and_all_go_on():
+    """Twice: the second time in the steady state, in the backward pass."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/1x2", timeout=30)
+        texts = []
+        for what in ("forward", "backward"):
+            kernel = type(startrail.kernels.kernel_for(torch.device("cpu"), torch.float32, 16))
+            method, calls = getattr(kernel, what), []
+
+            def fails(self, *arguments, method=method, calls=calls, **options):
+                calls.append(1)
+                if rank == 2:
+                    raise BrokenError("out of memory")
+                return method(self, *arguments, **options)
+
+            setattr(kernel, what, fails)
+            try:
+                texts.append(timed(lambda: exact(sp)))
+            except BrokenError:
+                texts.append(("Broken", 0.0))
+            setattr(kernel, what, method)
+            texts.append(exact(sp))
+        return texts
+
+    for rank, (forward, well, backward, again) in enumerate(run_local(on_rank, 4, deadline=90)):
+        assert well and again
+        for (text, seconds), pass_ in ((forward, "forward"), (backward, "backward")):
+            if rank == 2:
+                assert text == "Broken"
+            else:
+                assert text.startswith("PeerError: rank"), text
+                assert "rank 2 gave up: BrokenError: out of memory" in text or f"{pass_} step" in text, text
+                assert seconds < 15
+
+
+def test_a_rank_that_is_late_for_its_first_call_does_not_spoil_the_instance():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=4)
+        if rank:
+            time.sleep(6)
+        texts = [error_of(lambda: exact(sp))]
+        while texts[-1] != "no error" and len(texts) < 8:
+            texts.append(error_of(lambda: exact(sp)))
+        return texts, exact(sp)
+
+    for texts, well in run_local(on_rank, 2, deadline=60):
+        assert texts[0].startswith("PeerError: rank 1 did not start attention call 1 (forward: "), texts
+        assert texts[-1] == "no error" and well, texts
+
+
+def test_a_new_instance_on_one_rank_only_is_told_so():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=40)
+        assert exact(sp)
+        error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))
+        if rank:
+            sp = startrail.SequenceParallel("1x2", timeout=40)
+        return timed(lambda: exact(sp))
+
+    for text, seconds in run_local(on_rank, 2, deadline=60):
+        assert text.startswith("ValueError: rank ") and "of number 1 of their SequenceParallels" in text, text
+        assert "make a new SequenceParallel on all of these ranks, or on none" in text
+        assert seconds < 12
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+def test_a_dead_peer_is_a_peer_error(when):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=4)
+        if when == "after it":
+            exact(sp)
+            dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [error_of(lambda: exact(sp)) for _ in range(2)]
+
+    for rank, texts in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))):
+        for text in texts if rank != 1 else ():
+            assert text.startswith("PeerError: "), text
+        if rank != 1:
+            assert "rank 1 did not start" in texts[1]
+
+
+STORE_HOST = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist, startrail
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, how = dist.get_rank(), sys.argv[1]
+    sp = startrail.SequenceParallel("1x2", timeout=3)
+    x = torch.randn(1, 2, 8, 8)
+    sp.sequence(16).attention(x, x, x)
+    dist.barrier()
+    if rank == 0:
+        print("pid", os.getpid(), flush=True)
+        time.sleep(60)
+    time.sleep(1)
+    start = time.monotonic()
+    try:
+        sp.sequence(16).attention(x, x, x, causal=True)  # new: compared
+    except startrail.PeerError as error:
+        print(f"PeerError after {time.monotonic() - start:.0f} s: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_store_host_that_dies_or_hangs_is_a_peer_error_and_nobody_aborts(tmp_path, how):
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(STORE_HOST))
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    env["MASTER_PORT"] = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), how],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        line = next(line for line in ranks[0].stdout if line.startswith("pid"))
+        os.kill(int(line.split()[1]), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        text, _ = ranks[1].communicate(timeout=40)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert "PeerError after" in text, text
+    assert ranks[1].returncode == 0, text
+    assert "terminate called" not in text
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_long_waits_say_what_they_wait_for():
+    def on_rank(rank):
+        import logging
+
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("startrail").addHandler(handler)
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        exact(sp)
+        dist.barrier()
+        if rank:
+            time.sleep(7)
+        exact(sp)
+        return lines
+
+    waiting, _ = run_local(on_rank, 2, deadline=60)
+    assert len(waiting) == 1 and "rank 0 still waits after" in waiting[0], waiting
+    assert "forward step 0, receiving kv1 from rank 1" in waiting[0] or "step" in waiting[0]
+
+
+def test_calls_of_many_kinds_leave_nothing_behind():
+    """A short soak; `python -m tests.soak` runs 20,000 calls."""
+    from tests.soak import soak
+
+    for before, after in run_local(lambda rank: soak(calls=150, warm=60), 2, deadline=120):
+        assert after["keys"] <= before["keys"] + 2, (before, after)
+        assert after["descriptors"] <= before["descriptors"] and after["threads"] <= before["threads"]
+
+
+def test_a_refusal_in_a_loader_thread_is_raised_there():
+    sp = startrail.SequenceParallel("1x1")
+    texts = []
+    with sp._runtime._alone():
+        thread = threading.Thread(target=lambda: texts.append(error_of(lambda: sp.sequence(0))))
+        thread.start()
+        thread.join()
+    assert texts == ["ValueError: length=0 must be a whole number of tokens, length >= 1"]
