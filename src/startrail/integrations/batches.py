@@ -18,6 +18,7 @@ from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence
 
 IGNORE = -100
+FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # what flash-attn would be told
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ def shard_batch(
     Every rank gives the same batch: ``input_ids`` (batch, tokens) and ``labels`` as for one process, not shifted (or
     ``shift_labels``), ``attention_mask`` of ones and zeros, ``position_ids`` (batch, tokens) or (3, batch, tokens).
     Documents are told apart by positions that do not go on by one, where there is no attention mask, as transformers
-    does it; or by ``documents``, cu_seqlens of every row. Padding is cut away, on either side; the label of a row's
-    first token is never learnt, since nothing comes before it. ``num_items_in_batch`` is the number of labels of all
-    that counts as one batch, where that is more than this one: with gradient accumulation or data parallelism.
+    does it; or by ``documents`` (or cu_seq_lens_q), cu_seqlens of every row. Padding is cut away, on either side; the
+    label of a row's first token is never learnt, since nothing comes before it. ``num_items_in_batch`` is the number of
+    labels of all that counts as one batch, where that is more than this one: with gradient accumulation or data
+    parallelism.
 
     >>> sp = SequenceParallel("1x1")
     >>> ids, labels, mask = torch.tensor([[[5, 6, 7, 0]], [[5, 6, 7, -100]], [[1, 1, 1, 0]]])
@@ -59,6 +61,9 @@ def shard_batch(
     """
     _check(input_ids, labels, attention_mask, position_ids, shift_labels)
     batch, length = input_ids.shape
+    flash = {name: others.pop(name) for name in FLASH if name in others}
+    if documents is None and batch == 1:
+        documents = flash.get("cu_seq_lens_q")
     if shift_labels is None and labels is not None:
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     positions = torch.arange(length, device=input_ids.device) if position_ids is None else position_ids

@@ -361,9 +361,9 @@ def _keep_attention_when_recomputing(model: PreTrainedModel) -> None:
     """Activation checkpointing, now or later, recomputes everything but the distributed attention."""
     enable = type(model).gradient_checkpointing_enable
 
-    def enabled(gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def enabled(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any) -> None:
         options = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": checkpoint_context}
-        enable(model, options)
+        enable(model, options, **others)
 
     model.gradient_checkpointing_enable = enabled
     if getattr(model, "is_gradient_checkpointing", False):
