@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup setup-bench test lint prove fuzz soak train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench test lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 
@@ -37,6 +37,9 @@ fuzz: setup            ## 500 random plans x shapes x masks against float64 (CAS
 
 soak: setup            ## 20,000 calls of ever new kinds: memory, descriptors, threads and store keys stay flat
 	$(BIN)/python -m tests.soak
+
+chaos: setup           ## a training run under 64 faults, locally and on an emulated cluster: 10 minutes (FAULTS=n SEED=n)
+	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),64) --seed $(or $(SEED),0)
 
 bench: setup-bench     ## every plan and peer on emulated clusters: report/report.html (20 minutes)
 	$(BIN)/startrail bench --out report

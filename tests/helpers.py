@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -105,6 +106,18 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def holders_of(networks: list[int]) -> list[str]:
+    """File descriptors of any process that keep one of these namespaces alive."""
+    names, found = {f"net:[{inode}]" for inode in networks}, []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(path) in names:
+                found.append(str(path))
+        except OSError:
+            continue  # it closed meanwhile
+    return found
 
 
 # --- texts

@@ -162,8 +162,8 @@ class Agreement:
 
     @property
     def number(self) -> tuple[int, int]:
-        """Of our call: the epoch, and the call in it."""
-        return self.epoch, self._call
+        """Of our call: the epoch, and the call in it; always the same where nobody could be at another."""
+        return (self.epoch, self._call) if self.board is not None else (0, 0)
 
     @property
     def _place(self) -> str:

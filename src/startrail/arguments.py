@@ -63,15 +63,19 @@ class Call:
 
 
 def describe(x: Tensor) -> str:
-    """
+    """What ranks must agree on; each has a GPU of its own, so which one is no part of it.
+
     >>> describe(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device.type}"
 
 
-def wrong_kind(q: object, k: object, v: object, causal: object, window: object, scale: object) -> str | None:
-    """Why the op cannot even be called with these, or None; whether their values fit is checked behind it.
+def wrong_kind(
+    q: object, k: object, v: object, causal: object, window: object, scale: object, others: tuple[object, ...] = ()
+) -> str | None:
+    """Why the op cannot even be called with these, or None; whether their values fit is checked behind it. ``others``
+    are arguments behind v without a name.
 
     >>> x = torch.zeros(1, 4, 16, 8)
     >>> wrong_kind(x, x, x, causal=False, window=2.5, scale=None)
@@ -79,10 +83,18 @@ def wrong_kind(q: object, k: object, v: object, causal: object, window: object, 
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            return f"{name} must be a tensor, got {type(x).__name__}"
+            return f"{name} must be a tensor, got {type(x).__name__}" + (
+                ": torch.from_numpy makes one of it" if type(x).__module__ == "numpy" else ""
+            )
+    if others:
+        kinds = ", ".join(type(other).__name__ for other in others)
+        return (
+            f"attention takes q, k, v, and everything else by name, but got {kinds} behind v: it takes no mask; say "
+            "causal=True, window=..., and sequence(length, documents=...) for packed documents"
+        )
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not q.device == k.device == v.device:
-        return f"q, k, v must be on one device, got q {describe(q)}, k {describe(k)}, v {describe(v)}"
+        return f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}"
     if not isinstance(causal, bool):
         return f"causal={causal!r} must be True or False"
     if window is not None and not is_whole(window):

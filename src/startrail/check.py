@@ -4,14 +4,15 @@ The reference is dense attention written from the masks' definition, with autogr
 it shares nothing with the engine. The yardstick is what single-process scaled_dot_product_attention errs on the same
 inputs: in the same dtype or in float32, and with the tokens in order or shuffled, whichever is worse, since its worst
 element changes up to twofold with the order in which it adds up. Our root-mean-square error and our worst element may
-each be twice that, or what float32 arithmetic can promise (``Data.floor``), whichever is larger. Where half precision
-travels, partial results are rounded once more than SDPA rounds, and the worst element may be three times SDPA's.
+each be twice that, or what arithmetic can promise (``Data.floor``), whichever is larger. Where half precision travels,
+partial results are rounded once more than SDPA rounds: the worst element may be three times SDPA's, and gradients whose
+parts cancel may err by half a unit in the last place of their parts.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,10 +20,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from startrail.kernels import kernel_for
 from startrail.local import run_local
 from startrail.mask import Mask
 from startrail.parallel import SequenceParallel
-from startrail.truth import Case, Data, Error, coarser, make_data, visible_pairs
+from startrail.truth import CPU, Case, Data, Error, coarser, make_data, visible_pairs
+
+MOST_RANKS = 256
+RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
+
+
+def check_room(case: Case) -> None:
+    """``ValueError`` if this machine has not the memory for so many ranks, or for the dense reference."""
+    if case.world > MOST_RANKS:
+        raise ValueError(
+            f"plan {case.plan} has {case.world:,} ranks, a process each; at most {MOST_RANKS} are started on one "
+            "machine (startrail show needs none)"
+        )
+    ranks = case.world * RANK_BYTES
+    # float64: weights, their gradients and what softmax keeps of both
+    reference = 4 * 8 * case.batch * case.q_heads * case.length**2
+    with open("/proc/meminfo") as file:
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    if ranks + reference > free:
+        raise ValueError(
+            f"{case.world} ranks need about {ranks / 2**30:.1f} GiB and the float64 reference of {case.length:,} "
+            f"tokens {reference / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: take less of one"
+        )
 
 
 @dataclass
@@ -52,12 +76,12 @@ class Report:
             wrong.append(f"sent {self.sent}, the closed form says {self.promised}")
         return wrong
 
-    def text(self, case: Case) -> str:
+    def text(self, case: Case, device: torch.device = CPU) -> str:
         """A table that one can paste into an issue."""
         lines = [
             f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {case.mask}, batch {case.batch}, "
             f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
-            f"torch {torch.__version__}, {platform.machine()}, seed {case.seed}",
+            *where(device, [case]).splitlines(),
             "",
             f"{'against float64':16s} {'rms error':>10s} {'SDPA rms':>10s} {'worst':>10s} {'SDPA worst':>10s}",
         ]
@@ -99,7 +123,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     both = sp.promised_traffic(q, k, v).values()
     promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
     errors, problems = {}, []
-    real = sequence.shard(torch.ones(case.length, dtype=torch.bool), 0)
+    real = sequence.shard(torch.ones(case.length, dtype=torch.bool, device=q.device), 0)
     for name, mine in made.items():
         truth = data.exact[name]
         if name == "dsinks":  # of this rank's rows: a share
@@ -125,7 +149,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
 def _largest_problems(case: Case, data: Data, largest: Tensor) -> list[str]:
     q, k = (x.double() for x in data.inputs[:2] if x is not None)
     scores = q @ k.repeat_interleave(case.q_heads // case.kv_heads, 1).mT * (case.scale or case.head_dim**-0.5)
-    truth = scores.masked_fill(~visible_pairs(case), float("-inf")).amax((0, 2, 3))
+    truth = scores.masked_fill(~visible_pairs(case).to(q.device), float("-inf")).amax((0, 2, 3))
     allowed = 2 * torch.finfo(coarser(case)).eps * truth.abs().clamp(min=1) + 2e-6
     right = ((largest - truth).abs() <= allowed) | (largest == truth)
     return [] if right.all() else [f"largest logits {largest.tolist()}, exactly {truth.tolist()}"]
@@ -168,24 +192,35 @@ def merge(reports: Iterable[Report]) -> Report:
 def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks; a merged report each."""
     torch.set_num_threads(1)
-    world = cases[0].world
     data = [make_data(case) for case in cases]
+    by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
+    return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
-    def on_rank(rank: int) -> list[Report]:
-        plans: dict[tuple[object, ...], SequenceParallel] = {}
-        reports = []
-        for case, inputs in zip(cases, data, strict=True):
-            key = (
-                case.plan,
-                case.layout,
-                case.wire_dtype,
-                *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
-            )
-            if key not in plans:
-                plans[key] = case.parallel()
-            reports.append(check_on_rank(case, inputs, plans[key]))
-            dist.barrier()
-        return reports
 
-    by_rank = [reports for reports in run_local(on_rank, world, deadline) if reports is not None]
-    return [merge(reports) for reports in zip(*by_rank, strict=True)]
+def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
+    """Cases in turn on this rank of the default process group."""
+    plans: dict[tuple[object, ...], SequenceParallel] = {}
+    reports = []
+    for case, inputs in zip(cases, data, strict=True):
+        key = (
+            case.plan,
+            case.layout,
+            case.wire_dtype,
+            *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
+        )
+        if key not in plans:
+            plans[key] = case.parallel()
+        reports.append(check_on_rank(case, inputs, plans[key]))
+        dist.barrier()
+    return reports
+
+
+def where(device: torch.device, cases: Sequence[Case]) -> str:
+    """What this ran on: devices, backend, and for each dtype the kernel and why it was chosen."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    backend = dist.get_backend_config() if dist.is_initialized() else "local processes, gloo"
+    lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
+    for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
+        kernel = kernel_for(device, dtype, dim)
+        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.why})")
+    return "\n".join(lines)

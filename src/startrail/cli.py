@@ -4,22 +4,30 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from startrail import __version__
+from startrail.cluster import Machine
 from startrail.plan import Plan
+from startrail.planner import auto_plan
 from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
-from startrail.view import show
+from startrail.view import fitting, show
 
+MOST_SHOWN = 8  # ranks
 EXAMPLES = """examples:
   startrail show 2x2                         the schedule of 4 ranks, step by step
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
+  startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
   startrail verify setup.py:make --ranks 4   is your own training set-up the same on 4 ranks as on one process?
   startrail models llama gemma3              which Hugging Face models run (all of them, without names)
+  torchrun --nproc-per-node 8 -m startrail.cli check all     a first look at the GPUs that are there
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
   startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py
@@ -32,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in ("lab", "bench"):  # read their own arguments, and need more than the rest
         return _lab(argv[0], argv[1:])
-    parser = _parser()
+    parser = _parser(argv)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "train":  # reads its own: the fields of its recipe
         arguments.rest = rest
@@ -50,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="startrail",
@@ -58,28 +66,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=plain,
     )
+    parser.add_argument("--version", action="version", version=f"startrail {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser("show", help="print a schedule as a grid", epilog=EXAMPLES, formatter_class=plain)
-    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2")
-    command.add_argument("--ranks", type=int, help="number of ranks (needed for star plans; default: the plan's size)")
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
     command.add_argument(
-        "--rank", type=int, action="append", help="show this rank; may be repeated (default: the first 8)"
+        "--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)"
     )
+    command.add_argument(
+        "--rank", type=int, action="append", help="show this rank; may be repeated (default: the first that fit)"
+    )
+    command.add_argument("--nodes", type=int, default=1, help="for auto: nodes of the machine (default %(default)s)")
+    command.add_argument("--heads", type=int, help="for auto: query heads of the model")
+    command.add_argument("--kv-heads", type=int, help="for auto: key/value heads (default: as many as query heads)")
     command.add_argument("--direction", choices=("forward", "backward"), default="forward")
     command.set_defaults(run=_show)
 
     command = commands.add_parser(
         "check",
-        help="run a plan on local processes against float64",
-        description="Runs forward and backward with random inputs and cotangents on local processes; exit code 1 if a "
-        "result is off or a byte more or less was sent than the closed form says.",
+        help="run a plan against float64, on local processes or under torchrun",
+        description="Runs forward and backward with random inputs and cotangents; exit code 1 if a result is off or a "
+        "byte more or less was sent than the closed form says. Started plainly it forks local processes; under "
+        "torchrun it uses the ranks and devices that are there: with the plan 'all', a first look at a cluster that "
+        "proves its kernels, dtypes, plans and bytes, in a table to paste into an issue.",
         epilog=EXAMPLES,
         formatter_class=plain,
     )
-    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto; all: several that fit")
     command.add_argument(
-        "--ranks", type=int, help="number of ranks (needed for star plans and auto; default: the plan's size)"
+        "--ranks",
+        type=int,
+        help="number of ranks (needed for star plans, auto and all; default: torchrun's, or the plan's size)",
     )
     command.add_argument("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
     command.add_argument("--batch", type=int, default=1)
@@ -126,8 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         help="train a GPT or a DiT",
         usage="startrail train [RECIPE] [--FIELD VALUE ...]",
         description="Starts local ranks itself; under torchrun, uses those that it gives. Continues from the newest "
-        "checkpoint in its folder.",
-        epilog=fields_text(),
+        "good checkpoint in its folder.\nExit code: 0 when all steps are done, 143 if SIGTERM stopped the run and 130 "
+        "if Ctrl-C did (saved, the same\ncommand continues), 1 if something went wrong on the way, 2 for a mistake.",
+        epilog=fields_text(argv[1:] if argv[:1] == ["train"] else ()),
         formatter_class=plain,
         allow_abbrev=False,
     )
@@ -153,33 +172,49 @@ def _lab(command: str, argv: Sequence[str]) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    plan = Plan.parse(arguments.plan)
+    plan = _chosen(arguments) if arguments.plan == "auto" else Plan.parse(arguments.plan)
     world = _world(plan, arguments.ranks)
-    ranks = arguments.rank or list(range(min(world, 8)))
+    ranks = arguments.rank or list(range(min(world, MOST_SHOWN)))
     for rank in ranks:
         if not 0 <= rank < world:
             raise ValueError(f"--rank {rank} is not in a world of {world}")
     (pass_,) = (pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
+    if not arguments.rank:
+        ranks = ranks[: fitting(plan, world, pass_, ranks, shutil.get_terminal_size((120, 24)).columns)]
     print(show(plan, world, pass_, ranks))
     if not arguments.rank and world > len(ranks):
         print(f"... and {world - len(ranks)} more ranks; choose with --rank")
     return 0
 
 
+def _chosen(arguments: argparse.Namespace) -> Plan:
+    if not arguments.ranks or not arguments.heads:
+        raise ValueError("auto chooses a plan for a machine and a model: give --ranks and --heads (and --nodes)")
+    if arguments.ranks < 1 or arguments.nodes < 1 or arguments.ranks % arguments.nodes:
+        raise ValueError(f"--ranks {arguments.ranks} do not fill --nodes {arguments.nodes} evenly")
+    machine = Machine(arguments.nodes, arguments.ranks // arguments.nodes)
+    plan, why = auto_plan(machine, arguments.heads, arguments.kv_heads or arguments.heads)
+    print(why, end="\n\n")
+    return plan
+
+
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import check_cases
+    from startrail.check import check_cases, check_room, where
+    from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
+    from startrail.training.joining import device_of_rank, join
     from startrail.truth import Case
 
-    world = arguments.ranks
-    if arguments.plan != "auto":
-        world = _world(Plan.parse(arguments.plan), arguments.ranks)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+    world = int(os.environ["WORLD_SIZE"]) if launched and arguments.ranks is None else arguments.ranks
+    if arguments.plan not in ("auto", "all"):
+        world = _world(Plan.parse(arguments.plan), world)
     elif world is None or world < 1:
-        raise ValueError("plan auto needs --ranks, at least 1")
+        raise ValueError(f"plan {arguments.plan} needs --ranks, at least 1")
     case = Case(
-        plan=arguments.plan,
+        plan="auto" if arguments.plan == "all" else arguments.plan,
         world=world,
         length=arguments.length,
         batch=arguments.batch,
@@ -194,14 +229,27 @@ def _check(arguments: argparse.Namespace) -> int:
         wire_dtype=getattr(torch, arguments.wire_dtype) if arguments.wire_dtype else None,
         seed=arguments.seed,
     )
+    if not launched:
+        check_room(case)
     case.validate()
-    try:
-        (report,) = check_cases([case], arguments.deadline)
-    except RankError as error:
-        print(f"startrail check: {error}", file=sys.stderr)
-        return 1
-    print(report.text(case))
-    return 1 if report.verdict() else 0
+    cases = typical_cases(case) if arguments.plan == "all" else [case]
+    device, rank = torch.device("cpu"), 0
+    if launched:
+        device, rank = device_of_rank("auto"), int(os.environ["RANK"])
+        join(device, arguments.deadline)
+        reports = check_on_group(cases, device)
+    else:
+        try:
+            reports = check_cases(cases, arguments.deadline)
+        except RankError as error:
+            print(f"startrail check: {error}", file=sys.stderr)
+            return 1
+    if rank == 0:
+        one = len(cases) == 1
+        print(reports[0].text(case, device) if one else f"{where(device, cases)}\n\n{table(cases, reports)}")
+    if launched:
+        torch.distributed.destroy_process_group()
+    return 1 if any(report.verdict() for report in reports) else 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,8 @@ class CompiledStep:
     label: str
     messages: tuple[Message, ...]
     exchanged: tuple[Piece, ...]  # over heads
+    over_heads: int  # how many of the messages; they come first
+    all_to_all: int | None  # the lane, if they are an exchange between all that are on it
     blocks: tuple[CompiledBlock, ...]
     done: tuple[Piece, ...]  # inputs that are not needed after this step
 
@@ -48,8 +50,18 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
         label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
         pass_ = program.pass_
         blocks = tuple(CompiledBlock(b.row, b.column, pass_.needs(b), pass_.makes(b)) for b in step.blocks)
-        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, blocks, done))
+        at_once = _all_to_all_lane(program, messages[: len(first)])
+        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, len(first), at_once, blocks, done))
     return tuple(compiled)
+
+
+def _all_to_all_lane(program: Program, messages: list[Message]) -> int | None:
+    place = program.place
+    lanes = {message.lane for message in messages}
+    if len(lanes) != 1 or len(messages) != 2 * (place.num_heads - 1):
+        return None
+    (lane,) = lanes
+    return lane if place.lane_ranks(lane) == place.shard_ranks(place.shard) else None
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from startrail.lanes import Buffer, BufferPool
+from startrail.buffers import Buffer, BufferPool
 from startrail.schedule.values import Piece
 from startrail.sizes import aligned
 from startrail.wire import Wire
@@ -26,6 +26,10 @@ class Parts:
     buffer: Buffer
     of_rank: tuple[Tensor, ...]  # the bytes that go to each head rank, or come from it
     views: dict[Piece, tuple[Tensor, ...]]
+
+    @property
+    def dense(self) -> bool:
+        return self.buffer.flat.numel() == len(self.of_rank) * self.of_rank[0].numel()
 
     @classmethod
     def make(cls, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device) -> Parts:
@@ -45,11 +49,22 @@ class Parts:
 
 
 class Exchange:
-    def __init__(self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int) -> None:
+    """``all_to_all``: the lane can exchange all parts in one call, our own included, if they lie without gaps."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        pieces: Sequence[Piece],
+        pool: BufferPool,
+        device: torch.device,
+        head: int,
+        all_to_all: bool = False,
+    ) -> None:
         self.wire, self.pool, self.head = wire, pool, head
         self.leaving = Parts.make(wire, pieces, pool, device)
         self.coming = Parts.make(wire, pieces, pool, device)
         self.open = set(pieces)  # those that have not been taken out yet
+        self.at_once = all_to_all and self.leaving.dense
 
     def send_inputs(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
         """Of our tokens (batch, heads, tokens, ...): each head rank gets the heads that it computes."""
@@ -64,6 +79,8 @@ class Exchange:
         self._keep_own(piece)
 
     def _keep_own(self, piece: Piece) -> None:
+        if self.at_once:
+            return
         for room, ours in zip(self.coming.views[piece], self.leaving.views[piece], strict=True):
             room[self.head] = ours[self.head]
 

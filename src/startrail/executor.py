@@ -16,14 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from startrail.agree import Agreement, PeerError
+from startrail.agree import PATIENCE, Agreement, PeerError
+from startrail.buffers import Buffer, BufferPool
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
+from startrail.counters import Counters
 from startrail.exchange import Exchange
 from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
-from startrail.lanes import Buffer, BufferPool, Counters, Lanes, Message, Traffic
+from startrail.lanes import Lanes, Message
 from startrail.mask import Tile
 from startrail.schedule.build import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
+from startrail.under_way import DISAGREE, UnderWay, Watch
+from startrail.watch import watch
 from startrail.wire import Wire
 
 
@@ -68,6 +72,14 @@ class Executor:
     def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
         self._lanes, self.agreement, self.counters = lanes, agreement, counters
         self.pool = BufferPool()
+        self.watch = Watch(lanes, agreement.reason) if lanes is not None and lanes.watched else None
+        if self.watch is not None:
+            watch(self.watch, PATIENCE / 4)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the lanes are for; None where there are none."""
+        return None if self._lanes is None else self._lanes.device
 
     @property
     def lanes(self) -> Lanes:
@@ -82,63 +94,36 @@ class Executor:
         ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. Returns local results by
         kind: out = (lse, out), dq, dkv = (dk, dv).
         """
-        start = time.perf_counter()
+        if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers move on")
+        total, device = self.counters.total, job.device
+        start = total.start(device)
+        if self.watch is not None:
+            self.watch.begin(job.tag + 1)
         run = _Walk(self, job, program, inputs, kept)
         try:
             run.walk()
             results = run.finish()
         finally:
             run.pieces.clear()  # what has not arrived knows its pass
+        if self.watch is not None and (why := self.watch.end()):
+            raise self.failure(program, len(program.steps) - 1, "comparing calls", RuntimeError(why))
         self.pool.settle()
-        self.counters.total += time.perf_counter() - start
+        total.stop(start, device)
         return results
 
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
         """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
-        reason = self.agreement.reason()
+        reason, end = self.agreement.reason(), time.monotonic() + 4 * PATIENCE
+        while reason is None and self.lanes.ended == DISAGREE and time.monotonic() < end:
+            time.sleep(0.05)  # the others are about to say what they called
+            reason = self.agreement.reason()
         if isinstance(reason, ValueError):
             return reason
         return PeerError(
             f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
             f"{what} failed: {str(reason or error).splitlines()[0]}"
         )
-
-
-class _UnderWay:
-    """A message: waits once, counts the seconds, and says who waited for what if it fails.
-
-    It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
-    of the pass alive.
-    """
-
-    def __init__(self, executor: Executor, program: Program, index: int, message: Message, work: dist.Work) -> None:
-        self.executor, self.program, self.index, self.message = executor, program, index, message
-        self.work: dist.Work | None = work
-
-    def __str__(self) -> str:
-        return f"{self.program.pass_} step {self.index}, {self._what}"
-
-    @property
-    def _what(self) -> str:
-        return f"{'sending' if self.message.send else 'receiving'} {self.executor.lanes.name(self.message)}"
-
-    def end(self) -> None:
-        self.executor.lanes.end_waits()
-
-    def wait(self) -> None:
-        work, self.work = self.work, None
-        if work is None:
-            return
-        executor = self.executor
-        start = time.perf_counter()
-        executor.agreement.waiting(self)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise executor.failure(self.program, self.index, self._what, error) from error
-        finally:
-            executor.agreement.arrived()
-            executor.counters.waiting += time.perf_counter() - start
 
 
 class _Walk:
@@ -241,44 +226,60 @@ class _Walk:
 
     def _post(self, compiled: CompiledStep) -> None:
         """Post a step's messages. What is sent is looked up first: a receive may bring the same piece anew."""
-        messages = compiled.messages
-        exchange = self._exchange(compiled.exchanged) if compiled.exchanged else None
-        leaving = {m: self._payload(m.pieces[0]) for m in messages if m.send and not m.over_heads}
+        messages, lanes = compiled.messages, self.executor.lanes
+        exchange = self._exchange(compiled) if compiled.exchanged else None
+        leaving = [self._payload(m.pieces[0]) if m.send and not m.over_heads else None for m in messages]
         buffers, bytes_of, heads = [], [], heads_of(self.program)
-        for message in messages:
+        for message, payload in zip(messages, leaving, strict=True):
             if message.over_heads:
                 assert exchange is not None
                 parts = exchange.leaving if message.send else exchange.coming
                 buffers.append(parts.buffer)
                 bytes_of.append(parts.of_rank[heads[message.peer]])
             else:
-                buffers.append(leaving[message] if message.send else self._room_for(message))
+                buffers.append(self._room_for(message) if payload is None else payload)
                 bytes_of.append(buffers[-1].flat)
-        lanes = self.executor.lanes
         try:
-            works = lanes.post(messages, bytes_of, self.job.tag)
+            if exchange is not None and exchange.at_once:
+                assert compiled.all_to_all is not None
+                first = compiled.over_heads
+                work = lanes.all_to_all(compiled.all_to_all, exchange.coming.buffer.flat, exchange.leaving.buffer.flat)
+                works = [work] * first + lanes.post(messages[first:], bytes_of[first:], self.job.tag)
+            else:
+                works = lanes.post(messages, bytes_of, self.job.tag)
         except RuntimeError as error:
             names = ", ".join(map(lanes.name, messages))
             raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
-        for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
-            wait = _UnderWay(self.executor, self.program, self.index, message, work).wait
-            if message.send:
-                self.open.append(wait)  # what is received is waited for by whoever needs it
-                buffer.sends.append(wait)
-                traffic = self.executor.counters.traffic.setdefault(lanes.names[message.lane], Traffic())
-                traffic.bytes += flat.numel()
-                traffic.hops += 1
-            else:
-                buffer.arrivals.append(wait)
-        for message, buffer in leaving.items():  # packed copies of results: free once their sends have ended
-            if message.pieces[0].kind in RESULTS:
-                self.pool.put(buffer)
+        self._follow(messages, buffers, bytes_of, works)
+        for message, payload in zip(messages, leaving, strict=True):  # packed results: free once their sends have ended
+            if payload is not None and message.pieces[0].kind in RESULTS:
+                self.pool.put(payload)
         if exchange is not None:
             self.pool.put(exchange.leaving.buffer)
 
-    def _exchange(self, pieces: Sequence[Piece]) -> Exchange:
+    def _follow(
+        self, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
+    ) -> None:
+        """Remember what must be waited for, and count what was sent."""
+        executor, last = self.executor, None
+        for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
+            if last is None or last.work is not work:
+                last = UnderWay(executor, self.program, self.index, work)
+                if executor.watch is not None:
+                    executor.watch.under_way.append(last)
+            last.messages.append(message)
+            if message.send:
+                if not (self.open and self.open[-1] == last.wait):
+                    self.open.append(last.wait)  # what is received is waited for by whoever needs it
+                buffer.sends.append(last.wait)
+                executor.counters.sent(executor.lanes.names[message.lane], flat.numel())
+            else:
+                buffer.arrivals.append(last.wait)
+
+    def _exchange(self, compiled: CompiledStep) -> Exchange:
         """What goes out over heads is packed now; what comes in is taken when it is needed."""
-        exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head)
+        pieces, at_once = compiled.exchanged, compiled.all_to_all is not None and not self.executor.lanes.tagged
+        exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head, at_once)
         for piece in pieces:
             if piece.kind in INPUTS:
                 exchange.send_inputs(piece, self.inputs[piece.kind])
@@ -331,7 +332,8 @@ class _Walk:
         held = self.pieces[piece]
         if held.prepared is None:
             held.arrive()
-            held.prepared = tuple(self.job.kernel.prepare(x) for x in held.tensors)
+            # lse and delta, one number a row, stay as wide as sums are: kernels take them so
+            held.prepared = tuple(x if x.dim() == 3 else self.job.kernel.prepare(x) for x in held.tensors)
         return held.prepared
 
     def _forward(self, block: CompiledBlock) -> None:

@@ -1,59 +1,39 @@
-"""Messages: one process group a lane, buffers that are used again, and counters of what was sent."""
+"""Messages: one process group a lane, so that a slow link never queues a fast one.
+
+Two kinds of backends carry them. *gloo* matches messages by tag, and its waits fail when a peer is gone or late. *NCCL*
+and what behaves like it takes what one step posts on a lane as one batch with one work, matches messages by their order
+and nothing else, and its waits only say what must come before what: they never fail. There, lanes connect all
+their pairs when they are made, one number of every call is compared between all ranks while the call runs
+(``Comparison``), and a wait that was ended from outside is known by ``Lanes.ended``.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 
+from startrail import groups
 from startrail.agree import PeerError
-from startrail.schedule.build import lane_names
+from startrail.schedule.build import Program, lane_names
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece
 
 TAGS_A_PAIR = 1 << 11
-UNUSED_TAG = (1 << 31) - 1  # above those of every call
 
 
 def tag_of(signature: str) -> int:
     """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
     or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
     aborting or computing nonsense."""
-    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_A_PAIR  # below UNUSED_TAG
-
-
-@dataclass
-class Traffic:
-    """What this rank has sent over one lane."""
-
-    bytes: int = 0
-    hops: int = 0
-
-
-@dataclass
-class Counters:
-    """Totals: traffic by lane, and seconds."""
-
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    waiting: float = 0.0
-    total: float = 0.0
-
-    def reset(self) -> None:
-        self.traffic, self.waiting, self.total = {}, 0.0, 0.0
-
-
-KEPT_PASSES = 64
-KEPT_VIEWS = 8
+    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_A_PAIR  # below the tag that nobody uses
 
 
 class Message(NamedTuple):
@@ -67,136 +47,163 @@ class Message(NamedTuple):
     tag: int  # a count of the messages between the two
 
 
-class Buffer:
-    """Bytes, and what must end before they may be read (``arrivals``) or written again (``sends``).
+class Link(NamedTuple):
+    """Something goes to a peer over a lane, or comes from it."""
 
-    Views of the bytes are remembered: a buffer is used again and again for the same kind of piece. ``whole`` is the
-    buffer that these bytes are the beginning of, if the pool had none of their size.
-    """
-
-    def __init__(self, flat: Tensor, whole: Buffer | None = None) -> None:
-        self.flat, self.whole = flat, whole
-        self.arrivals: list[Callable[[], None]] = []
-        self.sends: list[Callable[[], None]] = []
-        self.used = 0  # in which pass the pool got it back
-        self._views: dict[object, tuple[Tensor, ...]] = {}
-
-    def views(self, key: object, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What ``make`` makes of the bytes, made once for each ``key``."""
-        if key not in self._views:
-            if len(self._views) >= KEPT_VIEWS:
-                self._views.clear()
-            self._views[key] = make(self.flat)
-        return self._views[key]
-
-    def arrive(self) -> None:
-        arrivals, self.arrivals = self.arrivals, []
-        for wait in arrivals:
-            wait()
+    send: bool
+    lane: int
+    peer: int
 
 
-class BufferPool:
-    """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
-    only once the send has ended; one that nobody has used in the last ``KEPT_PASSES`` goes."""
+def links_of(programs: Sequence[Program]) -> list[Link]:
+    """Every way that the programs' messages take, in an order that both ends share."""
+    posts = (post for program in programs for step in program.steps for post in step.posts)
+    return sorted({Link(post.send, post.lane, post.peer) for post in posts})
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[Buffer]] = {}
-        self._pass = 0
-        self.allocated = 0
 
-    def get(self, nbytes: int, device: torch.device) -> Buffer:
-        """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
-        free = self._free.get((nbytes, device)) or self._larger(nbytes, device)
-        if not free:
-            self.allocated += nbytes
-            return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=device))
-        buffer = free.pop(0)
-        for wait in buffer.sends:
-            wait()
-        buffer.sends = []
-        return buffer if buffer.flat.numel() == nbytes else Buffer(buffer.flat[:nbytes], buffer)
+class Comparison:
+    """Whether all ranks have begun the same call, found out while it runs: the largest of ``digest`` and of its
+    negative over all ranks. On a GPU the host never waits for the answer; it looks when it comes by again."""
 
-    def _larger(self, nbytes: int, device: torch.device) -> list[Buffer] | None:
-        sizes = [size for (size, where), free in self._free.items() if free and where == device]
-        size = min((size for size in sizes if nbytes < size <= 2 * nbytes), default=0)
-        return self._free.get((size, device))
+    def __init__(self, work: dist.Work, both: Tensor) -> None:
+        self.work, self.both = work, both
+        self.posted = time.monotonic()
+        self._event: torch.Event | None = None
+        self._ordered = False
 
-    def put(self, buffer: Buffer) -> None:
-        whole = buffer.whole or buffer
-        whole.sends, whole.used = buffer.sends, self._pass
-        self._free.setdefault((whole.flat.numel(), whole.flat.device), []).append(whole)
+    def __str__(self) -> str:
+        return "comparing the call with all ranks"
 
-    def settle(self) -> None:
-        """A pass is over, and so are all its sends: forget them, and buffers of sizes that are no longer asked for."""
-        self._pass += 1
-        for key, free in list(self._free.items()):
-            kept = [buffer for buffer in free if buffer.used > self._pass - KEPT_PASSES]
-            for buffer in kept:
-                buffer.sends = []
-            self._free[key] = kept
-            if not kept:
-                del self._free[key]
+    def ended(self) -> bool:
+        return self.work.is_completed()
+
+    def order(self) -> None:
+        """Have the answer on its way to the host, behind what the current stream has been given so far."""
+        self.work.wait()
+        if self.both.device.type == "cuda":
+            self.both = self.both.to("cpu", non_blocking=True)
+            self._event = torch.Event("cuda")
+            self._event.record()
+        self._ordered = True
+
+    def differs(self) -> bool | None:
+        """None as long as nobody knows."""
+        if not self._ordered or not (self._event is None or self._event.query()):
+            return None
+        low, high = self.both.tolist()
+        return low + high != 0
 
 
 class Lanes:
-    """One process group a lane, made once. ``ranks`` are the global ranks of the sequence-parallel group."""
+    """One process group a lane, made once for one kind of device. ``ranks`` are the global ranks of the
+    sequence-parallel group, ``links`` what the messages will use. ``ended`` says why no transfer goes on any more."""
 
-    def __init__(self, place: Place, ranks: tuple[int, ...], name: str, timeout: timedelta) -> None:
-        self.place, self.ranks = place, ranks
+    def __init__(
+        self,
+        place: Place,
+        ranks: tuple[int, ...],
+        name: str,
+        timeout: timedelta,
+        device: torch.device,
+        links: Sequence[Link],
+    ) -> None:
+        self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
         self.names = lane_names(place)
+        kind = groups.backend_for(device)
+        self.tagged = kind == "gloo"
+        self.watched = kind not in ("gloo", "fake")  # nothing of a fake group ever ends
         self.groups: list[dist.ProcessGroup | None] = []
         self.places: list[dict[int, int]] = []
+        self._ended: list[str] = []
+        made: list[dist.ProcessGroup] = []
+        weakref.finalize(self, groups.destroy, made, self._ended).atexit = False
+
+        def make(members: list[int], suffix: str) -> dist.ProcessGroup:
+            made.append(groups.make_group(members, f"{name}/{suffix}", kind, timeout))
+            return made[-1]
+
         for lane in range(len(self.names)):
             there = place.lane_ranks(lane)
             self.places.append({rank: index for index, rank in enumerate(there)})
             members = [ranks[member] for member in there]
-            group = _named_group(members, f"{name}/{lane}-{members[0]}", timeout) if len(members) > 1 else None
-            self.groups.append(group)
+            self.groups.append(make(members, f"{lane}-{members[0]}") if len(members) > 1 else None)
+        if self.watched:
+            self.everyone = make(list(ranks), "all")
+            self._connect(links)
 
-        made = [group for group in self.groups if group is not None]
-        self.coalesces = any(dist.get_backend(group) != "gloo" for group in made)
-        weakref.finalize(self, _destroy, made).atexit = False
+    @property
+    def ended(self) -> str | None:
+        return self._ended[0] if self._ended else None
+
+    def end(self, why: str) -> None:
+        """Make every transfer under way end at once, here and at the peers. The lanes are of no use afterwards."""
+        self._ended.append(why)
+        for group in self.groups:
+            if group is not None:
+                groups.abort(group)
+        if self.watched:
+            groups.abort(self.everyone)
 
     def end_waits(self) -> None:
-        """Make every transfer under way fail at once, here and at the peers. The lanes are of no use afterwards."""
-        for group in self.groups:
-            if group is None:
-                continue
-            backend = dist.get_backend(group)  # such as cpu:gloo,cuda:nccl
-            if "nccl" in backend:
-                group.abort()
-            if "gloo" not in backend:
-                continue
-            # gloo cannot be aborted, but a receive that times out closes all its connections; from a peer that has
-            # closed its own already it cannot be posted
-            for peer in (rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()):
-                with contextlib.suppress(RuntimeError):
-                    receive = dist.irecv(torch.empty(1), peer, group, tag=UNUSED_TAG)
-                    assert receive is not None
-                    receive.wait(timedelta(milliseconds=1))
+        self.end("ended by another rank's word")
+
+    def _connect(self, links: Sequence[Link]) -> None:
+        """One byte over every link, and a comparison: communicators and connections are made by their first use, which
+        would otherwise be inside a pass, and would wait there for whoever comes late."""
+        hello, room = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
+        works: dict[str, dist.Work] = {}
+        for lane in dict.fromkeys(link.lane for link in links):
+            here = [(index, link) for index, link in enumerate(links) if link.lane == lane]
+            flats = [(hello if link.send else room)[index] for index, link in here]
+            peers = ", ".join(str(self.ranks[link.peer]) for _, link in here if not link.send)
+            works[f"{self.names[lane]} to global ranks {peers}"] = self._batch([link for _, link in here], flats, 0)
+        compared = self.compare(1)
+        works["all ranks"] = compared.work
+        end = time.monotonic() + self.timeout.total_seconds()
+        for what, work in works.items():
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    self.end(f"no connection over {what}")
+                    raise PeerError(f"global rank {dist.get_rank()}: no connection over {what} within {self.timeout}")
+                time.sleep(0.001)
+            work.wait()
+
+    def compare(self, digest: int) -> Comparison:
+        """Begin to find out whether all ranks bring the same ``digest`` (at least 1)."""
+        both = torch.arange(-digest, digest + 1, 2 * digest, device=self.device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return Comparison(self.everyone.allreduce([both], options), both)
 
     def post(self, messages: Sequence[Message], bytes_of: Sequence[Tensor], first_tag: int) -> list[dist.Work]:
         """Post messages with their bytes as one batch a lane; a work for each, in order."""
-        if not self.coalesces:  # straight to the backend: what torch checks on the way costs more than a small message
+        if self.tagged:  # straight to the backend: what torch checks on the way costs more than a small message
             return [
                 (group.send if message.send else group.recv)([flat], places[message.peer], first_tag + message.tag)
                 for message, flat in zip(messages, bytes_of, strict=True)
                 for group, places in (self._lane(message.lane),)
             ]
-        works: dict[int, dist.Work] = {}
-        for lane in dict.fromkeys(message.lane for message in messages):
-            group, _ = self._lane(lane)
+        lanes = list(dict.fromkeys(message.lane for message in messages))
+        if len(lanes) == 1:
+            return [self._batch(messages, bytes_of, first_tag)] * len(messages)
+        works = {}
+        for lane in lanes:
             here = [index for index, message in enumerate(messages) if message.lane == lane]
-            ops = []
-            for index in here:
-                message = messages[index]
-                op = dist.isend if message.send else dist.irecv
-                peer, tag = self.ranks[message.peer], first_tag + message.tag
-                ops.append(dist.P2POp(op, bytes_of[index], peer, group, tag))
-            posted = dist.batch_isend_irecv(ops)
-            for place, index in enumerate(here):  # a backend that coalesces gives one work for the whole batch
-                works[index] = posted[place] if len(posted) == len(here) else posted[0]
-        return [works[index] for index in range(len(messages))]
+            works[lane] = self._batch([messages[i] for i in here], [bytes_of[i] for i in here], first_tag)
+        return [works[message.lane] for message in messages]
+
+    def all_to_all(self, lane: int, coming: Tensor, leaving: Tensor) -> dist.Work:
+        """Exchange equal parts with everybody on a lane, our own included, in one call."""
+        group, _ = self._lane(lane)
+        return group.all_to_all_single(coming, leaving, [], [], dist.AllToAllOptions())
+
+    def _batch(self, messages: Sequence[Message | Link], flats: Sequence[Tensor], tag: int) -> dist.Work:
+        """Messages of one lane that are posted together, and end together."""
+        group, places = self._lane(messages[0].lane)
+        group._start_coalescing(self.device)
+        for message, flat in zip(messages, flats, strict=True):
+            (group.send if message.send else group.recv)([flat], places[message.peer], tag)
+        return group._end_coalescing(self.device)
 
     def _lane(self, lane: int) -> tuple[dist.ProcessGroup, dict[int, int]]:
         """A lane's group, and where each rank stands in it."""
@@ -208,33 +215,3 @@ class Lanes:
         pieces, way = " ".join(map(str, message.pieces)), "to" if message.send else "from"
         rank = self.ranks[message.peer]
         return f"{pieces} {way} rank {message.peer} (global rank {rank}) over {self.names[message.lane]}"
-
-
-def _named_group(members: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group under a name of our own, made by its members alone.
-
-    ``new_group`` would name it by how many groups this process has made so far, so that ranks that have made different
-    numbers of them wait for each other in vain.
-    """
-    store = PrefixStore(f"{name}/", c10d._get_default_store())
-    config = dist.get_backend_config()  # such as cpu:gloo,cuda:gloo
-    kinds = {part.rpartition(":")[2] for part in config.split(",")}
-    backend = c10d.Backend(kinds.pop() if len(kinds) == 1 else config)  # one name, or torch warns when the group ends
-    index = members.index(dist.get_rank())
-    try:
-        group, _ = c10d._new_process_group_helper(
-            len(members), index, members, backend, store, group_name=c10d.GroupName(name), timeout=timeout
-        )
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise PeerError(
-            f"global rank {dist.get_rank()}: no connection to ranks {members} within {timeout}: {first}"
-        ) from error
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
-    return group
-
-
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
-    with contextlib.suppress(ValueError, AssertionError):  # the whole world may be gone already
-        for group in groups:
-            dist.destroy_process_group(group)

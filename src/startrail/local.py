@@ -8,15 +8,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
+import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
@@ -24,6 +26,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 Result = TypeVar("Result")
+LAST_WORDS = 1.0  # seconds in which the death that made a rank fail shows itself
+LOOK_EVERY = 0.5  # seconds
 
 
 class RankError(RuntimeError):
@@ -31,75 +35,127 @@ class RankError(RuntimeError):
 
 
 def run_local(
-    function: Callable[[int], Result], world: int, deadline: float = 300.0, expendable: frozenset[int] = frozenset()
+    function: Callable[[int], Result],
+    world: int,
+    deadline: float | None = 300.0,
+    expendable: frozenset[int] = frozenset(),
+    timeout: float | None = None,
+    look: Callable[[], None] | None = None,
 ) -> list[Result | None]:
     """Call ``function(rank)`` on ``world`` forked ranks of one thread each, and return what they return, by rank.
 
+    >>> run_local(lambda rank: torch.tensor([rank]), 2)
+    [tensor([0]), tensor([1])]
+
     The first rank that fails ends the others and is reported; so does the ``deadline`` in seconds. ``expendable``
-    ranks are not waited for at the end and may die, in tests of what the others then do; they return None.
+    ranks are not waited for at the end and may die, in tests of what the others then do; they return None. ``timeout``
+    is that of the ranks' process group, as long as the deadline unless said. ``look`` is called now and then while
+    they run; whatever it raises ends them.
     """
+    seconds = timeout or deadline
+    if seconds is None:
+        raise ValueError("without a deadline, ranks need a timeout")
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="startrail-") as folder:
-        pipes, processes = [], []
+    meeting = os.memfd_create("startrail")  # a file without a name: nothing is left of it, however this process ends
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    try:
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            join = partial(_join, rank, world, folder, deadline)
+            join = partial(_join, rank, world, meeting, seconds)
             process = context.Process(target=serve, args=(function, rank, join, theirs, not expendable))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        try:
-            return collect(pipes, expendable, time.monotonic() + deadline)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+        end = float("inf") if deadline is None else time.monotonic() + deadline
+        return collect(pipes, processes, expendable, end, look)
+    finally:
+        for started in processes:
+            if started.is_alive():
+                started.kill()
+            started.join()
+        os.close(meeting)
 
 
-def _join(rank: int, world: int, folder: str, deadline: float) -> None:
+def _join(rank: int, world: int, meeting: int, seconds: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline))
+    store = FileStore(f"/proc/self/fd/{meeting}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
 
 
-def collect(pipes: list[Connection], expendable: frozenset[int], end: float) -> list[Result | None]:
+def collect(
+    pipes: Sequence[Connection],
+    processes: Sequence[BaseProcess],
+    expendable: frozenset[int],
+    end: float,
+    look: Callable[[], None] | None = None,
+) -> list[Result | None]:
     """What the ranks behind ``pipes`` return, until the monotonic time ``end``; see ``serve``."""
     world = len(pipes)
     results: dict[int, Result | None] = dict.fromkeys(expendable)
     while len(results) < world:
-        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(open_pipes, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            late = sorted(set(range(world)) - set(results))
-            raise RankError(f"ranks {late} did not finish before the deadline")
+        open_pipes = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        left = max(0.0, end - time.monotonic())
+        ready = wait(list(open_pipes), timeout=left if look is None and left < float("inf") else min(left, LOOK_EVERY))
+        if not ready and time.monotonic() >= end:
+            raise RankError(f"ranks {sorted(open_pipes.values())} did not finish before the deadline")
+        if look is not None:
+            look()
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
             try:
-                ok, value = pipes[rank].recv()
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankError(f"rank {rank} ended without a word (killed or crashed)") from None
+                raise RankError(_death(rank, processes[rank])) from None
             if not ok:
-                raise RankError(f"rank {rank} failed:\n{value}")
+                del open_pipes[pipe]
+                raise RankError(_death_of_another(open_pipes, processes) or f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(world)]
+
+
+def _death(rank: int, process: BaseProcess) -> str:
+    process.join(LAST_WORDS)
+    if process.exitcode is not None and process.exitcode < 0:
+        return f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}"
+    return f"rank {rank} ended without a word (crashed, or left by itself)"
+
+
+def _death_of_another(pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> str | None:
+    """Whether a rank failed because another died: that one is to blame, though it says nothing."""
+    end = time.monotonic() + LAST_WORDS
+    waiting = dict(pipes)
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, end - time.monotonic()))):
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                pipe.recv_bytes()
+            except EOFError:
+                return _death(rank, processes[rank])
+    return None
 
 
 def serve(
     function: Callable[[int], Result], rank: int, join: Callable[[], None], pipe: Connection, together: bool
 ) -> None:
-    """The life of a forked rank: join the others, call ``function``, send what it returns or its traceback, and end."""
+    """The life of a forked rank: join the others, call ``function``, send what it returns or its traceback, and end.
+
+    Results travel as plain pickles: the pipe's own way to send tensors needs their process to live on.
+    """
     try:
         torch.set_num_threads(1)  # before anything else: the parent's OpenMP threads did not survive the fork
         gc.freeze()  # or every rank's first full collection would go through, and copy, all that the parent had made
         join()
-        result = function(rank)
+        message = pickle.dumps((True, function(rank)))
         if together:
-            dist.barrier()  # nobody leaves while a peer still reads from it
-        pipe.send((True, result))
+            with suppress(RuntimeError):  # a peer that died is reported by its own end
+                dist.barrier()  # nobody leaves while a peer still reads from it
+        pipe.send_bytes(message)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
         with suppress(OSError):  # nobody may listen any more

@@ -7,12 +7,13 @@ rectangles that attention kernels compute without a mask: full, causal and antic
 would be tiny (many short documents, a narrow window) several are computed together under an explicit mask.
 
 >>> mask = Mask(causal=True)
->>> tiles_of(mask, ((0, 2), (6, 2)), ((0, 2), (6, 2)))      # a zigzag shard with itself: one causal square
-(Tile(q0=0, q1=4, k0=0, k1=4, form='causal', bounds=()),)
->>> tiles_of(mask, ((2, 2), (4, 2)), ((0, 2), (6, 2)))      # a later shard with an earlier one: all see its first half
-(Tile(q0=0, q1=4, k0=0, k1=2, form='full', bounds=()),)
->>> tiles_of(mask, ((0, 2), (6, 2)), ((2, 2), (4, 2)))      # and the reverse: the second half sees everything
-(Tile(q0=2, q1=4, k0=0, k1=4, form='full', bounds=()),)
+>>> def show(*shards): return [tile[:5] for tile in tiles_of(mask, *shards)]       # rows from, to, keys from, to
+>>> show(((0, 2), (6, 2)), ((0, 2), (6, 2)))                # a zigzag shard with itself: one causal square
+[(0, 4, 0, 4, 'causal')]
+>>> show(((2, 2), (4, 2)), ((0, 2), (6, 2)))                # a later shard with an earlier one: all see its first half
+[(0, 4, 0, 2, 'full')]
+>>> show(((0, 2), (6, 2)), ((2, 2), (4, 2)))                # and the reverse: the second half sees everything
+[(2, 4, 0, 4, 'full')]
 """
 
 from __future__ import annotations
@@ -25,10 +26,17 @@ from typing import NamedTuple
 
 from startrail.layout import Runs
 
-# A kernel call costs about as much as this many query-key pairs; pieces of under SHORT rows may be computed together.
-CALL_COST = 128 * 128
+# Pieces of under SHORT rows may be computed together.
 SHORT = 128
 MASKED_ROWS = 256
+
+
+class Costs(NamedTuple):
+    """What decides how a backend's blocks are cut. A ``call`` costs about as much as this many query-key pairs;
+    ``bands``: whether a call may have a window of its own, and several documents one behind the other (`bands`)."""
+
+    call: int = 128 * 128
+    bands: bool = False
 
 
 class Segment(NamedTuple):
@@ -230,7 +238,8 @@ def _check_one_interval(slices: list[Slice], query: int) -> None:
 
 class Tile(NamedTuple):
     """Query rows [q0, q1) x keys [k0, k1). Forms: full; causal (a square, key <= row); anticausal (key >= row);
-    masked: ``bounds`` are the segments, and every row sees something."""
+    masked: ``bounds`` are the segments, and every row sees something; bands: the same, and rectangles of ``packs``
+    (rows, keys) one behind the other under one ``window`` say it too (see `bands`)."""
 
     q0: int
     q1: int
@@ -238,6 +247,8 @@ class Tile(NamedTuple):
     k1: int
     form: str
     bounds: tuple[Segment, ...] = ()
+    window: tuple[int, int] = (-1, -1)
+    packs: tuple[tuple[int, int], ...] = ()
 
     @property
     def area(self) -> int:
@@ -245,7 +256,7 @@ class Tile(NamedTuple):
         rows = self.q1 - self.q0
         if self.form == "full":
             return rows * (self.k1 - self.k0)
-        if self.form == "masked":
+        if self.bounds:
             return sum(
                 (s.q1 - s.q0) * (s.high - s.low) + (s.dhigh - s.dlow) * (s.q1 - s.q0) * (s.q1 - s.q0 - 1) // 2
                 for s in self.bounds
@@ -253,11 +264,14 @@ class Tile(NamedTuple):
         return rows * (rows + 1) // 2
 
 
-def tiles_of(mask: Mask, queries: Runs, keys: Runs) -> tuple[Tile, ...]:
+def tiles_of(mask: Mask, queries: Runs, keys: Runs, call_cost: int = Costs().call) -> tuple[Tile, ...]:
     """The rectangles of local indices that cover exactly the visible pairs of two shards, given as runs."""
-    if not queries or not keys:
-        return ()
-    return tuple(_cover(_segments(mask, queries, keys)))
+    return tuple(_cover(segments_of(mask, queries, keys), call_cost))
+
+
+def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
+    """What each row of a shard sees of another, as straight pieces; without the rows that see nothing."""
+    return _segments(mask, queries, keys) if queries and keys else []
 
 
 def _segments(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
@@ -320,7 +334,7 @@ def _without_blind_rows(s: Segment) -> Segment | None:
     return s if s.q1 > s.q0 else None
 
 
-def _cover(segments: list[Segment]) -> list[Tile]:
+def _cover(segments: list[Segment], call_cost: int) -> list[Tile]:
     """Exact tiles of long segments; neighbouring short ones share a masked tile where that is cheaper."""
     tiles: list[Tile] = []
     short: list[Segment] = []
@@ -330,8 +344,8 @@ def _cover(segments: list[Segment]) -> list[Tile]:
         if exact:
             k0, k1 = min(tile.k0 for tile in exact), max(tile.k1 for tile in exact)
             together = Tile(short[0].q0, short[-1].q1, k0, k1, "masked", tuple(short))
-            apart = sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) + CALL_COST for tile in exact)
-            joint = (together.q1 - together.q0) * (k1 - k0) * 3 // 2 + CALL_COST
+            apart = sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) + call_cost for tile in exact)
+            joint = (together.q1 - together.q0) * (k1 - k0) * 3 // 2 + call_cost
             tiles.extend(exact if apart <= joint else [together])
         short.clear()
 

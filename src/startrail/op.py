@@ -38,7 +38,11 @@ def _find(name: str) -> Runtime:
     return _runtimes[name]
 
 
-@torch.library.custom_op("startrail::attention", mutates_args=())
+# Transfers, and buffers that are used again: no replay of a CUDA graph would be right.
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("startrail::attention", mutates_args=(), tags=UNSAFE)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -62,7 +66,7 @@ def _(
     )
 
 
-@torch.library.custom_op("startrail::attention_backward", mutates_args=())
+@torch.library.custom_op("startrail::attention_backward", mutates_args=(), tags=UNSAFE)
 def attention_backward(
     dout: Tensor,
     qkv: list[Tensor],

@@ -65,6 +65,10 @@ class SequenceParallel:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+        for name, given, kind in (("group", group, dist.ProcessGroup), ("mesh", mesh, DeviceMesh)):
+            if given is not None and not isinstance(given, kind):
+                hint = ": write mesh=" if isinstance(given, DeviceMesh) else ""
+                raise ValueError(f"{name} must be a {kind.__name__}, got {type(given).__name__}{hint}")
         if group is not None and mesh is not None:
             raise ValueError("pass group= or mesh=, not both")
         if check_every_call is None:
@@ -131,7 +135,8 @@ class SequenceParallel:
 
     def timings(self) -> dict[str, float]:
         """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
-        return {"total": self._runtime.counters.total, "waiting": self._runtime.counters.waiting}
+        counters = self._runtime.counters
+        return {"total": counters.total.seconds(), "waiting": counters.waiting.seconds()}
 
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
@@ -182,4 +187,5 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """How long the group's own operations may take."""
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # none: a fake group

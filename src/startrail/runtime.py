@@ -28,14 +28,15 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from startrail.agree import Agreement, Board, Lobby
 from startrail.arguments import Call, check_tensors, describe
+from startrail.counters import Counters
 from startrail.executor import Executor, Job
 from startrail.first_steps import digest
 from startrail.kernels import kernel_for, lifted_rows, row_sums
-from startrail.lanes import Counters, Lanes, tag_of
+from startrail.lanes import Lanes, links_of, tag_of
 from startrail.layout import LAYOUTS
 from startrail.plan import Plan
 from startrail.schedule.build import build_program
-from startrail.schedule.values import BACKWARD, FORWARD, Pass
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
 from startrail.sizes import Sizes
 from startrail.tokens import Ready, Tokens
 from startrail.wire import Wire
@@ -89,7 +90,7 @@ class Runtime:
 
     def _board(self) -> Board | None:
         """Where the ranks of this group compare their calls."""
-        if self.world == 1:
+        if self.world == 1 or dist.get_backend() == "fake":  # nobody else is there
             return None
         store = dist.distributed_c10d._get_default_store()
         return Board(PrefixStore(self._name, store), self.rank, self.world, self.settings.timeout)
@@ -156,6 +157,7 @@ class Runtime:
         with self._alone():
             job = self._job(FORWARD, q, k, v, sequence, call, None)
             kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
+            q, k, v = map(job.wire.rounded, (q, k, v))
             lse, out = self._run(job, FORWARD, {"q": (q,), "kv": job.wire.with_copies(k, v)}, kept)["out"]
             if not call.steps:  # whose rows may see nothing
                 self._known(sequence)[0].spoil_hidden_rows(out, lse)
@@ -182,8 +184,7 @@ class Runtime:
         k, v = qkv[1:] if qkv else (q[:, :kv_heads], out[:, :kv_heads])
         with self._alone():
             job = self._job(BACKWARD, q, k, v, sequence, call, number)
-            if build_program(self.plan, self.world, self.rank, BACKWARD).sends_any("do"):
-                dout = dout.to(job.wire.travels)  # kernels get it as it travelled, so delta must be of that
+            q, k, v, dout = map(job.wire.rounded, (q, k, v, dout))
             delta = row_sums(dout, out, job.wire.acc)
             if dlse is not None:
                 delta = delta - dlse
@@ -239,8 +240,9 @@ class Runtime:
         if data or not self.agreement.knows(*keys):
             self.agreement.confirm(keys, None)
         scale, tag = call.scale_of(q.shape[3]), tag_of(f"{self.agreement.number} {detail}")
+        tiles = partial(tokens.tiles, call, ready.kernel.costs)
         largest = q.new_full(q.shape[:2] if call.largest else (0, 0), float("-inf"), dtype=torch.float32)
-        return Job(ready.wire, ready.kept, ready.kernel, partial(tokens.tiles, call), scale, tag, q.device, largest)
+        return Job(ready.wire, ready.kept, ready.kernel, tiles, scale, tag, q.device, largest)
 
     def _prepare(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> Ready:
         """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
@@ -289,17 +291,20 @@ class Runtime:
     def _run(
         self, job: Job, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
-        return self.executor.run(job, build_program(self.plan, self.world, self.rank, pass_), inputs, kept)
+        program = build_program(self.plan, self.world, self.rank, pass_)
+        return self.executor_on(job.device).run(job, program, inputs, kept)
 
-    @property
-    def executor(self) -> Executor:
-        if self._executor is None:
+    def executor_on(self, device: torch.device) -> Executor:
+        """What runs passes on this device, with lanes for it; made anew for another kind of device."""
+        executor = self._executor
+        if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
             if self.world > 1:
-                name = f"{self._name}/lanes {self.agreement.epoch}"
-                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout)
-            self._executor = Executor(lanes, self.agreement, self.counters)
-        return self._executor
+                name = f"{self._name}/lanes {self.agreement.epoch} {device.type}"
+                programs = [build_program(self.plan, self.world, self.rank, pass_) for pass_ in PASSES]
+                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_of(programs))
+            self._executor = executor = Executor(lanes, self.agreement, self.counters)
+        return executor
 
 
 def _no_counts() -> array[int]:

@@ -177,6 +177,11 @@ class Sequence:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, for rotary and other position embeddings. Padding repeats the last
         position."""
+        if not isinstance(device, torch.device | str | None):
+            raise ValueError(
+                f"positions takes a device, not a {type(device).__name__}: the sequence knows its tokens; "
+                "write positions(x.device)"
+            )
         layout = self._tokens.layout
         chunks = [
             torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks[self.sp.rank]
@@ -190,7 +195,7 @@ class Sequence:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *others: object,
         causal: bool = False,
         window: int | None = None,
         chunk: int | None = None,
@@ -215,7 +220,8 @@ class Sequence:
         exponentials (the sink's too), has gradients. With ``return_largest``, (out, largest): each head's largest
         logit over the whole batch and all ranks, without gradient. With both, (out, lse, largest).
         """
-        if problem := wrong_kind(q, k, v, causal, window, scale) or wrong_option(q, chunk, sinks, softcap, mask):
+        problem = wrong_kind(q, k, v, causal, window, scale, others)
+        if problem := problem or wrong_option(q, chunk, sinks, softcap, mask):
             self.sp.refuse(problem, self._known_as)
         if mask is not None and (causal, window, chunk) != (False, None, None):
             self.sp.refuse(
@@ -258,6 +264,8 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"need a tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from startrail.arguments import Call
+from startrail.bands import bands_of
 from startrail.kernels import Kernel
 from startrail.layout import Layout, Runs
-from startrail.mask import Tile, tiles_of
+from startrail.mask import Costs, Tile, segments_of, tiles_of
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece
 from startrail.wire import Wire
@@ -65,11 +66,12 @@ class Tokens:
             self._runs[shard] = self.layout.runs(*self.place.shard_ranks(shard))
         return self._runs[shard]
 
-    def tiles(self, call: Call, row: int, column: int) -> tuple[Tile, ...]:
-        key = (call.causal, call.window, call.chunk, call.steps, row, column)
+    def tiles(self, call: Call, costs: Costs, row: int, column: int) -> tuple[Tile, ...]:
+        key = (call.causal, call.window, call.chunk, call.steps, costs, row, column)
         if key not in self._tiles:
             mask = call.mask(self.documents if len(self.documents) > 2 else None, self.blocks)
-            self._tiles[key] = tiles_of(mask, self.runs(row), self.runs(column))
+            block = mask, self.runs(row), self.runs(column)
+            self._tiles[key] = tuple(bands_of(segments_of(*block))) if costs.bands else tiles_of(*block, costs.call)
         return self._tiles[key]
 
     def spoil_hidden_rows(self, out: Tensor, lse: Tensor) -> None:

@@ -25,6 +25,7 @@ from startrail.sizes import Sizes
 # How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
 # them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
 USES = ("plain", "strided", "q only", "k and v only", "interleaved")
+CPU = torch.device("cpu")
 FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
 
 
@@ -143,11 +144,11 @@ def visible_pairs(case: Case) -> Tensor:
     return seen
 
 
-def make_data(case: Case) -> Data:
+def make_data(case: Case, device: torch.device = CPU) -> Data:
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     rows, keys = (case.batch, case.q_heads, case.length), (case.batch, case.kv_heads, case.length)
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
@@ -156,7 +157,7 @@ def make_data(case: Case) -> Data:
         random(case.q_heads, dtype=torch.float32) if case.sinks else None,
         random(*rows, dtype=torch.float32) if case.lse else None,
     ]  # fmt: skip
-    mask = visible_pairs(case)
+    mask = visible_pairs(case).to(device)
     exact = _dense(_as(inputs, torch.float64), mask, case.scale)
     truths = [(inputs, exact)]
     if case.sinks or case.lse:  # those are written out, with fewer roundings than flash attention has
@@ -168,6 +169,7 @@ def make_data(case: Case) -> Data:
         (coarser(case), torch.randperm(case.length, generator=generator)),
         (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
     ):
+        order = order.to(device)
         for given, true in truths:
             ordered = [x if x is None or x.dim() == 1 else x[:, :, order] for x in given]
             for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale).items():
@@ -192,7 +194,8 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     q, k, v, dout, sinks, dlse = inputs
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    unit = torch.finfo(accumulator(coarser(case))).eps
+    coarse = coarser(case)
+    unit = torch.finfo(accumulator(coarse)).eps * (2 if accumulator(coarse) == torch.float64 else 1)  # as the truth's
     floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks)
@@ -208,6 +211,8 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     if dlse is not None:
         sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / unit
     floors = {name: Error(floor / 5, floor) for name in ("out", "dq", "dk", "dv", "lse", "dsinks")}
+    if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
+        unit = max(unit, torch.finfo(coarse).eps / 2)
     for name, total in sums.items():
         last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
         floors[name] = Error.worse(floors[name], last_place)

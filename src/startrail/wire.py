@@ -93,6 +93,11 @@ class Wire:
         }
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in by_kind[kind])
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """``x`` as the peers will see it. If own blocks took more digits, a backward pass that computes them elsewhere
+        would have other logits than those its lse is of, and other sums than those its delta is of."""
+        return x.to(self.travels) if self.travels.itemsize < self.dtype.itemsize else x
+
     # --- key/value heads that are repeated
 
     def with_copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

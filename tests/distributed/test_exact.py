@@ -169,3 +169,16 @@ def test_tiny_and_huge_cotangents():
         return worst
 
     assert max(run_local(on_rank, 2)) < 2e-6
+
+
+def test_other_dtypes_on_the_wire_stay_within_what_is_stated():
+    """At a scale where logits are large: forward and backward passes must round them in the same way."""
+    plans = ("1x4,backward=queries", "2x2,backward=queries", "u2/1x2", "star2", "1x4")
+    cases = [
+        Case(plan, 4, length, q_heads=4, kv_heads=2, head_dim=33, causal=causal, wire_dtype=wire, scale=1.0)
+        for plan in plans
+        for length, causal in ((64, False), (37, True))
+        for wire in (torch.bfloat16, torch.float64)
+    ]
+    wrong = [(case, report.verdict()) for case, report in zip(cases, check_cases(cases), strict=True)]
+    assert not [(case, verdict) for case, verdict in wrong if verdict]

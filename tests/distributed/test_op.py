@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import startrail
 from startrail.arguments import Call
-from startrail.lanes import KEPT_PASSES, BufferPool
+from startrail.buffers import KEPT_PASSES, BufferPool
 from startrail.local import run_local
 from startrail.plan import Plan
 from startrail.schedule.build import build_program
@@ -206,7 +206,7 @@ def test_repeated_calls_reuse_buffers_and_remember_nothing():
             return [out, *torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))]
 
         before = call(first)
-        executor = sp._runtime.executor
+        executor = sp._runtime.executor_on(torch.device("cpu"))
         allocated = executor.pool.allocated
         # two calls under way at once, backward in either order: saved tensors are each call's own
         inputs = [[sequence.shard(x, 2).requires_grad_() for x in data[:3]] for data in (first, second)]

@@ -36,7 +36,8 @@ def test_options_are_exact_under_every_kind_of_plan():
     for case, report in zip(cases, check_cases(cases), strict=True):
         wrong += [f"{case}: {text}" for text in report.verdict()]
         if case.dtype == torch.float64:
-            assert max(error.worst for error in report.errors.values()) < 2e-13
+            errors = [error.worst for name, error in report.errors.items() if name != "dsinks"]  # sinks are float32
+            assert max(errors) < 2e-13
     assert not wrong, "\n".join(wrong)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -294,7 +295,7 @@ def test_sigterm_saves_and_the_same_command_continues(data, tmp_path, capfd):
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, error
+    assert process.returncode == 143, error
     stopped = max(losses_in(tmp_path / "run"))
     assert 5 <= stopped < 40
     assert f"stopped after step {stopped} and saved; the same command continues from there" in out
@@ -401,6 +402,37 @@ def test_a_run_goes_on_when_nobody_reads_its_output(data, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
 
 
+def test_sigterm_in_an_evaluation_is_not_kept_waiting(data, tmp_path):
+    recipe = gpt(data, tmp_path / "run", ranks=2, plan="1x2", steps=3, zero=2, evaluate_batches=100_000)
+    process = startrail_train(write_recipe(tmp_path / "recipe.json", recipe))
+    assert process.stdout is not None
+    assert "memory, estimated" in "".join(process.stdout.readline() for _ in range(3))
+    time.sleep(1)  # in the evaluation before the first step, which takes minutes
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (143, "")
+    assert "stopped after step 0; the same command continues from there" in out
+
+
+def test_what_is_good_is_saved_when_a_step_is_not_finite(data, tmp_path):
+    def on_rank(rank):
+        from startrail.training.saving import TrainingError
+
+        trainer = Trainer(gpt(data, tmp_path / "run", plan="1x2", steps=4, zero=2), CPU, Display(), Stop())
+        loss_sum, calls = trainer.task.loss_sum, []
+
+        def broken(model, batch):
+            calls.append(batch)
+            return loss_sum(model, batch) * (float("nan") if len(calls) == 3 else 1)
+
+        trainer.task.loss_sum = broken
+        with pytest.raises(TrainingError, match=r"step 3: loss nan, .* and those of step 2 are saved"):
+            trainer.run()
+        return [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+
+    assert run_local(on_rank, 2) == [["step-00000002"]] * 2
+
+
 def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     def on_rank(rank):
         from startrail.training.saving import TrainingError
@@ -431,5 +463,6 @@ def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     assert results[0] == results[1]
     text, before, skipped = results[0]
     assert text.startswith("step 3: loss nan, gradient norm nan; stopped before the parameters changed")
+    assert "which are not finite themselves: nothing was saved" in text
     assert before == [False, False]
     assert skipped[:3] == [False, False, True]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from startrail import lab
 from startrail.lab.namespaces import living_in
-from tests.helpers import ROOT, eventually
+from tests.helpers import ROOT, eventually, holders_of
 
 pytestmark = pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
 
@@ -276,18 +276,6 @@ def start_python(code: str, **options: object) -> subprocess.Popen[str]:
     )
 
 
-def holders_of(networks: list[int]) -> list[str]:
-    """File descriptors of any process that keep one of these namespaces alive."""
-    names, found = {f"net:[{inode}]" for inode in networks}, []
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(path) in names:
-                found.append(str(path))
-        except OSError:
-            continue  # it closed meanwhile
-    return found
-
-
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_nothing_is_left(ending: str) -> None:
     body, number = ENDINGS[ending]
@@ -307,6 +295,41 @@ def test_nothing_is_left(ending: str) -> None:
     assert not Path(folder).exists()
     assert socket.if_nameindex() == interfaces
     assert sorted(Path("/run/netns").glob("*")) == named
+
+
+def reaper_of(holder: int) -> int:
+    return int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
+
+
+@pytest.mark.parametrize("also_the_reaper", [False, True])
+def test_nothing_is_left_when_parent_and_holder_are_killed_together(also_the_reaper: bool) -> None:
+    """If the reaper dies as well, the next cluster cleans up."""
+    process = start_python(CLUSTER.format(body=f"cluster.run({PROGRAM})"))
+    assert process.stdout is not None
+    holder, networks, folder = json.loads(process.stdout.readline())
+    assert eventually(lambda: len(living_in(networks)) >= 4), "the job did not start"
+    reaper = reaper_of(holder)
+    everyone = [process.pid, holder, *([reaper] if also_the_reaper else [])]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)  # so that none of them sees another die
+    for pid in everyone:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    assert eventually(lambda: not os.path.exists(f"/proc/{holder}/exe"))
+    if also_the_reaper:
+        assert living_in(networks), "the daemons live on"
+        assert Path(folder).exists()
+        with lab.Cluster(nodes=1, ranks_per_node=1):
+            pass
+    assert eventually(lambda: not living_in(networks)), living_in(networks)
+    assert eventually(lambda: not Path(folder).exists())
+    assert eventually(lambda: not os.path.exists(f"/proc/{reaper}/exe"))
+    assert holders_of(networks) == []
+
+
+def test_a_call_returns_tensors(pair: lab.Cluster) -> None:
+    found = pair.call(lambda rank: {"rank": torch.full((2, 3), rank)[:, :2]}, deadline=30)
+    assert [result["rank"].tolist() for result in found] == [[[rank] * 2] * 2 for rank in range(4)]
 
 
 def drop_capabilities() -> None:

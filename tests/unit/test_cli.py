@@ -1,5 +1,9 @@
+import subprocess
+import sys
+
 import pytest
 
+import startrail
 from startrail.cli import main
 from tests.helpers import refusal
 
@@ -19,6 +23,10 @@ from tests.helpers import refusal
         (["check", "1x2", "--head-dim", "512"], "head dim 512 is more than 256"),
         (["check", "1x2", "--length", "0"], "length 0 must be at least 1"),
         (["check", "auto"], "plan auto needs --ranks"),
+        (["check", "40x50"], "plan 40x50 has 2,000 ranks, a process each; at most 256 are started on one machine"),
+        (["check", "1x2", "--length", "1000000"], "the float64 reference of 1,000,000 tokens 238418.6 GiB, but"),
+        (["show", "auto"], "auto chooses a plan for a machine and a model: give --ranks and --heads"),
+        (["show", "auto", "--ranks", "6", "--nodes", "4", "--heads", "8"], "--ranks 6 do not fill --nodes 4 evenly"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
@@ -35,6 +43,49 @@ def test_check_reports_errors_bytes_and_waiting(capsys):
 def test_check_takes_every_mask_at_once(capsys):
     argv = ["check", "1x2", "--causal", "--window", "9", "--documents", "0,30,64", "--length", "64", "--kv-heads", "2"]
     assert main([*argv, "--dtype", "bfloat16", "--heads", "4", "--head-dim", "8"]) == 0
+
+
+def test_show_keeps_lines_readable_whatever_the_plan(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    for plan, more in (("64x32/u8", "more ranks; choose with --rank"), ("2x2", "rank 3")):
+        assert main(["show", plan]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 100
+        assert more in text
+    assert main(["show", "64x32/u8", "--rank", "5", "--rank", "77"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 130
+
+
+def test_show_auto_says_what_it_chose(capsys):
+    assert main(["show", "auto", "--ranks", "8", "--nodes", "2", "--heads", "8", "--kv-heads", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("auto chose 1x2/u2/1x2: 1.5 over the nodes") and "step  rank 0" in text
+
+
+def test_version_and_python_dash_m(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"startrail {startrail.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "startrail", "show", "1x2"], capture_output=True, text=True)
+    assert done.returncode == 0 and "1x2 on 2 ranks, forward" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        ([], ["what gpt-tiny has", "steps in all [120]", "--width 128", "rows x columns) [2048]"]),
+        (["gpt-3b"], ["what gpt-3b has", "steps in all [10000]", "rows x columns) [131072]"]),
+        (["dit-tiny", "--steps", "7"], ["what dit-tiny has", "steps in all [7]", "minutes that a rank may hang"]),
+    ],
+)
+def test_train_help_shows_the_chosen_recipe(argv, expected, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *argv, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in expected), text
+    assert "143 if SIGTERM stopped the run" in text
 
 
 def test_help_shows_examples(capsys):

@@ -1,6 +1,7 @@
 """The CUDA backends without a GPU: real ops on fake CUDA tensors for shapes, dtypes and devices; and for numbers, on
 CPU, stand-ins that compute with the reference and refuse what the real kernels would crash on or silently get wrong."""
 
+import itertools
 import sys
 import types
 
@@ -9,10 +10,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from startrail.bands import bands_of
 from startrail.kernels import Partial, cuda, kernel_for
 from startrail.kernels.base import Look
 from startrail.kernels.reference import ReferenceKernel
-from startrail.mask import Segment, Tile
+from startrail.mask import Mask, Segment, Tile, segments_of
 
 REFERENCE = ReferenceKernel()
 SCALE = 0.3
@@ -68,6 +70,75 @@ def flash_backward(
     assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
     sides = wide(grad_out, query, key, value, out, logsumexp)
     return tuple(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, Look(is_causal, None, scale)))
+
+
+def check_bands(q, k, v, *others):
+    """What flash attention demands of (..., rows, heads, dim)."""
+    for x in (q, k, v, *others):
+        assert x.dtype == q.dtype
+        assert not any(step % 8 for step in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])), "misaligned"
+        assert x.stride(-1) == 1
+
+
+def band_blocks(q, k, cum_seq_q, cum_seq_k, max_q, max_k, left, right):
+    """Rows, keys and what is visible of each rectangle, from the definition: aligned at the last row and key."""
+    if cum_seq_q is None:
+        cuts = [(0, q.shape[1]), (0, k.shape[1])]
+    else:
+        assert q.dim() == 3 and cum_seq_q.dtype == cum_seq_k.dtype == torch.int32
+        cuts = [tuple(cum_seq_q.tolist()), tuple(cum_seq_k.tolist())]
+        assert (cuts[0][-1], cuts[1][-1]) == (q.shape[0], k.shape[0])
+    lengths = [[b - a for a, b in itertools.pairwise(ends)] for ends in cuts]
+    assert [max(side) for side in lengths] == [max_q, max_k]
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(ends) for ends in cuts), strict=True):
+        row, key = torch.arange(q1 - q0).unsqueeze(1) + (k1 - k0) - (q1 - q0), torch.arange(k1 - k0)
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        if left >= 0:
+            seen &= key >= row - left
+        if right >= 0:
+            seen &= key <= row + right
+        yield slice(q0, q1), slice(k0, k1), seen
+
+
+def bands_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
+    window_size_left, window_size_right,
+):  # fmt: skip
+    check_bands(query, key, value)
+    assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
+    out, lse = torch.zeros_like(query), torch.zeros(*query.shape[:-3], query.shape[-2], query.shape[-3])
+    blocks = band_blocks(query, key, cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right)
+    for rows, keys, seen in blocks:
+        sides = query[..., rows, :, :], key[..., keys, :, :], value[..., keys, :, :]
+        sides = [x.transpose(-2, -3).double().view(-1, x.shape[-2], x.shape[-3], x.shape[-1]) if x.dim() == 4
+                 else x.transpose(0, 1).double().unsqueeze(0) for x in sides]  # fmt: skip
+        part, sums = REFERENCE.forward_tile(*sides, Look(False, seen, scale))
+        out[..., rows, :, :] = (part if query.dim() == 4 else part[0]).transpose(-2, -3).to(query.dtype)
+        lse[..., rows] = (sums if query.dim() == 4 else sums[0]).float()
+    return out, lse, torch.empty(2), torch.empty(0), torch.empty(0)
+
+
+def bands_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale, window_size_left, window_size_right,
+):  # fmt: skip
+    check_bands(query, key, value, grad_out, out)
+    assert logsumexp.dtype == torch.float32 and logsumexp.is_contiguous()
+    assert logsumexp.shape == (*query.shape[:-3], query.shape[-2], query.shape[-3])
+    assert (dropout_p, is_causal) == (0.0, False)
+    one = query.dim() == 3
+    sides = [x.unsqueeze(0) if one else x for x in (grad_out, query, key, value, out)]
+    dout, q, k, v, o = (x.transpose(1, 2).double() for x in sides)
+    sums = (logsumexp.unsqueeze(0) if one else logsumexp).double()
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    blocks = band_blocks(query, key, cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right)
+    for rows, keys, seen in blocks:
+        side = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], sums[:, :, rows]
+        found = REFERENCE.backward_tile(*side, Look(False, seen, scale))
+        for grad, part, where in zip(grads, found, (rows, keys, keys), strict=True):
+            grad[:, :, where] += part
+    grads = [grad.transpose(1, 2).to(query.dtype) for grad in grads]
+    return tuple(grad[0] for grad in grads) if one else tuple(grads)
 
 
 def check_efficient(q, k, v, bias):
@@ -158,7 +229,7 @@ def make(name, dtype):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    for op in (flash_forward, flash_backward, efficient_forward, efficient_backward):
+    for op in (flash_forward, flash_backward, efficient_forward, efficient_backward, bands_forward, bands_backward):
         monkeypatch.setattr(cuda, "_" + op.__name__, op)
 
 
@@ -197,6 +268,22 @@ def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads):
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, heads, rows), torch.float32, "cuda")
         for result, side in zip((out, *grads), (q, q, k, v), strict=True):
             assert (result.shape, result.dtype, result.device) == (side.shape, dtype, side.device)
+
+
+@pytest.mark.parametrize("packs", [((17, 33),), ((9, 20), (8, 13))])
+@pytest.mark.parametrize("dtype", HALF)
+def test_real_bands_take_fake_cuda_tensors(dtype, packs):
+    kernel = make("flash", dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), WithoutDeviceGuard():
+        q, dout = (torch.empty(2, 4, 17, 64, dtype=dtype, device="cuda") for _ in range(2))
+        k, v = (torch.empty(2, 2, 33, 64, dtype=dtype, device="cuda") for _ in range(2))
+        look = Look(False, None, SCALE, (8, 0), packs)
+        out, lse = kernel.forward_tile(q, k, v, look)
+        grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, look)
+    cuda._cuts.cache_clear()  # fake ones
+    assert (lse.shape, lse.dtype) == ((2, 4, 17), torch.float32)
+    for result, side in zip((out, *grads), (q, q, k, v), strict=True):
+        assert (result.shape, result.dtype, result.device) == (side.shape, dtype, side.device)
 
 
 @pytest.mark.parametrize("name", ["flash", "flash-attn"])
@@ -324,12 +411,17 @@ def select(monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", parent)
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", parent and PACKAGE)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         cuda._flash_attn.cache_clear()
-        return kernel_for(torch.device("cuda"), dtype, head_dim).name
+        cuda._newer_flash.cache_clear()
+        kernel = kernel_for(torch.device("cuda"), dtype, head_dim)
+        assert kernel.why
+        chosen.why = kernel.why
+        return kernel.name
 
     yield chosen
     cuda._flash_attn.cache_clear()
+    cuda._newer_flash.cache_clear()
 
 
 @pytest.mark.parametrize("installed", [None, "2.8.3"])
@@ -351,6 +443,75 @@ def test_selection_by_dtype_and_head_dim(select, installed):
 )
 def test_other_signatures_of_flash_attn_fall_back_to_aten(select, version, name):
     assert select(torch.bfloat16, installed=version) == name
+
+
+BLOCKS = {
+    "documents": (Mask(True, None, (0, 3, 4, 20, 37, 40)), 1),
+    "documents, not causal": (Mask(False, None, (0, 13, 37, 40)), 2),
+    "a window": (Mask(True, 7), 1),
+    "a window, both ways": (Mask(False, 7), 3),
+    "documents in a window": (Mask(True, 7, (0, 3, 4, 20, 37, 40)), 2),
+}
+
+
+@pytest.mark.parametrize("name", ["flash", "flash-attn"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_documents_and_windows_are_flash_attentions_own(name, block, stand_ins):
+    """A shard with itself, and with another: as bands they are few calls, and the same numbers."""
+    mask, most = BLOCKS[block]
+    kernel = make(name, torch.float32)
+    whole, outer, inner = ((0, 40),), ((0, 10), (30, 10)), ((10, 20),)
+    for own, other in ((whole, whole), (outer, inner), (inner, outer), (outer, outer)):
+        segments = segments_of(mask, own, other)
+        tiles = bands_of(segments)
+        assert not any(tile.form == "masked" for tile in tiles)
+        q, k, v, dout = (kernel.prepare(x) for x in tensors(40, 40, 4, 2, 16, torch.float64))
+        total = kernel.forward(q, k, v, tiles, SCALE)
+        exact = [tile._replace(form="masked") if tile.form == "bands" else tile for tile in tiles]
+        expected = REFERENCE.forward(*wide(q, k, v), exact, SCALE)
+        torch.testing.assert_close(total.out.double(), expected.out, atol=5e-6, rtol=5e-6)
+        torch.testing.assert_close(total.lse.double(), expected.lse, atol=5e-6, rtol=5e-6)
+        grads = kernel.backward(dout, q, k, v, total.out, total.lse, tiles, SCALE)
+        truth = REFERENCE.backward(*wide(dout, q, k, v), expected.out, expected.lse, exact, SCALE)
+        for grad, value in zip(grads, truth, strict=True):
+            torch.testing.assert_close(grad.value.double(), value.value, atol=1e-5, rtol=1e-5)
+        if own is whole:
+            assert len(tiles) <= most
+
+
+def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch):
+    """FA3 and FA4 through torch's adapters, and before them what torch was told to use; why is said."""
+    made = cuda.FlashOps(None, None, None, None)
+    installed = {"FA3"}
+    found = lambda name, path: made if name in installed else None  # noqa: E731
+    found.cache_clear = lambda: None
+    monkeypatch.setattr(cuda, "_newer_flash", found)
+    assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0)) == "cuda-flash-fa3"
+    assert select.why == "FA3 is installed, and made for (9, 0)"
+    assert select(torch.bfloat16, installed="2.8.3", capability=(10, 0)) == "cuda-flash-attn"
+    assert "FlashAttention 3 or 4 would be faster here" in select.why
+    assert select(torch.bfloat16, installed="2.8.3", capability=(8, 0)) == "cuda-flash-attn"
+    assert select.why == "flash-attn 2.8.3 is installed"
+    installed |= {"FA4"}
+    assert select(torch.bfloat16, capability=(10, 0)) == "cuda-flash-fa4"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert select(torch.bfloat16, capability=(9, 0)) == "cuda-flash"
+    assert select.why == "FA4, which torch was told to use"
+    assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
+
+
+def test_torchs_adapters_for_newer_flash_attentions_are_what_we_call():
+    """By name in this torch; the packages themselves are not here."""
+    for name, path, _ in cuda._NEWER:
+        assert cuda._newer_flash(name, path) is None
+    from torch.nn.attention import _fa3, _fa4
+
+    for adapter, prefix, default in ((_fa3, "_fa3", "_default"), (_fa4, "_fa4", "")):
+        for op in ("scaled_dot_product_flash_attention", "flash_attention"):
+            assert callable(getattr(adapter, f"{prefix}_{op}_forward_impl{default}"))
+            assert callable(getattr(adapter, f"{prefix}_{op}_backward_impl"))
+        assert callable(getattr(adapter, f"{prefix}_import_module"))
+    assert hasattr(_fa4, "_FA4_MODULE_PATH")
 
 
 def test_flash_needs_ampere(select):

@@ -6,12 +6,23 @@ import re
 
 import pytest
 
+from startrail.bands import bands_of
 from startrail.layout import LAYOUTS, contiguous, zigzag
-from startrail.mask import Mask, Tile, tiles_of
+from startrail.mask import Mask, Tile, segments_of, tiles_of
 
 
 def covered(tile: Tile) -> list[tuple[int, int]]:
     pairs = []
+    if tile.form == "bands":  # as kernels with windows define them: aligned at the last row and the last key
+        q0, k0, (left, right) = tile.q0, tile.k0, tile.window
+        for rows, keys in tile.packs:
+            for t in range(rows):
+                first = 0 if left < 0 else max(0, t + keys - rows - left)
+                last = keys if right < 0 else min(keys, t + keys - rows + right + 1)
+                pairs += [(q0 + t, k0 + j) for j in range(first, last)]
+            q0, k0 = q0 + rows, k0 + keys
+        assert (q0, k0) == (tile.q1, tile.k1)
+        return pairs
     for i in range(tile.q0, tile.q1):
         for j in range(tile.k0, tile.k1):
             row, key = i - tile.q0, j - tile.k0
@@ -77,10 +88,19 @@ def random_stairs(rng: random.Random, length: int) -> dict:
 @pytest.mark.parametrize("short", [4, 128])
 def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
     monkeypatch.setattr("startrail.mask.SHORT", short)  # small limits take the paths that long sequences take
-    monkeypatch.setattr("startrail.mask.CALL_COST", short * short)
     layout, ranks, mask, row, column = random_case(seed)
     queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
-    tiles = tiles_of(mask, queries, keys)
+    check_cover(tiles_of(mask, queries, keys, call_cost=short * short), mask, queries, keys)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_bands_cover_exactly_what_is_visible(seed):
+    layout, ranks, mask, row, column = random_case(seed)
+    queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
+    check_cover(bands_of(segments_of(mask, queries, keys)), mask, queries, keys)
+
+
+def check_cover(tiles, mask, queries, keys):
     pairs = [pair for tile in tiles for pair in covered(tile)]
     qpos, kpos = positions(queries), positions(keys)
     expected = [(i, j) for i, p in enumerate(qpos) for j, k in enumerate(kpos) if sees(mask, p, k)]
@@ -101,6 +121,20 @@ def test_zigzag_gives_every_causal_block_the_same_work_in_one_call(world):
     off = {tiles[0].area for tiles in blocks} - diagonal
     assert off == {64 * 64 // 2}
     assert diagonal == {64 * 65 // 2}
+
+
+def test_as_bands_windows_and_documents_are_a_call_or_two():
+    """Of a rank's own block and of one with another's, where tiles are tens: 8192 tokens a rank on 4 ranks."""
+    layout = zigzag(range(4), 4 * 8192)
+    documents = tuple(range(0, 4 * 8192 + 1, 128))
+    for mask, most in (
+        (Mask(causal=True, window=1024), 3),
+        (Mask(causal=True, documents=documents), 1),
+        (Mask(causal=True, window=100, documents=documents), 1),
+        (Mask(window=1024), 3),
+    ):
+        for other in range(4):
+            assert len(bands_of(segments_of(mask, layout.runs(1), layout.runs(other)))) <= most
 
 
 def test_long_windows_and_many_documents_need_few_calls():

@@ -1,7 +1,13 @@
 """Recipes, the command line and checkpoints: what a user can get wrong is one line, and nothing is lost."""
 
+import hashlib
 import json
 import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -9,11 +15,12 @@ import torch
 from torch.distributed import HashStore
 
 from startrail.cli import main
+from startrail.training import watching
 from startrail.training.command import overrides
-from startrail.training.joining import agree_on_name
+from startrail.training.joining import JoinError, StoreBoard, agree_on_name
 from startrail.training.recipes import RECIPES, find
 from startrail.training.saving import read_state
-from tests.helpers import refusal
+from tests.helpers import ROOT, refusal
 
 TINY = ["--ranks", "1", "--plan", "1x1", "--zero", "0", "--width", "16", "--layers", "1", "--heads", "2"]
 TINY += [
@@ -88,6 +95,8 @@ def test_recipe_files(tmp_path):
         (["--keep", "3"], "no field 'keep'; did you mean 'keep_checkpoints'?"),
         (["gpt-tiny", "extra"], "cannot read 'extra'; fields are set as --field value"),
         ([*TINY, "--data", "/nowhere/at/all"], "/nowhere/at/all"),
+        ([*TINY, "--out", "/proc/x"], "cannot write to out '/proc/x': No such file or directory; choose another --out"),
+        (["--wait_minutes", "0"], "wait_minutes 0 would end the run at once"),
         ([*TINY, "--data", "."], "out 'runs/gpt-tiny' lies inside data '.'"),
         (["--device", "cuda"], "8 ranks need as many GPUs, here are 0"),
         ([*TINY, "--vocab", "100"], "the data has 256 tokens, the model a vocab of 100 only"),
@@ -129,15 +138,18 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert (out / "sample.txt").read_text()
 
     assert main(argv) == 0
-    assert f"{out} has all 2 steps already" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert f"{out} has all 2 steps already" in said
+    assert "held-out loss" not in said and "continued by" not in said, "what is finished is not evaluated again"
     assert "has checkpoints up to step 2: resume, or choose another out" in refusal([*argv, "--resume", "false"], capfd)
     assert "is of a model with hidden 16, not 32" in refusal([*argv, "--hidden", "32"], capfd)
     text.write_text("less\n" * 400)
-    assert main([*argv, "--steps", "3", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
-    said = capfd.readouterr().out
+    assert main([*argv, "--steps", "3", "--warmup", "2", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
+    said = capfd.readouterr().err
     assert "seed was 0, is 1: other samples from here on" in said
     assert "sequences in a step was 1, is 2" in said
     assert "data_size was" in said
+    assert "steps was 2, is 3, warmup was 20, is 2: the learning rate of step 3 is 0.0015 instead of 0.000225" in said
 
     assert "cannot export" in refusal(["export", str(out), str(tmp_path / "nowhere" / "model.safetensors")], capfd)
     file = tmp_path / "model.safetensors"
@@ -146,34 +158,140 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     tensors = safetensors.load_file(file)
     assert tensors["embedding.weight"].shape == (256, 16)
     assert "exists already" in refusal(["export", str(out), str(file)], capfd)
-    assert "is not a checkpoint of startrail" in refusal(["export", str(tmp_path), str(tmp_path / "other")], capfd)
+    assert "is not a whole checkpoint of startrail" in refusal(
+        ["export", str(tmp_path), str(tmp_path / "other")], capfd
+    )
 
 
-def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(text, tmp_path, capfd):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps with a checkpoint of each, and the command that continues it."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the ring turns, the team waits, the ring turns on\n" * 100)
+    argv = ["train", *TINY, "--data", str(folder / "text.txt"), "--save_every", "1", "--sample", "0"]
+    assert main([*argv, "--out", str(folder / "run")]) == 0
+    return folder / "run", argv
+
+
+def copy_of(trained, tmp_path):
+    run, argv = trained
+    shutil.copytree(run, tmp_path / "run")
     out = tmp_path / "run"
-    argv = ["train", *TINY, "--data", str(text), "--out", str(out)]
-    assert main(argv) == 0
-    folder = out / "checkpoints" / "step-00000002"
-    piece = next(folder.glob("*.distcp"))
-    whole = piece.read_bytes()
+    return out / "checkpoints", [*argv, "--out", str(out), "--steps", "4"]
+
+
+def flip(path, chance):
+    """Change one bit of a file."""
+    contents = bytearray(path.read_bytes())
+    contents[chance.randrange(len(contents))] ^= 1 << chance.randrange(8)
+    path.write_bytes(contents)
+
+
+def test_every_flipped_bit_is_found(trained, tmp_path):
+    folder, _ = copy_of(trained, tmp_path)
+    path = folder / "step-00000002"
+    assert read_state(path)["step"] == 2
+    chance = random.Random(0)
+    for file in [*path.iterdir()] * 25:
+        whole = file.read_bytes()
+        flip(file, chance)
+        with pytest.raises(ValueError, match="step-00000002"):
+            read_state(path)
+        file.write_bytes(whole)
+    assert read_state(path)["step"] == 2
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_path, capfd):
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, argv = copy_of(trained, tmp_path)
+    chance = random.Random(1)
+    flip(folder / "step-00000002" / "part-00000.bin", chance)
+    problem = f"checkpoint {folder / 'step-00000002'} is damaged: part-00000.bin has other contents than were written"
     capfd.readouterr()
+    file = tmp_path / "model.safetensors"
+    assert problem in refusal(["export", str(folder / "step-00000002"), str(file)], capfd)
+    assert main(["export", str(folder.parent), str(file)]) == 0
+    said = capfd.readouterr().out
+    assert f"{problem}; took the one before it" in said and "tensors of step 1" in said
+    assert safetensors.load_file(file)["embedding.weight"].shape == (256, 16)
+    assert main(argv) == 0
+    out, error = capfd.readouterr()
+    assert f"{problem}; it is unusable-00000002 now, and the run continues from step 1" in error
+    assert "after step 1" in out
+    lines = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
+    assert lines[1]["loss"] == lines[2]["loss"], "the step that is repeated is the same"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004", "unusable-00000002"]
+
+
+def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(trained, tmp_path, capfd):
+    folder, argv = copy_of(trained, tmp_path)
+    shutil.rmtree(folder / "step-00000001")
+    folder = folder / "step-00000002"
+    capfd.readouterr()
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
 
     def refused(message):
         before = {path: path.read_bytes() for path in folder.iterdir()}
-        assert message in refusal([*argv, "--steps", "4"], capfd)
+        assert message in refusal(argv, capfd)
         assert before == {path: path.read_bytes() for path in folder.iterdir()}
+        for path, contents in whole.items():
+            path.write_bytes(contents)
 
-    piece.write_bytes(whole[:-10])
-    refused(f"is damaged: {piece.name} has {len(whole) - 10} bytes, {len(whole)} were written")
-    piece.write_bytes(bytes(len(whole)))
-    refused("cannot be read: ")
-    piece.unlink()
-    refused(f"is damaged: {piece.name} is missing")
-    piece.write_bytes(whole)
+    part = folder / "part-00000.bin"
+    part.write_bytes(whole[part][:-10])
+    refused("is damaged: part-00000.bin has other contents")
+    part.unlink()
+    refused("is damaged: part-00000.bin is missing")
     (folder / "state.json").write_text('{"format": "other"}')
-    refused("is not a checkpoint that this version reads")
-    (folder / "state.json").unlink()
-    refused("is not a checkpoint of startrail")
+    refused("is damaged: state.json has other contents")
+    (folder / "SHA256SUMS").unlink()
+    refused("is not a whole checkpoint of startrail: SHA256SUMS is missing")
+    state = '{"format": "startrail checkpoint 3"}'
+    (folder / "state.json").write_text(state)
+    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(state.encode()).hexdigest()}  state.json\n")
+    refused("is not a checkpoint that this version reads: need format 'startrail checkpoint 2'")
+    state = json.loads(whole[folder / "state.json"])
+    state["tensors"]["model.embedding.weight"]["pieces"][0][0] = "../../metrics.jsonl"
+    text = json.dumps(state)
+    (folder / "state.json").write_text(text)
+    sums = whole[folder / "SHA256SUMS"].decode().splitlines()
+    sums = [line for line in sums if "state.json" not in line] + [
+        f"{hashlib.sha256(text.encode()).hexdigest()}  state.json"
+    ]
+    (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+    refused("'../../metrics.jsonl', which is no file of this checkpoint")
+
+
+class Bomb:
+    """Whoever unpickles it writes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "part-00000.bin", "state.json", "SHA256SUMS"])
+def test_a_foreign_checkpoint_runs_no_code(name, trained, tmp_path, capfd):
+    """Also where it claims to be ours."""
+    folder, argv = copy_of(trained, tmp_path)
+    shutil.rmtree(folder / "step-00000001")
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    for path in (folder / "step-00000002").iterdir():
+        if name in (".metadata", "__0_0.distcp"):
+            path.unlink()
+    (folder / "step-00000002" / name).write_bytes(bomb)
+    if name.endswith(("data", "distcp")):
+        files = {path.name: path.stat().st_size for path in (folder / "step-00000002").iterdir()}
+        recipe = RECIPES["gpt-tiny"].as_dict()
+        state = {"format": "startrail checkpoint 1", "step": 2, "recipe": recipe, "files": files}
+        (folder / "step-00000002" / "state.json").write_text(json.dumps(state))
+    capfd.readouterr()
+    refusal(argv, capfd)
+    refusal(["export", str(folder.parent), str(tmp_path / "model.safetensors")], capfd)
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_what_a_killed_run_left_half_written_is_removed(text, tmp_path, capfd):
@@ -235,3 +353,56 @@ def test_restarted_ranks_agree_on_a_new_name_whatever_is_left_in_the_store():
         assert found[0] is not None and len(set(found)) == 1
         names.append(found[0])
     assert names[0] != names[1]
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch, capfd):
+    monkeypatch.setattr("startrail.training.joining.PATIENCE", 0.1)
+    store = HashStore()
+    store.set("startrail/hello/2", "a word of a rank that died")
+    with pytest.raises(JoinError, match=r"ranks 1, 2 did not come within 0.01 minutes \(wait_minutes\)"):
+        agree_on_name(store, 0, 3, limit=0.6)
+    assert capfd.readouterr().err == "startrail train: still waiting for ranks 1, 2 (not there yet)\n"
+    with pytest.raises(JoinError, match="rank 0 did not answer rank 1"):
+        agree_on_name(HashStore(), 1, 3, limit=0.1)
+
+
+def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, capfd):
+    """As under torchrun: rank 1 shows no more signs of life, which rank 0 sees in the store."""
+    left = threading.Event()
+    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2)):
+        monkeypatch.setattr(watching, name, seconds)
+    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
+    store = HashStore()
+    boards = [StoreBoard(store, rank, 2) for rank in range(2)]
+    boards[1].write(1, beats=7, passed=20, step=5)
+    watch = watching.Watch(boards[0], limit=0.6)
+    pulse = watching.Pulse(boards[0], 0, lambda: watching.say_or_leave(watch, 0))
+    pulse.passed(5)
+    assert left.wait(20)
+    pulse.end()
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "startrail train: still waiting for rank 1 (silent for 0 s, in step 5)"
+    assert "startrail train: rank 1 did not go on within 0.01 minutes (wait_minutes): silent for 1 s, in step 5" in said
+
+
+WITHOUT = """
+import json, sys
+for name in ("numpy", "rich", "safetensors", "PIL", "skimage", "tokenizers", "tensorboard", "pyroute2", "matplotlib"):
+    sys.modules[name] = None
+from startrail.cli import main
+for argv in json.loads(sys.argv[1]):
+    assert main(argv) == 0, argv
+"""
+
+
+def test_torch_alone_is_enough(text, tmp_path):
+    """No numpy, and none of the extras. Training twice: to write a checkpoint and to read it."""
+    train = ["train", *TINY, "--ranks", "2", "--plan", "1x2", "--zero", "2", "--data", str(text)]
+    train += ["--out", str(tmp_path / "run")]
+    bench = ["bench", "engine", "--plans", "1x2", "--ranks", "2", "--rounds", "1", "--length", "256"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps([train, [*train, "--steps", "3"], bench])],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "after step 2" in done.stdout and "single-process SDPA" in done.stdout

@@ -29,6 +29,7 @@ from startrail.cluster import Machine
 from startrail.lab.cluster import available
 from startrail.lab.job import JobError
 from startrail.lab.launch import Parser
+from startrail.training.joining import device_of_rank, join
 
 MACHINES = ("4x8", "8x4", "16x2", "4x4", "2x8")  # those of the claims first
 MINUTES = 19.0
@@ -155,9 +156,7 @@ def unreached(machine: Machine, trial: Trial, why: str) -> Json:
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
     """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
+    join(device_of_rank("auto"), seconds)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)
     left_out: list[Json] = []

@@ -6,10 +6,11 @@ Only the process that built the cluster can change its links; rank 0 asks it to,
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,6 +28,7 @@ from startrail.bench.sizes import piece_sizes, ring_bytes
 from startrail.cluster import Machine, rate_for
 from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.plan import Plan
+from startrail.training.all_ranks import gather_texts
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
 WARM_UP = 4
@@ -83,6 +85,18 @@ class Outcome:
     samples: dict[str, list[Sample]]
     refused: dict[str, str]
 
+    @staticmethod
+    def parse_all(text: str) -> list[Outcome]:
+        """Outcomes again from their JSON."""
+        return [
+            Outcome(
+                fields["rates"],
+                {name: [Sample(**sample) for sample in samples] for name, samples in fields["samples"].items()},
+                fields["refused"],
+            )
+            for fields in json.loads(text)
+        ]
+
 
 def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
     """Inputs and right answers of all the work, made once and shared with the ranks."""
@@ -112,7 +126,7 @@ def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
     if own_device().type == "cuda" and contender.way not in ("plan", "textbook ring"):
         return "its adapter here is for CPUs"
     if contender.way in PACKAGES and find_spec(PACKAGES[contender.way][0]) is None:
-        return f"{PACKAGES[contender.way][0].replace('_', '-')} is not installed (make setup-bench)"
+        return f"{PACKAGES[contender.way][0].replace('_', '-')} is not installed (pip install 'startrail[bench]')"
     if contender.way in UNPADDED and work.length % (2 * machine.world):
         return f"it needs a length that 2 x {machine.world} ranks divide, not {work.length}"
     sharing = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node, "yunchang across": machine.nodes}
@@ -181,24 +195,23 @@ class Ranks:
 
     def late(self, start: float, seconds: float) -> bool:
         """Whether ``seconds`` are over since ``start``; rank 0's clock decides for all."""
-        late = [time.perf_counter() - start > seconds]
-        dist.broadcast_object_list(late, 0)
-        return late[0]
+        late = torch.tensor([time.perf_counter() - start > seconds], dtype=torch.uint8)
+        dist.broadcast(late, 0)
+        return bool(late.item())
 
     def prepare(self, contender: Contender, work: Work) -> None:
         """Connect, warm up, and see that the answers are right."""
         key = contender, work
         if key in self.runners or key in self.refused:
             return
-        problem = None
+        problem: str | None = None
         try:
             runner = make_runner(contender, self.machine, work, self.data[work])
             problem = runner.mistake()
             runner.waiting()
         except Exception as error:  # whatever a peer raises is its verdict, not ours to tell apart
             problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        problems: list[str | None] = [None] * self.machine.world
-        dist.all_gather_object(problems, problem)
+        problems = gather_texts(problem or "")
         if any(problems):
             rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
             self.refused[key] = f"rank {rank}: {text}"
@@ -292,9 +305,7 @@ def run_on_cluster(
 def run_on_group(machine: Machine, trials: Sequence[Trial], seconds: float) -> list[list[Outcome]]:
     """The same on ranks that torchrun started, on links as they are; every rank gets all outcomes."""
     mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials, seconds)
-    everyone: list[Any] = [None] * machine.world
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return [Outcome.parse_all(text) for text in gather_texts(json.dumps([asdict(outcome) for outcome in mine]))]
 
 
 def warm_up_imports(trials: Sequence[Trial]) -> None:

@@ -24,11 +24,16 @@ __all__ = [
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest backend for these tensors; ``ValueError`` names what has none."""
+    """The fastest backend for these tensors, which says ``why`` it is; ``ValueError`` names what has none.
+
+    >>> kernel = kernel_for(torch.device("cpu"), torch.bfloat16, 64)
+    >>> print(f"{kernel.name}: {kernel.why}")
+    cpu: ATen's flash attention for CPUs, in float32
+    """
     if device.type == "cpu":
         return CpuKernel(dtype)
     if device.type == "cuda":
         from startrail.kernels.cuda import cuda_kernel
 
-        return cuda_kernel(dtype, head_dim)
+        return cuda_kernel(device, dtype, head_dim)
     raise ValueError(f"no attention kernel for device {device}; startrail runs on cpu and cuda")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from startrail.kernels.fused import fused_on
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Sums are kept in float32, or in float64 for float64 inputs."""
@@ -53,7 +55,12 @@ class Partial:
         if fresh and self._out is None and out.shape == self.shape:
             self._out, self._lse = out.to(self.dtype), lse.double()
             return
-        mine, total = self.out[:, :, rows], self.lse[:, :, rows]
+        mine, total = self.out, self.lse
+        if out.shape[2] != self.shape[2]:
+            mine, total = mine[:, :, rows], total[:, :, rows]
+        if (fused := fused_on(self.device)) is not None:
+            fused.merge(mine, total, out, lse)
+            return
         lse = lse.double()
         weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN where both have seen nothing
         mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
@@ -84,7 +91,8 @@ class Sum:
         if fresh and self._value is None and grad.shape == self.shape:
             self._value = grad.to(self.dtype)
         else:
-            self.value[:, :, rows] += grad
+            mine = self.value if grad.shape[2] == self.shape[2] else self.value[:, :, rows]
+            mine.add_(grad)  # not value[rows] += grad, which would copy the rows onto themselves once more
 
 
 class Sums:

@@ -17,15 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.kernels.accumulate import Partial, Sum, accumulator
-from startrail.mask import Tile
+from startrail.kernels.fused import fused_on
+from startrail.mask import Costs, Tile
 
 
 class Look(NamedTuple):
-    """How a rectangle is seen: ``causal`` only for squares, ``mask`` (rows, keys) is True where visible."""
+    """How a rectangle is seen: ``causal`` only for squares, ``mask`` (rows, keys) is True where visible; or, by
+    backends that take bands, as ``packs`` of (rows, keys) one behind the other under a ``window`` (see `bands`)."""
 
     causal: bool
     mask: Tensor | None
     scale: float
+    window: tuple[int, int] = (-1, -1)
+    packs: tuple[tuple[int, int], ...] = ()
 
 
 WIDE_COPY = 2**18  # elements that are widened to float64 at once
@@ -33,9 +37,13 @@ WIDE_COPY = 2**18  # elements that are widened to float64 at once
 
 class Kernel(ABC):
     """A backend. Shapes: q, dout, out (batch, heads, rows, dim); k, v (batch, kv heads, keys, dim); lse (batch, heads,
-    rows), float32 or wider. ``heads`` is a multiple of ``kv heads``; no side is ever empty."""
+    rows), float32 or wider. ``heads`` is a multiple of ``kv heads``; no side is ever empty.
+
+    ``costs`` say how its blocks are best cut into tiles; ``why`` says why this backend was chosen."""
 
     name: str
+    costs = Costs()
+    why = ""
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
@@ -66,7 +74,7 @@ class Kernel(ABC):
         forward_tile = self.forward_of(q, k)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            qt, kt, vt = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            qt, kt, vt = _part(q, rows), _part(k, keys), _part(v, keys)
             look, flip = _look_at(tile, q.device, scale)
             if flip:
                 qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
@@ -97,8 +105,8 @@ class Kernel(ABC):
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             look, flip = _look_at(tile, q.device, scale)
-            dt, qt, ot, lt = (x[:, :, rows] for x in (dout, q, out, lse))
-            kt, vt = k[:, :, keys], v[:, :, keys]
+            dt, qt, ot, lt = (_part(x, rows) for x in (dout, q, out, lse))
+            kt, vt = _part(k, keys), _part(v, keys)
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
             grads = self.backward_tile(dt, qt, kt, vt, ot, lt, look)
@@ -107,8 +115,15 @@ class Kernel(ABC):
         return into
 
 
+def _part(x: Tensor, rows: slice) -> Tensor:
+    """Some rows; most tiles are whole blocks, and a view costs the host as much as a launch."""
+    return x if rows.stop - rows.start == x.shape[2] else x[:, :, rows]
+
+
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """``delta = sum(dout * out)`` of every row, rounded once; few heads at a time, so that wide copies stay small."""
+    if (fused := fused_on(dout.device)) is not None:
+        return fused.row_sums(dout, out, dtype)
     heads = max(1, WIDE_COPY * dout.shape[1] // dout.numel())
     pairs = zip(dout.split(heads, 1), out.split(heads, 1), strict=True)
     return torch.cat([torch.linalg.vecdot(d.double(), o.double()).to(dtype) for d, o in pairs], 1)
@@ -124,9 +139,12 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     >>> stand_in_out(torch.tensor([3.0, 4.0]), torch.tensor(5.0))
     tensor([0.0000, 1.2500])
     """
+    picks = min(dout.shape[-1], 1 if torch.finfo(dout.dtype).eps < 1e-6 else 3)
+    if (fused := fused_on(dout.device)) is not None:
+        return fused.stand_in_out(dout, delta, picks)
     out, rest, size = torch.zeros_like(dout), delta.unsqueeze(-1), dout.abs()
     limit = torch.finfo(dout.dtype).max
-    for _ in range(min(dout.shape[-1], 1 if torch.finfo(dout.dtype).eps < 1e-6 else 3)):
+    for _ in range(picks):
         place = size.argmax(-1, keepdim=True)
         value = dout.gather(-1, place).to(delta.dtype)
         part = (rest / value).clamp(-limit, limit).where(value != 0, 0).to(dout.dtype)
@@ -163,6 +181,8 @@ def _as_wide(*tensors: Tensor) -> Iterator[Tensor]:
 
 def _look_at(tile: Tile, device: torch.device, scale: float) -> tuple[Look, bool]:
     """How a backend sees a tile, and whether both sides must be reversed first."""
+    if tile.form == "bands":
+        return Look(False, None, scale, tile.window, tile.packs), False
     if tile.form == "masked":
         return Look(False, tile_mask(tile, device), scale), False
     return Look(tile.form != "full", None, scale), tile.form == "anticausal"

@@ -29,6 +29,7 @@ class CpuKernel(Kernel):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = accumulator(dtype)
+        self.why = f"ATen's flash attention for CPUs, in {str(self.dtype).removeprefix('torch.')}"
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)

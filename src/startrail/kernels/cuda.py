@@ -1,5 +1,6 @@
-"""CUDA: the flash-attn package (2.7 or newer) where it is installed, else ATen's flash attention; ATen's
-memory-efficient attention for float32, for masked tiles and for what flash attention does not take.
+"""CUDA: FlashAttention of the newest generation that is there and made for the GPU, and ATen's memory-efficient
+attention for float32 and for what flash attention does not take. Packed documents and windows are flash attention's
+own: one call for all documents of a block.
 
 Not run on hardware: checked with fake tensors only, and on CPU with stand-ins that enforce the demands listed here.
 
@@ -17,8 +18,10 @@ Demands of the kernels, read in their sources (flash-attn 2.8; headers of torch 
 from __future__ import annotations
 
 import importlib
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,27 +30,84 @@ from torch import Tensor
 from startrail.kernels.base import Kernel, Look
 from startrail.kernels.cpu import check_block
 from startrail.kernels.reference import ReferenceKernel
+from startrail.mask import Costs
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_bands_forward = torch.ops.aten._flash_attention_forward.default
+_bands_backward = torch.ops.aten._flash_attention_backward.default
 _efficient_forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
+_CALL = 3_000_000  # query-key pairs that an H100 computes in the time that a call costs
 _FLASH_HEAD_DIM = 256
 _HEAD_DIM, _BIAS_ROW, _LSE_ROWS = 8, 16, 32  # sizes that must be multiples of these
 
 
-def cuda_kernel(dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest backend for the current CUDA device."""
+def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The fastest backend for a CUDA device. What torch was told to use comes first, then the newest FlashAttention
+    that is installed and made for this GPU."""
     if dtype == torch.float64:
-        return ReferenceKernel()
+        return _because(ReferenceKernel(), "float64: no flash attention computes in it")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"no CUDA attention kernel for {dtype}; use float16, bfloat16, float32 or float64")
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)  # flash needs Ampere
-    if dtype == torch.float32 or head_dim > _FLASH_HEAD_DIM or old:
-        return EfficientKernel(dtype)
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    if dtype == torch.float32:
+        return _because(EfficientKernel(dtype), "float32: flash attention takes half precision only")
+    if head_dim > _FLASH_HEAD_DIM:
+        return _because(EfficientKernel(dtype), f"head dim {head_dim}: flash attention ends at {_FLASH_HEAD_DIM}")
+    if capability is not None and capability < (8, 0):
+        return _because(EfficientKernel(dtype), f"compute capability {capability}: flash attention begins at (8, 0)")
+    if chosen := torch.nn.attention.current_flash_attention_impl():
+        return _because(AtenFlashKernel(dtype), f"{chosen}, which torch was told to use")
+    for name, path, generations in _NEWER:
+        if capability is not None and capability[0] in generations and (ops := _newer_flash(name, path)) is not None:
+            return _because(AtenFlashKernel(dtype, ops, name), f"{name} is installed, and made for {capability}")
+    hint = "; FlashAttention 3 or 4 would be faster here" if capability is not None and capability >= (9, 0) else ""
     package = _flash_attn()
-    return AtenFlashKernel(dtype) if package is None else FlashAttnKernel(dtype, package)
+    if package is None:
+        return _because(AtenFlashKernel(dtype), f"FlashAttention 2 of torch: no newer one is installed{hint}")
+    return _because(FlashAttnKernel(dtype, package), f"flash-attn {package.__version__} is installed{hint}")
+
+
+def _because(kernel: Kernel, why: str) -> Kernel:
+    kernel.why = why
+    return kernel
+
+
+class FlashOps(NamedTuple):
+    """Ops with the signatures of ATen's: of whole rectangles, and of bands."""
+
+    forward: Any
+    backward: Any
+    bands_forward: Any
+    bands_backward: Any
+
+
+# By preference: torch's own adapters for packages, where they are found, and the generations of GPUs that they run on.
+_NEWER = (("FA3", "flash_attn_interface", (9,)), ("FA4", "flash_attn.cute.interface", (9, 10)))
+
+
+@cache
+def _newer_flash(name: str, path: str) -> FlashOps | None:
+    """FlashAttention 3 or 4 through torch's adapters, for our calls only: telling torch to use them would change what
+    everybody else's attention runs on."""
+    prefix = f"_{name.lower()}"
+    default = "_default" if name == "FA3" else ""
+    try:
+        adapter = importlib.import_module(f"torch.nn.attention.{prefix}")
+        getattr(adapter, f"{prefix}_import_module")(path)
+        if name == "FA4":
+            adapter._FA4_MODULE_PATH = path  # type: ignore[attr-defined]
+        whole, bands = f"{prefix}_scaled_dot_product_flash_attention", f"{prefix}_flash_attention"
+        return FlashOps(
+            getattr(adapter, f"{whole}_forward_impl{default}"),
+            getattr(adapter, f"{whole}_backward_impl"),
+            getattr(adapter, f"{bands}_forward_impl{default}"),
+            getattr(adapter, f"{bands}_backward_impl"),
+        )
+    except (ImportError, AttributeError, RuntimeError):  # not there, or another torch's adapter
+        return None
 
 
 @cache
@@ -58,6 +118,7 @@ def _flash_attn() -> Any | None:
         version = importlib.import_module("flash_attn").__version__
     except (ImportError, AttributeError):  # not there, built for another torch, or a later generation alone
         return None
+    interface.__version__ = version  # type: ignore[attr-defined]
     major, minor = (int(part) for part in version.split(".")[:2])
     return interface if major == 2 and minor >= 7 else None
 
@@ -66,6 +127,7 @@ class EfficientKernel(Kernel):
     """ATen's memory-efficient attention; the flash kernels inherit its handling of sizes and of masked tiles."""
 
     name = "cuda-efficient"
+    costs = Costs(call=_CALL)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -78,7 +140,9 @@ class EfficientKernel(Kernel):
         check_block(q, k, v)
         dim = q.shape[-1]
         q, k, v = _fit(q), _fit(k), _fit(v)
-        if look.mask is None:
+        if look.packs:
+            out, lse = self._bands_forward(q, k, v, look)
+        elif look.mask is None:
             out, lse = self._forward(q, k, v, look.causal, look.scale)
         else:
             out, lse = _masked_forward(q, k, v, look)
@@ -92,7 +156,9 @@ class EfficientKernel(Kernel):
         dout, out = self.prepare(dout), self.prepare(out)  # the global out is kept in float32
         dout, q, k, v, out = _fit(dout), _fit(q), _fit(k), _fit(v), _fit(out)
         lse = lse.float().contiguous()
-        if look.mask is None:
+        if look.packs:
+            dq, dk, dv = self._bands_backward(dout, q, k, v, out, lse, look)
+        elif look.mask is None:
             dq, dk, dv = self._backward(dout, q, k, v, out, lse, look.causal, look.scale)
         else:
             dq, dk, dv = _masked_backward(dout, q, k, v, out, lse, look)
@@ -106,12 +172,28 @@ class EfficientKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _masked_backward(dout, q, k, v, out, lse, Look(causal, None, scale))
 
+    def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(f"{self.name} takes no bands")
+
+    def _bands_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError(f"{self.name} takes no bands")
+
 
 class AtenFlashKernel(EfficientKernel):
-    name = "cuda-flash"
+    """Flash attention by ATen's signatures: FlashAttention 2 inside torch, whatever torch was told to use instead, or
+    the ``ops`` of a newer one. Windows and packed documents are its own business: no tile is masked."""
+
+    costs = Costs(call=_CALL, bands=True)
+
+    def __init__(self, dtype: torch.dtype, ops: FlashOps | None = None, name: str = "") -> None:
+        super().__init__(dtype)
+        self.ops = FlashOps(_flash_forward, _flash_backward, _bands_forward, _bands_backward) if ops is None else ops
+        self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_forward(q, k, v, 0.0, causal, scale=scale)
+        out, lse, *_ = self.ops.forward(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
     def _backward(
@@ -119,17 +201,43 @@ class AtenFlashKernel(EfficientKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = q.shape[2], k.shape[2]
         seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
-        return _flash_backward(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale)
+        return self.ops.backward(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale)
+
+    def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        """One rectangle under a window; or several, which a call takes for one batch entry, rows before heads."""
+        cuts, longest, options = _cuts(look.packs, q.device), _longest(look.packs), _window(look)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if cuts is None:
+            out, lse, *_ = self.ops.bands_forward(q, k, v, None, None, *longest, 0.0, False, False, **options)
+            return out.transpose(1, 2), lse
+        entries = zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)
+        found = [self.ops.bands_forward(*x, *cuts, *longest, 0.0, False, False, **options)[:2] for x in entries]
+        outs, lses = zip(*found, strict=True)
+        return _batch(outs).transpose(1, 2), _batch(lses)
+
+    def _bands_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cuts, longest, options = _cuts(look.packs, q.device), _longest(look.packs), _window(look)
+        seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        rest = (*longest, 0.0, False, seed, seed)
+        if cuts is None:
+            grads = self.ops.bands_backward(dout, q, k, v, out, lse, None, None, *rest, **options)
+        else:
+            entries = zip(*(x.unbind(0) for x in (dout, q, k, v, out, lse)), strict=True)
+            found = [self.ops.bands_backward(*x, *cuts, *rest, **options) for x in entries]
+            grads = tuple(map(_batch, zip(*found, strict=True)))
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
 
 
-class FlashAttnKernel(EfficientKernel):
-    """The flash-attn package, whose layout is (batch, rows, heads, dim)."""
-
-    name = "cuda-flash-attn"
+class FlashAttnKernel(AtenFlashKernel):
+    """The flash-attn package, whose layout is (batch, rows, heads, dim); bands are ATen's business."""
 
     def __init__(self, dtype: torch.dtype, package: Any) -> None:
         super().__init__(dtype)
-        self._package = package
+        self._package, self.name = package, "cuda-flash-attn"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -153,6 +261,30 @@ class FlashAttnKernel(EfficientKernel):
 def _flash_attn_options(causal: bool, scale: float) -> dict[str, Any]:
     window = dict(window_size_left=-1, window_size_right=-1)
     return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, softcap=0.0, alibi_slopes=None, **window)
+
+
+@lru_cache(maxsize=1024)
+def _cuts(packs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Where the rows, and the keys, of each rectangle end; None of a single one. The host does not wait for it."""
+    if len(packs) == 1:
+        return None
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    ends = [[0, *accumulate(pack[side] for pack in packs)] for side in range(2)]
+    rows, keys = (torch.tensor(x, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True) for x in ends)
+    return rows, keys
+
+
+def _longest(packs: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    return max(rows for rows, _ in packs), max(keys for _, keys in packs)
+
+
+def _window(look: Look) -> dict[str, Any]:
+    left, right = look.window
+    return dict(scale=look.scale, window_size_left=left, window_size_right=right)
+
+
+def _batch(entries: Sequence[Tensor]) -> Tensor:
+    return entries[0].unsqueeze(0) if len(entries) == 1 else torch.stack(tuple(entries))
 
 
 def _masked_forward(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:

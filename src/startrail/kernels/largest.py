@@ -38,7 +38,7 @@ def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) 
 
 def _bounds(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
     """The keys [low, high) that each row of a tile sees."""
-    if tile.form == "masked":
+    if tile.bounds:
         pairs = [(s, torch.arange(s.q1 - s.q0, device=device)) for s in tile.bounds]
         return torch.cat([s.low + t * s.dlow for s, t in pairs]), torch.cat([s.high + t * s.dhigh for s, t in pairs])
     rows = torch.arange(tile.q1 - tile.q0, device=device)

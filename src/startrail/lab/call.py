@@ -53,7 +53,7 @@ class Call(Job):
         self._be_running()
         with self:
             try:
-                return collect(self._pipes, self._expendable, self._end)
+                return collect(self._pipes, self._processes, self._expendable, self._end)
             except RankError as error:
                 raise JobError(str(error)) from None
             finally:

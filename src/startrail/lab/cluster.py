@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from startrail.cluster import Machine
 from startrail.lab.holder import Holder, LabError
 from startrail.lab.job import Job, Program
 from startrail.lab.namespaces import die_with, enter_held_network, kill_all, signal_all
+from startrail.lab.remains import MARK, new_folder
 from startrail.lab.wiring import LINK, Wiring, parse_rate
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Cluster:
         self._jobs = 0
 
     def __enter__(self) -> Cluster:
-        self._folder = tempfile.mkdtemp(prefix="startrail-lab-")  # the holder removes it
+        self._folder = new_folder()  # the holder removes it
         self._owner = os.getpid()
         self._holder = Holder(self.wiring, self._folder)
         return self
@@ -205,6 +205,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every rank warns that its peers' addresses have no names
+            MARK: self._folder,
             "PYTHONUNBUFFERED": "1",  # a killed rank's last lines should be its last lines
         }
         return [

@@ -4,6 +4,10 @@ Namespaces have no names and no files: they live as long as the holder's file de
 The holder watches the process that started it; when that process asks, or dies in whatever way, the holder kills
 everything that lives in the namespaces and leaves, and the kernel removes the rest. It is a process of its own, not a
 thread, because a user namespace can only be entered by a process of one thread.
+
+The holder in turn is watched by a fork of itself, the reaper, which does nothing until the holder is gone: if somebody
+kills the parent and the holder at once, the reaper kills what lives in the namespaces and removes the folder. If the
+reaper is killed as well, the next cluster of this user on this machine does so: see `remains`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Any
 
 from startrail.cluster import Machine
 from startrail.lab.namespaces import enter_user_namespace, is_privileged, kill_all
+from startrail.lab.remains import describe_owners
 from startrail.lab.wiring import Wiring
 
 ANSWER_SECONDS = 30.0
@@ -102,34 +107,73 @@ def main() -> None:
     slow = {int(node): rate for node, rate in fields["slow"].items()}
     wiring = Wiring(**fields | {"machine": Machine(**fields["machine"]), "slow": slow})
     folder = sys.argv[2]
+    reaper: Reaper | None = None
     try:
-        network, ready = _build(wiring)
+        in_user_namespace = not is_privileged()
+        if in_user_namespace:
+            enter_user_namespace()
+        reaper = Reaper(folder)
+        network = _build(wiring)
     except Exception as error:
         control.send(_reply(error=f"cannot emulate a cluster here: {_reason(error)}"))
         shutil.rmtree(folder, ignore_errors=True)
+        if reaper is not None:
+            reaper.dismiss()
         return
+    networks = [os.fstat(descriptor).st_ino for descriptor in network.nodes]
+    reaper.watch(networks)
+    describe_owners(folder, [os.getpid(), os.getppid(), reaper.pid], networks)
     try:
         with suppress(OSError):  # the parent has gone
+            ready = dict(in_user_namespace=in_user_namespace, descriptors=network.nodes, networks=networks)
             control.send(_reply(value=ready))
             _serve(network, control, parent)
     finally:
-        kill_all({os.fstat(descriptor).st_ino for descriptor in network.nodes})
+        kill_all(networks)
         network.remove()
         shutil.rmtree(folder, ignore_errors=True)
+        reaper.dismiss()
 
 
-def _build(wiring: Wiring) -> tuple[Any, dict[str, object]]:
+class Reaper:
+    """A fork of the holder that outlives it by a moment. Forked before there are links: it lives in none of the nodes,
+    and has nothing open that keeps a namespace alive."""
+
+    def __init__(self, folder: str) -> None:
+        ours, self._pipe = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(ours)
+            return
+        os.close(self._pipe)
+        os.setsid()  # apart from the holder, for whoever kills a whole session
+        with suppress(BaseException):
+            _reap(ours, folder)
+        os._exit(0)
+
+    def watch(self, networks: list[int]) -> None:
+        os.write(self._pipe, json.dumps(networks).encode())
+
+    def dismiss(self) -> None:
+        """Nothing is left to do: wait until it has seen that for itself."""
+        os.close(self._pipe)
+        os.waitpid(self.pid, 0)
+
+
+def _reap(pipe: int, folder: str) -> None:
+    said = b""
+    os.closerange(0, pipe)
+    while part := os.read(pipe, MESSAGE_BYTES):  # until the holder is gone
+        said += part
+    if said:
+        kill_all(json.loads(said))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build(wiring: Wiring) -> Any:
     from startrail.lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
 
-    in_user_namespace = not is_privileged()
-    if in_user_namespace:
-        enter_user_namespace()
-    network = Network(wiring)
-    return network, {
-        "in_user_namespace": in_user_namespace,
-        "descriptors": network.nodes,
-        "networks": [os.fstat(descriptor).st_ino for descriptor in network.nodes],
-    }
+    return Network(wiring)
 
 
 def _reason(error: Exception) -> str:

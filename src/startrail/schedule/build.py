@@ -49,14 +49,6 @@ class Program:
                 if post.send:
                     yield post, sizes[post.piece.kind] / (self.place.num_heads if self.is_part(post) else 1)
 
-    def sends_any(self, kind: str) -> bool:
-        """Whether pieces of this kind leave the rank."""
-        return kind in self._kinds_sent
-
-    @cached_property
-    def _kinds_sent(self) -> frozenset[str]:
-        return frozenset(post.piece.kind for step in self.steps for post in step.posts if post.send)
-
     @cached_property
     def last_uses(self) -> tuple[tuple[Piece, ...], ...]:
         """By step: the input pieces that are needed in it for the last time (received ones and own ones alike)."""

@@ -1,7 +1,9 @@
 """The player of programs: it runs those of all ranks against each other, without data, and proves what must hold.
 
-It delivers messages as the strictest backend would: per rank and lane, what one step posts is one batch, a batch starts
-when the one before it has ended, and a transfer happens when both ends' batches have started. It proves that every send
+It delivers messages as the strictest backend would: what one step posts on a lane is one batch, a rank's batches of
+all lanes stand in one line, a batch starts when the one before it has ended, a transfer happens when both ends' batches
+have started, and nothing of a batch can be used before all of it has come. Whatever ends under these rules ends on
+lanes that are independent too, and with messages that arrive one by one. It proves that every send
 meets its receive, nothing deadlocks, every (query shard, key shard) pair is computed once, every result reaches its
 owner with all its blocks and none twice, and what should be kept is still there.
 """
@@ -101,7 +103,11 @@ class _Message:
     transfer: Transfer
     batch: _Batch
     blocks: int = 0  # what is combined in a partial result: a bit set of shards
-    done: bool = False
+    met: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.batch.open == 0
 
 
 @dataclass
@@ -119,7 +125,7 @@ class _Rank:
     held: dict[Piece, list[_Message]] = field(default_factory=dict)  # input pieces; messages still needed for each
     results: dict[Piece, int] = field(default_factory=dict)  # bit set of the shards combined into a result
     incoming: dict[tuple[Piece, int], deque[_Message]] = field(default_factory=dict)
-    lanes: dict[int, deque[_Batch]] = field(default_factory=dict)
+    line: deque[_Batch] = field(default_factory=deque)
 
 
 class Player:
@@ -218,10 +224,9 @@ class Player:
                     state.held.setdefault(piece, []).append(message)
                 else:
                     state.held[piece] = [message]
-        for lane, batch in batches.items():
-            queue = state.lanes.setdefault(lane, deque())
-            queue.append(batch)
-            if len(queue) == 1:
+        for batch in batches.values():
+            state.line.append(batch)
+            if len(state.line) == 1:
                 self.start(batch)
 
     def start(self, batch: _Batch) -> None:
@@ -247,22 +252,19 @@ class Player:
             self.fail(state, f"expects {receive.transfer}, but rank {send.batch.rank} sends {send.transfer}")
         receive.blocks = send.blocks
         for message in (send, receive):
-            message.done = True
+            message.met = True
             message.batch.open -= 1
             self.dirty.add(message.batch.rank)
             if message.batch.open == 0:
-                queue = self.ranks[message.batch.rank].lanes[message.transfer.lane]
-                queue.popleft()
-                if queue:
-                    self.start(queue[0])
+                line = self.ranks[message.batch.rank].line
+                line.popleft()
+                if line:
+                    self.start(line[0])
 
     def check_end(self, state: _Rank) -> None:
         program = state.program
-        for lane, queue in state.lanes.items():
-            if queue:
-                self.fail(
-                    state, f"ends with {[str(m.transfer) for m in queue[0].messages if not m.done]} open on {lane}"
-                )
+        if state.line:
+            self.fail(state, f"ends with {[str(m.transfer) for m in state.line[0].messages if not m.met]} open")
         for piece in program.own(program.pass_.results):
             if state.results.get(piece, 0) != self.everything:
                 missing = _bits(self.everything & ~state.results.get(piece, 0))

@@ -1,9 +1,15 @@
-"""What all ranks of a run find out together: sums, the largest number, and whether anybody has a problem."""
+"""What all ranks of a run find out together: sums, the largest number, texts, and whether anybody has a problem.
+
+Texts travel as bytes in tensors: nobody unpickles what a peer sent, and numpy is not needed.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from startrail.agree import PeerError
 
 
 def sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
@@ -19,13 +25,36 @@ def largest_over_ranks(number: float, device: torch.device) -> float:
     return largest.item()
 
 
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """What every rank of the group says, by rank."""
+    mine = text.encode()
+    sizes = _gather(torch.tensor([len(mine)]), group)
+    longest = max(1, *(int(size) for size in sizes))  # a tensor cannot share an empty buffer
+    padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
+    found = []
+    for size, part in zip(sizes, _gather(padded, group), strict=True):
+        buffer = bytearray(longest)
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+        found.append(buffer[: int(size)].decode())
+    return found
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return everyone
+
+
+def say_to_all(text: str) -> str:
+    """What the first rank says, on all ranks."""
+    return gather_texts(text if dist.get_rank() == 0 else "")[0]
+
+
 def agree(problem: str | None, error: type[Exception] = ValueError) -> None:
     """Raise ``error`` on every rank if any has a ``problem``, so that nobody waits for it in vain."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(problems):
-        if text is not None:
+    for rank, text in enumerate(gather_texts(problem or "")):
+        if text:
             ranks.setdefault(text, []).append(rank)
     if len(ranks) == 1:
         raise error(next(iter(ranks)))
@@ -33,10 +62,14 @@ def agree(problem: str | None, error: type[Exception] = ValueError) -> None:
         raise error("; ".join(f"rank {members[0]}: {text}" for text, members in ranks.items()))
 
 
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a rank failed because another did: gloo has no exception of its own for that."""
+    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)
+
+
 def check_same_data(size: int) -> None:
     """``ValueError`` on all ranks unless they see as much data: a node with other files would train on other texts."""
-    sizes: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(sizes, size)
+    sizes = [int(text) for text in gather_texts(str(size))]
     other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
     if other is not None:
         raise ValueError(

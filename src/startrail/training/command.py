@@ -2,12 +2,14 @@
 something is wrong.
 
 Started plainly, it forks local ranks with gloo, or where there are GPUs, hands over to torchrun. Under torchrun it is
-one of the ranks.
+one of the ranks. The exit code is 0 when all steps are done, 2 for a mistake, 1 for what went wrong on the way, and if
+a signal stopped the run in order, 128 and its number, as in a shell: 143 for SIGTERM, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
     import torch
 
     from startrail.training.stopping import Stop
+    from startrail.training.watching import Pulse
 
 DEFAULT = "gpt-tiny"
-FOREVER = 20 * 24 * 3600.0  # seconds; about as long as the system's poll can be told to wait
+STOPPED = 128 + signal.SIGTERM
+FAILED = 1
 
 
 def overrides(arguments: Sequence[str]) -> dict[str, str]:
@@ -44,20 +48,42 @@ def overrides(arguments: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def fields_text() -> str:
-    """What can be set, for ``startrail train --help``."""
+def fields_text(arguments: Sequence[str] = ()) -> str:
+    """What can be set, with the values of the recipe in ``arguments``: for ``startrail train [RECIPE] --help``."""
+    try:
+        recipe = _recipe_of([argument for argument in arguments if argument not in ("-h", "--help")])
+    except ValueError:
+        recipe = find(DEFAULT)
     shown = [item for item in fields(Recipe) if "meaning" in item.metadata]
-    lines = [f"  --{item.name:17s} {item.metadata['meaning']} ({item.default})" for item in shown]
+    lines = [f"  --{item.name:17s} {item.metadata['meaning']} [{_value(recipe, item.name)}]" for item in shown]
     for model, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
-        lines.append(f"  shape of a {model}: " + ", ".join(f"--{item.name}" for item in fields(config)))
+        own = isinstance(recipe.config, config)
+        shape = (f"--{item.name}" + (f" {_value(recipe.config, item.name)}" if own else "") for item in fields(config))
+        lines.append(f"  shape of a {model}: " + ", ".join(shape))
     names = ", ".join(RECIPES)
-    return "\n".join([f"recipes: {names} (default {DEFAULT}), or a .toml or .json file", "fields:", *lines])
+    return "\n".join(
+        [
+            f"recipes: {names} (default {DEFAULT}), or a .toml or .json file",
+            f"fields, and in brackets what {recipe.name} has:",
+            *lines,
+        ]
+    )
+
+
+def _value(holder: object, name: str) -> str:
+    value = getattr(holder, name)
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _recipe_of(arguments: Sequence[str]) -> Recipe:
+    """``[RECIPE] [--FIELD VALUE ...]``."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    return find(arguments[0] if named else DEFAULT).with_(overrides(arguments[named:]))
 
 
 def train_command(arguments: Sequence[str]) -> int:
     """``[RECIPE] [--FIELD VALUE ...]``; the exit code."""
-    named = bool(arguments) and not arguments[0].startswith("-")
-    recipe = find(arguments[0] if named else DEFAULT).with_(overrides(arguments[named:]))
+    recipe = _recipe_of(arguments)
     if "RANK" in os.environ:
         return _join(recipe)
     recipe.check_world(recipe.ranks)
@@ -75,62 +101,98 @@ def _start(recipe: Recipe) -> int:
 
     from startrail.local import RankError, run_local
     from startrail.training import loop  # noqa: F401, here once, rather than on every rank
+    from startrail.training.joining import group_timeout
     from startrail.training.stopping import Stop
+    from startrail.training.watching import Pulse, SharedBoard, Watch
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
+    board = SharedBoard(recipe.ranks)
+    watch = Watch(board, 60 * recipe.wait_minutes)
+
+    def look() -> None:
+        if text := watch.look():
+            print(f"startrail train: {text}", file=sys.stderr, flush=True)
+        if watch.over:
+            raise RankError(watch.over)
+
+    def on_rank(rank: int) -> tuple[int, str]:
+        return _run(recipe, torch.device("cpu"), stop, Pulse(board, rank))
+
     try:
         with Stop() as stop:
-            results = run_local(lambda rank: _run(recipe, torch.device("cpu"), stop), recipe.ranks, deadline=FOREVER)
+            timeout = group_timeout(watch.limit)
+            results = run_local(on_rank, recipe.ranks, deadline=None, timeout=timeout, look=look)
     except RankError as error:
         print(f"startrail train: {error}", file=sys.stderr)
-        print("startrail train: the same command continues from the last checkpoint, if there is one", file=sys.stderr)
-        return 1
+        _say_what_is_left(recipe)
+        return FAILED
+    assert results[0] is not None
     return _end(results[0], stop)
+
+
+def _say_what_is_left(recipe: Recipe) -> None:
+    from startrail.training.saving import steps_in
+
+    if steps := steps_in(Path(recipe.out, "checkpoints")):
+        print(f"startrail train: the same command continues from step {steps[-1]}", file=sys.stderr)
 
 
 def _join(recipe: Recipe) -> int:
     """Be the rank that torchrun says."""
     import torch.distributed as dist
 
-    from startrail.training.joining import device_of_rank, join
+    from startrail.training.joining import JoinError, device_of_rank, join
     from startrail.training.stopping import Stop
+    from startrail.training.watching import Pulse, Watch, say_or_leave
 
     device = device_of_rank(recipe.device)
     with Stop() as stop:
-        join(device)
-        result = _run(recipe, device, stop)
-        lead = dist.get_rank() == 0
+        try:
+            board = join(device, 60 * recipe.wait_minutes)
+        except JoinError as error:
+            return _end((FAILED, str(error)), stop)
+        rank, watch = dist.get_rank(), Watch(board, 60 * recipe.wait_minutes)
+        result = _run(recipe, device, stop, Pulse(board, rank, lambda: say_or_leave(watch, rank)))
+        if rank:
+            result = result[0], ""  # the first rank has said it
+        if result[0] == FAILED:
+            code = _end(result, stop)
+            os._exit(code)  # peers may be gone: whatever waits for them on the way out would wait in vain
         dist.barrier()  # nobody leaves while a peer still reads from it
         dist.destroy_process_group()
-    return _end(result if lead else (result[0], ""), stop)
+    return _end(result, stop)
 
 
-def _run(recipe: Recipe, device: torch.device, stop: Stop) -> tuple[int, str]:
-    """One rank's life: the exit code, and what to say if it is not 0. What goes wrong here does so on all ranks."""
+def _run(recipe: Recipe, device: torch.device, stop: Stop, pulse: Pulse) -> tuple[int, str]:
+    """One rank's life: the exit code, and what to say if it is not 0."""
     import torch.distributed as dist
 
+    from startrail.training.all_ranks import lost_peer
     from startrail.training.display import make_display
     from startrail.training.loop import Trainer
     from startrail.training.saving import TrainingError
 
     display = make_display(dist.get_rank() == 0)
     try:
-        Trainer(recipe, device, display, stop).run()
+        finished = Trainer(recipe, device, display, stop, pulse).run()
     except ValueError as error:
         return 2, str(error)
     except TrainingError as error:
-        return 1, str(error)
+        return FAILED, str(error)
+    except RuntimeError as error:
+        if not lost_peer(error):
+            raise
+        return FAILED, f"rank {dist.get_rank()} lost a peer: {str(error).strip().splitlines()[0]}"
     finally:
         display.close()
-    return 0, ""
+    return (0 if finished else STOPPED), ""
 
 
-def _end(result: tuple[int, str] | None, stop: Stop) -> int:
-    assert result is not None
+def _end(result: tuple[int, str], stop: Stop) -> int:
     code, text = result
     if text:
-        print(f"startrail train: {text}", file=sys.stderr)
-    return 130 if code == 0 and stop.interrupted else code
+        print(f"startrail train: {text}", file=sys.stderr, flush=True)
+    return 128 + signal.SIGINT if code == STOPPED and stop.interrupted else code
 
 
 def export_command(source: str, target: str) -> int:

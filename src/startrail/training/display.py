@@ -57,7 +57,8 @@ class Summary:
         if self.sample:
             found.append(self.sample)
         if self.stopped:
-            found.append(f"stopped after step {self.done} and saved; the same command continues from there")
+            saved = " and saved" if self.steps else ""
+            found.append(f"stopped after step {self.done}{saved}; the same command continues from there")
         return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers and FSDP need it: better now, once, than later on every forked rank
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from startrail.parallel import SequenceParallel
 from startrail.plan import Plan
@@ -26,7 +27,7 @@ from startrail.training.display import Display, Summary
 from startrail.training.estimate import NOTHING, estimate
 from startrail.training.recipes import Recipe
 from startrail.training.records import Records
-from startrail.training.saving import Checkpoints, TrainingError
+from startrail.training.saving import Checkpoints, TrainingError, steps_in
 from startrail.training.sharding import (
     backward,
     build_model,
@@ -37,8 +38,10 @@ from startrail.training.sharding import (
 )
 from startrail.training.stopping import Stop
 from startrail.training.tasks import make_task
+from startrail.training.watching import Pulse
 
 BETAS = (0.9, 0.95)
+SECOND = 10.0  # seconds that attention waits for a peer longer than whoever watches the ranks, who can name it
 
 
 class Trainer:
@@ -47,8 +50,11 @@ class Trainer:
     ``ValueError`` for mistakes in the recipe, its data or its checkpoint, on all ranks, before anything is written.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, display: Display, stop: Stop) -> None:
+    def __init__(
+        self, recipe: Recipe, device: torch.device, display: Display, stop: Stop, pulse: Pulse | None = None
+    ) -> None:
         self.recipe, self.device, self.display, self.stop = recipe, device, display, stop
+        self.pulse = pulse or Pulse()
         self.world, self.lead, self.folder = dist.get_world_size(), dist.get_rank() == 0, Path(recipe.out)
         recipe.check_world(self.world)
         mesh = data_by_sequence(recipe.data_parallel, device.type)
@@ -64,6 +70,7 @@ class Trainer:
                 heads=config.heads,
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
+                timeout=60 * recipe.wait_minutes + SECOND,
             )
             self.task: Any = make_task(recipe, self.sp, device)
             self.about = self.task.describe() if self.lead else ""
@@ -83,24 +90,26 @@ class Trainer:
         self.model: Any = build_model(recipe, device)
         self.optimizer = _optimizer(self.model, recipe)
         if self.begin:
-            self.checkpoints.load(self.begin, self.model, self.optimizer)
+            self.checkpoints.load(self.model, self.optimizer)
 
     def run(self) -> bool:
         """Train to the recipe's last step; False if a signal stopped it before."""
         try:
-            return self._run()
+            if self.lead:
+                self.display.start(self.recipe, self.begin, self.about, str(self.sp.plan), self.world, self.expected)
+            return self.begin >= self.recipe.steps or self._run()
         finally:
+            self.records.close()
             self.checkpoints.release()
+            self.pulse.end()
 
     def _run(self) -> bool:
         recipe = self.recipe
-        if self.lead:
-            self.display.start(recipe, self.begin, self.about, str(self.sp.plan), self.world, self.expected)
-        held_out = {self.begin: self._held_out()} if recipe.evaluate_batches else {}
+        held_out: dict[int, float] = {}
         spent = waited = 0.0
-        done, finished = self.begin, True
-        for step in range(self.begin, recipe.steps):
-            start = time.perf_counter()
+        done, stopped = self.begin, not self._evaluate(self.begin, held_out)
+        while done < recipe.steps and not stopped:
+            step, start = done, time.perf_counter()
             loss, norm, sums = self._step(step)
             seconds = time.perf_counter() - start
             spent, waited, done = spent + seconds, waited + sums["waiting"] / self.world, step + 1
@@ -118,27 +127,27 @@ class Trainer:
                 metrics["skipped"] = True
                 text = f"step {done}: loss {loss}, gradient norm {norm}"
                 if recipe.on_nan == "stop":
-                    self.checkpoints.wait()
-                    raise TrainingError(f"{text}; stopped before the parameters changed (on_nan skip would go on)")
+                    kept = self._save_good(step)
+                    raise TrainingError(f"{text}; stopped before the parameters changed, {kept} (on_nan skip goes on)")
                 self.display.note(f"{text}: skipped")
-            if recipe.evaluate_batches and (_due(done, recipe.evaluate_every) or done == recipe.steps):
-                metrics["held_out"] = held_out[done] = self._held_out()
+            stopped = bool(sums["stop"])
+            if not stopped and (_due(done, recipe.evaluate_every) or done == recipe.steps):
+                stopped = not self._evaluate(done, held_out)
+                if done in held_out:
+                    metrics["held_out"] = held_out[done]
             self.records.write(metrics)
             self.display.step(metrics)
             if sums["failed"]:
                 agree(self.records.problem, TrainingError)
                 self.checkpoints.wait()
-            if sums["stop"] and done < recipe.steps:
-                finished = False
-                break
-            if _due(done, recipe.save_every) and done < recipe.steps:
+            if _due(done, recipe.save_every) and done < recipe.steps and not stopped:
                 self.checkpoints.save(done, self.model, self.optimizer)
         if done > self.begin:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
-        self.records.close()
         peak = largest_over_ranks(process_memory.peak_bytes(self.device) - self.before, self.device)
-        sample = self._sample() if finished and recipe.sample else ""
+        finished = done == recipe.steps
+        sample = self._sample() if finished and not stopped and recipe.sample else ""
         self.display.finish(
             Summary(
                 done=done,
@@ -156,6 +165,17 @@ class Trainer:
             )
         )
         return finished
+
+    def _save_good(self, step: int) -> str:
+        """After ``step`` steps the next one failed: keep what they made, unless that is what is broken; says which."""
+        self.checkpoints.wait()
+        good = all(bool(part.isfinite().all()) for part in _local(self.model))
+        if sum_over_ranks([float(not good)], self.device)[0]:
+            return "which are not finite themselves: nothing was saved"
+        if step > self.begin and step not in steps_in(self.checkpoints.folder):
+            self.checkpoints.save(step, self.model, self.optimizer)
+            self.checkpoints.wait()
+        return f"and those of step {step} are saved" if step else "which are those of the start"
 
     def _records(self) -> Records:
         """Only the first rank writes."""
@@ -176,18 +196,22 @@ class Trainer:
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
+        self.pulse.passed(step + 1)
         batches, problem = self._load(range(step * recipe.accumulate, (step + 1) * recipe.accumulate))
         mine = [float(sum(map(self.task.counted, batches))), float(problem is not None)]
+        self.pulse.passed(step + 1)
         counted, failed = sum_over_ranks(mine, self.device)
         if failed:
             self._give_up(problem)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
+            self.pulse.passed(step + 1)
             share = self.task.loss_sum(self.model, batch) / max(counted, 1.0)
             backward(self.model, share)
             loss += share.detach()
         finish_gradients(self.model)
         norm = clip_gradients(self.model.parameters(), recipe.clip)
+        self.pulse.passed(step + 1)
         traffic = self.sp.traffic()
         numbers = dict(
             loss=loss.item(),
@@ -215,19 +239,29 @@ class Trainer:
         self.checkpoints.wait()
         agree(problem, TrainingError)
 
-    @torch.no_grad()
-    def _held_out(self) -> float:
-        """The mean loss of the same held-out batches every time."""
+    def _evaluate(self, step: int, held_out: dict[int, float]) -> bool:
+        """Put the mean loss of held-out batches, the same every time, into ``held_out``; False if a signal came first.
+
+        Ranks ask each other before every batch: an evaluation can be longer than a scheduler waits.
+        """
         total = counted = 0.0
-        batches, problem = self._load(range(self.recipe.evaluate_batches), held_out=True)
-        if sum_over_ranks([float(problem is not None)], self.device)[0]:
-            self._give_up(problem)
-        for batch in batches:
-            total += self.task.loss_sum(self.model, batch).item()
-            counted += self.task.counted(batch)
-        forget_gathered(self.model)
-        total, counted = sum_over_ranks([total, counted], self.device)
-        return total / max(counted, 1.0)
+        for number in range(self.recipe.evaluate_batches):
+            self.pulse.passed(step)
+            batches, problem = self._load(range(number, number + 1), held_out=True)
+            mine = [float(problem is not None), float(self.stop.wanted)]
+            failed, stop = sum_over_ranks(mine, self.device)
+            if failed:
+                self._give_up(problem)
+            if stop:
+                return False
+            with torch.no_grad():
+                total += self.task.loss_sum(self.model, batches[0]).item()
+            counted += self.task.counted(batches[0])
+            forget_gathered(self.model)
+        if self.recipe.evaluate_batches:
+            total, counted = sum_over_ranks([total, counted], self.device)
+            held_out[step] = total / max(counted, 1.0)
+        return True
 
     def _sample(self) -> str:
         try:
@@ -255,6 +289,12 @@ def _check_apart(recipe: Recipe) -> None:
     data, out = Path(recipe.data), Path(recipe.out)
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise ValueError(f"out {recipe.out!r} lies inside data {recipe.data!r}: the run would read what it writes")
+
+
+def _local(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What this rank holds of the parameters."""
+    held = (parameter.detach() for parameter in model.parameters())
+    return [part.to_local() if isinstance(part, DTensor) else part for part in held]
 
 
 def _due(step: int, every: int) -> bool:

@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "on_nan": ("stop", "skip"),
 }
+CURVE = ("steps", "warmup", "learning_rate", "final_rate")  # what decides the learning rate of a step
 AT_LEAST_0 = ("evaluate_every", "evaluate_batches", "save_every", "sample", "warmup")
 
 
@@ -77,7 +78,8 @@ class Recipe:
     save_every: int = _field(50, "steps between checkpoints (0: at the end only)")
     keep_checkpoints: int = _field(2, "checkpoints that are kept")
     resume: bool = _field(True, "continue from the newest checkpoint in out, if there is one")
-    out: str = _field("", "folder of checkpoints, metrics and samples (default: runs/NAME)")
+    out: str = _field("", "folder of checkpoints, metrics and samples")
+    wait_minutes: float = _field(10.0, "minutes that a rank may hang before the run ends and names it")
     tensorboard: bool = _field(False, "write TensorBoard events into out as well")
     sample: int = _field(120, "tokens of text, or sampler steps of images, to show at the end (0: none)")
 
@@ -92,6 +94,8 @@ class Recipe:
                 raise ValueError(f"{item.name} {value} must be a number of at least 0")
             if item.name in CHOICES and value not in CHOICES[item.name]:
                 raise ValueError(f"{item.name} {value!r} is not one of {', '.join(map(str, CHOICES[item.name]))}")
+        if not self.wait_minutes:
+            raise ValueError("wait_minutes 0 would end the run at once: give it some minutes")
         check_layout(self.layout)
         if self.plan != "auto":
             Plan.parse(self.plan)
@@ -162,6 +166,24 @@ class Recipe:
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         share = (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * share)
+
+    def curve_change(self, old: Recipe, step: int) -> str | None:
+        """What becomes of the learning rate when a run that was started as ``old`` goes on from ``step`` as this one;
+        None if that is nothing.
+
+        >>> old = find("gpt-tiny").with_(dict(steps=100, warmup=0, learning_rate=1.0, final_rate=0.0))
+        >>> old.with_({"steps": 200}).curve_change(old, step=50)
+        'steps was 100, is 200: the learning rate of step 51 is 0.854 instead of 0.5, and ends at 6.17e-05 in step 200'
+        """
+        other = next((number for number in range(step, self.steps) if self.rate(number) != old.rate(number)), None)
+        if other is None:
+            return None
+        pairs = {name: (getattr(old, name), getattr(self, name)) for name in CURVE}
+        changes = [f"{name} was {before}, is {now}" for name, (before, now) in pairs.items() if before != now]
+        return (
+            f"{', '.join(changes)}: the learning rate of step {other + 1} is {self.rate(other):.3g} instead of "
+            f"{old.rate(other):.3g}, and ends at {self.rate(self.steps - 1):.3g} in step {self.steps}"
+        )
 
 
 def _read(name: str, annotation: str, value: object) -> object:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from startrail.training.recipes import Recipe
 
 Metrics = dict[str, Any]
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """What a kill or a full disk left in the middle of a line would spoil the next one too."""
+    contents = path.read_bytes()
+    os.truncate(path, contents.rfind(b"\n") + 1)
 
 
 class Records:
@@ -32,6 +40,7 @@ class Records:
                 raise ValueError("tensorboard true needs it: pip install 'startrail[tensorboard]'") from None
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
         self._file = (folder / "metrics.jsonl").open("a")
+        _drop_unfinished_line(folder / "metrics.jsonl")
 
     def write(self, metrics: Metrics) -> None:
         if self._file is None:
@@ -48,7 +57,9 @@ class Records:
                     self._writer.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:
+        """May be called twice."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # it would write again what could not be written, of which ``problem`` tells
+                self._file.close()
         if self._writer is not None:
             self._writer.close()

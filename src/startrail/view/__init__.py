@@ -1,5 +1,5 @@
 """Ways to look at a schedule; no torch."""
 
-from startrail.view.text import show
+from startrail.view.text import fitting, show
 
-__all__ = ["show"]
+__all__ = ["fitting", "show"]

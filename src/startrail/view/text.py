@@ -15,6 +15,7 @@ step  rank 0       rank 1
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from startrail.plan import Plan
@@ -22,6 +23,21 @@ from startrail.schedule.build import Program, build_program, lane_names, stated_
 from startrail.schedule.values import INPUTS, Pass, Piece
 
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
+
+
+CELL = 56  # characters of a rank's column; what is longer goes on in the next line
+
+
+def fitting(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], columns: int) -> int:
+    """How many of the ``ranks`` can be shown side by side in so many columns; at least one."""
+    taken = 4
+    for shown, rank in enumerate(ranks):
+        program = build_program(plan, world, rank, pass_)
+        cells = _cells(program, len(program.steps))
+        taken += 2 + max(len(f"rank {rank}"), *(len(line) for cell in cells for line in cell))
+        if taken > columns:
+            return max(shown, 1)
+    return len(ranks)
 
 
 def show(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int]) -> str:
@@ -81,7 +97,12 @@ def _cells(program: Program, steps: int) -> list[list[str]]:
             lines.append("compute " + " ".join(map(str, step.blocks)))
         if step.merges:
             lines.append("merge " + " ".join(map(str, step.merges)))
-        cells.append(lines or ["receive"])
+        cells.append([part for line in lines or ["receive"] for part in _wrapped(line)])
         coming += [p.piece for p in step.posts if not p.send and p.piece.kind in INPUTS and p.piece.shard != own]
         held = [piece for piece in held if piece not in done]
     return cells + [[""]] * (steps - len(cells))
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line, or if it is long, parts of it between words."""
+    return textwrap.wrap(line, CELL, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

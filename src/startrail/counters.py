@@ -1,0 +1,74 @@
+"""What a rank counts: bytes and messages by lane, and seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+UNREAD = 512  # pairs of events that may wait to be read
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent over one lane."""
+
+    bytes: int = 0
+    hops: int = 0
+
+
+class Stopwatch:
+    """Seconds, added up: by the host's clock, or where the work runs on a GPU by events on its stream, since the host
+    runs ahead of it. Events are read when somebody asks, so that measuring waits for nothing."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._unread: list[tuple[torch.Event, torch.Event]] = []
+
+    def start(self, device: torch.device) -> float | torch.Event:
+        return time.perf_counter() if device.type != "cuda" else _event(device)
+
+    def stop(self, start: float | torch.Event, device: torch.device) -> None:
+        if isinstance(start, float):
+            self._seconds += time.perf_counter() - start
+            return
+        self._unread.append((start, _event(device)))
+        if len(self._unread) > UNREAD and self._unread[UNREAD // 2][1].query():
+            self._read(UNREAD // 2)
+
+    def seconds(self) -> float:
+        if self._unread:
+            self._unread[-1][1].synchronize()
+            self._read(len(self._unread))
+        return self._seconds
+
+    def _read(self, count: int) -> None:
+        for begin, end in self._unread[:count]:
+            self._seconds += begin.elapsed_time(end) / 1000
+        del self._unread[:count]
+
+
+def _event(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass
+class Counters:
+    """Totals: traffic by lane, the time in attention, and of that the time that the program waited for transfers."""
+
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    waiting: Stopwatch = field(default_factory=Stopwatch)
+    total: Stopwatch = field(default_factory=Stopwatch)
+
+    def sent(self, lane: str, nbytes: int) -> None:
+        traffic = self.traffic.get(lane)
+        if traffic is None:
+            traffic = self.traffic[lane] = Traffic()
+        traffic.bytes += nbytes
+        traffic.hops += 1
+
+    def reset(self) -> None:
+        self.traffic, self.waiting, self.total = {}, Stopwatch(), Stopwatch()

@@ -1,0 +1,69 @@
+"""The fused kernels, in Triton's interpreter (or on a GPU where there is one), against torch's own operations."""
+
+import pytest
+import torch
+
+from startrail.kernels import accumulate, base
+from startrail.kernels.accumulate import Partial
+
+fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def rows(shape, dtype, seed=0):
+    """(batch, heads, rows, dim) as flash attention returns it: a view of (batch, rows, heads, dim)."""
+    batch, heads, length, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, heads, dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
+@pytest.mark.parametrize("dim", [20, 64])
+def test_merging(dtype, dim):
+    """Rows that saw nothing on either side or on both, a slice of the rows, and sums in float32 or wider."""
+    acc = accumulate.accumulator(dtype)
+    shape = (2, 3, 37, dim)
+    ours, plain = Partial(shape, acc, DEVICE), Partial(shape, acc, DEVICE)
+    for seed, part in enumerate((slice(None), slice(5, 30), slice(None))):
+        out = rows(shape, dtype, seed)[:, :, part]
+        lse = 3 * torch.randn(out.shape[:3], generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        lse[:, :, 3:7] = float("-inf")
+        lse[:, 1, -2:] = float("-inf")
+        out = out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
+        plain.merge(out, lse, part)
+        fused.merge(ours.out[:, :, part], ours.lse[:, :, part], out, lse)
+    assert torch.equal(ours.lse == float("-inf"), plain.lse == float("-inf"))
+    torch.testing.assert_close(ours.lse, plain.lse, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(ours.out, plain.out, atol=1e-6 if acc == torch.float32 else 1e-14, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
+@pytest.mark.parametrize("dim", [20, 64])
+def test_row_sums(dtype, dim):
+    dout, out = rows((2, 3, 37, dim), dtype), rows((2, 3, 37, dim), dtype, seed=1)
+    acc = accumulate.accumulator(dtype)
+    torch.testing.assert_close(fused.row_sums(dout, out, acc), base.row_sums(dout, out, acc), atol=0, rtol=2e-7)
+    gaps = rows((1, 2, 9, 2 * dim), dtype)[..., ::2]
+    torch.testing.assert_close(fused.row_sums(gaps, gaps, acc), base.row_sums(gaps, gaps, acc), atol=0, rtol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
+@pytest.mark.parametrize("dim", [1, 2, 20, 64])
+def test_stand_in_out(dtype, dim):
+    dout = rows((2, 3, 37, dim), dtype).clone()
+    dout[:, :, 4] = 0
+    dout[:, :, 5, 1:] = 0
+    delta = rows((2, 3, 37, 1), accumulate.accumulator(dtype), seed=1).squeeze(-1) * 4
+    delta[:, :, 4] = 0
+    picks = min(dim, 1 if torch.finfo(dtype).eps < 1e-6 else 3)
+    ours, plain = fused.stand_in_out(dout, delta, picks), base.stand_in_out(dout, delta)
+    assert ours.dtype == dtype
+    assert not ours[:, :, 4].any()
+    sums = [(dout.double() * x.double()).sum(-1) for x in (ours, plain)]
+    error = [(x - delta).abs()[:, :, 6:] for x in sums]
+    # the interpreter cuts numbers off where it makes bfloat16 of them, where hardware rounds: a bit a number is lost
+    assert error[0].max() <= (2 ** (picks + 1) if dtype == torch.bfloat16 else 1.01) * error[1].max() + 1e-12
+    if dtype != torch.bfloat16:
+        close = 1e-2 if dtype == torch.float16 else 1e-6
+        torch.testing.assert_close(ours, plain, atol=close, rtol=close)
