@@ -150,12 +150,13 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
     def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
+    wide = accumulator(case.dtype)
     rows, keys = (case.batch, case.q_heads, case.length), (case.batch, case.kv_heads, case.length)
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
     inputs: list[Tensor | None] = [
         random(*rows, case.head_dim), random(*keys, case.head_dim), random(*keys, value_dim), random(*rows, value_dim),
-        random(case.q_heads, dtype=torch.float32) if case.sinks else None,
-        random(*rows, dtype=torch.float32) if case.lse else None,
+        random(case.q_heads, dtype=wide) if case.sinks else None,
+        random(*rows, dtype=wide) if case.lse else None,
     ]  # fmt: skip
     mask = visible_pairs(case).to(device)
     exact = _dense(_as(inputs, torch.float64), mask, case.scale)

@@ -28,7 +28,7 @@ PLANS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queri
 
 def test_options_are_exact_under_every_kind_of_plan():
     cases = [
-        Case(plan, 4, length=101, batch=2, q_heads=8, seed=seed, **{"kv_heads": 8, **options})
+        Case(plan, 4, length=101, batch=2, q_heads=8, seed=seed + 20, **{"kv_heads": 8, **options})
         for plan in PLANS
         for seed, options in enumerate(OPTIONS.values())
     ]
@@ -36,8 +36,7 @@ def test_options_are_exact_under_every_kind_of_plan():
     for case, report in zip(cases, check_cases(cases), strict=True):
         wrong += [f"{case}: {text}" for text in report.verdict()]
         if case.dtype == torch.float64:
-            errors = [error.worst for name, error in report.errors.items() if name != "dsinks"]  # sinks are float32
-            assert max(errors) < 2e-13
+            assert max(error.worst for error in report.errors.values()) < 2e-13
     assert not wrong, "\n".join(wrong)
 
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_run_is_refused_when_it_is_attached():
     assert "auxiliary loss" in error_of(lambda: attach(model, sp))
     model = tiny("mistral")
     model.config.layer_types = ["full_attention", "linear_attention"]
-    assert "layer 1 is 'linear_attention'" in error_of(lambda: attach(model, sp))
+    assert "layer 1 is 'linear_attention': its state would have to pass" in error_of(lambda: attach(model, sp))
     model = tiny("llama")
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean()
     assert "its loss is not the sum over shift_labels" in error_of(lambda: attach(model, sp))

@@ -67,7 +67,9 @@ def _family(name: str) -> Family:
         try:
             attach(model, SequenceParallel("1x1"), check=False)
         except ValueError as error:
-            return Family(name, (), _first_line(error))
+            text = _first_line(error)
+            unknown = "meta" in text or "nonzero" in text  # it looks at numbers, of which there are none here
+            return Family(name, (), f"not tried: {text}" if unknown else text)
         kinds = tuple(dict.fromkeys(str(kind) for kind in model._startrail.kinds.values()))
         detach(model)
         return Family(name, kinds, None)

@@ -113,7 +113,7 @@ class Attached:
         if self.asked is not None:
             problem = _problem(query, key, attention_mask, dropout, others)
             self.asked.append((str(getattr(module, "_startrail_name", type(module).__name__)), problem))
-            return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2), None
+            return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
         problem = _problem(query, key, attention_mask, dropout, others)
         if problem is None and attention_mask.shared is None:  # type: ignore[attr-defined]
             problem = "the model was called without a batch: model(**shard_batch(sp, ...))"
@@ -129,7 +129,7 @@ class Attached:
         out = shared.sequence.attention(
             query, key, value, causal=kind.causal, window=kind.window, chunk=kind.chunk, scale=scaling, sinks=s_aux
         )
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None  # some models take views of it
 
     def before_forward(
         self, watch: GradientWatch, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -239,9 +239,10 @@ def _refuse_by_config(model: PreTrainedModel) -> None:
     known = {"full_attention", "sliding_attention", "chunked_attention", None}
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind not in known:
-            raise ValueError(
-                f"{type(model).__name__}: layer {index} is {kind!r}, whose state would have to pass from rank to rank"
+            reason = (
+                "its state would have to pass from rank to rank" if "linear" in str(kind) else "it is not known here"
             )
+            raise ValueError(f"{type(model).__name__}: layer {index} is {kind!r}: {reason}")
 
 
 def _try(model: PreTrainedModel, attached: Attached) -> None:
@@ -260,9 +261,7 @@ def _try(model: PreTrainedModel, attached: Attached) -> None:
     except ValueError:
         raise
     except Exception as error:  # whatever a model trips over that expects a mask of another kind
-        raise ValueError(
-            f"{type(model).__name__} cannot run with startrail: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{type(model).__name__} cannot run with startrail: {_why(error)}") from error
     finally:
         asked, attached.asked = attached.asked, None
         for module, was in training:
@@ -285,6 +284,12 @@ def _try(model: PreTrainedModel, attached: Attached) -> None:
                 f"{type(model).__name__}: its loss is not the sum over shift_labels divided by num_items_in_batch "
                 f"({found.loss.item():.4f}, expected {expected.item():.4f}): take its logits, and a loss of your own"
             )
+
+
+def _why(error: Exception) -> str:
+    if "'Seen'" in str(error):
+        return "a layer calculates with its mask (a position bias such as ALiBi, or attention of its own)"
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_attention(module: nn.Module) -> bool:
