@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -16,7 +17,7 @@ from startrail.lanes import Link
 from startrail.local import run_local
 from startrail.truth import Case
 from tests import like_nccl
-from tests.helpers import error_of, qkv
+from tests.helpers import ROOT, error_of, qkv, torchrun
 
 CPU = torch.device("cpu")
 
@@ -140,3 +141,16 @@ def test_a_peer_that_never_makes_its_lanes_is_named():
 
     text, _ = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))
     assert text.startswith("PeerError: global rank 0: no connection "), text
+
+
+def test_check_under_torchrun_uses_the_ranks_that_are_there():
+    """A first look at a cluster: several plans and dtypes in one table, by rank 0, and an exit code."""
+    command = [*torchrun(2), "-m", "startrail.cli", "check", "all", "--length", "64", "--heads", "4", "--head-dim", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"torch {torch.__version__}, 2 x ") and "gloo" in lines[0]
+    assert "float32: cpu (ATen's flash attention for CPUs, in float32)" in lines
+    table = [line for line in lines if line.endswith(" ok")]
+    plans = ["1x2", "1x2", "u2", "u2", "2x1", "2x1", "u2/1x1", "u2/1x1"]
+    assert [line.split()[0] for line in table] == [*plans, *["1x1/u2,keep=all,groups=2"] * 2, "1x2"]

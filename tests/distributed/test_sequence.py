@@ -25,9 +25,9 @@ def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice
             setattr(Board, name, counted)
         tiles_of = startrail.tokens.tiles_of
 
-        def counted_tiles(mask, queries, keys):
-            tiles.append((mask, queries, keys))
-            return tiles_of(mask, queries, keys)
+        def counted_tiles(*block):
+            tiles.append(block)
+            return tiles_of(*block)
 
         startrail.tokens.tiles_of = counted_tiles
         sp = startrail.SequenceParallel(plan)

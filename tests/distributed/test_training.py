@@ -466,3 +466,22 @@ def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     assert "which are not finite themselves: nothing was saved" in text
     assert before == [False, False]
     assert skipped[:3] == [False, False, True]
+
+
+def test_bfloat16_weights_are_gathered_in_bfloat16_and_learn_the_same(data, tmp_path):
+    """Autocast alone would gather float32 and make bfloat16 of it afterwards."""
+
+    def on_rank(rank):
+        losses, dtypes = [], []
+        for zero in (0, 2):
+            recipe = gpt(data, tmp_path / str(zero), plan="1x2", precision="bfloat16", zero=zero)
+            trainer = Trainer(recipe, CPU, Display(), Stop())
+            trainer.model.blocks[0].query.register_forward_hook(
+                lambda module, arguments, out: dtypes.append((module.weight.dtype, out.dtype))
+            )
+            losses.append([trainer._step(index)[0] for index in range(1, 4)])
+        return losses, set(dtypes)
+
+    for (plain, sharded), dtypes in run_local(on_rank, 2, DEADLINE):
+        assert dtypes == {(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)}
+        assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) < 1e-2

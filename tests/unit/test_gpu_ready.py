@@ -8,9 +8,14 @@ import startrail.op  # noqa: F401, registers the ops
 from startrail import buffers, groups
 from startrail.agree import Agreement
 from startrail.arguments import describe, wrong_kind
+from startrail.bench import peers
+from startrail.bench.cases import Work
 from startrail.buffers import BufferPool
+from startrail.check import Case, check_cases
 from startrail.counters import Counters, Stopwatch
 from startrail.executor import Executor, Job
+from startrail.kernels import cuda, kernel_for
+from tests.unit import test_kernels_cuda as stand_ins
 
 CUDA = torch.device("cuda", 0)
 
@@ -46,6 +51,29 @@ def test_cuda_graphs_are_refused(monkeypatch):
         executor.run(job, None, {}, None)
     for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
         assert torch.Tag.cudagraph_unsafe in op.tags
+
+
+@pytest.fixture
+def cuda_backend(monkeypatch):
+    """The engine's CUDA backend on CPU tensors: stand-ins that compute as flash attention does, in half precision."""
+    for op in ("flash_forward", "flash_backward", "bands_forward", "bands_backward"):
+        monkeypatch.setattr(cuda, f"_{op}", getattr(stand_ins, op))
+    monkeypatch.setattr("startrail.runtime.kernel_for", lambda device, dtype, dim: cuda.AtenFlashKernel(dtype))
+
+
+def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
+    """lse and delta are one number a row, and stay in float32; rounded to bfloat16 they made gradients four times as
+    wrong. Also windows and documents as flash attention's own."""
+    shape = dict(world=2, length=192, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, causal=True)
+    cases = [Case("1x2", **shape), Case("u2", **shape), Case("2x1", **shape, window=20)]
+    cases += [
+        Case("1x2", **shape, documents=(0, 30, 31, 100, 192)),
+        Case("1x2", **shape, window=9, documents=(0, 100, 192)),
+    ]
+    wrong = []
+    for case, report in zip(cases, check_cases(cases), strict=True):
+        wrong += [f"{case}: {text}" for text in report.verdict()]
+    assert not wrong, "\n".join(wrong)
 
 
 class Group:
@@ -101,3 +129,18 @@ def test_time_on_a_gpu_is_taken_by_events_and_read_when_asked(monkeypatch):
     assert len(watch._unread) < 1000, "those long over are read on the way"
     assert watch.seconds() == 500.0
     assert Event.synchronized
+
+
+def test_the_benchmark_under_torchrun_measures_gpus_in_bfloat16(monkeypatch):
+    """Without a choice torch's backend is called 'undefined', and GPUs were taken for CPUs."""
+    monkeypatch.setattr(peers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(peers.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = peers.own_device()
+    assert device == torch.device("cuda", 1)
+    assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
+    data = peers.make_data(Work(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
+    assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
+    monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert peers.own_device() == torch.device("cpu")

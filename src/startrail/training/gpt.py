@@ -76,6 +76,13 @@ class GPT(nn.Module):
         return F.linear(hidden, self.output_weight)
 
 
+class Norm(nn.RMSNorm):
+    """Where weights are gathered in bfloat16 the residual stream is wider: torch's fused kernel wants one dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, list(self.normalized_shape), self.weight.to(x.dtype), self.eps)
+
+
 class Block(nn.Module):
     """One layer: attention, then SwiGLU, each on a normalised copy and added to the residual stream."""
 
@@ -83,12 +90,12 @@ class Block(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         kv_width = config.kv_heads * config.head_dim
-        self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.attention_norm = Norm(config.width, eps=1e-5)
         self.query = nn.Linear(config.width, config.width, bias=False)
         self.key = nn.Linear(config.width, kv_width, bias=False)
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
-        self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.mlp_norm = Norm(config.width, eps=1e-5)
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)

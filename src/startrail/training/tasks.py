@@ -36,16 +36,20 @@ Batch = TypeVar("Batch")
 Model = TypeVar("Model", GPT, DiT)
 
 
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """What the recipe's ``precision`` means here; on a CPU bfloat16 is slower than float32."""
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    wanted = recipe.precision == "bfloat16" or (recipe.precision == "auto" and fast)
+    return torch.bfloat16 if wanted else torch.float32
+
+
 class Task(Generic[Model, Batch]):
     """``sequence`` is what all samples are like. ``counted`` is what the loss is divided by, on this rank; ``loss_sum``
     is its share before that."""
 
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         self.recipe, self.sequence, self.device = recipe, sp.sequence(recipe.tokens), device
-        # on a CPU bfloat16 is slower than float32
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        wanted = recipe.precision == "bfloat16" or (recipe.precision == "auto" and fast)
-        self.dtype = torch.bfloat16 if wanted else torch.float32
+        self.dtype = compute_dtype(recipe, device)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)

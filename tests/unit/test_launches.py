@@ -1,0 +1,168 @@
+"""What a pass costs the host and the GPU, counted on fake tensors and a fake process group, with the CUDA backends and
+fused kernels that count themselves: kernels launched, host reads (none), and memory against the formula."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import startrail
+from startrail.arguments import Call
+from startrail.kernels import accumulate, base, cuda
+from startrail.schedule.build import build_program
+from startrail.schedule.values import BACKWARD, FORWARD
+
+aten = torch.ops.aten
+VIEWS = (
+    *("view", "slice", "select", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias", "split"),
+    *("as_strided", "unbind", "narrow", "empty", "new_empty", "unflatten", "flatten", "movedim"),
+    *("device", "promote_types", "sym_", "prim"),
+)
+TRANSFERS = ("send", "recv_", "alltoall_base_")
+READS = (aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.equal.default)
+
+
+BLOCK = 512  # what CUDA's caching allocator rounds up to
+
+
+class Launches(TorchDispatchMode):
+    """Counts ops that would be kernels on a GPU, and the bytes that the caching allocator would have handed out at
+    once; a read of a device value by the host is a mistake."""
+
+    def __init__(self, given=()):
+        super().__init__()
+        self.counts = Counter()
+        self.given = {x.untyped_storage()._cdata for x in given}
+        self.live, self.peak = {}, 0
+
+    @property
+    def kernels(self):
+        return sum(count for name, count in self.counts.items() if name not in TRANSFERS)
+
+    def hold(self, out):
+        for x in torch.utils._pytree.tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.given:
+                self.live[storage._cdata] = StorageWeakRef(storage), -(-storage.nbytes() // BLOCK) * BLOCK
+        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if func in READS:
+            raise AssertionError(f"the host waits for {name}")
+        if not name.startswith(VIEWS):
+            self.counts[name] += 1
+        self.hold(out)
+        return out
+
+
+class Fused:
+    """Stands for the Triton kernels: each is one launch."""
+
+    def merge(self, out, lse, new, new_lse):
+        out.neg_()
+
+    def row_sums(self, dout, out, dtype):
+        return torch.empty(dout.shape[:3], dtype=dtype).neg_()
+
+    def stand_in_out(self, dout, delta, picks):
+        return torch.empty_like(dout).neg_()
+
+
+@contextmanager
+def fake_world(world):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_fake_process_group_runs_it():
+    with fake_world(8):
+        for plan in ("1x8", "u8", "u4/1x2", "2x2/u2,keep=all"):
+            sp = startrail.SequenceParallel(plan)
+            q, k, v = (torch.randn(1, 8, 16, 8).requires_grad_() for _ in range(3))
+            out = sp.sequence(8 * 16).attention(q, k, v, causal=True)
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
+            promised = Counter()
+            for part in sp.promised_traffic(q, k).values():
+                promised.update(part)
+            assert sent == promised
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch):
+    """The CUDA backends, with fused kernels."""
+    fused = Fused()
+    for module in (accumulate, base):
+        monkeypatch.setattr(module, "fused_on", lambda device: fused)
+    monkeypatch.setattr("startrail.runtime.kernel_for", lambda device, dtype, dim: cuda.AtenFlashKernel(dtype))
+    cuda._cuts.cache_clear()
+    yield
+    cuda._cuts.cache_clear()  # fake ones
+
+
+def run(plan, documents=None, passes=2, **call):
+    """Launches of one forward and one backward pass on 8 ranks: 8k tokens a rank, 16 heads x 128, bfloat16."""
+    with fake_world(8):
+        sp = startrail.SequenceParallel(plan)
+        runtime, mode = sp._runtime, FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            q, k, v, dout = (torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16) for _ in range(4))
+        _, known = runtime.sequence(tuple(documents or (0, 8 * 8192)))
+        number = torch.tensor((0, 1))
+        for _ in range(passes):  # the first one makes what later ones use again
+            jobs = [runtime._job(FORWARD, q, k, v, known, Call(**call), None)]
+            jobs += [runtime._job(BACKWARD, q, k, v, known, Call(**call), number)]
+            with mode, Launches((q, k, v)) as forward:
+                kept = torch.empty(runtime.kept_bytes(jobs[0].wire.sizes), dtype=torch.uint8)
+                lse, out = runtime._run(jobs[0], FORWARD, {"q": (q,), "kv": (k, v)}, kept)["out"]
+            with mode, Launches((q, k, v, dout, lse, out, kept)) as backward:
+                inputs = {"do": (lse, base.row_sums(dout, out, torch.float32), dout)}
+                if runtime.plan.heads == 1:
+                    inputs |= {"q": (q,), "kv": (k, v)}
+                runtime._run(jobs[1], BACKWARD, inputs, kept)
+        return forward, backward, runtime._executor.pool.allocated, sp.sizes(q, k)
+
+
+@pytest.mark.parametrize(
+    "plan, forward, backward",
+    [("1x8", 21, 74), ("u8", 15, 21), ("u4/1x2", 17, 30), ("2x4", 26, 64), ("u2/2x2,keep=all", 25, 46)],
+)
+def test_launches_of_a_pass_are_pinned_and_the_host_reads_nothing(plan, forward, backward, fused_kernels):
+    """Kernels beside the transfers: of 1x8 forward 8 of flash attention, 7 that merge, 2 casts and 4 copies."""
+    found = run(plan, causal=True)
+    assert (found[0].kernels, found[1].kernels) == (forward, backward), (found[0].counts, found[1].counts)
+
+
+@pytest.mark.parametrize(
+    "documents, window, forward, backward",
+    [(tuple(range(0, 65537, 512)), None, 1, 1), (None, 1024, 2, 2), (tuple(range(0, 65537, 128)), 100, 1, 1)],
+)
+def test_all_documents_of_a_block_and_a_window_are_one_call(documents, window, forward, backward, fused_kernels):
+    """Of 8k tokens a rank: 128 documents, 512 of them in a window, or a window that reaches into one neighbour."""
+    found = run("1x8", documents, causal=True, window=window)
+    assert found[0].counts["_flash_attention_forward"] == forward
+    assert found[1].counts["_flash_attention_backward"] == backward
+    assert not found[0].counts["_scaled_dot_product_flash_attention"]
+    assert not any("efficient" in name for name in found[0].counts + found[1].counts)
+
+
+@pytest.mark.parametrize("plan", ["1x8", "u8", "u4/1x2", "2x4", "u2/2x2,keep=all"])
+def test_memory_of_a_pass_is_within_the_formula(plan, fused_kernels):
+    """As the caching allocator sees it, buffers that are kept for later passes included."""
+    forward, backward, _, sizes = run(plan, passes=1, causal=True)
+    kept = -(-sizes.kept_bytes(build_program(sizes.plan, 8, 0, FORWARD).kept) // BLOCK) * BLOCK
+    assert sizes.peak_bytes(FORWARD, 8) / 4 < forward.peak - kept < sizes.peak_bytes(FORWARD, 8)
+    _, backward, pool, _ = run(plan, causal=True)
+    assert sizes.peak_bytes(BACKWARD, 8) / 4 < backward.peak + pool < sizes.peak_bytes(BACKWARD, 8)
