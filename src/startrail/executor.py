@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -62,7 +62,8 @@ class Job:
     scale: float
     tag: int
     device: torch.device
-    largest: Tensor  # (batch, heads) the largest logits so far, or empty if nobody asks for them
+    # (batch, heads) the largest logits so far, or empty if nobody asks for them
+    largest: Tensor = field(default_factory=partial(torch.empty, 0, 0))
 
 
 class Executor:
