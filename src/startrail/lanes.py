@@ -189,7 +189,7 @@ class Lanes:
                 for message, flat in zip(messages, bytes_of, strict=True)
                 for group, places in (self._lane(message.lane),)
             ]
-        # in the same order on every rank: a GPU that has no room for both of two lanes' kernels runs one behind the other
+        # in one order on all ranks: a GPU without room for the kernels of two lanes runs one behind the other
         lanes = sorted({message.lane for message in messages})
         if len(lanes) == 1:
             return [self._batch(messages, bytes_of, first_tag)] * len(messages)
