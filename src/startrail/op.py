@@ -75,16 +75,16 @@ def attention_backward(
     kept: Tensor,
     number: Tensor,
     kv_heads: int,
+    head_dim: int,
     sequence: Tensor,
     runtime: str,
     call: str,
     dlse: Tensor | None,
-    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse``: the cotangent of
     lse, if it was used."""
     found = _find(runtime)
-    return found.backward(dout, qkv, out, lse, kept, number, kv_heads, sequence, Call.parse(call), dlse, head_dim)
+    return found.backward(dout, qkv, out, lse, kept, number, kv_heads, head_dim, sequence, Call.parse(call), dlse)
 
 
 @attention_backward.register_fake
@@ -96,11 +96,8 @@ def _(
     kept: Tensor,
     number: Tensor,
     kv_heads: int,
-    sequence: Tensor,
-    runtime: str,
-    call: str,
-    dlse: Tensor | None,
     head_dim: int,
+    *context: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, value_dim = out.shape
     shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
@@ -122,7 +119,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None)
     if dout is None:
         dout = torch.zeros_like(out)  # the other ranks may need our part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, number, ctx.kv_heads, sequence, ctx.runtime, ctx.call, dlse, ctx.head_dim
+        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, sequence, ctx.runtime, ctx.call, dlse
     )
     return (*grads, None, None, None)
 

@@ -172,10 +172,10 @@ class Runtime:
         kept: Tensor,
         number: Tensor,
         kv_heads: int,
+        head_dim: int,
         sequence: Tensor,
         call: Call,
         dlse: Tensor | None = None,
-        head_dim: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse`` is the
         cotangent of lse: each logit gets its weight's share of it, so it comes off delta."""
