@@ -21,8 +21,12 @@ setup-bench: .venv/ready-bench
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@
 
+# What runs ranks of its own and looks at the clock runs alone; the rest two at a time.
+ALONE := tests/distributed tests/lab tests/fuzz.py tests/chaos.py
+
 test: setup            ## every test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --durations=10 $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest -q --durations=25 $(ALONE)
 
 lint: setup            ## style and types
 	$(BIN)/ruff check .
