@@ -5,8 +5,12 @@ Names are imported when they are first used, so that plans, schedules and their 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import startrail.plan  # noqa: F401  (made callable below)
 
 if TYPE_CHECKING:
     from startrail.agree import PeerError
@@ -44,6 +48,16 @@ _HOMES = {
     "next_tokens": "logprobs",
     "sum_gradients": "training.loss",
 }
+
+
+class _PlanModule(ModuleType):
+    """``startrail.plan`` is the module of plans, and called it is the planner: ``startrail.plan("a100-4x8", ...)``."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return import_module("startrail.planning.explain").plan(*arguments, **options)
+
+
+sys.modules["startrail.plan"].__class__ = _PlanModule
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The command line: ``startrail show``, ``check``, ``verify``, ``models``, ``train``, ``export``, ``lab`` and
+"""The command line: ``startrail show``, ``check``, ``verify``, ``models``, ``plan``, ``train``, ``export``, ``lab`` and
 ``bench``."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from startrail import __version__
 from startrail.cluster import Machine
 from startrail.plan import Plan
 from startrail.planner import auto_plan
+from startrail.planning.command import add_plan_command
 from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
 from startrail.view import fitting, show
@@ -27,6 +28,7 @@ EXAMPLES = """examples:
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
   startrail verify setup.py:make --ranks 4   is your own training set-up the same on 4 ranks as on one process?
   startrail models llama gemma3              which Hugging Face models run (all of them, without names)
+  startrail plan --cluster a100-4x8 --model gpt-7b --length 512k
   torchrun --nproc-per-node 8 -m startrail.cli check all     a first look at the GPUs that are there
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
@@ -152,6 +154,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     command.set_defaults(run=lambda arguments: train_command(arguments.rest))
 
+    add_plan_command(commands)
+    _add_doctor(commands)
     commands.add_parser("lab", help="run a program on an emulated cluster", add_help=False)
     commands.add_parser("bench", help="measure plans and peers side by side", add_help=False)
 
@@ -160,6 +164,27 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command.add_argument("file", help="for example model.safetensors")
     command.set_defaults(run=lambda arguments: export_command(arguments.checkpoint, arguments.file))
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="look at this machine, or under torchrun at all ranks, and write a cluster file",
+        description="Versions, devices, kernels, limits; latency and bandwidth by level; anything odd by name. Writes "
+        "a description of the cluster that `startrail plan --cluster FILE` and STARTRAIL_CLUSTER take.",
+        epilog="examples:\n  startrail doctor --out here.toml\n"
+        "  torchrun --nnodes 4 --nproc-per-node 8 ... -m startrail.cli doctor --out ours.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--out", metavar="FILE", help="where the description goes (default: it is not written)")
+    command.add_argument("--ranks", type=int, default=1, help="local ranks to start if torchrun gives none (default 1)")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from startrail.doctor import doctor_command  # here: it measures, and so needs torch
+
+    return doctor_command(arguments.out, arguments.ranks)
 
 
 def _lab(command: str, argv: Sequence[str]) -> int:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
 from startrail.arguments import blocks_of, documents_of, is_whole
+from startrail.auto import choose
 from startrail.cluster import Machine
 from startrail.layout import check_layout
 from startrail.plan import Plan
-from startrail.planner import auto_plan
 from startrail.runtime import Runtime, Settings
 from startrail.schedule.build import closed_form, lane_names
 from startrail.schedule.values import PASSES
@@ -37,9 +37,11 @@ class SequenceParallel:
     >>> sequence.attention(q, q, q, causal=True).shape
     torch.Size([1, 4, 5, 8])
 
-    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which needs to know the model's ``heads`` (and ``kv_heads`` if
-    there are fewer; ``head_dim`` does not change what it chooses today). The sequence axis is ``group`` (default: the
-    whole world), or ``mesh``: a DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what
+    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. That needs the model's ``heads`` (and
+    ``kv_heads`` if there are fewer), and is better informed by ``head_dim``, the ``length`` of sequences and
+    ``cluster``: the name or file of a description (also: the environment variable STARTRAIL_CLUSTER); without one the
+    cluster is measured, once. The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
+    whose dimensions together are the sequence axis. ``wire_dtype`` is what
     travels (default: the inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every
     wait for a peer; the default is the group's own. ``check_every_call`` compares the arguments of all ranks on every
     call, not only on the first of its signature and of its sequence (also: the environment variable
@@ -55,6 +57,8 @@ class SequenceParallel:
         heads: int | None = None,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        length: int | None = None,
+        cluster: str | None = None,
         layout: str = "zigzag",
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
@@ -79,7 +83,7 @@ class SequenceParallel:
         self.world = len(ranks)
         self.rank = dist.get_rank(self.group) if self.group else 0
         if isinstance(plan, str) and plan.strip() == "auto":
-            self.plan = self._auto_plan(ranks, heads, kv_heads)
+            self.plan = self._auto_plan(ranks, heads, kv_heads, head_dim, length, cluster)
         elif isinstance(plan, str | Plan):
             self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
         else:
@@ -90,11 +94,24 @@ class SequenceParallel:
         self._name = op.register(self._runtime)
         self._made_any = False
 
-    def _auto_plan(self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None) -> Plan:
+    def _auto_plan(
+        self,
+        ranks: tuple[int, ...],
+        heads: int | None,
+        kv_heads: int | None,
+        head_dim: int | None,
+        length: int | None,
+        cluster: str | None,
+    ) -> Plan:
         if heads is None:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
         machine = Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
-        plan, why = auto_plan(machine, heads, heads if kv_heads is None else kv_heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if not (is_whole(heads) and is_whole(kv_heads) and min(heads, kv_heads) >= 1):
+            raise ValueError(f"heads={heads!r}, kv_heads={kv_heads!r} must be whole numbers of at least 1")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        plan, why = choose(self.group, machine, heads, kv_heads, head_dim, length, cluster)
         if ranks[self.rank] == 0:  # once, also where several groups share a job
             print(f"startrail: {why}", file=sys.stderr)
         return plan

@@ -114,7 +114,7 @@ class Sizes:
 
     def nbytes(self, kind: str) -> int:
         """Of a whole piece."""
-        return self._sum(self.fields(kind, self.tokens))
+        return self.by_kind[kind]
 
     def part_bytes(self, kind: str) -> int:
         """Of the part of a piece that one head rank's tokens are."""
@@ -123,10 +123,10 @@ class Sizes:
     def _sum(self, fields: Sequence[Field]) -> int:
         return sum(self.bytes_of(field) for field in fields)
 
-    @property
+    @cached_property
     def by_kind(self) -> dict[str, int]:
         """Bytes of a whole piece of every kind."""
-        return {kind: self.nbytes(kind) for kind in KINDS}
+        return {kind: self._sum(self.fields(kind, self.tokens)) for kind in KINDS}
 
     def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
         """Where each kept piece lies in one buffer of bytes."""
@@ -158,8 +158,19 @@ class Sizes:
             total += (stated["do"] + 1) * self._wide_bytes("out")
         return total
 
+    def pooled_bytes(self, pass_: Pass, world: int) -> int:
+        """The part of ``peak_bytes`` that stays from call to call: buffers of what travels, in and out."""
+        if world == 1:
+            return 0
+        stated = stated_pieces(self.plan, pass_)
+        total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
+        total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
+        if self.plan.heads > 1:
+            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+        return total
+
     def _wide_bytes(self, kind: str) -> int:
-        return sum(prod(field.shape) * self._wide for field in self.fields(kind, self.tokens))
+        return sum(prod(field.shape) for field in self.fields(kind, self.tokens)) * self._wide
 
 
 def key_copies(q_heads: int, kv_heads: int, split_over: int) -> int:

@@ -14,12 +14,14 @@ SOURCE = ROOT / "src" / "startrail"
 LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
     schedule.families plan layout mask bands schedule.around schedule.build schedule.player sizes cluster planner
+    planning planning.describe planning.hardware planning.workload planning.tasks planning.simulate
+    planning.attention planning.bounds planning.step planning.search planning.explain planning.command
     view.text view
     kernels.triton_kernels kernels.fused kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda
     kernels.largest kernels first_steps
     ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
-    op sequence parallel checkpoint
-    local truth check first_look
+    op sequence live auto parallel checkpoint
+    local truth check first_look doctor
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
     training.tasks
