@@ -112,7 +112,8 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     attend = partial(sequence.attention, mask=mask, scale=case.scale, sinks=sinks, return_lse=True)
     before = attend(-q, k, v)[0] if case.use == "interleaved" else None
     sp.reset_counters()
-    out, lse, largest = attend(q, k, v, return_largest=True)
+    wants_largest = case.seed % 4 == 0  # it costs as much again
+    out, lse, *largest = attend(q, k, v, return_largest=wants_largest)
     made = {"out": out} | ({} if dlse is None else {"lse": lse})
     cotangents = [dout] if dlse is None else [dout, dlse]
     grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
@@ -139,7 +140,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
         errors[name] = Error.of(mine, truth)
         if mine.shape != truth.shape or (mine.dtype != case.dtype and name not in ("lse", "dsinks")):
             problems.append(f"{name} is {tuple(mine.shape)} {mine.dtype}")
-    problems += _largest_problems(case, data, largest)
+    problems += _largest_problems(case, data, *largest) if wants_largest else []
     timings = sp.timings()
     half = torch.finfo(coarser(case)).bits < 32
     seconds = timings["waiting"], timings["total"]
