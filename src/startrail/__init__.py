@@ -15,19 +15,38 @@ import startrail.plan  # noqa: F401  (made callable below)
 if TYPE_CHECKING:
     from startrail.agree import PeerError
     from startrail.checkpoint import checkpoint_context
+    from startrail.logprobs import next_tokens
+    from startrail.mask import Mask
     from startrail.parallel import SequenceParallel
     from startrail.plan import Plan
     from startrail.sequence import Sequence
+    from startrail.training.loss import global_mean, gradient_factor, sum_gradients
 
 __version__ = "0.1.0"
-__all__ = ["PeerError", "Plan", "Sequence", "SequenceParallel", "checkpoint_context"]
+__all__ = [
+    "Mask",
+    "PeerError",
+    "Plan",
+    "Sequence",
+    "SequenceParallel",
+    "checkpoint_context",
+    "global_mean",
+    "gradient_factor",
+    "next_tokens",
+    "sum_gradients",
+]
 
 _HOMES = {
+    "Mask": "mask",
     "PeerError": "agree",
     "Plan": "plan",
     "Sequence": "sequence",
     "SequenceParallel": "parallel",
     "checkpoint_context": "checkpoint",
+    "global_mean": "training.loss",
+    "gradient_factor": "training.loss",
+    "next_tokens": "logprobs",
+    "sum_gradients": "training.loss",
 }
 
 

@@ -1,4 +1,5 @@
-"""The command line: ``startrail show``, ``check``, ``plan``, ``train``, ``export``, ``lab`` and ``bench``."""
+"""The command line: ``startrail show``, ``check``, ``plan``, ``doctor``, ``verify``, ``models``, ``train``,
+``export``, ``lab`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ EXAMPLES = """examples:
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
   startrail plan --cluster a100-4x8 --model gpt-7b --length 512k
+  startrail verify setup.py:make --ranks 4   is your own training set-up the same on 4 ranks as on one process?
+  startrail models llama gemma3              which Hugging Face models run (all of them, without names)
   torchrun --nproc-per-node 8 -m startrail.cli check all     a first look at the GPUs that are there
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
@@ -116,6 +119,29 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command.set_defaults(run=_check)
 
     command = commands.add_parser(
+        "verify",
+        help="compare a training set-up on many ranks with one process, and name what is wrong",
+        description="FUNCTION returns (model, batch) or (model, batch, step), small enough for this machine. It is run "
+        "on one process and on local ranks; exit code 1 if loss or gradients differ, with the fault.",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="for example my.setup:make, or setup.py:make")
+    command.add_argument("--ranks", type=int, default=4, help="number of ranks (default %(default)s)")
+    command.add_argument("--plan", help="for example u2/1x2 (default: a ring of all ranks)")
+    command.add_argument("--deadline", type=float, default=300.0, help="seconds (default %(default)s)")
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser(
+        "models",
+        help="which Hugging Face models run, and why others do not",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("families", nargs="*", metavar="FAMILY", help="for example llama (default: all, minutes)")
+    command.set_defaults(run=_models)
+
+    command = commands.add_parser(
         "train",
         help="train a GPT or a DiT",
         usage="startrail train [RECIPE] [--FIELD VALUE ...]",
@@ -200,10 +226,11 @@ def _chosen(arguments: argparse.Namespace) -> Plan:
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import Case, check_cases, check_room, where
+    from startrail.check import check_cases, check_room, where
     from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
     from startrail.training.joining import device_of_rank, join
+    from startrail.truth import Case
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
     world = int(os.environ["WORLD_SIZE"]) if launched and arguments.ranks is None else arguments.ranks
@@ -248,6 +275,28 @@ def _check(arguments: argparse.Namespace) -> int:
     if launched:
         torch.distributed.destroy_process_group()
     return 1 if any(report.verdict() for report in reports) else 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from startrail.verify import load, verify
+
+    if arguments.ranks < 1:
+        raise ValueError(f"--ranks {arguments.ranks} must be at least 1")
+    if arguments.plan is not None:
+        Plan.parse(arguments.plan).check_world(arguments.ranks)
+    verdict = verify(load(arguments.function), arguments.ranks, arguments.plan, arguments.deadline)
+    print(verdict.text)
+    return 0 if verdict.same else 1
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    try:
+        from startrail.integrations.families import families, table
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed (pip install 'startrail[hf]')") from None
+
+    print(table(families(arguments.families, progress=sys.stderr.isatty())))
+    return 0
 
 
 def _world(plan: Plan, ranks: int | None) -> int:

@@ -151,22 +151,28 @@ class Lanes:
         """One byte over every link, and a comparison: communicators and connections are made by their first use, which
         would otherwise be inside a pass, and would wait there for whoever comes late."""
         hello, room = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
-        works: dict[str, dist.Work] = {}
-        for lane in dict.fromkeys(link.lane for link in links):
-            here = [(index, link) for index, link in enumerate(links) if link.lane == lane]
-            flats = [(hello if link.send else room)[index] for index, link in here]
-            peers = ", ".join(str(self.ranks[link.peer]) for _, link in here if not link.send)
-            works[f"{self.names[lane]} to global ranks {peers}"] = self._batch([link for _, link in here], flats, 0)
-        compared = self.compare(1)
-        works["all ranks"] = compared.work
         end = time.monotonic() + self.timeout.total_seconds()
-        for what, work in works.items():
-            while not work.is_completed():
-                if time.monotonic() > end:
-                    self.end(f"no connection over {what}")
-                    raise PeerError(f"global rank {dist.get_rank()}: no connection over {what} within {self.timeout}")
-                time.sleep(0.001)
-            work.wait()
+        what = "all ranks"
+        try:
+            works = {what: self.compare(1).work}
+            for lane in sorted({link.lane for link in links}):
+                here = [(index, link) for index, link in enumerate(links) if link.lane == lane]
+                flats = [(hello if link.send else room)[index] for index, link in here]
+                peers = ", ".join(str(self.ranks[link.peer]) for _, link in here if not link.send)
+                what = f"{self.names[lane]} to global ranks {peers}"
+                works[what] = self._batch([link for _, link in here], flats, 0)
+            for what in works:
+                while not works[what].is_completed():
+                    if time.monotonic() > end:
+                        raise RuntimeError("nobody came")
+                    time.sleep(0.001)
+                works[what].wait()
+        except RuntimeError as error:
+            self.end(f"no connection over {what}")
+            raise PeerError(
+                f"global rank {dist.get_rank()}: no connection over {what} within {self.timeout}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     def compare(self, digest: int) -> Comparison:
         """Begin to find out whether all ranks bring the same ``digest`` (at least 1)."""
@@ -183,7 +189,8 @@ class Lanes:
                 for message, flat in zip(messages, bytes_of, strict=True)
                 for group, places in (self._lane(message.lane),)
             ]
-        lanes = list(dict.fromkeys(message.lane for message in messages))
+        # in one order on all ranks: a GPU without room for the kernels of two lanes runs one behind the other
+        lanes = sorted({message.lane for message in messages})
         if len(lanes) == 1:
             return [self._batch(messages, bytes_of, first_tag)] * len(messages)
         works = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
-from startrail.arguments import documents_of, is_whole
+from startrail.arguments import blocks_of, documents_of, is_whole
 from startrail.auto import choose
 from startrail.cluster import Machine
 from startrail.layout import check_layout
@@ -24,6 +24,7 @@ from startrail.schedule.build import closed_form, lane_names
 from startrail.schedule.values import PASSES
 from startrail.sequence import Sequence
 from startrail.sizes import Sizes
+from startrail.tokens import marks_of
 from startrail.wire import DTYPES
 
 
@@ -91,6 +92,7 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)
+        self._made_any = False
 
     def _auto_plan(
         self,
@@ -117,17 +119,25 @@ class SequenceParallel:
     def __repr__(self) -> str:
         return f"SequenceParallel({self.plan}, rank {self.rank} of {self.world}, {self.layout})"
 
-    def sequence(self, length: int, documents: Tensor | SequenceOf[int] | None = None) -> Sequence:
+    def sequence(
+        self,
+        length: int,
+        documents: Tensor | SequenceOf[int] | None = None,
+        blocks: Tensor | SequenceOf[tuple[int, int]] | None = None,
+    ) -> Sequence:
         """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
         and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
-        each other. Every rank must make the same sequences, those of one length in the same order."""
+        each other. ``blocks``: runs (start, stop) of tokens that see each other also where a layer is causal or has a
+        window: images in a text, the prefix of a prefix-LM. Every rank must make the same sequences, those of one
+        length in the same order."""
         if not is_whole(length) or length < 1:
             self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
         try:
-            ends = documents_of(documents, length)
+            marks = marks_of(documents_of(documents, length), blocks_of(blocks, length))
         except ValueError as error:
             self.refuse(str(error))
-        return Sequence(self, self._name, *self._runtime.sequence(ends))
+        first, self._made_any = not self._made_any, True
+        return Sequence(self, self._name, *self._runtime.sequence(marks), first)
 
     def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
@@ -148,9 +158,10 @@ class SequenceParallel:
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
 
-    def promised_traffic(self, q: Tensor, k: Tensor) -> dict[str, dict[str, int]]:
-        """Bytes by level that each pass of a call with such shards must send, by closed form."""
-        names, sizes = lane_names(self._runtime.place), self.sizes(q, k)
+    def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:
+        """Bytes by level that each pass of a call with such shards must send, by closed form; values are as wide as
+        keys unless they are given."""
+        names, sizes = lane_names(self._runtime.place), self.sizes(q, k, v)
         return {
             str(pass_): {
                 name: round(amount)
@@ -162,9 +173,9 @@ class SequenceParallel:
             for pass_ in PASSES
         }
 
-    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+    def sizes(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """How large the pieces of a call with such shards are, and what its passes hold at most."""
-        return self._runtime.sizes_of(q, k)
+        return self._runtime.sizes_of(q, k, v)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         """A copied model talks over the same lanes."""

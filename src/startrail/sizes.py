@@ -35,7 +35,8 @@ class Field(NamedTuple):
 @dataclass(frozen=True)
 class Sizes:
     """``local`` tokens are those of one rank; ``kv_heads`` are the user's, ``copies`` how often each is repeated so
-    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels."""
+    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels. ``value_dim`` is
+    the width of values and outputs where it is not that of queries and keys."""
 
     plan: Plan
     local: int
@@ -45,6 +46,7 @@ class Sizes:
     head_dim: int
     itemsize: int = 4
     wire_itemsize: int | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -58,6 +60,10 @@ class Sizes:
                 f"plan {plan}: groups={plan.groups} divides neither the {self.q_heads // plan.heads} query and "
                 f"{self.kv_heads * self.copies // plan.heads} key/value heads of a rank nor the batch of {self.batch}"
             )
+
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @cached_property
     def copies(self) -> int:
@@ -92,16 +98,17 @@ class Sizes:
         share = self.plan.heads * (groups if self.split_heads else 1)
         rows = (batch, self.q_heads // share, tokens)
         wide = kind in self.plan.running_sums  # a sum that would be rounded at every hop travels as it is kept
-        by_row = Field((*rows, self.head_dim), wide)
-        by_key = Field((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), wide)
+        keys = (batch, self.kv_heads * self.copies // share, tokens)
+        query, output = Field((*rows, self.head_dim), wide), Field((*rows, self.out_dim), wide)
+        by_key = Field((*keys, self.head_dim), wide), Field((*keys, self.out_dim), wide)
         number = Field(rows, True)
         by_kind = {
-            "q": (by_row,),
-            "dq": (by_row,),
-            "out": (number, by_row),  # lse, out
-            "do": (number, number, by_row),  # lse, delta, dout
-            "kv": (by_key, by_key),
-            "dkv": (by_key, by_key),
+            "q": (query,),
+            "dq": (query,),
+            "out": (number, output),  # lse, out
+            "do": (number, number, output),  # lse, delta, dout
+            "kv": by_key,
+            "dkv": by_key,
         }
         return by_kind[kind]
 
@@ -148,7 +155,7 @@ class Sizes:
         if self.plan.heads > 1:  # parts for and from the other heads, and the whole pieces that they make
             total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
         if pass_ is not FORWARD:  # the stand-ins for the rows' outputs
-            total += (stated["do"] + 1) * self._wide_bytes("dq")
+            total += (stated["do"] + 1) * self._wide_bytes("out")
         return total
 
     def pooled_bytes(self, pass_: Pass, world: int) -> int:

@@ -1,5 +1,9 @@
 """What a first run on GPUs would hit, found without one: with fake tensors, stand-ins and fake process groups."""
 
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -144,3 +148,28 @@ def test_the_benchmark_under_torchrun_measures_gpus_in_bfloat16(monkeypatch):
     assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
     monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
     assert peers.own_device() == torch.device("cpu")
+
+
+class NcclOptions:
+    def __init__(self, is_high_priority_stream=False):
+        self.high = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+def test_lanes_on_nccl_have_their_settings_in_one_place(monkeypatch):
+    """Streams of high priority, few channels, and a watchdog that comes after our own deadline."""
+    made = []
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    monkeypatch.setattr(groups, "PrefixStore", lambda name, store: name)
+    monkeypatch.setattr(groups.c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(groups, "_unbound", nullcontext)
+    monkeypatch.setattr(
+        groups.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
+    )
+    monkeypatch.setattr(groups.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5))
+    ((size, index, members, backend, _, name, options, timeout),) = made
+    assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
+    assert options.high and options.config.max_ctas == groups.CHANNELS
+    assert timeout == options._timeout == timedelta(seconds=5) + groups.GRACE

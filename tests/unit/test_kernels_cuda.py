@@ -353,14 +353,19 @@ def test_whole_blocks(name, stand_ins):
         Tile(27, 40, 3, 30, "masked", (Segment(27, 33, 3, 1, 10, 1), Segment(33, 40, 9, 0, 30, 0))),
         Tile(0, 40, 28, 30, "full"),
     ]
-    kernel = make(name, torch.float32)
-    q, k, v, dout = (kernel.prepare(x) for x in tensors(40, 30, 4, 2, 20, torch.float64))
+    check_blocks(make(name, torch.float32), tensors(40, 30, 4, 2, 20, torch.float64), tiles)
+
+
+def check_blocks(kernel, sides, tiles):
+    """A block and its gradients against the reference, which sees bands as masks."""
+    q, k, v, dout = (kernel.prepare(x) for x in sides)
+    exact = [tile._replace(form="masked") if tile.form == "bands" else tile for tile in tiles]
     total = kernel.forward(q, k, v, tiles, SCALE)
-    expected = REFERENCE.forward(*wide(q, k, v), tiles, SCALE)
+    expected = REFERENCE.forward(*wide(q, k, v), exact, SCALE)
     torch.testing.assert_close(total.out.double(), expected.out, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(total.lse.double(), expected.lse, atol=5e-6, rtol=5e-6)
     grads = kernel.backward(dout, q, k, v, total.out, total.lse, tiles, SCALE)
-    expected_grads = REFERENCE.backward(*wide(dout, q, k, v), expected.out, expected.lse, tiles, SCALE)
+    expected_grads = REFERENCE.backward(*wide(dout, q, k, v), expected.out, expected.lse, exact, SCALE)
     for grad, value in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad.value.double(), value.value, atol=1e-5, rtol=1e-5)
 
@@ -459,22 +464,11 @@ BLOCKS = {
 def test_documents_and_windows_are_flash_attentions_own(name, block, stand_ins):
     """A shard with itself, and with another: as bands they are few calls, and the same numbers."""
     mask, most = BLOCKS[block]
-    kernel = make(name, torch.float32)
     whole, outer, inner = ((0, 40),), ((0, 10), (30, 10)), ((10, 20),)
     for own, other in ((whole, whole), (outer, inner), (inner, outer), (outer, outer)):
-        segments = segments_of(mask, own, other)
-        tiles = bands_of(segments)
+        tiles = bands_of(segments_of(mask, own, other))
         assert not any(tile.form == "masked" for tile in tiles)
-        q, k, v, dout = (kernel.prepare(x) for x in tensors(40, 40, 4, 2, 16, torch.float64))
-        total = kernel.forward(q, k, v, tiles, SCALE)
-        exact = [tile._replace(form="masked") if tile.form == "bands" else tile for tile in tiles]
-        expected = REFERENCE.forward(*wide(q, k, v), exact, SCALE)
-        torch.testing.assert_close(total.out.double(), expected.out, atol=5e-6, rtol=5e-6)
-        torch.testing.assert_close(total.lse.double(), expected.lse, atol=5e-6, rtol=5e-6)
-        grads = kernel.backward(dout, q, k, v, total.out, total.lse, tiles, SCALE)
-        truth = REFERENCE.backward(*wide(dout, q, k, v), expected.out, expected.lse, exact, SCALE)
-        for grad, value in zip(grads, truth, strict=True):
-            torch.testing.assert_close(grad.value.double(), value.value, atol=1e-5, rtol=1e-5)
+        check_blocks(make(name, torch.float32), tensors(40, 40, 4, 2, 16, torch.float64), tiles)
         if own is whole:
             assert len(tiles) <= most
 
