@@ -1,11 +1,11 @@
 """The player of programs: it runs those of all ranks against each other, without data, and proves what must hold.
 
 It delivers messages as the strictest backend would: what one step posts on a lane is one batch, a rank's batches of
-all lanes stand in one line (those of a step by lane), a batch starts when the one before it has ended, a transfer happens when both ends' batches
-have started, and nothing of a batch can be used before all of it has come. Whatever ends under these rules ends on
-lanes that are independent too, and with messages that arrive one by one. It proves that every send
-meets its receive, nothing deadlocks, every (query shard, key shard) pair is computed once, every result reaches its
-owner with all its blocks and none twice, and what should be kept is still there.
+all lanes stand in one line (those of a step by lane), a batch starts when the one before it has ended, a transfer
+happens when both ends' batches have started, and nothing of a batch can be used before all of it has come. Whatever
+ends under these rules ends on lanes that are independent too, and with messages that arrive one by one. It proves that
+every send meets its receive, nothing deadlocks, every (query shard, key shard) pair is computed once, every result
+reaches its owner with all its blocks and none twice, and what should be kept is still there.
 """
 
 from __future__ import annotations
