@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup setup-bench test lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench validate validate-paper scaling test lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 
@@ -61,6 +61,15 @@ bench-memory: setup    ## peak memory of a rank in training against its estimate
 
 bench-train: setup     ## tokens/s and exposed communication in training, Ring Attention against the default plan
 	$(BIN)/startrail bench train
+
+validate: setup-bench  ## predictions against the lab: validation/lab/results.md, scatter.png (10 minutes; ARGS=--quick: 2)
+	$(BIN)/python -m validation.lab $(ARGS)
+
+validate-paper: setup  ## the paper's byte counts, and its Figure 7 as predicted: validation/paper/results.md
+	$(BIN)/python -m validation.paper
+
+scaling: setup-bench   ## weak scaling to 16,384 GPUs as predicted: validation/scaling.md, scaling.png
+	$(BIN)/python -m validation.scaling
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache

@@ -17,13 +17,14 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from startrail.check import USES, Case, check_cases, visible_pairs
+from startrail.check import check_cases
 from startrail.cluster import Machine
 from startrail.local import run_local
 from startrail.plan import Plan, plans_for, variants_of
 from startrail.planner import auto_plan
 from startrail.schedule.family import Heads
 from startrail.schedule.star import STAR
+from startrail.truth import USES, Case, visible_pairs
 from startrail.wire import DTYPES
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12)
@@ -43,6 +44,7 @@ def random_case(seed: int) -> Case:
     documents = None
     if rng.random() < 0.4:
         documents = (0, *sorted(rng.choices(range(length + 1), k=rng.choice([0, 1, 4, 15]))), length)
+    layer = random_layer(rng, length)
     return Case(
         plan=str(plan),
         world=world,
@@ -58,9 +60,32 @@ def random_case(seed: int) -> Case:
         documents=documents,
         layout=rng.choice(["zigzag", "zigzag", "contiguous"]),
         scale=rng.choice([None, None, 0.05, 0.7, 1.0]),
+        value_dim=rng.choice([None, None, None, 1, 24]),
+        sinks=rng.random() < 0.2,
+        lse=rng.random() < 0.2,
         seed=seed,
         use=rng.choice([*USES, "plain"]),
+        **layer,
     )
+
+
+def random_layer(rng: random.Random, length: int) -> dict:
+    """What not every model has: chunks, blocks, or slices."""
+    kind = rng.choice(["plain"] * 5 + ["chunk", "blocks", "slices"])
+    if kind == "chunk":
+        return dict(chunk=rng.choice([1, rng.randint(2, 40), rng.randint(41, 400)]))
+    ends = sorted(rng.sample(range(length + 1), min(length + 1, 2 * rng.randint(1, 3)) // 2 * 2))
+    if kind == "blocks":
+        return dict(blocks=tuple(zip(ends[::2], ends[1::2], strict=True)))
+    if kind == "slices":  # a prefix, then causal from there: and what lies between two ends sees the whole prefix only
+        prefix, gap = ends[0] or 1, ends[-1]
+        slices = [(0, prefix, 0, prefix)]
+        if gap > prefix:
+            slices.append((prefix, gap, 0, prefix))
+        if gap < length and prefix < length:
+            slices.append((max(gap, prefix), length, 0, length, 1))
+        return dict(slices=tuple(slices))
+    return {}
 
 
 @cache
@@ -90,10 +115,8 @@ def run(first_seed: int, count: int, progress: bool = False) -> list[str]:
 
 def not_finite(first_seed: int, count: int) -> list[str]:
     """The same for keys and queries with NaN and infinities: they come out where they do in one process."""
-    cases = [
-        replace(random_case(seed), dtype=torch.float32, wire_dtype=None)
-        for seed in range(first_seed, first_seed + count)
-    ]
+    plain = dict(dtype=torch.float32, wire_dtype=None, chunk=None, blocks=(), slices=())
+    cases = [replace(random_case(seed), **plain) for seed in range(first_seed, first_seed + count)]
     wrong = []
     for world in sorted({case.world for case in cases}):
         mine = [case for case in cases if case.world == world]
@@ -154,6 +177,8 @@ def test_random_cases_cover_the_ground():
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
+    for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse"):
+        assert sum(bool(getattr(case, name)) for case in cases) > 15, name
     assert {case.use for case in cases} == set(USES) and {case.wire_dtype for case in cases} == {None, *DTYPES}
     assert any(len(p.levels) == 3 and p.size == 12 for p in plans if p.family is not STAR)
     assert auto_plan(Machine(2, 4), 8, 2)[0].size == 8

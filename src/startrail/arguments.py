@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from startrail.mask import Mask
+from startrail.mask import Mask, Segment
 from startrail.wire import DTYPES
 
 MAX_HEAD_DIM = 256
@@ -28,20 +28,35 @@ class Call:
     causal: bool = False
     window: int | None = None
     scale: float | None = None
+    chunk: int | None = None
+    steps: tuple[Segment, ...] = ()  # a staircase of slices
+    largest: bool = False  # whether the largest logit of each head is wanted
 
     def __str__(self) -> str:
-        return f"causal={self.causal}, window={self.window}, scale={self.scale}"
+        text = f"causal={self.causal}, window={self.window}, scale={self.scale}"
+        if self.chunk is not None:
+            text += f", chunk={self.chunk}"
+        if self.steps:
+            text += ", steps=" + " ".join(":".join(map(str, step)) for step in self.steps)
+        return text + (", largest=True" if self.largest else "")
 
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Call:
-        causal, window, scale = (part.partition("=")[2] for part in text.split(", "))
+        said = dict(part.split("=") for part in text.split(", "))
+        window, scale, chunk = said["window"], said["scale"], said.get("chunk")
+        steps = (map(int, step.split(":")) for step in said.get("steps", "").split())
         return Call(
-            causal == "True", None if window == "None" else int(window), None if scale == "None" else float(scale)
+            said["causal"] == "True",
+            None if window == "None" else int(window),
+            None if scale == "None" else float(scale),
+            None if chunk is None else int(chunk),
+            tuple(Segment(*step) for step in steps),
+            "largest" in said,
         )
 
-    def mask(self, documents: tuple[int, ...] | None) -> Mask:
-        return Mask(self.causal, self.window, documents)
+    def mask(self, documents: tuple[int, ...] | None, blocks: tuple[tuple[int, int], ...] = ()) -> Mask:
+        return Mask(self.causal, self.window, documents, self.chunk, blocks, self.steps)
 
     def scale_of(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
@@ -89,6 +104,28 @@ def wrong_kind(
     return None
 
 
+def wrong_option(q: Tensor, chunk: object, sinks: object, softcap: object, mask: object) -> str | None:
+    """The same for what not every model needs."""
+    if chunk is not None and not is_whole(chunk):
+        return f"chunk={chunk!r} must be a whole number of tokens"
+    if softcap is not None:
+        return (
+            f"softcap={softcap!r}: no kernel here bends its logits (flash-attn's could, but not for tiles under a "
+            "mask); set it to None if the model allows"
+        )
+    if sinks is not None and not isinstance(sinks, Tensor):
+        return f"sinks must be a tensor with a number for each head, got {type(sinks).__name__}"
+    if isinstance(sinks, Tensor) and (
+        sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device
+    ):
+        return f"sinks must be a number for each of the {q.shape[1]} query heads on {q.device}, got {describe(sinks)}"
+    if mask is not None and not isinstance(mask, Mask):
+        return f"mask must be a startrail.Mask, got {type(mask).__name__}"
+    if isinstance(mask, Mask) and (mask.documents is not None or mask.blocks):
+        return "documents and blocks belong to the sequence: sp.sequence(length, documents=..., blocks=...)"
+    return None
+
+
 def is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and -(2**62) < number < 2**62
 
@@ -113,16 +150,32 @@ def documents_of(documents: object, length: int) -> tuple[int, ...]:
     return mask.documents or (0, length)
 
 
+def blocks_of(blocks: object, length: int) -> tuple[tuple[int, int], ...]:
+    """Runs of tokens that see each other, as pairs (start, stop); ``ValueError`` if they are none of a sequence.
+
+    >>> blocks_of([(0, 2), (3, 5)], 5)
+    ((0, 2), (3, 5))
+    """
+    if blocks is None:
+        return ()
+    try:
+        pairs = tuple((int(start), int(stop)) for start, stop in torch.as_tensor(blocks).reshape(-1, 2).tolist())
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"blocks must be pairs (start, stop) of whole numbers, got {blocks!r}") from None
+    Mask(blocks=pairs).check_length(length)
+    return pairs
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """``ValueError`` if no plan could attend these."""
     given = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
     if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {given}")
-    if 0 in q.shape or 0 in k.shape:
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise ValueError(f"no dimension may be empty, got {given}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in DTYPES:
         raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {given}")
-    if q.shape[3] > MAX_HEAD_DIM:
-        raise ValueError(f"head dim {q.shape[3]} is more than {MAX_HEAD_DIM}, got {given}")
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(f"head dim {max(q.shape[3], v.shape[3])} is more than {MAX_HEAD_DIM}, got {given}")

@@ -15,93 +15,19 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.arguments import MAX_HEAD_DIM
-from startrail.kernels import accumulator, kernel_for
-from startrail.layout import LAYOUTS, check_layout
+from startrail.kernels import kernel_for
 from startrail.local import run_local
 from startrail.mask import Mask
 from startrail.parallel import SequenceParallel
-from startrail.plan import Plan
-from startrail.sizes import Sizes
+from startrail.truth import CPU, Case, Data, Error, coarser, make_data, visible_pairs
 
-NAMES = ("out", "dq", "dk", "dv")
-CPU = torch.device("cpu")
-# How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
-# them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
-USES = ("plain", "strided", "q only", "k and v only", "interleaved")
-FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
 MOST_RANKS = 256
 RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
-
-
-class Error(NamedTuple):
-    """Root-mean-square and largest absolute error."""
-
-    rms: float
-    worst: float
-
-    @classmethod
-    def of(cls, ours: Tensor, truth: Tensor) -> Error:
-        difference = (ours.double() - truth).abs()
-        return cls(difference.square().mean().sqrt().item(), difference.max().item())
-
-    @classmethod
-    def worse(cls, a: Error, b: Error) -> Error:
-        return cls(max(a.rms, b.rms), max(a.worst, b.worst))
-
-
-@dataclass(frozen=True)
-class Case:
-    plan: str
-    world: int
-    length: int = 256
-    batch: int = 1
-    q_heads: int = 4
-    kv_heads: int = 4
-    head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    causal: bool = False
-    window: int | None = None
-    documents: tuple[int, ...] | None = None
-    layout: str = "zigzag"
-    wire_dtype: torch.dtype | None = None
-    scale: float | None = None
-    seed: int = 0
-    use: str = "plain"  # of USES
-
-    def validate(self) -> None:
-        """Raise here what every rank would raise, before any is started."""
-        for name in ("world", "length", "batch", "q_heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head dim {self.head_dim} is more than {MAX_HEAD_DIM}")
-        Mask(self.causal, self.window, self.documents).check_length(self.length)
-        check_layout(self.layout)
-        if self.plan != "auto":
-            plan = Plan.parse(self.plan)
-            local = LAYOUTS[self.layout](plan.slots(self.world), self.length).local
-            Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
-
-    def parallel(self) -> SequenceParallel:
-        """What runs it on this rank."""
-        return SequenceParallel(
-            self.plan,
-            heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            layout=self.layout,
-            wire_dtype=self.wire_dtype,
-        )
 
 
 def check_room(case: Case) -> None:
@@ -121,25 +47,6 @@ def check_room(case: Case) -> None:
             f"{case.world} ranks need about {ranks / 2**30:.1f} GiB and the float64 reference of {case.length:,} "
             f"tokens {reference / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: take less of one"
         )
-
-
-@dataclass
-class Data:
-    """Inputs and the float64 truth: q, k, v, dout and by name the exact results, SDPA's errors, and what arithmetic may
-    err whatever SDPA does.
-
-    dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
-    returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
-    So the floor of dq and dk is one unit in the last place of the sums of the absolute values.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    exact: dict[str, Tensor]
-    yardstick: dict[str, Error]
-    floor: dict[str, Error]
 
 
 @dataclass
@@ -171,9 +78,8 @@ class Report:
 
     def text(self, case: Case, device: torch.device = CPU) -> str:
         """A table that one can paste into an issue."""
-        mask = Mask(case.causal, case.window, case.documents)
         lines = [
-            f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {mask}, batch {case.batch}, "
+            f"plan {case.plan} on {case.world} ranks, {case.length} tokens, {case.mask}, batch {case.batch}, "
             f"heads {case.q_heads}:{case.kv_heads} x {case.head_dim}, {str(case.dtype).removeprefix('torch.')}",
             *where(device, [case]).splitlines(),
             "",
@@ -191,111 +97,62 @@ class Report:
         return "\n".join([*lines, "", *(wrong or ["ok: exact, and every byte accounted for"])])
 
 
-def visible_pairs(case: Case) -> Tensor:
-    """(length, length), True where a query sees a key, from the definition."""
-    i = torch.arange(case.length).unsqueeze(1)
-    j = torch.arange(case.length).unsqueeze(0)
-    seen = torch.ones(case.length, case.length, dtype=torch.bool)
-    if case.causal:
-        seen &= j <= i
-    if case.window is not None:
-        seen &= (i - j).abs() < case.window
-    if case.documents is not None:
-        document = torch.bucketize(torch.arange(case.length), torch.tensor(case.documents[1:]), right=True)
-        seen &= document.unsqueeze(1) == document.unsqueeze(0)
-    return seen
-
-
-def make_data(case: Case, device: torch.device = CPU) -> Data:
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def random(heads: int) -> Tensor:
-        shape = (case.batch, heads, case.length, case.head_dim)
-        return torch.randn(shape, generator=generator).to(device, case.dtype)
-
-    q, k, v, dout = random(case.q_heads), random(case.kv_heads), random(case.kv_heads), random(case.q_heads)
-    mask = visible_pairs(case).to(device)
-    inputs = (q, k, v, dout)
-    exact = _dense([x.double() for x in inputs], mask, case.scale)
-    yardstick = dict.fromkeys(NAMES, Error(0.0, 0.0))
-    for dtype, order in (
-        (_coarser(case), torch.arange(case.length)),
-        (_coarser(case), torch.randperm(case.length, generator=generator)),
-        (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
-    ):
-        order = order.to(device)
-        found = _dense([x[:, :, order].to(dtype) for x in inputs], mask[order][:, order], case.scale)
-        for name, x in found.items():
-            yardstick[name] = Error.worse(yardstick[name], Error.of(x, exact[name][:, :, order]))
-    return Data(q, k, v, dout, exact, yardstick, _floor(case, [x.double() for x in inputs], mask))
-
-
-def _coarser(case: Case) -> torch.dtype:
-    """What the results can be no better than: the inputs' dtype or the wire's."""
-    wire = case.wire_dtype or case.dtype
-    return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
-
-
-def _floor(case: Case, inputs: Sequence[Tensor], mask: Tensor) -> dict[str, Error]:
-    q, k, v, dout = inputs
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    coarser = _coarser(case)
-    unit = torch.finfo(accumulator(coarser)).eps * (2 if accumulator(coarser) == torch.float64 else 1)  # as the truth's
-    floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
-    k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
-    weights = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).softmax(-1)
-    dweights = dout @ v.mT
-    delta = (weights * dweights).sum(-1, keepdim=True)
-    sizes = weights * (dweights.abs() + delta.abs()) * scale
-    sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()).unflatten(1, (case.kv_heads, -1)).sum(2)}
-    floors = {name: Error(floor / 5, floor) for name in NAMES}
-    if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
-        unit = max(unit, torch.finfo(coarser).eps / 2)
-    for name, total in sums.items():
-        last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
-        floors[name] = Error.worse(floors[name], last_place)
-    return floors
-
-
-def _dense(inputs: Sequence[Tensor], mask: Tensor, scale: float | None) -> dict[str, Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])), strict=True))
-
-
 def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     """One forward and backward on this rank, compared with this rank's part of the truth."""
-    sequence = sp.sequence(case.length, case.documents)
-    q, k, v, dout = (sequence.shard(x, 2) for x in (data.q, data.k, data.v, data.dout))
+    sequence = sp.sequence(case.length, case.documents, case.blocks)
+    parts = [None if x is None else x if x.dim() == 1 else sequence.shard(x, 2) for x in data.inputs]
     if case.use == "strided":
-        q, k, v, dout = (_with_gaps(x) for x in (q, k, v, dout))
-    wanted = {"q only": (q,), "k and v only": (k, v)}.get(case.use, (q, k, v))
-    for x in wanted:
-        x.requires_grad_()
-    attend = partial(sequence.attention, causal=case.causal, window=case.window, scale=case.scale)
-    before = attend(-q, k, v) if case.use == "interleaved" else None
+        parts[:4] = [None if x is None else _with_gaps(x) for x in parts[:4]]
+    q, k, v = (x for x in parts[:3] if x is not None)
+    dout, sinks, dlse = parts[3:]
+    wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
+    left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.use, ())
+    wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
+    mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
+    attend = partial(sequence.attention, mask=mask, scale=case.scale, sinks=sinks, return_lse=True)
+    before = attend(-q, k, v)[0] if case.use == "interleaved" else None
     sp.reset_counters()
-    out = attend(q, k, v)
-    found = iter(torch.autograd.grad(out, wanted, dout))
+    out, lse, largest = attend(q, k, v, return_largest=True)
+    made = {"out": out} | ({} if dlse is None else {"lse": lse})
+    cotangents = [dout] if dlse is None else [dout, dlse]
+    grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
     if before is not None:
-        torch.autograd.grad(before, wanted, dout)
-    results = {"out": out} | {
-        f"d{name}": next(found) for name, x in zip("qkv", (q, k, v), strict=True) if any(x is y for y in wanted)
-    }
-    both = sp.promised_traffic(q, k).values()
+        torch.autograd.grad(before, list(wanted.values()), dout)
+    made |= dict(zip(wanted, grads, strict=True))
+    both = sp.promised_traffic(q, k, v).values()
     promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
     errors, problems = {}, []
-    for name, mine in results.items():
-        truth = sequence.shard(data.exact[name], 2)  # zero where there is padding, and so must ours be
+    real = sequence.shard(torch.ones(case.length, dtype=torch.bool, device=q.device), 0)
+    for name, mine in made.items():
+        truth = data.exact[name]
+        if name == "dsinks":  # of this rank's rows: a share
+            if sp.group is not None:
+                dist.all_reduce(mine, group=sp.group)
+        else:
+            truth = sequence.shard(truth, 2)  # zero where there is padding, and so must ours be
+        if name == "lse":  # minus infinity in rows that see nothing
+            mine = mine.detach().where(real, 0.0)
+            if not torch.equal(mine.isinf(), truth.isinf()):
+                problems.append("lse is not infinite just where nothing is seen")
+            mine, truth = mine.nan_to_num(neginf=0.0), truth.nan_to_num(neginf=0.0)
         errors[name] = Error.of(mine, truth)
-        if mine.shape != truth.shape or mine.dtype != case.dtype:
+        if mine.shape != truth.shape or (mine.dtype != case.dtype and name not in ("lse", "dsinks")):
             problems.append(f"{name} is {tuple(mine.shape)} {mine.dtype}")
+    problems += _largest_problems(case, data, largest)
     timings = sp.timings()
-    half = torch.finfo(_coarser(case)).bits < 32
-    return Report(
-        errors, data.yardstick, data.floor, half, sent, promised, timings["waiting"], timings["total"], problems
-    )
+    half = torch.finfo(coarser(case)).bits < 32
+    seconds = timings["waiting"], timings["total"]
+    return Report(errors, data.yardstick, data.floor, half, sent, promised, *seconds, problems)
+
+
+def _largest_problems(case: Case, data: Data, largest: Tensor) -> list[str]:
+    q, k = (x.double() for x in data.inputs[:2] if x is not None)
+    scores = q @ k.repeat_interleave(case.q_heads // case.kv_heads, 1).mT * (case.scale or case.head_dim**-0.5)
+    truth = scores.masked_fill(~visible_pairs(case).to(q.device), float("-inf")).amax((0, 2, 3))
+    allowed = 2 * torch.finfo(coarser(case)).eps * truth.abs().clamp(min=1) + 2e-6
+    right = ((largest - truth).abs() <= allowed) | (largest == truth)
+    return [] if right.all() else [f"largest logits {largest.tolist()}, exactly {truth.tolist()}"]
 
 
 def _with_gaps(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The command line: ``startrail show``, ``check``, ``train``, ``export``, ``lab`` and ``bench``."""
+"""The command line: ``startrail show``, ``check``, ``plan``, ``doctor``, ``verify``, ``models``, ``train``,
+``export``, ``lab`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from startrail import __version__
 from startrail.cluster import Machine
 from startrail.plan import Plan
 from startrail.planner import auto_plan
+from startrail.planning.command import add_plan_command
 from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
 from startrail.view import fitting, show
@@ -24,6 +26,9 @@ EXAMPLES = """examples:
   startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
+  startrail plan --cluster a100-4x8 --model gpt-7b --length 512k
+  startrail verify setup.py:make --ranks 4   is your own training set-up the same on 4 ranks as on one process?
+  startrail models llama gemma3              which Hugging Face models run (all of them, without names)
   torchrun --nproc-per-node 8 -m startrail.cli check all     a first look at the GPUs that are there
   startrail train                            a small GPT on 8 local ranks, two minutes
   startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring
@@ -114,6 +119,29 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command.set_defaults(run=_check)
 
     command = commands.add_parser(
+        "verify",
+        help="compare a training set-up on many ranks with one process, and name what is wrong",
+        description="FUNCTION returns (model, batch) or (model, batch, step), small enough for this machine. It is run "
+        "on one process and on local ranks; exit code 1 if loss or gradients differ, with the fault.",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("function", metavar="MODULE:FUNCTION", help="for example my.setup:make, or setup.py:make")
+    command.add_argument("--ranks", type=int, default=4, help="number of ranks (default %(default)s)")
+    command.add_argument("--plan", help="for example u2/1x2 (default: a ring of all ranks)")
+    command.add_argument("--deadline", type=float, default=300.0, help="seconds (default %(default)s)")
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser(
+        "models",
+        help="which Hugging Face models run, and why others do not",
+        epilog=EXAMPLES,
+        formatter_class=plain,
+    )
+    command.add_argument("families", nargs="*", metavar="FAMILY", help="for example llama (default: all, minutes)")
+    command.set_defaults(run=_models)
+
+    command = commands.add_parser(
         "train",
         help="train a GPT or a DiT",
         usage="startrail train [RECIPE] [--FIELD VALUE ...]",
@@ -126,6 +154,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     command.set_defaults(run=lambda arguments: train_command(arguments.rest))
 
+    add_plan_command(commands)
+    _add_doctor(commands)
     commands.add_parser("lab", help="run a program on an emulated cluster", add_help=False)
     commands.add_parser("bench", help="measure plans and peers side by side", add_help=False)
 
@@ -134,6 +164,27 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command.add_argument("file", help="for example model.safetensors")
     command.set_defaults(run=lambda arguments: export_command(arguments.checkpoint, arguments.file))
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="look at this machine, or under torchrun at all ranks, and write a cluster file",
+        description="Versions, devices, kernels, limits; latency and bandwidth by level; anything odd by name. Writes "
+        "a description of the cluster that `startrail plan --cluster FILE` and STARTRAIL_CLUSTER take.",
+        epilog="examples:\n  startrail doctor --out here.toml\n"
+        "  torchrun --nnodes 4 --nproc-per-node 8 ... -m startrail.cli doctor --out ours.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--out", metavar="FILE", help="where the description goes (default: it is not written)")
+    command.add_argument("--ranks", type=int, default=1, help="local ranks to start if torchrun gives none (default 1)")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from startrail.doctor import doctor_command  # here: it measures, and so needs torch
+
+    return doctor_command(arguments.out, arguments.ranks)
 
 
 def _lab(command: str, argv: Sequence[str]) -> int:
@@ -175,10 +226,11 @@ def _chosen(arguments: argparse.Namespace) -> Plan:
 def _check(arguments: argparse.Namespace) -> int:
     import torch  # here, so that the other commands work without torch
 
-    from startrail.check import Case, check_cases, check_room, where
+    from startrail.check import check_cases, check_room, where
     from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
     from startrail.training.joining import device_of_rank, join
+    from startrail.truth import Case
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
     world = int(os.environ["WORLD_SIZE"]) if launched and arguments.ranks is None else arguments.ranks
@@ -223,6 +275,28 @@ def _check(arguments: argparse.Namespace) -> int:
     if launched:
         torch.distributed.destroy_process_group()
     return 1 if any(report.verdict() for report in reports) else 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from startrail.verify import load, verify
+
+    if arguments.ranks < 1:
+        raise ValueError(f"--ranks {arguments.ranks} must be at least 1")
+    if arguments.plan is not None:
+        Plan.parse(arguments.plan).check_world(arguments.ranks)
+    verdict = verify(load(arguments.function), arguments.ranks, arguments.plan, arguments.deadline)
+    print(verdict.text)
+    return 0 if verdict.same else 1
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    try:
+        from startrail.integrations.families import families, table
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed (pip install 'startrail[hf]')") from None
+
+    print(table(families(arguments.families, progress=sys.stderr.isatty())))
+    return 0
 
 
 def _world(plan: Plan, ranks: int | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from startrail.buffers import Buffer, BufferPool
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.counters import Counters
 from startrail.exchange import Exchange
-from startrail.kernels import Kernel, Partial, Sums, stand_in_out
+from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
 from startrail.lanes import Lanes, Message
 from startrail.mask import Tile
 from startrail.schedule.build import Program
@@ -62,6 +62,8 @@ class Job:
     scale: float
     tag: int
     device: torch.device
+    # (batch, heads) the largest logits so far, or empty if nobody asks for them
+    largest: Tensor = field(default_factory=partial(torch.empty, 0, 0))
 
 
 class Executor:
@@ -339,6 +341,9 @@ class _Walk:
         assert isinstance(partial_out, Partial)
         visible = self.job.tiles(block.row, block.column)
         self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
+        if self.job.largest.numel():
+            mine = self.wire.shares(self.job.largest, made.group)[self.place.head]
+            mine.copy_(torch.maximum(mine, largest_logits(q, k, visible, self.job.scale)))
 
     def _backward(self, block: CompiledBlock) -> None:
         queries, gradient, keys = block.needs

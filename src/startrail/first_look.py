@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from startrail.check import NAMES, Case, Error, Report, check_all, make_data, merge
+from startrail.check import Report, check_all, merge
 from startrail.mask import Mask
+from startrail.truth import Case, Error, make_data
 
 
 def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
@@ -64,7 +65,7 @@ def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
     """One line a case: the worst of our errors by the worst allowed, and the bytes."""
     lines = [f"{'plan':28s} {'dtype':9s} {'mask':20s} {'rms of SDPA':>12s} {'worst':>8s} {'bytes sent':>14s}"]
     for case, report in zip(cases, reports, strict=True):
-        pairs = [(report.errors[name], report.yardstick[name]) for name in NAMES]
+        pairs = [(report.errors[name], report.yardstick[name]) for name in report.errors]
         rms = max(ours.rms / max(sdpa.rms, 1e-30) for ours, sdpa in pairs)
         worst = max(ours.worst / max(sdpa.worst, 1e-30) for ours, sdpa in pairs)
         mask = str(Mask(case.causal, case.window, case.documents))

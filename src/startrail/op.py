@@ -45,22 +45,24 @@ UNSAFE = (torch.Tag.cudagraph_unsafe,)
 @torch.library.custom_op("startrail::attention", mutates_args=(), tags=UNSAFE)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, the bytes that the forward pass keeps for its backward pass, and the call's number."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, the bytes that the forward pass keeps for its backward pass, the call's number, and the largest logit
+    of each batch entry and head among those that this rank computed (empty unless the call asks for it)."""
     return _find(runtime).forward(q, k, v, sequence, Call.parse(call))
 
 
 @attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = _find(runtime)
     check_tensors(q, k, v)
     return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
-        torch.empty(found.kept_bytes(found.sizes_of(q, k)), dtype=torch.uint8, device=q.device),
+        torch.empty(found.kept_bytes(found.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
+        torch.empty(q.shape[:2] if Call.parse(call).largest else (0, 0), dtype=torch.float32, device=q.device),
     )
 
 
@@ -76,9 +78,13 @@ def attention_backward(
     sequence: Tensor,
     runtime: str,
     call: str,
+    dlse: Tensor | None,
+    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads."""
-    return _find(runtime).backward(dout, qkv, out, lse, kept, number, kv_heads, sequence, Call.parse(call))
+    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse``: the cotangent of
+    lse, if it was used."""
+    found = _find(runtime)
+    return found.backward(dout, qkv, out, lse, kept, number, kv_heads, sequence, Call.parse(call), dlse, head_dim)
 
 
 @attention_backward.register_fake
@@ -90,28 +96,33 @@ def _(
     kept: Tensor,
     number: Tensor,
     kv_heads: int,
-    *context: object,
+    sequence: Tensor,
+    runtime: str,
+    call: str,
+    dlse: Tensor | None,
+    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, _, tokens, dim = out.shape
-    dk = torch.empty((batch, kv_heads, tokens, dim), dtype=out.dtype, device=out.device)
-    return torch.empty_like(out), dk, torch.empty_like(dk)
+    batch, heads, tokens, value_dim = out.shape
+    shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    dq, dk, dv = (torch.empty((batch, h, tokens, dim), dtype=out.dtype, device=out.device) for h, dim in shapes)
+    return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sequence, ctx.runtime, ctx.call = inputs
-    out, lse, kept, number = output
-    ctx.kv_heads = k.shape[1]
+    out, lse, kept, number, _ = output
+    ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
     ctx.alive = _find(ctx.runtime)  # until the backward pass has run, whatever its user drops
     qkv = () if ctx.alive.plan.heads > 1 else (q, k, v)
     ctx.save_for_backward(out, lse, kept, number, sequence, *qkv)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: None, dkept: None, dnumber: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
     out, lse, kept, number, sequence, *qkv = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)  # the other ranks may need our part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, number, ctx.kv_heads, sequence, ctx.runtime, ctx.call
+        dout, qkv, out, lse, kept, number, ctx.kv_heads, sequence, ctx.runtime, ctx.call, dlse, ctx.head_dim
     )
     return (*grads, None, None, None)
 

@@ -14,16 +14,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from startrail import op
-from startrail.arguments import documents_of, is_whole
+from startrail.arguments import blocks_of, documents_of, is_whole
+from startrail.auto import choose
 from startrail.cluster import Machine
 from startrail.layout import check_layout
 from startrail.plan import Plan
-from startrail.planner import auto_plan
 from startrail.runtime import Runtime, Settings
 from startrail.schedule.build import closed_form, lane_names
 from startrail.schedule.values import PASSES
 from startrail.sequence import Sequence
 from startrail.sizes import Sizes
+from startrail.tokens import marks_of
 from startrail.wire import DTYPES
 
 
@@ -36,9 +37,11 @@ class SequenceParallel:
     >>> sequence.attention(q, q, q, causal=True).shape
     torch.Size([1, 4, 5, 8])
 
-    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which needs to know the model's ``heads`` (and ``kv_heads`` if
-    there are fewer; ``head_dim`` does not change what it chooses today). The sequence axis is ``group`` (default: the
-    whole world), or ``mesh``: a DeviceMesh whose dimensions together are the sequence axis. ``wire_dtype`` is what
+    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. That needs the model's ``heads`` (and
+    ``kv_heads`` if there are fewer), and is better informed by ``head_dim``, the ``length`` of sequences and
+    ``cluster``: the name or file of a description (also: the environment variable STARTRAIL_CLUSTER); without one the
+    cluster is measured, once. The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
+    whose dimensions together are the sequence axis. ``wire_dtype`` is what
     travels (default: the inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every
     wait for a peer; the default is the group's own. ``check_every_call`` compares the arguments of all ranks on every
     call, not only on the first of its signature and of its sequence (also: the environment variable
@@ -54,6 +57,8 @@ class SequenceParallel:
         heads: int | None = None,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        length: int | None = None,
+        cluster: str | None = None,
         layout: str = "zigzag",
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
@@ -78,7 +83,7 @@ class SequenceParallel:
         self.world = len(ranks)
         self.rank = dist.get_rank(self.group) if self.group else 0
         if isinstance(plan, str) and plan.strip() == "auto":
-            self.plan = self._auto_plan(ranks, heads, kv_heads)
+            self.plan = self._auto_plan(ranks, heads, kv_heads, head_dim, length, cluster)
         elif isinstance(plan, str | Plan):
             self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
         else:
@@ -87,12 +92,26 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)
+        self._made_any = False
 
-    def _auto_plan(self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None) -> Plan:
+    def _auto_plan(
+        self,
+        ranks: tuple[int, ...],
+        heads: int | None,
+        kv_heads: int | None,
+        head_dim: int | None,
+        length: int | None,
+        cluster: str | None,
+    ) -> Plan:
         if heads is None:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
         machine = Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
-        plan, why = auto_plan(machine, heads, heads if kv_heads is None else kv_heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if not (is_whole(heads) and is_whole(kv_heads) and min(heads, kv_heads) >= 1):
+            raise ValueError(f"heads={heads!r}, kv_heads={kv_heads!r} must be whole numbers of at least 1")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        plan, why = choose(self.group, machine, heads, kv_heads, head_dim, length, cluster)
         if ranks[self.rank] == 0:  # once, also where several groups share a job
             print(f"startrail: {why}", file=sys.stderr)
         return plan
@@ -100,17 +119,25 @@ class SequenceParallel:
     def __repr__(self) -> str:
         return f"SequenceParallel({self.plan}, rank {self.rank} of {self.world}, {self.layout})"
 
-    def sequence(self, length: int, documents: Tensor | SequenceOf[int] | None = None) -> Sequence:
+    def sequence(
+        self,
+        length: int,
+        documents: Tensor | SequenceOf[int] | None = None,
+        blocks: Tensor | SequenceOf[tuple[int, int]] | None = None,
+    ) -> Sequence:
         """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
         and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
-        each other. Every rank must make the same sequences, those of one length in the same order."""
+        each other. ``blocks``: runs (start, stop) of tokens that see each other also where a layer is causal or has a
+        window: images in a text, the prefix of a prefix-LM. Every rank must make the same sequences, those of one
+        length in the same order."""
         if not is_whole(length) or length < 1:
             self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
         try:
-            ends = documents_of(documents, length)
+            marks = marks_of(documents_of(documents, length), blocks_of(blocks, length))
         except ValueError as error:
             self.refuse(str(error))
-        return Sequence(self, self._name, *self._runtime.sequence(ends))
+        first, self._made_any = not self._made_any, True
+        return Sequence(self, self._name, *self._runtime.sequence(marks), first)
 
     def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
@@ -131,9 +158,10 @@ class SequenceParallel:
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
 
-    def promised_traffic(self, q: Tensor, k: Tensor) -> dict[str, dict[str, int]]:
-        """Bytes by level that each pass of a call with such shards must send, by closed form."""
-        names, sizes = lane_names(self._runtime.place), self.sizes(q, k)
+    def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:
+        """Bytes by level that each pass of a call with such shards must send, by closed form; values are as wide as
+        keys unless they are given."""
+        names, sizes = lane_names(self._runtime.place), self.sizes(q, k, v)
         return {
             str(pass_): {
                 name: round(amount)
@@ -145,9 +173,9 @@ class SequenceParallel:
             for pass_ in PASSES
         }
 
-    def sizes(self, q: Tensor, k: Tensor) -> Sizes:
+    def sizes(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """How large the pieces of a call with such shards are, and what its passes hold at most."""
-        return self._runtime.sizes_of(q, k)
+        return self._runtime.sizes_of(q, k, v)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         """A copied model talks over the same lanes."""

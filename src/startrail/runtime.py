@@ -30,7 +30,8 @@ from startrail.agree import Agreement, Board, Lobby
 from startrail.arguments import Call, check_tensors, describe
 from startrail.counters import Counters
 from startrail.executor import Executor, Job
-from startrail.kernels import kernel_for, row_sums
+from startrail.first_steps import digest
+from startrail.kernels import kernel_for, lifted_rows, row_sums
 from startrail.lanes import Lanes, links_of, tag_of
 from startrail.layout import LAYOUTS
 from startrail.plan import Plan
@@ -79,6 +80,7 @@ class Runtime:
         self.agreement = Agreement(self._board(), lobby, settings.check_every_call)
         self.agreement.watch()
         self._busy = threading.Lock()
+        self._data: int | None = 0  # a digest of the first batch's ids, until the first call has compared it
         self._executor: Executor | None = None
 
     @property
@@ -95,21 +97,21 @@ class Runtime:
 
     # --- sequences
 
-    def sequence(self, documents: tuple[int, ...]) -> tuple[Tokens, Tensor]:
-        """What is known of the sequence that is cut at ``documents``, and the tensor by which the op knows it: how many
-        with such documents this rank has made, so that batches that look alike are told apart, and the documents."""
+    def sequence(self, marks: tuple[int, ...]) -> tuple[Tokens, Tensor]:
+        """What is known of the sequence with these documents and blocks, and the tensor by which the op knows it: how
+        many like it this rank has made, so that batches that look alike are told apart, and the marks."""
         with self._making:  # data loaders make sequences in threads of their own
-            tokens = self._tokens(documents)
-            digest = zlib.crc32(repr(documents).encode()) % COUNTERS
+            tokens = self._tokens(marks)
+            digest = zlib.crc32(repr(marks).encode()) % COUNTERS
             self._made[digest] += 1
-            return tokens, torch.tensor((self._made[digest], *documents), device="cpu")
+            return tokens, torch.tensor((self._made[digest], *marks), device="cpu")
 
-    def _tokens(self, documents: tuple[int, ...]) -> Tokens:
+    def _tokens(self, marks: tuple[int, ...]) -> Tokens:
         """The last few, and all in use, are remembered."""
-        tokens = self._alive.get(documents)
+        tokens = self._alive.get(marks)
         if tokens is None:
-            layout = LAYOUTS[self.settings.layout](self._slots, documents[-1])
-            self._alive[documents] = tokens = Tokens(self.place, layout, documents)
+            layout = LAYOUTS[self.settings.layout](self._slots, max(marks))
+            self._alive[marks] = tokens = Tokens(self.place, layout, marks)
         self._latest.append(tokens)
         return tokens
 
@@ -117,19 +119,30 @@ class Runtime:
         """The sequence that the op is called with, and its number; all layers of a batch bring the same one."""
         last = self._last
         if last is None or (last[0].data_ptr(), last[0].shape) != (sequence.data_ptr(), sequence.shape):
-            number, *documents = sequence.tolist()
+            number, *marks = sequence.tolist()
             self._begun += 1
             with self._making:
-                self._last = last = sequence, self._tokens(tuple(documents)), number
+                self._last = last = sequence, self._tokens(tuple(marks)), number
         return last[1:]
+
+    def note_data(self, ids: Tensor) -> None:
+        """Remember what all ranks should have in common: the first call compares it, so that a loader that gives each
+        rank other data is found before it trains anything."""
+        if self._data is not None and self.world > 1 and ids.device.type != "meta":
+            self._data = (31 * self._data + int(digest(ids))) % 2**32
+
+    def _data_text(self) -> str:
+        """What the first call says of the data; nothing later on."""
+        data, self._data = self._data, None
+        return f", data with digest {data:08x}" if data else ""
 
     # --- sizes
 
-    def sizes_of(self, q: Tensor, k: Tensor) -> Sizes:
+    def sizes_of(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """The sizes of a call with such shards; ``ValueError`` if the plan cannot run it."""
         wire = self.settings.wire_dtype or q.dtype
         shape = (q.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3])
-        return Sizes(self.plan, *shape, q.dtype.itemsize, wire.itemsize)
+        return Sizes(self.plan, *shape, q.dtype.itemsize, wire.itemsize, None if v is None else v.shape[3])
 
     def kept_bytes(self, sizes: Sizes) -> int:
         return sizes.kept_bytes(build_program(self.plan, self.world, self.rank, FORWARD).kept)
@@ -138,15 +151,17 @@ class Runtime:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """out, lse, the bytes that are kept for the backward pass, and the call's number, by which that knows it."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """out, lse, the bytes that are kept for the backward pass, the call's number, by which that knows it, and the
+        largest logits that this rank computed."""
         with self._alone():
             job = self._job(FORWARD, q, k, v, sequence, call, None)
             kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
             q, k, v = map(job.wire.rounded, (q, k, v))
             lse, out = self._run(job, FORWARD, {"q": (q,), "kv": job.wire.with_copies(k, v)}, kept)["out"]
-            self._known(sequence)[0].spoil_hidden_rows(out, lse)
-            return out, lse, kept, torch.tensor(self.agreement.number, device="cpu")
+            if not call.steps:  # whose rows may see nothing
+                self._known(sequence)[0].spoil_hidden_rows(out, lse)
+            return out, lse, kept, torch.tensor(self.agreement.number, device="cpu"), job.largest
 
     def backward(
         self,
@@ -159,13 +174,22 @@ class Runtime:
         kv_heads: int,
         sequence: Tensor,
         call: Call,
+        dlse: Tensor | None = None,
+        head_dim: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads."""
-        q, k, v = qkv or (out, out[:, :kv_heads], out[:, :kv_heads])  # without them, only their shapes matter here
+        """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse`` is the
+        cotangent of lse: each logit gets its weight's share of it, so it comes off delta."""
+        # without them, only their shapes matter here
+        q = qkv[0] if qkv else out.new_empty(()).expand(*out.shape[:3], head_dim)
+        k, v = qkv[1:] if qkv else (q[:, :kv_heads], out[:, :kv_heads])
         with self._alone():
             job = self._job(BACKWARD, q, k, v, sequence, call, number)
             q, k, v, dout = map(job.wire.rounded, (q, k, v, dout))
-            inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, row_sums(dout, out, job.wire.acc), dout)}
+            delta = row_sums(dout, out, job.wire.acc)
+            if dlse is not None:
+                delta = delta - dlse
+                dout = lifted_rows(dout, delta)
+            inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
             if qkv:
                 inputs |= {"q": (q,), "kv": job.wire.with_copies(k, v)}
             results = self._run(job, BACKWARD, inputs, kept)
@@ -209,14 +233,16 @@ class Runtime:
                 tokens.ready.clear()
             tokens.ready[key] = ready = self._prepare(pass_, q, k, v, tokens, call)
         belongs = "" if of is None else f", backward of call {'.'.join(map(str, of.tolist()))}"
-        detail = f"{ready.detail}, sequence {number} of that kind{belongs}{self._after}"
+        data = self._data_text()
+        detail = f"{ready.detail}, sequence {number} of that kind{belongs}{self._after}{data}"
         self.agreement.start(detail)
-        keys = ready.signature, tokens.documents
-        if not self.agreement.knows(*keys):
+        keys = ready.signature, tokens.marks
+        if data or not self.agreement.knows(*keys):
             self.agreement.confirm(keys, None)
         scale, tag = call.scale_of(q.shape[3]), tag_of(f"{self.agreement.number} {detail}")
         tiles = partial(tokens.tiles, call, ready.kernel.costs)
-        return Job(ready.wire, ready.kept, ready.kernel, tiles, scale, tag, q.device)
+        largest = q.new_full(q.shape[:2] if call.largest else (0, 0), float("-inf"), dtype=torch.float32)
+        return Job(ready.wire, ready.kept, ready.kernel, tiles, scale, tag, q.device, largest)
 
     def _prepare(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> Ready:
         """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
@@ -224,14 +250,19 @@ class Runtime:
         try:
             check_tensors(q, k, v)
             kernel = kernel_for(q.device, q.dtype, q.shape[3])
-            call.mask(None)  # a window must be one
+            call.mask(None, tokens.blocks).check_length(layout.length)  # a window must be one
             if q.shape[2] != layout.local:
                 raise ValueError(
                     f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens a rank "
-                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}; "
-                    "shard with sequence.shard(), which pads"
+                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}"
+                    + (
+                        "; these look like (batch, tokens, heads, dim): transpose(1, 2) makes them (batch, heads, "
+                        "tokens, dim)"
+                        if q.shape[1] == layout.local
+                        else "; shard with sequence.shard(), which pads"
+                    )
                 )
-            sizes = self.sizes_of(q, k)
+            sizes = self.sizes_of(q, k, v)
         except ValueError as error:
             self._refuse(str(error))
         wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, tokens.places())

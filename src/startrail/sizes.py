@@ -35,7 +35,8 @@ class Field(NamedTuple):
 @dataclass(frozen=True)
 class Sizes:
     """``local`` tokens are those of one rank; ``kv_heads`` are the user's, ``copies`` how often each is repeated so
-    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels."""
+    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels. ``value_dim`` is
+    the width of values and outputs where it is not that of queries and keys."""
 
     plan: Plan
     local: int
@@ -45,6 +46,7 @@ class Sizes:
     head_dim: int
     itemsize: int = 4
     wire_itemsize: int | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -58,6 +60,10 @@ class Sizes:
                 f"plan {plan}: groups={plan.groups} divides neither the {self.q_heads // plan.heads} query and "
                 f"{self.kv_heads * self.copies // plan.heads} key/value heads of a rank nor the batch of {self.batch}"
             )
+
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @cached_property
     def copies(self) -> int:
@@ -92,22 +98,23 @@ class Sizes:
         share = self.plan.heads * (groups if self.split_heads else 1)
         rows = (batch, self.q_heads // share, tokens)
         wide = kind in self.plan.running_sums  # a sum that would be rounded at every hop travels as it is kept
-        by_row = Field((*rows, self.head_dim), wide)
-        by_key = Field((batch, self.kv_heads * self.copies // share, tokens, self.head_dim), wide)
+        keys = (batch, self.kv_heads * self.copies // share, tokens)
+        query, output = Field((*rows, self.head_dim), wide), Field((*rows, self.out_dim), wide)
+        by_key = Field((*keys, self.head_dim), wide), Field((*keys, self.out_dim), wide)
         number = Field(rows, True)
         by_kind = {
-            "q": (by_row,),
-            "dq": (by_row,),
-            "out": (number, by_row),  # lse, out
-            "do": (number, number, by_row),  # lse, delta, dout
-            "kv": (by_key, by_key),
-            "dkv": (by_key, by_key),
+            "q": (query,),
+            "dq": (query,),
+            "out": (number, output),  # lse, out
+            "do": (number, number, output),  # lse, delta, dout
+            "kv": by_key,
+            "dkv": by_key,
         }
         return by_kind[kind]
 
     def nbytes(self, kind: str) -> int:
         """Of a whole piece."""
-        return self._sum(self.fields(kind, self.tokens))
+        return self.by_kind[kind]
 
     def part_bytes(self, kind: str) -> int:
         """Of the part of a piece that one head rank's tokens are."""
@@ -116,10 +123,10 @@ class Sizes:
     def _sum(self, fields: Sequence[Field]) -> int:
         return sum(self.bytes_of(field) for field in fields)
 
-    @property
+    @cached_property
     def by_kind(self) -> dict[str, int]:
         """Bytes of a whole piece of every kind."""
-        return {kind: self.nbytes(kind) for kind in KINDS}
+        return {kind: self._sum(self.fields(kind, self.tokens)) for kind in KINDS}
 
     def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
         """Where each kept piece lies in one buffer of bytes."""
@@ -148,11 +155,22 @@ class Sizes:
         if self.plan.heads > 1:  # parts for and from the other heads, and the whole pieces that they make
             total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
         if pass_ is not FORWARD:  # the stand-ins for the rows' outputs
-            total += (stated["do"] + 1) * self._wide_bytes("dq")
+            total += (stated["do"] + 1) * self._wide_bytes("out")
+        return total
+
+    def pooled_bytes(self, pass_: Pass, world: int) -> int:
+        """The part of ``peak_bytes`` that stays from call to call: buffers of what travels, in and out."""
+        if world == 1:
+            return 0
+        stated = stated_pieces(self.plan, pass_)
+        total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
+        total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
+        if self.plan.heads > 1:
+            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
         return total
 
     def _wide_bytes(self, kind: str) -> int:
-        return sum(prod(field.shape) * self._wide for field in self.fields(kind, self.tokens))
+        return sum(prod(field.shape) for field in self.fields(kind, self.tokens)) * self._wide
 
 
 def key_copies(q_heads: int, kv_heads: int, split_over: int) -> int:

@@ -30,15 +30,27 @@ class Ready(NamedTuple):
     kernel: Kernel
 
 
-class Tokens:
-    """``documents`` are cu_seqlens, (0, length) where nothing is packed. ``ready`` is what the calls on it so far were
-    run with, by all that tells them apart."""
+def marks_of(documents: tuple[int, ...], blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """The numbers by which a sequence is known: its documents, then the ends of its blocks, as numbers below zero.
 
-    def __init__(self, place: Place, layout: Layout, documents: tuple[int, ...]) -> None:
-        self.place, self.layout, self.documents = place, layout, documents
+    >>> marks_of((0, 5, 9), ((1, 3),))
+    (0, 5, 9, -2, -4)
+    """
+    return (*documents, *(-1 - end for block in blocks for end in block))
+
+
+class Tokens:
+    """``documents`` are cu_seqlens, (0, length) where nothing is packed; ``blocks`` are runs of tokens that see each
+    other. ``ready`` is what the calls on it so far were run with, by all that tells them apart."""
+
+    def __init__(self, place: Place, layout: Layout, marks: tuple[int, ...]) -> None:
+        self.place, self.layout, self.marks = place, layout, marks
+        self.documents = tuple(mark for mark in marks if mark >= 0)
+        ends = [-1 - mark for mark in marks if mark < 0]
+        self.blocks = tuple(zip(ends[::2], ends[1::2], strict=True))
         self.ready: dict[object, Ready] = {}
         self._runs: dict[int, Runs] = {}
-        self._tiles: dict[tuple[bool, int | None, Costs, int, int], tuple[Tile, ...]] = {}
+        self._tiles: dict[tuple[object, ...], tuple[Tile, ...]] = {}
 
     @property
     def length(self) -> int:
@@ -46,7 +58,7 @@ class Tokens:
 
     def __str__(self) -> str:
         packed = f", documents {self.documents}" if len(self.documents) > 2 else ""
-        return f"{self.length} tokens{packed}"
+        return f"{self.length} tokens{packed}" + (f", blocks {self.blocks}" if self.blocks else "")
 
     def runs(self, shard: int) -> Runs:
         """The runs of real tokens of a piece."""
@@ -55,9 +67,9 @@ class Tokens:
         return self._runs[shard]
 
     def tiles(self, call: Call, costs: Costs, row: int, column: int) -> tuple[Tile, ...]:
-        key = (call.causal, call.window, costs, row, column)
+        key = (call.causal, call.window, call.chunk, call.steps, costs, row, column)
         if key not in self._tiles:
-            mask = call.mask(self.documents if len(self.documents) > 2 else None)
+            mask = call.mask(self.documents if len(self.documents) > 2 else None, self.blocks)
             block = mask, self.runs(row), self.runs(column)
             self._tiles[key] = tuple(bands_of(segments_of(*block))) if costs.bands else tiles_of(*block, costs.call)
         return self._tiles[key]

@@ -84,13 +84,12 @@ class Wire:
         """Room for a result of this rank's tokens, all heads, in the user's dtype."""
         sizes = self.sizes
         rows = (sizes.batch, sizes.q_heads, sizes.local)
-        keys = (sizes.batch, sizes.kv_heads * sizes.copies, sizes.local, sizes.head_dim)
+        keys = (sizes.batch, sizes.kv_heads * sizes.copies, sizes.local)
         dkv = self.acc if sizes.copies > 1 else self.dtype
-        by_row: tuple[tuple[int, ...], torch.dtype] = ((*rows, sizes.head_dim), self.dtype)
         by_kind: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
-            "out": [(rows, self.acc), by_row],
-            "dq": [by_row],
-            "dkv": [(keys, dkv)] * 2,
+            "out": [(rows, self.acc), ((*rows, sizes.out_dim), self.dtype)],
+            "dq": [((*rows, sizes.head_dim), self.dtype)],
+            "dkv": [((*keys, sizes.head_dim), dkv), ((*keys, sizes.out_dim), dkv)],
         }
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in by_kind[kind])
 

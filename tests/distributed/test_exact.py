@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import startrail
-from startrail.check import Case, Error, check_cases, make_data
+from startrail.check import check_cases
 from startrail.local import run_local
 from startrail.plan import Plan
+from startrail.truth import Case, Error, make_data
 
 PLANS = {
     1: ["1x1", "u1"],

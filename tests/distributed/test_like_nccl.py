@@ -12,9 +12,10 @@ from torch.distributed import distributed_c10d as c10d
 
 import startrail
 from startrail import groups
-from startrail.check import Case, check_cases
+from startrail.check import check_cases
 from startrail.lanes import Link
 from startrail.local import run_local
+from startrail.truth import Case
 from tests import like_nccl
 from tests.helpers import ROOT, error_of, qkv, torchrun
 

@@ -63,6 +63,8 @@ def test_a_rank_that_leaves_out_a_batch_is_told_at_its_next_call():
             if (rank, batch) == (1, 1):
                 continue  # its own error, caught by its user
             texts.append(timed(lambda sequence=sequence: sequence.attention(*qkv())))
+            if texts[-1][0] != "no error":
+                break
         return texts
 
     ranks = run_local(on_rank, 2, deadline=60)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from startrail.check import NAMES, Case, Error, make_data
 from startrail.layout import LAYOUTS
 from startrail.local import run_local
 from startrail.ring import RingAttention, pass_on, visible_by_hop
+from startrail.truth import Case, Error, make_data
 
 torch.set_num_threads(1)
 
@@ -25,12 +25,12 @@ def test_a_plain_ring_is_exact_forward_and_backward(world, causal):
         def shard(x):
             return torch.cat([x[:, :, start : start + count] for start, count in layout.runs(rank)], 2)
 
-        q, k, v = (shard(x).requires_grad_() for x in (data.q, data.k, data.v))
+        q, k, v = (shard(x).requires_grad_() for x in data.inputs[:3])
         out = RingAttention.apply(q, k, v, visible_by_hop(layout, causal), pass_on)
-        results = (out, *torch.autograd.grad(out, (q, k, v), shard(data.dout)))
-        return [Error.of(mine, shard(data.exact[name])) for name, mine in zip(NAMES, results, strict=True)]
+        results = (out, *torch.autograd.grad(out, (q, k, v), shard(data.inputs[3])))
+        return [Error.of(mine, shard(data.exact[name])) for name, mine in zip(data.exact, results, strict=True)]
 
     for rank, errors in enumerate(run_local(on_rank, world, deadline=60)):
-        for name, error in zip(NAMES, errors, strict=True):
+        for name, error in zip(data.exact, errors, strict=True):
             allowed = max(2 * data.yardstick[name].worst, data.floor[name].worst)
             assert error.worst <= allowed, f"rank {rank}: {name} is off by {error.worst:.1e}, allowed {allowed:.1e}"

@@ -14,18 +14,22 @@ SOURCE = ROOT / "src" / "startrail"
 LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
     schedule.families plan layout mask bands schedule.around schedule.build schedule.player sizes cluster planner
+    planning planning.describe planning.hardware planning.workload planning.tasks planning.simulate
+    planning.attention planning.bounds planning.step planning.search planning.explain planning.command
     view.text view
     kernels.triton_kernels kernels.fused kernels.accumulate kernels.base kernels.reference kernels.cpu kernels.cuda
-    kernels
+    kernels.largest kernels first_steps
     ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
-    op sequence parallel checkpoint
-    local check first_look
+    op sequence live auto parallel checkpoint
+    local truth check first_look doctor
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
     training.tasks
     training.offload training.recompute training.estimate training.process_memory training.watching training.joining
     training.all_ranks training.sharding training.manifest training.pieces training.saving training.export
     training.stopping training.records training.display training.loop training.command
+    logprobs integrations integrations.batches integrations.masks integrations.transformers integrations.trainer
+    integrations.families faults verify testing
     lab bench cli __main__
 """
 ORDER = LISTED.split()

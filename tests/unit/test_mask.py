@@ -1,6 +1,8 @@
 """Tiles must cover exactly the visible pairs, each once, for every mask and every pair of shards."""
 
+import itertools
 import random
+import re
 
 import pytest
 
@@ -36,13 +38,12 @@ def covered(tile: Tile) -> list[tuple[int, int]]:
 
 def sees(mask: Mask, i: int, j: int) -> bool:
     """The definition, token by token."""
-    if mask.causal and j > i:
-        return False
-    if mask.window is not None and abs(i - j) >= mask.window:
-        return False
-    if mask.documents is not None:
-        return not any(min(i, j) < edge <= max(i, j) for edge in mask.documents)
-    return True
+    seen = any(s.q0 <= i < s.q1 and s.low <= j < s.high + (i - s.q0) * s.dhigh for s in mask.steps) or not mask.steps
+    seen &= not (mask.causal and j > i)
+    seen &= mask.window is None or abs(i - j) < mask.window
+    seen &= mask.chunk is None or i // mask.chunk == j // mask.chunk
+    seen |= any(start <= min(i, j) and max(i, j) < stop for start, stop in mask.blocks)
+    return seen and not any(min(i, j) < edge <= max(i, j) for edge in mask.documents or ())
 
 
 def positions(runs) -> list[int]:
@@ -60,7 +61,27 @@ def random_case(seed: int):
         documents = (0, *sorted(rng.choices(range(1, length + 1), k=rng.choice([0, 1, 3, 20]))), length)
     window = rng.choice([None, None, 1, 2, 7, 20, 130, 500])
     shards = world // ranks
-    return layout, ranks, Mask(rng.random() < 0.5, window, documents), rng.randrange(shards), rng.randrange(shards)
+    mask = Mask(rng.random() < 0.5, window, documents, rng.choice([None, None, 1, 3, 50]), **random_stairs(rng, length))
+    return layout, ranks, mask, rng.randrange(shards), rng.randrange(shards)
+
+
+def random_stairs(rng: random.Random, length: int) -> dict:
+    """Blocks, or the steps of random slices, or neither."""
+    kind = rng.choice(["blocks", "slices", None])
+    ends = sorted(rng.sample(range(length + 1), min(length + 1, 2 * rng.choice([1, 2, 3])) // 2 * 2))
+    if kind == "blocks":
+        return dict(blocks=tuple(zip(ends[::2], ends[1::2], strict=True)))
+    if kind is None:
+        return {}
+    slices, low, high = [], 0, 1
+    for q0, q1 in itertools.pairwise([0, *ends, length]):
+        if q0 == q1:
+            continue
+        low = rng.randint(low, high - 1)
+        high, before = rng.randint(high, length), high
+        causal = high - low >= q1 - q0 and high - (q1 - q0) + 1 >= before
+        slices.append((q0, q1, low, high, causal and rng.random() < 0.5))
+    return dict(steps=Mask.from_slices(slices).steps)
 
 
 @pytest.mark.parametrize("seed", range(400))
@@ -130,11 +151,29 @@ def test_long_windows_and_many_documents_need_few_calls():
         (dict(documents=(0, 5, 3)), "never fall"),
         (dict(documents=(1, 5)), "start at 0"),
         (dict(documents=(0,)), "cu_seqlens"),
+        (dict(chunk=0), "chunk=0 must be at least 1"),
+        (dict(blocks=((3, 5), (4, 6))), "in order, got (4, 6) after 5"),
+        (dict(blocks=((0, 2),), steps=Mask.from_slices([(0, 2, 0, 2)]).steps), "make them slices too"),
     ],
 )
 def test_bad_masks_say_what_is_wrong(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         Mask(**arguments)
+
+
+@pytest.mark.parametrize(
+    "slices, message",
+    [
+        ([(0, 4, 0, 4), (2, 4, 6, 8)], "query 2 sees keys [0, 4) and [6, 8), which are not one interval"),
+        ([(0, 4, 2, 4), (4, 6, 0, 6)], "query 4 sees keys [0, 6), but query 3 sees [2, 4): neither end may fall"),
+        ([(0, 4, 0, 8), (4, 6, 0, 6)], "query 4 sees keys [0, 6), but query 3 sees [0, 8): neither end may fall"),
+        ([(2, 2, 0, 4)], "must be (q0, q1, k0, k1), not empty"),
+        ([(0, 5, 0, 4, True)], "a causal one has a key a query"),
+    ],
+)
+def test_slices_that_are_no_staircase_name_the_query(slices, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Mask.from_slices(slices)
 
 
 def test_documents_must_add_up():

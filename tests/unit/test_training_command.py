@@ -300,9 +300,12 @@ def test_what_a_killed_run_left_half_written_is_removed(text, tmp_path, capfd):
     assert main(argv) == 0
     (out / "checkpoints" / ".writing-00000003").mkdir()
     (out / "checkpoints" / ".writing-00000003" / "part").write_text("x")
+    with (out / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "lo')
     assert main([*argv, "--steps", "3"]) == 0
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert read_state(out / "checkpoints" / "step-00000003")["step"] == 3
 
 

@@ -16,9 +16,14 @@ import torch
 
 from startrail.bench.options import numbers, tool_parser
 from startrail.local import run_local
+from startrail.plan import Plan
+from startrail.planning.hardware import find_cluster
+from startrail.planning.step import Training
+from startrail.planning.workload import Model, Run
 from startrail.training.display import Display, Summary
-from startrail.training.estimate import Estimate
+from startrail.training.estimate import LIBRARIES, Estimate
 from startrail.training.loop import Trainer
+from startrail.training.model_configs import GPTConfig
 from startrail.training.recipes import Recipe, find
 from startrail.training.stopping import Stop
 
@@ -47,6 +52,17 @@ def measure(recipe: Recipe, ranks: int) -> tuple[float, float, Estimate]:
     return result
 
 
+def planned_bytes(recipe: Recipe, ranks: int) -> float:
+    """What the planner says before there is a model, by closed form; what a process has anyway is added."""
+    config = recipe.config
+    assert isinstance(config, GPTConfig)
+    sizes = config.vocab, config.width, config.layers, config.heads, config.kv_heads, config.head_dim, config.hidden
+    model = Model("narrow", *sizes, matrices=3, tied=config.tied, causal=True, windows=(None,) * config.layers)
+    run = Run(recipe.tokens, dtype="float32", recompute=recipe.recompute, zero=recipe.zero)
+    training = Training(find_cluster(f"lab@1x{ranks}"), model, run)
+    return training.memory(Plan.parse(recipe.plan)).total + LIBRARIES
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser("memory", __doc__, "--lengths 32768,65536 --ranks 4")
     parser.add_argument("--lengths", type=numbers, default="32768,65536,131072", help="(default %(default)s)")
@@ -66,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{os.cpu_count()} cores, torch {torch.__version__}\n"
     )
     print(
-        f"{'N':>8s} {'P':>3s} {'N/P':>7s} {'plan':>5s} {'measured':>10s} {'estimate':>10s} {'off':>7s} {'seconds':>8s}"
+        f"{'N':>8s} {'P':>3s} {'N/P':>7s} {'plan':>5s} {'measured':>10s} {'estimate':>10s} {'off':>7s} "
+        f"{'planner':>10s} {'off':>7s} {'seconds':>8s}"
     )
     cases = [(length, options.ranks) for length in options.lengths]
     cases += [(options.local * world, world) for world in options.worlds]
@@ -83,10 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )  # fmt: skip
                 peak, seconds, expected = measure(recipe, ranks)
             off = expected.total / peak - 1
+            planned = planned_bytes(recipe, ranks)
             worst = max(worst, abs(off))
             seen[length, ranks] = (
                 f"{length:8,d} {ranks:3d} {length // ranks:7,d} {PLANS[ranks]:>5s} {peak / 2**20:6.1f} MiB "
-                f"{expected.total / 2**20:6.1f} MiB {off:7.1%} {seconds:8.1f}"
+                f"{expected.total / 2**20:6.1f} MiB {off:7.1%} "
+                f"{planned / 2**20:6.1f} MiB {planned / peak - 1:7.1%} {seconds:8.1f}"
             )
         print(seen[length, ranks], flush=True)
     print(f"\nworst difference {worst:.1%}")

@@ -5,10 +5,22 @@ from __future__ import annotations
 import torch
 
 from startrail.kernels.accumulate import Partial, Sum, Sums, accumulator
-from startrail.kernels.base import Kernel, row_sums, stand_in_out
+from startrail.kernels.base import Kernel, lifted_rows, row_sums, stand_in_out
 from startrail.kernels.cpu import CpuKernel
+from startrail.kernels.largest import largest_logits
 
-__all__ = ["Kernel", "Partial", "Sum", "Sums", "accumulator", "kernel_for", "row_sums", "stand_in_out"]
+__all__ = [
+    "Kernel",
+    "Partial",
+    "Sum",
+    "Sums",
+    "accumulator",
+    "kernel_for",
+    "largest_logits",
+    "lifted_rows",
+    "row_sums",
+    "stand_in_out",
+]
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:

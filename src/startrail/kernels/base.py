@@ -9,10 +9,11 @@ The backward of a block takes the *global* out and lse of its rows, so block gra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.kernels.accumulate import Partial, Sum, accumulator
@@ -66,7 +67,10 @@ class Kernel(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
     ) -> Partial:
         """Attend, and merge the result into ``into`` (a fresh ``Partial`` if none is given)."""
-        into = Partial(q.shape, accumulator(q.dtype), q.device) if into is None else into
+        width = v.shape[3]
+        if into is None:
+            into = Partial((*q.shape[:3], width), accumulator(q.dtype), q.device)
+        q, k, v = _as_wide(q, k, v)
         forward_tile = self.forward_of(q, k)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
@@ -77,7 +81,7 @@ class Kernel(ABC):
             out, lse = forward_tile(qt, kt, vt, look)
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
-            into.merge(out, lse, rows, fresh=True)
+            into.merge(out[..., :width], lse, rows, fresh=True)
         return into
 
     def backward(
@@ -96,6 +100,8 @@ class Kernel(ABC):
         if into is None:
             dtype = accumulator(q.dtype)
             into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
+        widths = q.shape[3], k.shape[3], v.shape[3]
+        q, k, v, dout, out = _as_wide(q, k, v, dout, out)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             look, flip = _look_at(tile, q.device, scale)
@@ -104,8 +110,8 @@ class Kernel(ABC):
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
             grads = self.backward_tile(dt, qt, kt, vt, ot, lt, look)
-            for total, grad, part in zip(into, grads, (rows, keys, keys), strict=True):
-                total.add(grad.flip(2) if flip else grad, part, fresh=True)
+            for total, grad, part, width in zip(into, grads, (rows, keys, keys), widths, strict=True):
+                total.add((grad.flip(2) if flip else grad)[..., :width], part, fresh=True)
         return into
 
 
@@ -146,6 +152,31 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
         size = size.scatter(-1, place, -1)  # so that it is not chosen again
         rest = rest - value * part
     return out
+
+
+def lifted_rows(dout: Tensor, delta: Tensor) -> Tensor:
+    """``dout`` with a number in every row in which ``delta`` would otherwise have nothing to stand on.
+
+    With a cotangent of lse, delta need not be zero where dout is. Such a row gets one number that is so much smaller
+    than delta that all it adds to a gradient is lost in rounding.
+
+    >>> lifted_rows(torch.zeros(1, 2), torch.ones(1)).tolist() == [[2.0**-46, 0.0]]
+    True
+    """
+    info = torch.finfo(dout.dtype)
+    part = 2.0**-12 if dout.dtype == torch.float16 else min(info.eps**2, 2.0**-40)
+    least = info.tiny * info.eps if dout.dtype == torch.float16 else info.tiny
+    size, place = dout.abs().max(-1, keepdim=True)
+    wanted = delta.unsqueeze(-1) * part
+    number = wanted.abs().clamp(min=least).copysign(wanted).to(dout.dtype)
+    number = number.where((size < wanted.abs()) & (wanted != 0), dout.gather(-1, place))
+    return dout.scatter(-1, place, number)
+
+
+def _as_wide(*tensors: Tensor) -> Iterator[Tensor]:
+    """Kernels want one head dim: the narrower tensors are padded with zeros, which change no score and no result."""
+    widest = max(x.shape[3] for x in tensors)
+    return (x if x.shape[3] == widest else F.pad(x, (0, widest - x.shape[3])) for x in tensors)
 
 
 def _look_at(tile: Tile, device: torch.device, scale: float) -> tuple[Look, bool]:

@@ -105,7 +105,11 @@ def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -
     >>> closed_form(Plan.parse("u4/u2"), 8, 0, FORWARD, sizes)                # 6 and 1 of 8 parts of 4 shards
     (3.0, 0.5)
     """
-    place = plan.place(world, rank)
+    return traffic_at(plan, plan.place(world, rank), pass_, sizes)
+
+
+def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
+    """The closed form of the rank that stands at ``place``."""
     of_shards = iter(plan.family.traffic(plan, place, pass_, sizes))
     exchanged = sum(sizes[kind] for kind in pass_.exchanged)
     lanes, shared_by = [], 1  # heads levels so far split the parts: those that differ further out went there

@@ -13,8 +13,9 @@ The right way, with or without our trainer::
 ``group`` is all ranks whose gradients are summed: the sequence axis, times the data axis if there is one.
 
 FSDP and DDP reduce gradients themselves and divide the sum by their number of ranks W. So with them, leave out
-``sum_gradients`` and call ``(W * loss).backward()``. (FSDP2's ``set_gradient_divide_factor(1.0)`` would do as well, but
-counts only for the module it is called on, not for those inside that are sharded on their own.)
+``sum_gradients`` and call ``(gradient_factor(model) * loss).backward()``, which multiplies by W. (FSDP2's
+``set_gradient_divide_factor(1.0)`` would do as well, but counts only for the module it is called on, not for those
+inside that are sharded on their own.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from startrail.first_steps import STEPS, check_same_parameters, digest
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -114,13 +118,34 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     return share + ((everywhere / counted).to(share.dtype) - share).detach()
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+def gradient_factor(model: torch.nn.Module) -> int:
+    """What to multiply the loss by before ``backward``, so that gradients come out summed over ranks: the number of
+    ranks that DDP or FSDP averages over, 1 for a model that is wrapped in neither (then call ``sum_gradients``).
+
+    >>> gradient_factor(torch.nn.Linear(2, 2))
+    1
+    """
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            return int(dist.get_world_size(module.process_group))  # type: ignore[arg-type]
+    meshes = {x.device_mesh.size() for x in model.parameters() if hasattr(x, "device_mesh")}
+    return max(meshes, default=1)
+
+
+def sum_gradients(
+    parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None, check: bool = True
+) -> None:
     """Replace every gradient by its sum over the ranks of ``group``, in buckets of about 32 MiB.
 
-    A parameter without a gradient takes part as zero, since another rank may have one.
+    A parameter without a gradient takes part as zero, since another rank may have one. ``check``: the first two times,
+    make sure that the parameters are the same on all ranks, and that nobody has reduced the gradients already.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    parameters = list(parameters)
+    if check and parameters and _seen.setdefault(parameters[0], 0) < STEPS:
+        _seen[parameters[0]] += 1
+        _check_gradients(parameters, group)
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad:
@@ -135,6 +160,32 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
     for bucket in buckets.values():
         if bucket:
             _sum_bucket(bucket, group)
+
+
+# How often a model's gradients were summed, by its first parameter.
+_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    world = dist.get_world_size(group)
+    if any(hasattr(x, "device_mesh") for x in parameters):
+        raise ValueError(
+            "these parameters are sharded by FSDP, which reduces their gradients itself: leave out sum_gradients, and "
+            "call (startrail.gradient_factor(model) * loss).backward()"
+        )
+    check_same_parameters(((f"{i} {tuple(x.shape)}", x) for i, x in enumerate(parameters)), group)
+    grads = [x.grad for x in parameters if x.grad is not None]
+    mine = torch.stack([digest(grad) for grad in grads]).sum() if grads else torch.zeros((), dtype=torch.long)
+    size = torch.stack([grad.abs().max().double() for grad in grads]).max() if grads else torch.zeros(())
+    both = torch.stack([mine, (size > 0).long()])
+    everyone = [torch.empty_like(both) for _ in range(world)]
+    dist.all_gather(everyone, both, group=group)
+    if world > 1 and all(bool(x[1]) and x[0] == everyone[0][0] for x in everyone):
+        raise ValueError(
+            "gradients are the same on all ranks before they are summed: DDP has averaged them already, or every rank "
+            "has the same tokens. With DDP leave out sum_gradients, and call (startrail.gradient_factor(model) * loss)"
+            ".backward()"
+        )
 
 
 def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 PATIENCE = 5.0  # seconds before anybody is missed
+BEGINNING = 20.0  # seconds before a rank is missed that is still to begin: many may share few cores
 AGAIN = 60.0  # seconds between lines about the same ranks
 BEAT = 1.0  # seconds between signs of life
 
@@ -90,7 +91,8 @@ class Watch:
         if (furthest := max(sign.passed for sign in signs)) > self._furthest:
             self._furthest, self._furthest_at = furthest, now
         self._last = signs
-        silent = [rank for rank, at in enumerate(self._beat_at) if now - at > PATIENCE]
+        patience = [PATIENCE if sign.beats else BEGINNING for sign in signs]
+        silent = [rank for rank, at in enumerate(self._beat_at) if now - at > patience[rank]]
         behind = [rank for rank, sign in enumerate(signs) if sign.beats >= 0 and sign.passed < furthest]
         late = behind if now - self._furthest_at > PATIENCE else []
         self.missing = silent or late

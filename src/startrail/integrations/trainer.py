@@ -1,0 +1,111 @@
+"""``Trainer`` of transformers on sequences that are split over ranks: training, evaluation, accumulation, saving.
+
+    trainer = StarTrailTrainer(model, arguments, train_dataset=data, sp=sp)
+    trainer.train()
+
+``StarTrailMixin`` goes in front of any class derived from ``Trainer``, such as TRL's ``SFTTrainer``. Ranks of one
+sequence get the same batches; where there are more ranks, the groups of ``sp`` get different ones. The loss is the
+global one: summed over all labels of all ranks and accumulation steps, divided by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from startrail.integrations.batches import count_labels, shard_batch
+from startrail.integrations.transformers import attach
+from startrail.parallel import SequenceParallel
+
+
+class StarTrailMixin:
+    """In front of a ``Trainer`` class. ``sp`` is what the sequences are split over; the model is attached to it."""
+
+    sp: SequenceParallel
+
+    def __init__(self, *arguments: Any, sp: SequenceParallel, **options: Any) -> None:
+        self.sp = sp
+        self._data_ranks, self._data_rank = _data_ranks(sp)
+        super().__init__(*arguments, **options)
+        trainer: Any = self
+        if not trainer.args.average_tokens_across_devices:
+            raise ValueError("average_tokens_across_devices=False would average what must be summed: leave it on")
+        if trainer.compute_metrics is not None or trainer.label_smoother is not None:
+            raise ValueError(
+                "compute_metrics and label smoothing need whole logits, but a rank has those of its tokens"
+            )
+        trainer.args.prediction_loss_only = True
+        unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+        base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # of PEFT
+        if not hasattr(base, "_startrail"):
+            attach(base, sp)
+        if not trainer.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"{type(base).__name__} does not take num_items_in_batch, which its loss must be divided by"
+            )
+
+    def _get_dataloader(self, *arguments: Any, **options: Any) -> DataLoader[Any]:
+        """The same batches for all ranks of a sequence."""
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        prepare = accelerator.prepare
+
+        def prepare_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+            settings = accelerator.dataloader_config
+            return prepare_data_loader(
+                loader,
+                accelerator.device,
+                num_processes=self._data_ranks,
+                process_index=self._data_rank,
+                put_on_device=True,
+                rng_types=list(accelerator.rng_types or ()),
+                even_batches=settings.even_batches,
+                use_seedable_sampler=settings.use_seedable_sampler,
+                data_seed=settings.data_seed,
+            )
+
+        accelerator.prepare = prepare_loader
+        try:
+            return super()._get_dataloader(*arguments, **options)  # type: ignore[misc]
+        finally:
+            accelerator.prepare = prepare
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """Labels of all batches of a step, on all ranks that have different ones."""
+        if not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        names = ("labels", "attention_mask", "shift_labels")
+        count = sum(count_labels(**{name: x[name] for name in names if name in x}) for x in batch_samples)
+        total = torch.tensor(count, device=device)
+        if self._data_ranks > 1:
+            dist.all_reduce(total)
+            total //= self.sp.world
+        return total.clamp(min=1)
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        return nullcontext, shard_batch(self.sp, **inputs)
+
+
+class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
+    """``Trainer`` on sequences that are split over the ranks of ``sp``."""
+
+
+def _data_ranks(sp: SequenceParallel) -> tuple[int, int]:
+    """How many groups of ranks have different batches, and which is this rank's."""
+    if not dist.is_initialized() or dist.get_world_size() == sp.world:
+        return 1, 0
+    assert sp.group is not None
+    first = torch.tensor(dist.get_process_group_ranks(sp.group)[0])
+    everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, first)
+    groups = sorted({int(x) for x in everyone})
+    return len(groups), groups.index(int(first))

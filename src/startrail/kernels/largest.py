@@ -1,0 +1,50 @@
+"""The largest logit of each head, which QK-clip watches. Kernels do not tell it, so it is worked out beside them, few
+rows at a time, and only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from startrail.mask import Tile
+
+PAIRS = 2**22  # logits that exist at once
+
+
+def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) -> Tensor:
+    """(batch, heads), -inf where nothing is visible. q (batch, heads, rows, dim); k may have fewer heads.
+
+    >>> q = torch.tensor([[[[1.0], [2.0]]]])
+    >>> largest_logits(q, q, [Tile(0, 2, 0, 2, "causal")], 0.5).item()      # 0.5 * 2 * 2
+    2.0
+    """
+    batch, heads = q.shape[:2]
+    found = q.new_full((batch, heads), float("-inf"), dtype=torch.float32)
+    k = k.repeat_interleave(heads // k.shape[1], 1)
+    for tile in visible:
+        low, high = _bounds(tile, q.device)
+        keys = torch.arange(tile.k0, tile.k1, device=q.device)
+        step = max(1, PAIRS // (batch * heads * len(keys)))
+        for row in range(0, tile.q1 - tile.q0, step):
+            part = slice(row, min(row + step, tile.q1 - tile.q0))
+            rows = q[:, :, tile.q0 + part.start : tile.q0 + part.stop]
+            seen = (keys >= low[part].unsqueeze(1)) & (keys < high[part].unsqueeze(1))
+            logits = (rows @ k[:, :, tile.k0 : tile.k1].mT).mul_(scale).masked_fill_(~seen, float("-inf"))
+            found = torch.maximum(found, logits.amax((-2, -1)).float())
+    return found
+
+
+def _bounds(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The keys [low, high) that each row of a tile sees."""
+    if tile.bounds:
+        pairs = [(s, torch.arange(s.q1 - s.q0, device=device)) for s in tile.bounds]
+        return torch.cat([s.low + t * s.dlow for s, t in pairs]), torch.cat([s.high + t * s.dhigh for s, t in pairs])
+    rows = torch.arange(tile.q1 - tile.q0, device=device)
+    low, high = torch.full_like(rows, tile.k0), torch.full_like(rows, tile.k1)
+    if tile.form == "causal":
+        high = tile.k0 + rows + 1
+    if tile.form == "anticausal":
+        low = tile.k0 + rows
+    return low, high

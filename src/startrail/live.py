@@ -1,0 +1,275 @@
+"""Measuring the cluster that this process group runs on: kernels, copies, and links by level, in a few seconds.
+
+All ranks measure at the same time, as they will work: cores and links that they share are then slower by themselves.
+The result is a `Cluster`, the same on every rank, and is remembered by topology in ``~/.cache/startrail``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from startrail.cluster import Machine
+from startrail.kernels import kernel_for
+from startrail.mask import Tile
+from startrail.planning.describe import parse_text
+from startrail.planning.hardware import Cluster, Curve, Device, Level, Rates, cluster_text, read_cluster
+
+BLOCKS = (128, 512)  # tokens at a side
+HEADS, HEAD_DIM = 4, 64
+REPEATS = 5
+SLOW = 0.5  # of the median: slower than that is odd
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``odd``: what differs from its like, by name."""
+
+    cluster: Cluster
+    odd: tuple[str, ...]
+
+
+def own_device() -> torch.device:
+    """Where this rank computes."""
+    if torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend()):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"one thread of {cpu_name()}"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def memory_of(device: torch.device, local_ranks: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(local_ranks, 1)
+
+
+def no_progress(text: str, share: float) -> None:
+    """Where nobody watches."""
+
+
+def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progress = no_progress) -> Measured:
+    """Called by all ranks of ``group`` together, or by one process without any."""
+    device = own_device()
+    progress("kernels", 0.0)
+    mine: dict[str, Any] = {"host": platform.node(), **_rates(device)}
+    if group is not None:
+        progress("links", 0.4)
+        mine |= _links(group, machine, device)
+    everyone: list[dict[str, Any]] = [json.loads(text) for text in texts_of_all(json.dumps(mine), group)]
+    progress("done", 1.0)
+    return Measured(_describe(machine, device, everyone), tuple(_odd(machine, everyone)))
+
+
+def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[Cluster, str]:
+    """The cluster as it was measured before, or as it is measured now; how it is known."""
+    device = own_device()
+    backend = dist.get_backend(group) if group is not None else "none"
+    key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
+    path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+    first = group is None or dist.get_rank(group) == 0
+    remembered = texts_of_all(path.read_text() if first and path.exists() else "", group)[0]
+    if remembered:
+        try:
+            return read_cluster(parse_text(remembered, path), "this cluster", path.name), f"measured before, {path}"
+        except ValueError:
+            pass  # written by another version: measure again
+    cluster = measure(group, machine).cluster
+    if first:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(cluster_text(cluster, f"Measured by startrail on {time.strftime('%Y-%m-%d')}: {key}"))
+        except OSError as error:
+            print(f"startrail: the measured cluster cannot be remembered: {error}", file=sys.stderr)
+    return cluster, "measured now"
+
+
+def texts_of_all(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """The texts of all ranks of ``group``, by rank, on every one of them."""
+    if group is None:
+        return [text]
+    device, world = own_device(), dist.get_world_size(group)
+    data = text.encode()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    longest = max(1, *(int(length) for length in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    everyone = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(everyone, padded.to(device), group=group)
+    pairs = zip(everyone, lengths, strict=True)
+    return [bytes(one[: int(length)].tolist()).decode() for one, length in pairs]
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "startrail"
+
+
+# --- one rank
+
+
+def _rates(device: torch.device) -> dict[str, Any]:
+    """FLOP/s of kernels and products, bytes/s of copies, seconds of a call."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernel = kernel_for(device, dtype, HEAD_DIM)
+    found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
+    for tokens in BLOCKS if device.type == "cpu" else tuple(4 * tokens for tokens in BLOCKS):
+        q, k, v, dout = (torch.randn(1, HEADS, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(4))
+        tiles = (Tile(0, tokens, 0, tokens, "full"),)
+        scale = HEAD_DIM**-0.5
+        result = kernel.forward(q, k, v, tiles, scale)
+        out, lse = result.out.to(dtype), result.lse.float()
+        pairs = tokens * tokens * HEADS * HEAD_DIM
+        forward = partial(kernel.forward, q, k, v, tiles, scale)
+        backward = partial(kernel.backward, dout, q, k, v, out, lse, tiles, scale)
+        found["forward"][tokens] = 4 * pairs / _seconds(forward, device)
+        found["backward"][tokens] = 10 * pairs / _seconds(backward, device)
+    a = torch.randn(512, 512, device=device, dtype=dtype)
+    found["matmul"] = 2 * 512**3 / _seconds(lambda: a @ a, device)
+    whole = torch.zeros(2**21, device=device)
+    found["copy"] = 2 * whole.nbytes / _seconds(whole.clone, device)
+    tiny = torch.zeros(8, device=device)
+    found["call"] = 4 * _seconds(lambda: tiny.add_(1), device)
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times[1:]), 1e-9)
+
+
+# --- links
+
+
+def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> dict[str, Any]:
+    """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node at
+    once, and to the next rank of the node."""
+    rank, world, inside = dist.get_rank(group), machine.world, machine.ranks_per_node
+    size = 2**18 if device.type == "cpu" else 2**25
+    node, place = divmod(rank, inside)
+    found: dict[str, Any] = {}
+    if machine.nodes > 1:
+        to, source = (rank + inside) % world, (rank - inside) % world
+        found["latency 0"] = _exchange(group, to, source, 1, device)
+        found["alone 0"] = size / _exchange(group, to, source, size, device, takes_part=place == 0)
+        found["all 0"] = size / _exchange(group, to, source, size, device)
+    if inside > 1:
+        to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
+        found["latency 1"] = _exchange(group, to, source, 1, device)
+        found["all 1"] = size / _exchange(group, to, source, size, device)
+    return found
+
+
+def _exchange(
+    group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device, takes_part: bool = True
+) -> float:
+    """Seconds until what I send is away and what I receive is here; the median of a few times."""
+    send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    ranks = dist.get_process_group_ranks(group)
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        if takes_part:
+            ops = [
+                dist.P2POp(dist.isend, send, ranks[to], group),
+                dist.P2POp(dist.irecv, receive, ranks[source], group),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times[1:]), 1e-9)
+
+
+# --- all ranks
+
+
+def _describe(machine: Machine, device: torch.device, everyone: Sequence[dict[str, Any]]) -> Cluster:
+    def typical(key: str) -> float:
+        return statistics.median(found[key] for found in everyone if key in found)
+
+    levels = []
+    if machine.nodes > 1:
+        alone = statistics.median(everyone[node * machine.ranks_per_node]["alone 0"] for node in range(machine.nodes))
+        together = typical("all 0")
+        shared = together * machine.ranks_per_node < 1.5 * alone  # all of a node's ranks get no more than one
+        rate = max(alone, together * machine.ranks_per_node) if shared else together
+        levels.append(Level("node", machine.nodes, rate, typical("latency 0"), shared, True))
+    if machine.ranks_per_node > 1 or not levels:
+        inside = machine.ranks_per_node > 1
+        rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
+        levels.append(Level("rank", machine.ranks_per_node, rate, latency, False, True))
+    dtype = everyone[0]["dtype"]
+
+    def curve(name: str) -> Curve:
+        sizes = everyone[0][name]  # numbers of tokens, which JSON has as texts
+        return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
+
+    matmul = typical("matmul")
+    best = max(y for name in ("forward", "backward") for _, y in curve(name).points)
+    rates = Rates(max(matmul, best), matmul, curve("forward"), curve("backward"))
+    call = typical("call")
+    about = Device(
+        device_name(device), memory_of(device, machine.ranks_per_node), 0.0, typical("copy"),
+        call=call, post=2 * call, handle=0.0, socket=0.0, start=20 * call, rates={dtype: rates},
+    )  # fmt: skip
+    transport = "nccl" if device.type == "cuda" else "gloo"
+    return Cluster("this cluster", tuple(levels), about, transport, accuracy=0.25)
+
+
+def _odd(machine: Machine, everyone: Sequence[dict[str, Any]]) -> list[str]:
+    """Ranks and links that are much slower than their like."""
+    odd = []
+    names = {
+        "matmul": "products of matrices",
+        "copy": "copies in memory",
+        "all 0": "its link to the next node",
+        "all 1": "its link to the next rank of its node",
+    }
+    for key, what in names.items():
+        values = [found.get(key) for found in everyone]
+        known = [value for value in values if value is not None]
+        if len(known) < 2:
+            continue
+        middle = statistics.median(known)
+        for rank, value in enumerate(values):
+            if value is not None and value < SLOW * middle:
+                host = everyone[rank]["host"]
+                odd.append(
+                    f"rank {rank} (node {machine.node(rank)}, {host}): {what} at {value / middle:.0%} of the others'"
+                )
+    return odd

@@ -1,0 +1,216 @@
+"""A rank's program as the tasks that a clock can play: post these messages, wait for those, work for so long.
+
+The program is the very one that the executor walks; here each of its steps gets a price. What is waited for, packed,
+joined and merged, and when, follows the executor line by line.
+
+>>> from startrail.plan import Plan
+>>> from startrail.planning.hardware import find_cluster
+>>> prices = Prices(find_cluster("a100-4x8"), Sizes(Plan.parse("1x32"), 128, 1, 16, 16, 64, 2), True, None, "bfloat16")
+>>> tasks = tasks_of(build_program(prices.sizes.plan, 32, 0, FORWARD), prices)
+>>> [type(task).__name__ for task in tasks[:4]], len(tasks[1].messages)
+(['Work', 'Post', 'Work', 'Wait'], 2)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+from typing import NamedTuple
+
+from startrail.layout import zigzag
+from startrail.mask import Mask, tiles_of
+from startrail.planning.hardware import Cluster
+from startrail.schedule.build import Program, build_program
+from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Pass, Piece
+from startrail.sizes import Sizes
+
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # by visible pair of tokens and number of a head: two products, five products
+MERGED = 1.5  # a partial result is read, and the sum read and written
+
+
+class Message(NamedTuple):
+    """One end of a message, as the rank's own number of it."""
+
+    send: bool
+    lane: int
+    peer: int
+    nbytes: float
+    number: int
+
+
+class Post(NamedTuple):
+    messages: list[Message]
+
+
+class Wait(NamedTuple):
+    numbers: list[int]
+
+
+class Work(NamedTuple):
+    seconds: float
+
+
+Task = Post | Wait | Work
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the steps of one attention call cost on a cluster, in seconds."""
+
+    cluster: Cluster
+    sizes: Sizes
+    causal: bool
+    window: int | None
+    dtype: str
+    length: int = 0  # only a window needs it
+
+    @cached_property
+    def shares(self) -> tuple[int, int]:
+        """Batch and query heads of one group."""
+        batch, heads, *_ = self.sizes.fields("q", self.sizes.tokens)[0].shape
+        return batch, heads
+
+    @cached_property
+    def whole(self) -> dict[Pass, float]:
+        """A block of the same price as all others; zigzag halves a causal mask in every one of them."""
+        return {}
+
+    def block(self, pass_: Pass, row: int, column: int, shards: int) -> float:
+        if self.window is not None:
+            return self._tiles(pass_, row, column, shards)
+        if pass_ not in self.whole:
+            area = self.sizes.tokens**2 / (2 if self.causal else 1)
+            self.whole[pass_] = self.kernel(pass_, area, 1)
+        return self.whole[pass_]
+
+    def kernel(self, pass_: Pass, area: float, calls: int) -> float:
+        """Of so many visible pairs of tokens, in so many calls."""
+        rates, (batch, heads) = self.cluster.device.of(self.dtype), self.shares
+        per_pair = (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * batch * heads
+        speed = (rates.forward if pass_ is FORWARD else rates.backward).at(sqrt(area / calls))
+        return area * per_pair / speed + calls * self.cluster.device.call
+
+    def _tiles(self, pass_: Pass, row: int, column: int, shards: int) -> float:
+        layout = zigzag(range(shards), max(self.length, 1))
+        tiles = tiles_of(Mask(self.causal, self.window), layout.runs(row), layout.runs(column))
+        return sum(self.kernel(pass_, tile.area, 1) for tile in tiles)
+
+    def copy(self, nbytes: float) -> float:
+        return 2 * nbytes / self.cluster.device.copy
+
+
+def tasks_of(program: Program, prices: Prices) -> list[Task]:
+    return _Tasks(program, prices).tasks
+
+
+class _Tasks:
+    def __init__(self, program: Program, prices: Prices) -> None:
+        self.program, self.prices, self.sizes = program, prices, prices.sizes
+        self.nbytes = self.sizes.by_kind
+        self.tasks: list[Task] = []
+        self.work = prices.cluster.device.start / 2
+        self.numbers = 0
+        self.sends: list[int] = []
+        self.coming: dict[Piece, list[int]] = {}  # inputs on their way
+        self.joined: set[Piece] = set()  # inputs that come in parts over heads
+        self.partial: dict[tuple[Piece, int], deque[int]] = {}
+        self.home: list[int] = []
+        # pieces that lie in one buffer already: kept ones, and own ones that come in parts over heads
+        self.packed = {p for p in program.given if p not in program.own_inputs or program.place.num_heads > 1}
+        self.rows: set[Piece] = set()
+        for index, step in enumerate(program.steps):
+            for piece in step.after:
+                self.need(piece)
+            if step.posts:
+                self.post(index)
+            for block in step.blocks:
+                for piece in program.pass_.needs(block):
+                    self.need(piece)
+                    if piece.kind == "do" and piece not in self.rows:  # the stand-in for the row's output
+                        self.rows.add(piece)
+                        self.work += prices.copy(self.nbytes["do"])
+                self.work += prices.block(program.pass_, block.row, block.column, program.place.num_shards)
+            for merge in step.merges:
+                self.wait([self.partial[merge.piece, merge.peer].popleft()])
+                self.work += MERGED * prices.copy(self.nbytes[merge.piece.kind])
+        self.wait(self.home)
+        own = sum(self.nbytes[kind] for kind in program.pass_.results) * program.plan.groups
+        self.work += prices.copy(own)
+        self.wait(self.sends)
+        self.work += prices.cluster.device.start / 2
+        self.flush()
+
+    def flush(self) -> None:
+        if self.work:
+            self.tasks.append(Work(self.work))
+            self.work = 0.0
+
+    def wait(self, numbers: list[int]) -> None:
+        if numbers:
+            self.flush()
+            self.tasks.append(Wait(numbers))
+
+    def need(self, piece: Piece) -> None:
+        if numbers := self.coming.pop(piece, None):
+            self.wait(numbers)
+            if piece in self.joined:
+                self.work += self.prices.copy(self.nbytes[piece.kind])
+
+    def message(self, send: bool, lane: int, peer: int, nbytes: float) -> Message:
+        self.numbers += 1
+        self.work += self.prices.cluster.device.post
+        if send:
+            self.sends.append(self.numbers)
+        return Message(send, lane, peer, nbytes, self.numbers)
+
+    def post(self, index: int) -> None:
+        program, nbytes = self.program, self.nbytes
+        posts = program.steps[index].posts
+        over_heads = [post for post in posts if program.is_part(post)]
+        messages = []
+        if over_heads:  # one message a peer, for all pieces
+            pieces = list(dict.fromkeys(post.piece for post in over_heads))
+            whole = sum(nbytes[piece.kind] for piece in pieces)
+            self.work += self.prices.copy(whole)
+            for post in over_heads:
+                if post.piece == pieces[0]:
+                    message = self.message(post.send, post.lane, post.peer, whole / program.place.num_heads)
+                    messages.append(message)
+                    if not post.send:
+                        for piece in pieces:
+                            self.arriving(piece, message.number)
+        whole_pieces = [post for post in posts if not program.is_part(post)]
+        for post in whole_pieces:  # before any receive: it may bring the same piece anew
+            if post.send and post.piece.kind in INPUTS:
+                self.need(post.piece)
+        for post in whole_pieces:
+            piece, size = post.piece, nbytes[post.piece.kind]
+            if post.send and piece not in self.packed:
+                self.work += self.prices.copy(size)
+                if piece.kind in INPUTS:
+                    self.packed.add(piece)
+            message = self.message(post.send, post.lane, post.peer, size)
+            messages.append(message)
+            if post.send:
+                continue
+            if piece.kind in RESULTS:
+                self.partial.setdefault((piece, post.peer), deque()).append(message.number)
+            else:
+                self.packed.add(piece)
+                self.coming[piece] = [message.number]
+        self.flush()
+        self.tasks.append(Post(messages))
+
+    def arriving(self, piece: Piece, number: int) -> None:
+        if piece.kind in INPUTS:
+            self.joined.add(piece)
+            self.coming.setdefault(piece, []).append(number)
+        else:
+            self.home.append(number)
+
+
+def call_tasks(prices: Prices, world: int, rank: int, pass_: Pass) -> list[Task]:
+    """What ``rank`` does in one pass of a call. Built anew: nobody plays a program twice with the same prices."""
+    return tasks_of(build_program.__wrapped__(prices.sizes.plan, world, rank, pass_), prices)

@@ -1,0 +1,252 @@
+"""What attention should give: random inputs of a case, the float64 truth, and what single-process attention errs on it.
+
+The reference is dense attention written from the masks' definition, with autograd's gradients for random cotangents; it
+shares nothing with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from startrail.arguments import MAX_HEAD_DIM
+from startrail.kernels import accumulator
+from startrail.layout import LAYOUTS, check_layout
+from startrail.mask import Mask
+from startrail.parallel import SequenceParallel
+from startrail.plan import Plan
+from startrail.sizes import Sizes
+
+# How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
+# them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
+USES = ("plain", "strided", "q only", "k and v only", "interleaved")
+CPU = torch.device("cpu")
+FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
+
+
+class Error(NamedTuple):
+    """Root-mean-square and largest absolute error."""
+
+    rms: float
+    worst: float
+
+    @classmethod
+    def of(cls, ours: Tensor, truth: Tensor) -> Error:
+        difference = (ours.double() - truth).abs()
+        return cls(difference.square().mean().sqrt().item(), difference.max().item())
+
+    @classmethod
+    def worse(cls, a: Error, b: Error) -> Error:
+        return cls(max(a.rms, b.rms), max(a.worst, b.worst))
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: str
+    world: int
+    length: int = 256
+    batch: int = 1
+    q_heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    layout: str = "zigzag"
+    wire_dtype: torch.dtype | None = None
+    scale: float | None = None
+    chunk: int | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+    slices: tuple[tuple[int, ...], ...] = ()
+    value_dim: int | None = None
+    sinks: bool = False
+    lse: bool = False  # whether lse is used too, with a cotangent of its own
+    seed: int = 0
+    use: str = "plain"  # of USES
+
+    def validate(self) -> None:
+        """Raise here what every rank would raise, before any is started."""
+        for name in ("world", "length", "batch", "q_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head dim {self.head_dim} is more than {MAX_HEAD_DIM}")
+        self.mask.check_length(self.length)
+        check_layout(self.layout)
+        if self.plan != "auto":
+            plan = Plan.parse(self.plan)
+            local = LAYOUTS[self.layout](plan.slots(self.world), self.length).local
+            Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
+
+    @property
+    def mask(self) -> Mask:
+        steps = Mask.from_slices(self.slices).steps
+        return Mask(self.causal, self.window, self.documents, self.chunk, self.blocks, steps)
+
+    def parallel(self) -> SequenceParallel:
+        """What runs it on this rank."""
+        return SequenceParallel(
+            self.plan,
+            heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            layout=self.layout,
+            wire_dtype=self.wire_dtype,
+        )
+
+
+@dataclass
+class Data:
+    """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None) and the float64 truth: by name the exact
+    results, SDPA's errors, and what float32 arithmetic may err whatever SDPA does.
+
+    dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
+    returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
+    So the floor of dq, dk and dv is one unit in the last place of the sums of the absolute values.
+    """
+
+    inputs: list[Tensor | None]
+    exact: dict[str, Tensor]
+    yardstick: dict[str, Error]
+    floor: dict[str, Error]
+
+
+def visible_pairs(case: Case) -> Tensor:
+    """(length, length), True where a query sees a key, from the definition."""
+    i = torch.arange(case.length).unsqueeze(1)
+    j = torch.arange(case.length).unsqueeze(0)
+    seen = torch.ones(case.length, case.length, dtype=torch.bool)
+    if case.causal:
+        seen &= j <= i
+    if case.window is not None:
+        seen &= (i - j).abs() < case.window
+    if case.chunk is not None:
+        seen &= i // case.chunk == j // case.chunk
+    if case.slices:
+        wanted = torch.zeros_like(seen)
+        for q0, q1, k0, k1, *causal in case.slices:
+            inside = (i >= q0) & (i < q1) & (j >= k0) & (j < k1)
+            wanted |= inside & (j < k1 - (q1 - 1 - i)) if any(causal) else inside
+        seen &= wanted
+    for start, stop in case.blocks:
+        seen |= (i >= start) & (i < stop) & (j >= start) & (j < stop)
+    if case.documents is not None:
+        document = torch.bucketize(torch.arange(case.length), torch.tensor(case.documents[1:]), right=True)
+        seen &= document.unsqueeze(1) == document.unsqueeze(0)
+    return seen
+
+
+def make_data(case: Case, device: torch.device = CPU) -> Data:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    wide = accumulator(case.dtype)
+    rows, keys = (case.batch, case.q_heads, case.length), (case.batch, case.kv_heads, case.length)
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    inputs: list[Tensor | None] = [
+        random(*rows, case.head_dim), random(*keys, case.head_dim), random(*keys, value_dim), random(*rows, value_dim),
+        random(case.q_heads, dtype=wide) if case.sinks else None,
+        random(*rows, dtype=wide) if case.lse else None,
+    ]  # fmt: skip
+    mask = visible_pairs(case).to(device)
+    exact = _dense(_as(inputs, torch.float64), mask, case.scale)
+    truths = [(inputs, exact)]
+    if case.sinks or case.lse:  # those are written out, with fewer roundings than flash attention has
+        plain = [*inputs[:4], None, None]
+        truths.append((plain, _dense(_as(plain, torch.float64), mask, case.scale)))
+    yardstick = dict.fromkeys(exact, Error(0.0, 0.0))
+    for dtype, order in (
+        (coarser(case), torch.arange(case.length)),
+        (coarser(case), torch.randperm(case.length, generator=generator)),
+        (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
+    ):
+        order = order.to(device)
+        for given, true in truths:
+            ordered = [x if x is None or x.dim() == 1 else x[:, :, order] for x in given]
+            for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale).items():
+                error = Error.of(x, true[name] if name == "dsinks" else true[name][:, :, order])
+                yardstick[name] = Error.worse(yardstick[name], error)
+    return Data(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float64), mask))
+
+
+def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """``inputs`` in ``dtype``; sinks and the cotangent of lse are never narrower than float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return [None if x is None else x.to(dtype if place < 4 else wide) for place, x in enumerate(inputs)]
+
+
+def coarser(case: Case) -> torch.dtype:
+    """What the results can be no better than: the inputs' dtype or the wire's."""
+    wire = case.wire_dtype or case.dtype
+    return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
+
+
+def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Error]:
+    q, k, v, dout, sinks, dlse = inputs
+    assert q is not None and k is not None and v is not None and dout is not None
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    coarse = coarser(case)
+    unit = torch.finfo(accumulator(coarse)).eps * (2 if accumulator(coarse) == torch.float64 else 1)  # as the truth's
+    floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
+    k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
+    weights, lse = _softmax(q, k, mask, scale, sinks)
+    dweights = dout @ v.mT
+    delta = (weights * dweights).sum(-1, keepdim=True).abs()
+    if dlse is not None:
+        delta = delta + dlse.abs().unsqueeze(-1)
+    sizes = weights * (dweights.abs() + delta) * scale
+    sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()), "dv": weights.mT @ dout.abs()}
+    sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
+    if sinks is not None:
+        sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * delta.squeeze(-1)).sum((0, 2))
+    if dlse is not None:
+        sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / unit
+    floors = {name: Error(floor / 5, floor) for name in ("out", "dq", "dk", "dv", "lse", "dsinks")}
+    if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
+        unit = max(unit, torch.finfo(coarse).eps / 2)
+    for name, total in sums.items():
+        last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
+        floors[name] = Error.worse(floors[name], last_place)
+    return floors
+
+
+def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights of the keys, and lse; rows that see nothing have weights 0."""
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
+    lse = scores.logsumexp(-1)
+    blind = lse.isinf().unsqueeze(-1)
+    weights = torch.where(blind, 0.0, (scores - lse.unsqueeze(-1).masked_fill(blind, 0)).exp())
+    return weights[..., : k.shape[2]], lse
+
+
+def _dense(inputs: Sequence[Tensor | None], mask: Tensor, scale: float | None) -> dict[str, Tensor]:
+    """Everything that attention returns, and every gradient, on one process."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3] if x is not None)
+    dout, sinks, dlse = inputs[3:]
+    if sinks is None and dlse is None:
+        widest, width = max(q.shape[3], v.shape[3]), v.shape[3]
+        wq, wk, wv = (F.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))  # or it is not flash attention
+        scale, grouped = scale or q.shape[3] ** -0.5, q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(wq, wk, wv, mask, scale=scale, enable_gqa=grouped)[..., :width]
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+    sinks = None if sinks is None else sinks.detach().requires_grad_()
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    weights, lse = _softmax(q, keys, mask, q.shape[3] ** -0.5 if scale is None else scale, sinks)
+    made = {"out": weights @ values} | ({} if dlse is None else {"lse": lse})
+    wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
+    cotangents = [dout] if dlse is None else [dout, dlse.to(lse.dtype)]
+    grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
+    return {name: x.detach() for name, x in made.items()} | dict(zip(wanted, grads, strict=True))

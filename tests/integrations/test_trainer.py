@@ -1,0 +1,97 @@
+"""Hugging Face's Trainer on split sequences: losses, evaluation, gradient norms and weights of one process."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[hf]')")
+
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import startrail
+from startrail.integrations.trainer import StarTrailTrainer
+from startrail.integrations.transformers import detach
+from startrail.local import run_local
+from tests.helpers import error_of
+from tests.integrations.tiny import tiny, tokens
+
+DATA = [dict(input_ids=tokens(1, length, seed=length)[0]) for length in (30, 37, 25, 33, 40, 28, 31, 36)]
+
+
+def collate(rows):
+    """Padded on the right, as Hugging Face's collators do."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), -100)
+    for number, row in enumerate(rows):
+        ids[number, : len(row["input_ids"])] = labels[number, : len(row["input_ids"])] = row["input_ids"]
+    return dict(input_ids=ids, labels=labels, attention_mask=(labels != -100).long())
+
+
+def arguments(folder, **options):
+    options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=2) | options
+    return TrainingArguments(
+        output_dir=str(folder), per_device_eval_batch_size=2, learning_rate=1e-3, lr_scheduler_type="constant",
+        max_steps=4, logging_steps=1, report_to=[], use_cpu=True, seed=1, disable_tqdm=True, **options,
+    )  # fmt: skip
+
+
+def history(trainer, resume=None):
+    trainer.train(resume_from_checkpoint=resume)
+    logs = trainer.state.log_history
+    found = [entry[name] for name in ("loss", "grad_norm") for entry in logs if name in entry]
+    return [*found, trainer.evaluate()["eval_loss"]]
+
+
+def as_torchrun(rank, world):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534")
+
+
+def test_training_evaluation_saving_resuming_and_generation(tmp_path):
+    data = dict(train_dataset=DATA, eval_dataset=DATA, data_collator=collate)
+
+    def alone(rank):
+        as_torchrun(0, 1)
+        return history(Trainer(tiny("mistral"), arguments(tmp_path / "alone"), **data))
+
+    (expected,) = run_local(alone, 1)
+
+    def on_rank(rank):
+        as_torchrun(rank, 4)
+        sp = startrail.SequenceParallel("u2/1x2")
+        trainer = StarTrailTrainer(tiny("mistral"), arguments(tmp_path / "split"), **data, sp=sp)
+        whole = history(trainer)
+        weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        again = StarTrailTrainer(tiny("mistral"), arguments(tmp_path / "split"), **data, sp=sp)
+        resumed = history(again, str(tmp_path / "split" / "checkpoint-2"))
+        same = all(torch.allclose(x, weights[name], atol=1e-6) for name, x in again.model.named_parameters())
+        # two groups of two ranks, each with batches of its own
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pair = startrail.SequenceParallel("1x2", group=pairs[rank // 2])
+        options = dict(per_device_train_batch_size=1, save_strategy="no")
+        both = history(StarTrailTrainer(tiny("mistral"), arguments(tmp_path / "both", **options), **data, sp=pair))
+        sharded = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["MistralDecoderLayer"]}
+        options = dict(fsdp="full_shard auto_wrap", fsdp_config=sharded, save_strategy="no")
+        fsdp = history(StarTrailTrainer(tiny("mistral"), arguments(tmp_path / "fsdp", **options), **data, sp=sp))
+        refused = error_of(
+            lambda: StarTrailTrainer(tiny("llama"), arguments(tmp_path, average_tokens_across_devices=False), sp=sp)
+        )
+        text = detach(trainer.model).generate(tokens(1, 8), max_new_tokens=4, do_sample=False).tolist()
+        return whole, resumed, same, both, fsdp, refused, text
+
+    found = run_local(on_rank, 4)
+    from transformers import MistralForCausalLM
+
+    loaded = MistralForCausalLM.from_pretrained(tmp_path / "split" / "checkpoint-4")
+    expected_text = loaded.generate(tokens(1, 8), max_new_tokens=4, do_sample=False).tolist()
+    for whole, resumed, same, both, fsdp, refused, text in found:
+        assert fsdp == pytest.approx(expected, rel=1e-5)
+        assert whole == pytest.approx(expected, rel=1e-5)
+        assert resumed == pytest.approx(expected, rel=1e-5) and same
+        assert both[:-1] == pytest.approx(expected[:-1], rel=1e-5)  # evaluation then has other batches
+        assert "average_tokens_across_devices=False would average" in refused
+        assert text == expected_text
+    assert loaded.config._attn_implementation == "sdpa" and not isinstance(loaded, LlamaForCausalLM)

@@ -1,0 +1,332 @@
+"""Hugging Face models of every kind of attention on 2, 4 and 8 ranks: the loss and every gradient of one process."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AttentionInterface, LlamaForCausalLM
+
+import startrail
+from startrail.integrations import transformers as integration
+from startrail.integrations.masks import Kind
+from startrail.integrations.transformers import attach, detach, shard_batch
+from startrail.local import run_local
+from tests.helpers import error_of
+from tests.integrations.tiny import differences, families, gradients, packed, padded, tiny, tokens
+
+# All gradients as one vector, and each by itself: float32 adds up in another order on many ranks.
+ALL, EACH = 2e-6, 5e-6
+PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"], 8: ["u2/2x2"]}
+
+
+def ordinary(batch: int, length: int) -> dict:
+    ids = tokens(batch, length)
+    return dict(input_ids=ids, labels=ids)
+
+
+BATCHES = {
+    "uneven": ordinary(2, 37),
+    "packed": packed(20, 1, 30, 12),
+    "right": padded([30, 17, 33]),
+    "left": padded([17, 30, 33], "left"),
+}
+
+
+def one_process(name, batch):
+    """Loss and gradients; of packed documents one by one, since not every model of transformers keeps them apart."""
+    model = tiny(name)
+    if "position_ids" in batch and name != "llama4":  # whose chunks count from the row's beginning
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        count = (batch["labels"] != -100).sum()
+        loss = 0.0
+        for start, stop in zip(starts, [*starts[1:], batch["input_ids"].shape[1]], strict=True):
+            part = {key: x[:, start:stop] for key, x in batch.items()}
+            loss = loss + model(**part, num_items_in_batch=count, use_cache=False).loss
+    else:
+        loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def many_ranks(model, sp, batch):
+    model.zero_grad()
+    loss = model(**shard_batch(sp, **batch)).loss
+    loss.backward()
+    startrail.sum_gradients(model.parameters(), sp.group)
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item(), gradients(model)
+
+
+def compare(ours, truth) -> list[str]:
+    (loss, grads), (true_loss, true_grads) = ours, truth
+    wrong = differences(grads, true_grads, EACH)
+    whole, true = (torch.cat([x[name].flatten() for name in true_grads]) for x in (grads, true_grads))
+    if not (whole - true).norm() <= ALL * true.norm():  # written so that NaN fails
+        wrong.append(f"all gradients: {(whole - true).norm() / true.norm():.1e}")
+    if not abs(loss / true_loss - 1) <= 1e-6:
+        wrong.append(f"loss {loss}, one process {true_loss}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def truths():
+    torch.set_num_threads(1)
+    return {(name, kind): one_process(name, batch) for name in families() for kind, batch in BATCHES.items()}
+
+
+@pytest.mark.parametrize("world", sorted(PLANS))
+def test_every_family_has_the_loss_and_gradients_of_one_process(world, truths):
+    def on_rank(rank):
+        wrong = []
+        for plan in PLANS[world]:
+            sp = startrail.SequenceParallel(plan)
+            for name in families():
+                model = attach(tiny(name), sp)
+                for kind, batch in BATCHES.items():
+                    if world == 8 and kind in ("right", "left"):  # 4 ranks have shown it
+                        continue
+                    if name == "llama4" and "attention_mask" in batch:
+                        assert "chunked attention" in error_of(lambda: model(**shard_batch(sp, **batch)))  # noqa: B023
+                        continue
+                    lines = compare(many_ranks(model, sp, batch), truths[name, kind])
+                    wrong += [f"{plan} {name} {kind}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, world) == [[]] * world
+
+
+def test_checkpointing_compile_ddp_fsdp_amp_and_meshes(truths):
+    """On one set of ranks. Each with the gradients of one process; bytes show that attention is not run again."""
+    batch, truth = BATCHES["uneven"], truths["mistral", "uneven"]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = one_process("mistral", batch)
+
+    def on_rank(rank):
+        found = {}
+        sp = startrail.SequenceParallel("u2/1x2")
+        model = attach(tiny("mistral"), sp)
+        sp.reset_counters()
+        found["plain"] = compare(many_ranks(model, sp, batch), truth)
+        sent = sp.traffic()
+        model.gradient_checkpointing_enable()
+        sp.reset_counters()
+        found["checkpointing"] = compare(many_ranks(model, sp, batch), truth)
+        assert sp.traffic() == sent, "the distributed forward ran again"
+        # two batches in flight: what is recomputed must see its own
+        model.zero_grad()
+        first = model(**shard_batch(sp, **batch)).loss
+        second = model(**shard_batch(sp, **BATCHES["packed"])).loss
+        first.backward()
+        startrail.sum_gradients(model.parameters())
+        found["in flight"] = compare((truth[0], gradients(model)), truth)
+        second.backward()
+
+        model = attach(tiny("mistral"), sp)
+        wrapped = DistributedDataParallel(model)
+        loss = wrapped(**shard_batch(sp, **batch)).loss
+        (startrail.gradient_factor(wrapped) * loss).backward()
+        found["ddp"] = compare((truth[0], gradients(model)), truth)
+
+        model = attach(tiny("mistral"), sp)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        loss = model(**shard_batch(sp, **batch)).loss
+        (startrail.gradient_factor(model) * loss).backward()
+        whole = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+        found["fsdp"] = compare((truth[0], whole), truth)
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        pair = startrail.SequenceParallel("u2", mesh=mesh["sp"])
+        model = attach(tiny("mistral"), pair)
+        mine = {name: x[mesh["dp"].get_local_rank()].unsqueeze(0) for name, x in batch.items()}
+        count = (batch["labels"][:, 1:] != -100).sum()
+        loss = model(**shard_batch(pair, **mine, num_items_in_batch=count)).loss
+        loss.backward()
+        startrail.sum_gradients(model.parameters())
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        found["mesh"] = compare((loss.item(), gradients(model)), truth)
+
+        model = attach(tiny("mistral"), sp)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, grads = many_ranks(model, sp, batch)
+        off = {name: ((grads[name] - x).norm() / x.norm()).item() for name, x in half[1].items()}
+        found["amp"] = [f"{name}: {x:.1e}" for name, x in off.items() if not x < 0.05]
+        return {kind: lines for kind, lines in found.items() if lines}
+
+    assert run_local(on_rank, 4) == [{}] * 4
+
+
+def test_compile_of_a_whole_model_and_twenty_steps(truths):
+    batch = BATCHES["uneven"]
+
+    def steps(model, run):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for number in range(20):
+            optimizer.zero_grad()
+            ids = tokens(2, 37 + number % 3, seed=number)
+            losses.append(run(model, dict(input_ids=ids, labels=ids)))
+            optimizer.step()
+        return losses
+
+    def alone(model, batch):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        return loss.item()
+
+    expected = steps(tiny("qwen3"), alone)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2")
+        found = steps(attach(tiny("qwen3"), sp), lambda model, batch: many_ranks(model, sp, batch)[0])
+        model = attach(tiny("llama"), sp, check=False)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        loss = compiled(**shard_batch(sp, **batch)).loss
+        loss.backward()
+        startrail.sum_gradients(model.parameters())
+        return found, compare((truths["llama", "uneven"][0], gradients(model)), truths["llama", "uneven"])
+
+    for losses, wrong in run_local(on_rank, 2):
+        assert wrong == []
+        assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < 2e-5
+
+
+def test_what_cannot_be_run_is_refused_when_it_is_attached():
+    sp = startrail.SequenceParallel("1x1")
+    model = tiny("llama")
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    text = error_of(lambda: attach(model, sp))
+    assert text == "ValueError: model.layers.0.self_attn: attention dropout 0.1: set it to 0 in the model's config"
+    assert model.config._attn_implementation == "sdpa" and not hasattr(model, "_startrail"), "as it was"
+
+    class OddAttention(type(model.model.layers[1].self_attn)):
+        def forward(self, *arguments, **options):
+            return super().forward(*arguments, **options, position_bias=torch.zeros(1))
+
+    model = tiny("llama")
+    model.model.layers[1].self_attn.__class__ = OddAttention
+    assert "model.layers.1.self_attn: position_bias" in error_of(lambda: attach(model, sp))
+    OddAttention.forward = lambda self, hidden_states, **options: (hidden_states, None)  # attention that does not ask
+    assert "model.layers.1.self_attn does not ask for attention" in error_of(lambda: attach(model, sp))
+    model = tiny("qwen3-moe")
+    model.config.output_router_logits = True
+    assert "auxiliary loss" in error_of(lambda: attach(model, sp))
+    model = tiny("mistral")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    assert "layer 1 is 'linear_attention': its state would have to pass" in error_of(lambda: attach(model, sp))
+    model = tiny("llama")
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean()
+    assert "its loss is not the sum over shift_labels" in error_of(lambda: attach(model, sp))
+    assert "already" in error_of(lambda: attach(attach(tiny("llama"), sp), sp))
+    assert "needs a transformers model" in error_of(lambda: attach(torch.nn.Linear(2, 2), sp))
+
+
+def test_traps_of_batches():
+    sp = startrail.SequenceParallel("1x1")
+    model = attach(tiny("llama"), sp)
+    ids = tokens(1, 8)
+    assert "is attached to startrail: call model(**shard_batch" in error_of(lambda: model(input_ids=ids))
+    both = dict(packed(4, 4), attention_mask=torch.ones_like(ids))
+    assert "leave the attention_mask out" in error_of(lambda: shard_batch(sp, **both))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    assert "row 0, token 6 has attention_mask 0" in error_of(lambda: shard_batch(sp, ids, ids, mask))
+    assert "pixel_values, of shape (1, 3)" in error_of(lambda: shard_batch(sp, ids, pixel_values=torch.zeros(1, 3)))
+    for wrong in (ids[0], ids.float(), [[1, 2]]):
+        assert "input_ids must be a tensor (batch, tokens)" in error_of(lambda: shard_batch(sp, wrong))  # noqa: B023
+    three = torch.arange(8).expand(3, 2, 8)
+    made = shard_batch(sp, tokens(2, 8), position_ids=three)
+    assert made["position_ids"].shape == (3, 2, 8), "mRoPE's"
+    made = shard_batch(sp, tokens(2, 8), attention_mask=torch.tensor([[1] * 8, [0] * 3 + [1] * 5]), position_ids=three)
+    assert made["position_ids"].shape == (3, 1, 13) and made["startrail"].sequence.documents.tolist() == [0, 8, 13]
+    assert made["position_ids"][0, 0].tolist() == [*range(8), *range(3, 8)], "every token keeps its position"
+
+
+def test_two_models_with_two_plans_and_generation_afterwards():
+    shared = families()["llama"][1]
+    first, second = (LlamaForCausalLM(shared) for _ in range(2))
+    one, two = startrail.SequenceParallel("1x1"), startrail.SequenceParallel("u1")
+    ids = tokens(1, 8)
+    before = first.generate(ids, max_new_tokens=4, do_sample=False)
+    attach(first, one)
+    attach(second, two)
+    assert shared._attn_implementation != first.config._attn_implementation != second.config._attn_implementation
+    for model, sp in ((first, one), (second, two)):
+        model(**shard_batch(sp, ids, ids)).loss.backward()
+    assert one.timings()["total"] > 0 and two.timings()["total"] > 0
+    assert torch.equal(detach(first).generate(ids, max_new_tokens=4, do_sample=False), before)
+    name = second.config._attn_implementation
+    assert "_attn_implementation" not in second.config.to_json_string()
+    del model, second
+    gc.collect()
+    assert name not in AttentionInterface._global_mapping, "nothing is left in transformers' tables"
+
+
+def test_a_version_that_was_not_tested_warns_once(monkeypatch):
+    monkeypatch.setattr(integration.transformers, "__version__", "5.99.0")
+    with pytest.warns(UserWarning, match="tested with transformers"):
+        attach(tiny("llama"), startrail.SequenceParallel("1x1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(tiny("llama"), startrail.SequenceParallel("1x1"))
+
+
+def test_the_first_steps_find_other_weights_averaged_and_unsummed_gradients():
+    batch = BATCHES["uneven"]
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2")
+        found = []
+
+        def step(model, backward, after=lambda: None):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            backward(model(**shard_batch(sp, **batch)).loss)
+            after()
+            optimizer.step()
+
+        model = attach(tiny("llama"), sp)
+        with torch.no_grad():
+            model.lm_head.weight[3, 3] += rank
+        found.append(error_of(lambda: step(model, torch.Tensor.backward)))
+        model = attach(tiny("llama"), sp)
+        found.append(error_of(lambda: step(model, torch.Tensor.backward)))
+        model = attach(tiny("llama"), sp)
+        found.append(error_of(lambda: step(DistributedDataParallel(model), torch.Tensor.backward)))
+        model = fully_shard(attach(tiny("llama"), sp))
+        found.append(error_of(lambda: step(model, torch.Tensor.backward)))
+        model = attach(tiny("llama"), sp)
+        found.append(error_of(lambda: step(DistributedDataParallel(model), lambda loss: (2 * loss).backward())))
+        model = attach(tiny("llama"), sp)
+        found.append(
+            error_of(lambda: step(model, torch.Tensor.backward, lambda: startrail.sum_gradients(model.parameters())))
+        )
+        return found
+
+    for weights, unsummed, ddp, fsdp, *right in run_local(on_rank, 2):
+        assert "parameter lm_head.weight is not the same on all ranks" in weights
+        assert "every rank still has its own share of the gradients" in unsummed
+        assert "gradients are averaged over 2 ranks" in ddp and "gradients are averaged over 2 ranks" in fsdp
+        assert right == ["no error"] * 2
+
+
+def test_kinds_of_masks_are_read_from_what_they_are_made_of():
+    from transformers import masking_utils as masks
+
+    assert integration.kind_of(masks.sliding_window_causal_mask_function(5)) == Kind(True, 5)
+    assert integration.kind_of(masks.sliding_window_bidirectional_mask_function(5)) == Kind(False, 6)
+    assert integration.kind_of(masks.chunked_causal_mask_function(8, torch.zeros(1))) == Kind(True, None, 8)
+    odd = masks.or_masks(masks.causal_mask_function, masks.causal_mask_function)
+    with pytest.raises(ValueError, match=r"or_masks.*which startrail does not know"):
+        integration.kind_of(odd)

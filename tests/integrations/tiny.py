@@ -1,0 +1,107 @@
+"""Tiny transformers models of every kind of attention, and batches for them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+
+
+@cache
+def families() -> dict[str, tuple[type, Any]]:
+    """Model class and config: plain and grouped heads, windows, alternating windows, learned positions, sinks, chunks,
+    experts, and values of another width than keys."""
+    kinds = ["sliding_attention", "full_attention"]
+    latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    latent |= dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
+    gpt2 = hf.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    )
+    chunks = dict(attention_chunk_size=16, intermediate_size_mlp=48, num_local_experts=2, no_rope_layers=[1, 0])
+    return {
+        "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL)),
+        "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**SMALL, head_dim=8)),
+        "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**SMALL, sliding_window=7)),
+        "gemma3": (
+            hf.Gemma3ForCausalLM,
+            hf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=7, layer_types=kinds),
+        ),
+        "gpt2": (hf.GPT2LMHeadModel, gpt2),
+        "gpt-oss": (
+            hf.GptOssForCausalLM,
+            hf.GptOssConfig(**SMALL, head_dim=8, sliding_window=7, num_local_experts=4, num_experts_per_tok=2),
+        ),
+        "llama4": (
+            hf.Llama4ForCausalLM,
+            hf.Llama4TextConfig(**SMALL, head_dim=8, moe_layers=[1], **chunks),
+        ),
+        "qwen3-moe": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**SMALL, head_dim=8, num_experts=4, **EXPERTS)),
+        "deepseek-v3": (
+            hf.DeepseekV3ForCausalLM,
+            hf.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, **latent, **EXPERTS),
+        ),
+    }
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The same weights every time, in training mode; biases, norms and sinks are not what they start as."""
+    kind, config = families()[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = kind(copy.deepcopy(config))
+    generator = torch.Generator().manual_seed(5)
+    for x in model.parameters():
+        noise = torch.randn(x.shape, generator=generator)
+        x.data = 0.15 * noise if x.dim() > 1 else x.data + 0.1 * noise
+    return model.to(dtype).train()
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """One row of documents, told apart by their positions; the first token of each is not learnt."""
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    return dict(input_ids=ids, labels=ids.masked_fill(positions == 0, -100), position_ids=positions)
+
+
+def padded(lengths: list[int], side: str = "right") -> dict[str, Tensor]:
+    """Rows of different lengths; the first token of each has no label, since on the left padding would predict it."""
+    longest = max(lengths)
+    ids, mask = tokens(len(lengths), longest), torch.zeros(len(lengths), longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+        if side == "left":
+            mask[row] = mask[row].flip(0)
+    labels = ids.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
+    return dict(input_ids=ids.masked_fill(mask == 0, 0), labels=labels, attention_mask=mask)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (torch.zeros_like(x) if x.grad is None else x.grad).detach().clone()
+        for name, x in model.named_parameters()
+    }
+
+
+def differences(ours: dict[str, Tensor], truth: dict[str, Tensor], allowed: float) -> list[str]:
+    """A line for each gradient that is off, relative to its norm; those that are zero but for rounding count with a
+    thousandth of the largest norm."""
+    least = 1e-3 * max(x.norm().item() for x in truth.values())
+    found = {name: ((ours[name] - x).norm() / x.norm().clamp(min=least)).item() for name, x in truth.items()}
+    return [f"{name}: {off:.1e}" for name, off in found.items() if not off <= allowed]

@@ -1,0 +1,101 @@
+"""``make validate``: measure the trials in the lab, fit on some, predict the others; a table, a plot, and the verdict.
+
+python -m validation.lab                       everything, about ten minutes on two quiet cores
+python -m validation.lab --quick               two trials, to see that it works
+python -m validation.lab --machines 4x4,8x4    some machines (measurements of the others are kept)
+python -m validation.lab --again               predict once more what was measured before
+python -m validation.lab --report report/report.json      predict what `make bench` measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import startrail
+from startrail.bench.findings import measured_trial
+from startrail.cluster import Machine
+from startrail.lab.cluster import available
+from validation.lab.compare import Compared, Verdict, fit, scatter
+from validation.lab.model import cases_of
+from validation.lab.trials import CALIBRATION, PREDICTED, QUICK
+
+SECONDS = 600.0  # that the trials of one machine may take
+
+
+def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> dict[str, Any]:
+    from startrail.bench.measure import run_on_cluster
+
+    measured = dict(before)
+    for at, (shape, trials) in enumerate(plan.items()):
+        machine = Machine.parse(shape)
+
+        def progress(number: int, text: str, shape: str = shape, at: int = at, trials: list[Any] = trials) -> None:
+            show(f"{shape} ({at + 1} of {len(plan)}), trial {number + 1} of {len(trials)}: {text}")
+
+        by_rank = run_on_cluster(machine, trials, progress, True, SECONDS)
+        done = list(zip(*by_rank, strict=True))
+        records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
+        measured[shape] = records
+        path.write_text(json.dumps(measured, indent=1))
+    return measured
+
+
+def show(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text[:110]:110s}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--machines", default="")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "measured.json"
+    plan = QUICK if options.quick else CALIBRATION | PREDICTED
+    if options.machines:
+        wanted = options.machines.split(",")
+        if unknown := [shape for shape in wanted if shape not in plan]:
+            parser.error(f"no trials for {', '.join(unknown)}; there are {', '.join(plan)}")
+        plan = {shape: plan[shape] for shape in wanted}
+    if not (options.again or options.report) and (problem := available()):
+        parser.error(f"no lab here: {problem}")
+    before = json.loads(path.read_text()) if path.exists() and (options.again or options.machines) else {}
+    if options.report:
+        trials = json.loads(options.report.read_text())["trials"]
+        calibration, others = [], cases_of(trials)
+    else:
+        measured = before if options.again else measure(plan, before, path)
+        calibration = cases_of([t for shape in CALIBRATION for t in measured.get(shape, [])])
+        others = cases_of([t for shape, records in measured.items() if shape not in CALIBRATION for t in records])
+    figures = fit(calibration, show) if calibration else {}
+    rows = []
+    for at, case in enumerate(others):
+        show(f"predicting {at + 1} of {len(others)}: {case}")
+        rows.append(Compared.of(case, figures))
+    if not rows:
+        parser.error("nothing was measured that could be predicted")
+    verdict = Verdict(rows)
+    about = (
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, startrail {startrail.__version__}; forward + backward "
+        "attention, float32, 16 heads x 32, ranks of one thread that share two cores; medians, (n) repeats."
+    )
+    text = verdict.text(about, figures)
+    (options.out / "results.md").write_text(text)
+    scatter(rows, options.out / "scatter.png")
+    show("")
+    print(text, end="")
+    return 0 if verdict.met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""A measured trial as a described cluster, and what the clock says of each plan in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from startrail.bench.cases import Work
+from startrail.cluster import Machine
+from startrail.plan import Plan
+from startrail.planning.attention import Call, Prediction, predict
+from startrail.planning.hardware import Cluster, Device, Slow, find_cluster
+from startrail.planning.tasks import Prices
+from startrail.schedule.values import BACKWARD, FORWARD
+
+PAYLOAD = 0.975  # of a link's rate: headers of jumbo frames, TCP and gloo
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan in one trial, measured."""
+
+    machine: Machine
+    work: Work
+    pressure: float
+    rates: tuple[int, ...]
+    compute: float  # seconds of the work without the network, measured in the same trial
+    plan: str
+    across: bool
+    seconds: float
+    repeats: int
+
+    @property
+    def trial(self) -> tuple[object, ...]:
+        return self.machine, self.work, self.pressure, self.rates
+
+    @property
+    def slow_node(self) -> bool:
+        return len(set(self.rates)) > 1
+
+    def __str__(self) -> str:
+        slow = ", node 0 at half rate" if self.slow_node else ""
+        name = f"{self.plan} across" if self.across else self.plan
+        return f"{self.machine} {self.work.name} {self.work.mask} {self.pressure:g}x{slow}: {name}"
+
+    @property
+    def call(self) -> Call:
+        work = self.work
+        return Call(work.length, work.batch, work.q_heads, work.kv_heads, work.head_dim, work.causal, "float32")
+
+
+def cases_of(trials: list[Json]) -> list[Case]:
+    """Every plan of ours that was measured on limited links, attention alone."""
+    cases = []
+    for trial in trials:
+        work = Work(**trial["work"])
+        if work.model or trial["pressure"] is None:
+            continue
+        machine = Machine(trial["nodes"], trial["ranks_per_node"])
+        (compute,) = (row for row in trial["rows"] if row["role"] == "compute")
+        alone = statistics.median(compute["seconds"])
+        for row in trial["rows"]:
+            if row["way"] == "plan" and row.get("seconds"):
+                seconds = statistics.median(row["seconds"])
+                rest = row["plan"], row["across"], seconds, len(row["seconds"])
+                cases.append(Case(machine, work, trial["pressure"], tuple(trial["rates"]), alone, *rest))
+    return cases
+
+
+def lab_cluster(case: Case, figures: Mapping[str, float]) -> Cluster:
+    """``lab.toml`` with the trial's links, ``figures``, and cores as fast as the trial's own compute alone says."""
+    rate = max(case.rates)
+    slow = tuple(Slow(0, node, bandwidth=own / rate) for node, own in enumerate(case.rates) if own < rate)
+    base = find_cluster(f"lab@{case.machine}")
+    levels = (replace(base.levels[0], bandwidth=rate / 8 * PAYLOAD), base.levels[1])
+    cluster = replace(base, device=replace(base.device, **figures), levels=levels, slow=slow)
+    return replace(cluster, device=_slower(cluster.device, case.compute / _compute_alone(cluster, case)))
+
+
+def _slower(device: Device, factor: float) -> Device:
+    """Cores that take ``factor`` times as long for everything: other tenants come and go."""
+    rates = device.of("float32")
+    rates = replace(rates, forward=rates.forward.scaled(1 / factor), backward=rates.backward.scaled(1 / factor))
+    times = {name: getattr(device, name) * factor for name in ("call", "post", "handle", "start")}
+    speeds = {name: getattr(device, name) / factor for name in ("copy", "socket")}
+    return replace(device, rates={"float32": rates}, **times, **speeds)
+
+
+def _compute_alone(cluster: Cluster, case: Case) -> float:
+    """What the benchmark's compute alone should take: each rank's queries against the whole sequence."""
+    sizes = case.call.sizes(Plan.parse(f"1x{case.machine.world}"), case.machine.world)
+    prices = Prices(cluster, sizes, case.call.causal, None, "float32")
+    area = sizes.local * case.work.length / (2 if case.work.causal else 1)
+    calls = 3 if case.work.causal else 1
+    seconds = sum(prices.kernel(pass_, area, calls) for pass_ in (FORWARD, BACKWARD))
+    return seconds * max(1.0, case.machine.world / cluster.cores)
+
+
+def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
+    cluster, plan = lab_cluster(case, figures), Plan.parse(case.plan)
+    order = case.machine.interleaved() if case.across else None
+    return predict(cluster, plan, case.call, everybody=True, order=order)

@@ -1,0 +1,48 @@
+"""What is measured: some trials to fit the lab's own figures on, and others, on other machines, to predict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from startrail.bench.cases import Contender, Trial, Work
+
+MHA = Work(length=960, q_heads=16, kv_heads=16, head_dim=32, causal=True, batch=4)
+FULL = replace(MHA, length=768, causal=False)
+GQA = replace(MHA, length=1280, kv_heads=2)
+GQA_FULL = replace(FULL, length=1024, kv_heads=2)
+
+
+def trial(work: Work, pressure: float, plans: str, slow_node: bool = False) -> Trial:
+    """Ring decides the links' rate, whether it takes part or not."""
+    contenders = tuple(Contender(text, "heads", plan=text) for text in plans.split())
+    return Trial(work, contenders, pressure, repeats=3, seconds=25.0, slow_node=slow_node, at_least=2)
+
+
+# Machines of 8 ranks, which no prediction is made for.
+CALIBRATION = {"2x4": [trial(MHA, 4.0, "1x8 u8 2x1/u4 u2/1x4"), trial(FULL, 1.0, "1x8 u8 1x2/2x2 u2/2x2,groups=2")]}
+
+PREDICTED = {
+    "2x8": [
+        trial(MHA, 8.0, "1x16 star2 1x2/u8 u2/u8 u2/u4/1x2,keep=all,groups=2"),
+        trial(GQA_FULL, 3.0, "1x16 1x2/u8 1x2/2x4 u2/u8"),
+    ],
+    "4x4": [
+        trial(FULL, 3.0, "1x16 star4 1x4/u4 2x2/u4,keep=all u4/1x4,groups=2"),
+        trial(GQA, 3.0, "1x16 1x4/u4 2x2/u4 u4/2x2"),
+        trial(MHA, 1.0, "1x16 1x4/u4 2x2/u4,keep=all u4/u4"),
+    ],
+    "4x8": [
+        trial(MHA, 8.0, "1x32 star4 1x4/u8 2x2/u8 u4/u2/1x4,keep=all,groups=2"),
+        trial(FULL, 1.0, "1x4/u8 2x2/u8,keep=all u4/u2/1x4,keep=all,groups=2 u4/2x4"),
+        trial(FULL, 8.0, "star4 2x2/u8 u4/u2/1x4,keep=all,groups=2", slow_node=True),
+    ],
+    "8x4": [
+        trial(MHA, 8.0, "1x8/u4 2x4/u4,keep=all u8/1x4,keep=all,groups=2 u8/u2/1x2"),
+        trial(GQA_FULL, 3.0, "1x8/u4 2x4/u4 u8/2x2"),
+    ],
+    "16x2": [
+        trial(MHA, 8.0, "1x16/u2 4x4/u2,keep=all u16/1x2"),
+        trial(FULL, 3.0, "1x16/u2 4x4/u2,keep=all u16/1x2,keep=all,groups=2"),
+    ],
+}
+QUICK = {"2x4": CALIBRATION["2x4"][:1], "4x4": PREDICTED["4x4"][:1]}
