@@ -25,7 +25,6 @@ class CompiledStep:
     label: str
     messages: tuple[Message, ...]
     exchanged: tuple[Piece, ...]  # over heads
-    over_heads: int  # how many of the messages; they come first
     all_to_all: int | None  # the lane, if they are an exchange between all that are on it
     blocks: tuple[CompiledBlock, ...]
     done: tuple[Piece, ...]  # inputs that are not needed after this step
@@ -51,7 +50,7 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
         pass_ = program.pass_
         blocks = tuple(CompiledBlock(b.row, b.column, pass_.needs(b), pass_.makes(b)) for b in step.blocks)
         at_once = _all_to_all_lane(program, messages[: len(first)])
-        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, len(first), at_once, blocks, done))
+        compiled.append(CompiledStep(step, label, tuple(messages), exchanged, at_once, blocks, done))
     return tuple(compiled)
 
 

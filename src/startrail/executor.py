@@ -240,14 +240,11 @@ class _Walk:
             else:
                 buffers.append(self._room_for(message) if payload is None else payload)
                 bytes_of.append(buffers[-1].flat)
+        at_once = None
+        if exchange is not None and exchange.at_once and compiled.all_to_all is not None:
+            at_once = compiled.all_to_all, exchange.coming.buffer.flat, exchange.leaving.buffer.flat
         try:
-            if exchange is not None and exchange.at_once:
-                assert compiled.all_to_all is not None
-                first = compiled.over_heads
-                work = lanes.all_to_all(compiled.all_to_all, exchange.coming.buffer.flat, exchange.leaving.buffer.flat)
-                works = [work] * first + lanes.post(messages[first:], bytes_of[first:], self.job.tag)
-            else:
-                works = lanes.post(messages, bytes_of, self.job.tag)
+            works = lanes.post(messages, bytes_of, self.job.tag, at_once)
         except RuntimeError as error:
             names = ", ".join(map(lanes.name, messages))
             raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error

@@ -181,28 +181,32 @@ class Lanes:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Comparison(self.everyone.allreduce([both], options), both)
 
-    def post(self, messages: Sequence[Message], bytes_of: Sequence[Tensor], first_tag: int) -> list[dist.Work]:
-        """Post messages with their bytes as one batch a lane; a work for each, in order."""
+    def post(
+        self,
+        messages: Sequence[Message],
+        bytes_of: Sequence[Tensor],
+        first_tag: int,
+        at_once: tuple[int, Tensor, Tensor] | None = None,
+    ) -> list[dist.Work]:
+        """Post messages with their bytes as one batch a lane; a work for each, in order. ``at_once``: a lane whose
+        messages are an exchange of equal parts with everybody on it, our own included; where these come to, and from
+        where they leave."""
         if self.tagged:  # straight to the backend: what torch checks on the way costs more than a small message
             return [
                 (group.send if message.send else group.recv)([flat], places[message.peer], first_tag + message.tag)
                 for message, flat in zip(messages, bytes_of, strict=True)
                 for group, places in (self._lane(message.lane),)
             ]
-        # in one order on all ranks: a GPU without room for the kernels of two lanes runs one behind the other
-        lanes = sorted({message.lane for message in messages})
-        if len(lanes) == 1:
-            return [self._batch(messages, bytes_of, first_tag)] * len(messages)
         works = {}
-        for lane in lanes:
+        # in the same order on every rank: where a GPU has no room for two lanes' kernels, one runs behind the other
+        for lane in sorted({message.lane for message in messages}):
+            if at_once is not None and lane == at_once[0]:
+                group, _ = self._lane(lane)
+                works[lane] = group.all_to_all_single(*at_once[1:], [], [], dist.AllToAllOptions())
+                continue
             here = [index for index, message in enumerate(messages) if message.lane == lane]
             works[lane] = self._batch([messages[i] for i in here], [bytes_of[i] for i in here], first_tag)
         return [works[message.lane] for message in messages]
-
-    def all_to_all(self, lane: int, coming: Tensor, leaving: Tensor) -> dist.Work:
-        """Exchange equal parts with everybody on a lane, our own included, in one call."""
-        group, _ = self._lane(lane)
-        return group.all_to_all_single(coming, leaving, [], [], dist.AllToAllOptions())
 
     def _batch(self, messages: Sequence[Message | Link], flats: Sequence[Tensor], tag: int) -> dist.Work:
         """Messages of one lane that are posted together, and end together."""

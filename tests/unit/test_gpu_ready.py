@@ -19,6 +19,7 @@ from startrail.check import Case, check_cases
 from startrail.counters import Counters, Stopwatch
 from startrail.executor import Executor, Job
 from startrail.kernels import cuda, kernel_for
+from startrail.lanes import Lanes, Message
 from tests.unit import test_kernels_cuda as stand_ins
 
 CUDA = torch.device("cuda", 0)
@@ -173,3 +174,29 @@ def test_lanes_on_nccl_have_their_settings_in_one_place(monkeypatch):
     assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
     assert options.high and options.config.max_ctas == groups.CHANNELS
     assert timeout == options._timeout == timedelta(seconds=5) + groups.GRACE
+
+
+class Recorded:
+    def __init__(self, lane, calls):
+        self.lane, self.calls = lane, calls
+
+    def _start_coalescing(self, device):
+        self.calls.append(self.lane)
+
+    def _end_coalescing(self, device):
+        return f"work {self.lane}"
+
+    def send(self, tensors, peer, tag):
+        pass
+
+    recv = send
+
+
+def test_a_step_posts_on_its_lanes_in_one_order_on_all_ranks():
+    """Two communicators whose kernels do not fit on a GPU together would wait for each other; a work a lane."""
+    lanes, calls = object.__new__(Lanes), []
+    lanes.tagged, lanes.device, lanes.places = False, CUDA, [{1: 0}, {1: 0}]
+    lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]
+    messages = [Message(send, lane, 1, (), False, 0) for lane in (1, 0) for send in (True, False)]
+    assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]
+    assert calls == [0, 1]
