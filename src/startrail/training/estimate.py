@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from startrail.schedule.build import stated_pieces
-from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
-from startrail.sizes import Sizes
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES
 from startrail.training.recipes import Recipe
 from startrail.training.recompute import recompute_blocks
 from startrail.training.tasks import ImageTask, TextTask, make_model
@@ -108,7 +106,7 @@ def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         sp = task.sequence.sp
         sizes = sp.sizes(*task.queries_and_keys())
-        buffers = {pass_: _buffers(sizes, pass_, sp.world) for pass_ in PASSES}
+        buffers = {pass_: sizes.pooled_bytes(pass_, sp.world) for pass_ in PASSES}
         ops = {
             FORWARD: torch.ops.startrail.attention.default,
             BACKWARD: torch.ops.startrail.attention_backward.default,
@@ -117,18 +115,6 @@ def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
         with _Watch(inside) as watch:
             task.loss_sum(model, batch).backward()
     return watch.peak + max(buffers.values())
-
-
-def _buffers(sizes: Sizes, pass_: Pass, world: int) -> int:
-    """The part of ``sizes.peak_bytes`` that attention keeps for its next call: what travels, in and out."""
-    if world == 1:
-        return 0
-    stated = stated_pieces(sizes.plan, pass_)
-    total = sum((stated[kind] + 1) * sizes.nbytes(kind) for kind in pass_.inputs)
-    total += sum((stated[f"{kind}<"] + 1) * sizes.nbytes(kind) for kind in pass_.results)
-    if sizes.plan.heads > 1:
-        total += sum(2 * sizes.nbytes(kind) for kind in pass_.exchanged)
-    return total
 
 
 class _Watch(TorchDispatchMode):
