@@ -126,10 +126,10 @@ class Runtime:
         return last[1:]
 
     def note_data(self, ids: Tensor) -> None:
-        """Remember what all ranks should have in common: the first call compares it, so that a loader that gives each
-        rank other data is found before it trains anything."""
-        if self._data is not None and self.world > 1 and ids.device.type != "meta":
-            self._data = (31 * self._data + int(digest(ids))) % 2**32
+        """Remember the first tokens, which all ranks should have in common: the first call compares them, so that a
+        loader that gives each rank other data is found before it trains anything."""
+        if self._data == 0 and self.world > 1 and ids.device.type != "meta":
+            self._data = int(digest(ids)) % 2**32
 
     def _data_text(self) -> str:
         """What the first call says of the data; nothing later on."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from startrail.parallel import SequenceParallel
     from startrail.tokens import Tokens
 
+IDS = (torch.int32, torch.int64)  # dtypes of tokens
+
 
 class Sequence:
     """One sequence of ``length`` tokens, cut into ``documents`` that do not see each other, split over the ranks of
@@ -84,7 +86,7 @@ class Sequence:
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
                 f"has {self.length}"
             )
-        if self._first and not (x.is_floating_point() or x.is_complex() or torch.compiler.is_compiling()):
+        if self._first and x.dtype in IDS and not torch.compiler.is_compiling():
             self.sp._runtime.note_data(x)
         parts = []
         for chunk in layout.chunks[self.sp.rank]:

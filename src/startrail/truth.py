@@ -208,7 +208,8 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()), "dv": weights.mT @ dout.abs()}
     sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
     if sinks is not None:
-        sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * delta.squeeze(-1)).sum((0, 2))
+        parts = (weights * dweights.abs()).sum(-1) + (delta.squeeze(-1) if dlse is not None else 0.0)
+        sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * parts).sum((0, 2))
     if dlse is not None:
         sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / unit
     floors = {name: Error(floor / 5, floor) for name in ("out", "dq", "dk", "dv", "lse", "dsinks")}

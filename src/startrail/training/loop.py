@@ -70,7 +70,6 @@ class Trainer:
                 heads=config.heads,
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
-                length=recipe.tokens,
                 timeout=60 * recipe.wait_minutes + SECOND,
             )
             self.task: Any = make_task(recipe, self.sp, device)
