@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 import zlib
@@ -314,6 +315,7 @@ class _Comparison:
 
 
 _PROBLEM = "problem: "
+_SEQUENCE = re.compile(r"sequence \d+ of that kind")
 
 
 def _error_of(text: str) -> Exception:
@@ -333,7 +335,9 @@ def _disagreement(texts: dict[str, list[int]]) -> str:
     if problems:
         return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in problems.items())
     shown = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in texts.items())
-    return f"ranks disagree about one attention call: {shown}"
+    alike = {_SEQUENCE.sub("", text) for text in texts}
+    hint = " (a rank has left out a sequence, or made one that others have not)" if len(alike) < len(texts) else ""
+    return f"ranks disagree about one attention call{hint}: {shown}"
 
 
 def _digest(text: str) -> int:

@@ -196,7 +196,9 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     coarse = coarser(case)
-    unit = torch.finfo(accumulator(coarse)).eps * (2 if accumulator(coarse) == torch.float64 else 1)  # as the truth's
+    unit = torch.finfo(accumulator(coarse)).eps
+    if accumulator(coarse) == torch.float64:  # where the truth errs as much as we do
+        unit *= 8
     floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks)
@@ -209,6 +211,7 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
     if sinks is not None:
         parts = (weights * dweights.abs()).sum(-1) + (delta.squeeze(-1) if dlse is not None else 0.0)
+        parts = parts * (1 + lse.nan_to_num(neginf=0.0).abs())  # the rounding of lse becomes one of its weight
         sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * parts).sum((0, 2))
     if dlse is not None:
         sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / unit

@@ -59,8 +59,8 @@ def mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate:
-    """What one step of ``recipe`` needs on each of ``world`` ranks.
+def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int, batch: Any) -> Estimate:
+    """What one step of ``recipe`` needs on each of ``world`` ranks, with batches such as ``batch``.
 
     ``gathered`` are whole parameters and gradients that FSDP has on their way: of everything (ZeRO-2) or of two blocks
     (ZeRO-3), and a block's gradients twice. ``activations`` has attention's buffers in it. ``copy`` is what a
@@ -78,7 +78,7 @@ def estimate(recipe: Recipe, task: TextTask | ImageTask, world: int) -> Estimate
         gradients=share,
         optimizer=2 * share,
         gathered=gathered,
-        activations=_activations(recipe, task),
+        activations=_activations(recipe, task, batch),
         copy=3 * share if on_cpu else 0,
         libraries=LIBRARIES if on_cpu else 0,
     )
@@ -88,9 +88,8 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _activations(recipe: Recipe, task: TextTask | ImageTask) -> int:
+def _activations(recipe: Recipe, task: TextTask | ImageTask, real: Any) -> int:
     """The most bytes alive at once in a forward and backward pass, beside parameters and their gradients."""
-    real: Any = task.load(0)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the sequence has tensors of its own
         made = {
             item.name: mode.from_tensor(value)

@@ -74,7 +74,8 @@ class Trainer:
             )
             self.task: Any = make_task(recipe, self.sp, device)
             self.about = self.task.describe() if self.lead else ""
-            self.expected = estimate(recipe, self.task, self.world) if self.lead else NOTHING
+            first = self.task.load(0)  # on every rank: all must make the same sequences
+            self.expected = estimate(recipe, self.task, self.world, first) if self.lead else NOTHING
             self.traffic = self._promised()
         except ValueError as error:
             problem = str(error)
