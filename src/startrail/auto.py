@@ -7,12 +7,13 @@ import os
 import torch.distributed as dist
 
 from startrail.cluster import Machine
-from startrail.live import known_or_measured, texts_of_all
+from startrail.live import known_or_measured, own_device
 from startrail.plan import Plan
 from startrail.planning.attention import Call
 from startrail.planning.explain import seconds_text
 from startrail.planning.hardware import Cluster, find_cluster
 from startrail.planning.search import search_attention
+from startrail.texts import gather_texts
 
 TOKENS_A_RANK = 4096  # where the length is not known: long enough for links and arithmetic to decide
 
@@ -44,7 +45,7 @@ def choose(
             text, why = _chosen(fitted(described, machine), how, heads, kv_heads, head_dim or 128, length)
         except ValueError as error:
             why = f'plan "auto": {error}'
-    text, _, why = texts_of_all(f"{text}\n{why}", group)[0].partition("\n")
+    text, _, why = gather_texts(f"{text}\n{why}", group, own_device())[0].partition("\n")
     if not text:
         raise ValueError(why)
     return Plan.parse(text), why

@@ -9,29 +9,19 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from startrail.check import Report, check_all, merge
 from startrail.mask import Mask
+from startrail.texts import gather_texts
 from startrail.truth import Case, Error, make_data
 
 
 def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
     """Run cases on the ranks of the default process group, each on its own ``device``; every rank gets the reports."""
     mine = check_all(cases, [make_data(case, device) for case in cases])
-    texts = _from_all_ranks(json.dumps([asdict(report) for report in mine]), device)
+    texts = gather_texts(json.dumps([asdict(report) for report in mine]), device=device)
     by_rank = [[_report(fields) for fields in json.loads(text)] for text in texts]
     return [merge(reports) for reports in zip(*by_rank, strict=True)]
-
-
-def _from_all_ranks(text: str, device: torch.device) -> list[str]:
-    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    world = dist.get_world_size()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
-    rooms = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in range(world)]
-    dist.all_gather(rooms, torch.nn.functional.pad(mine, (0, len(rooms[0]) - len(mine))))
-    return [bytes(room[: int(size)].tolist()).decode() for room, size in zip(rooms, sizes, strict=True)]
 
 
 def _report(fields: dict[str, Any]) -> Report:

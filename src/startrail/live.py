@@ -27,6 +27,7 @@ from startrail.kernels import kernel_for
 from startrail.mask import Tile
 from startrail.planning.describe import parse_text
 from startrail.planning.hardware import Cluster, Curve, Device, Level, Rates, cluster_text, read_cluster
+from startrail.texts import gather_texts
 
 BLOCKS = (128, 512)  # tokens at a side
 HEADS, HEAD_DIM = 4, 64
@@ -80,7 +81,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
     if group is not None:
         progress("links", 0.4)
         mine |= _links(group, machine, device)
-    everyone: list[dict[str, Any]] = [json.loads(text) for text in texts_of_all(json.dumps(mine), group)]
+    everyone: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(mine), group, own_device())]
     progress("done", 1.0)
     return Measured(_describe(machine, device, everyone), tuple(_odd(machine, everyone)))
 
@@ -92,7 +93,7 @@ def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tupl
     key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
     path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
-    remembered = texts_of_all(path.read_text() if first and path.exists() else "", group)[0]
+    remembered = gather_texts(path.read_text() if first and path.exists() else "", group, own_device())[0]
     if remembered:
         try:
             return read_cluster(parse_text(remembered, path), "this cluster", path.name), f"measured before, {path}"
@@ -106,23 +107,6 @@ def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tupl
         except OSError as error:
             print(f"startrail: the measured cluster cannot be remembered: {error}", file=sys.stderr)
     return cluster, "measured now"
-
-
-def texts_of_all(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """The texts of all ranks of ``group``, by rank, on every one of them."""
-    if group is None:
-        return [text]
-    device, world = own_device(), dist.get_world_size(group)
-    data = text.encode()
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    everyone = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
-    dist.all_gather(everyone, padded.to(device), group=group)
-    pairs = zip(everyone, lengths, strict=True)
-    return [bytes(one[: int(length)].tolist()).decode() for one, length in pairs]
 
 
 def cache_folder() -> Path:

@@ -28,7 +28,7 @@ from startrail.bench.sizes import piece_sizes, ring_bytes
 from startrail.cluster import Machine, rate_for
 from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.plan import Plan
-from startrail.training.all_ranks import gather_texts
+from startrail.texts import gather_texts
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
 WARM_UP = 4

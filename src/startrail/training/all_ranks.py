@@ -1,15 +1,12 @@
-"""What all ranks of a run find out together: sums, the largest number, texts, and whether anybody has a problem.
-
-Texts travel as bytes in tensors: nobody unpickles what a peer sent, and numpy is not needed.
-"""
+"""What all ranks of a run find out together: sums, the largest number, and whether anybody has a problem."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from startrail.agree import PeerError
+from startrail.texts import gather_texts
 
 
 def sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
@@ -23,26 +20,6 @@ def largest_over_ranks(number: float, device: torch.device) -> float:
     largest = torch.tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
-
-
-def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What every rank of the group says, by rank."""
-    mine = text.encode()
-    sizes = _gather(torch.tensor([len(mine)]), group)
-    longest = max(1, *(int(size) for size in sizes))  # a tensor cannot share an empty buffer
-    padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-    found = []
-    for size, part in zip(sizes, _gather(padded, group), strict=True):
-        buffer = bytearray(longest)
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
-        found.append(buffer[: int(size)].decode())
-    return found
-
-
-def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return everyone
 
 
 def say_to_all(text: str) -> str:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from startrail.training.all_ranks import agree, gather_texts, say_to_all
+from startrail.texts import gather_texts
+from startrail.training.all_ranks import agree, say_to_all
 from startrail.training.manifest import problem_with, read_sums, write_file, write_sums
 from startrail.training.pieces import Index, merge, pack, read_into
 from startrail.training.recipes import CURVE, Recipe
