@@ -45,7 +45,7 @@ soak: setup            ## 20,000 calls of ever new kinds: memory, descriptors, t
 chaos: setup           ## a training run under 64 faults, locally and on an emulated cluster: 10 minutes (FAULTS=n SEED=n)
 	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),64) --seed $(or $(SEED),0)
 
-bench: setup-bench     ## every plan and peer on emulated clusters: report/report.html (20 minutes)
+bench: setup-bench     ## every plan and peer on emulated clusters: report/report.html (25 minutes)
 	$(BIN)/startrail bench --out report
 
 bench-quick: setup-bench ## the same on 4 nodes of 4 ranks only (3 minutes)

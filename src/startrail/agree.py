@@ -315,7 +315,10 @@ class _Comparison:
 
 
 _PROBLEM = "problem: "
-_SEQUENCE = re.compile(r"sequence \d+ of that kind")
+_HINTS = {  # what texts may differ in alone, and what that means
+    re.compile(r"sequence \d+ of that kind"): "a rank has left out a sequence, or made one that others have not",
+    re.compile(r", data with digest \w+"): "they were given different data: all must shard the same batch",
+}
 
 
 def _error_of(text: str) -> Exception:
@@ -335,8 +338,8 @@ def _disagreement(texts: dict[str, list[int]]) -> str:
     if problems:
         return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in problems.items())
     shown = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in texts.items())
-    alike = {_SEQUENCE.sub("", text) for text in texts}
-    hint = " (a rank has left out a sequence, or made one that others have not)" if len(alike) < len(texts) else ""
+    hints = [hint for part, hint in _HINTS.items() if len({part.sub("", text) for text in texts}) < len(texts)]
+    hint = f" ({'; '.join(hints)})" if hints else ""
     return f"ranks disagree about one attention call{hint}: {shown}"
 
 

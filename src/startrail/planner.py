@@ -1,4 +1,5 @@
-"""Choosing a plan. For now one rule: the fewest bytes over the nodes' links, then inside the nodes."""
+"""Choosing a plan where nothing is known but the shape of the machine: the fewest bytes over the nodes' links, then
+inside the nodes. What is known or can be measured of a cluster goes to ``planning`` instead."""
 
 from __future__ import annotations
 

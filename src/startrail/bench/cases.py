@@ -106,7 +106,7 @@ OUTERMOST: dict[tuple[str, int], tuple[str, ...]] = {
         *("u4/u2/1x4,keep=all,groups=2", "u4/u2/2x2,keep=all,groups=2"),
         *("u4/u2/1x4,groups=2", "u4/2x4,groups=2", "u4/1x8", "u4/u4/1x2"),
     ),
-    ("8x4", 16): ("u8/1x4,keep=all,groups=2", "u8/2x2,keep=all,groups=2", "u8/1x4,groups=2", "u8/u2/1x2"),
+    ("8x4", 16): ("u8/1x4,keep=all,groups=2", "u8/1x4,keep=all,groups=4", "u8/2x2,keep=all,groups=2", "u8/u2/1x2"),
     ("16x2", 16): ("u16/1x2,keep=all,groups=2", "u16/1x2,keep=all", "u16/1x2"),
     ("4x4", 16): ("u4/u4", "u4/u2/1x2,keep=all,groups=2"),
     ("2x8", 16): ("u2/u8", "u2/u4/1x2,keep=all,groups=2"),
@@ -191,9 +191,9 @@ def masked(causal: int, full: int, batch: int = 1) -> tuple[Work, Work]:
 
 
 MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
-HEADLINE = masked(causal=1152, full=960, batch=4)
-WIDE = masked(causal=1024, full=896, batch=4)  # for more nodes, whose passes are shorter by as much
-SHORT = masked(causal=640, full=512, batch=4)  # for 16 ranks, which hold twice the tokens
+HEADLINE = masked(causal=1280, full=1088, batch=4)
+WIDE = masked(causal=1536, full=1280, batch=4)  # for more nodes, whose passes would be too short
+SHORT = masked(causal=896, full=704, batch=4)  # for 16 ranks, which hold twice the tokens
 GROWING = tuple(replace(MHA, length=length, batch=2) for length in (768, 1536))
 EVEN = masked(causal=3584, full=3200)  # where ring takes as long as computing
 # Grouped keys are few bytes a token, and so have a batch, too.
@@ -259,8 +259,8 @@ def headline_trials(lineup: Lineup) -> list[Trial]:
     steepest, *_ = PRESSURES
     peers = (*RATIOS, *ULYSSES)  # the slower their links, the less their times vary: once is enough
     fewer = ("ring, textbook", "star4", "nested, keep", *ULYSSES)
-    trials = [lineup.trial(work, (), steepest, 100.0, brief=peers) for work in HEADLINE]
-    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 32.0, brief=fewer) for work in HEADLINE]
+    trials = [lineup.trial(work, (), steepest, 130.0, brief=peers) for work in HEADLINE]
+    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 40.0, brief=fewer) for work in HEADLINE]
     trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
     trials += [lineup.trial(work, RATIOS, 3.0, 15.0, at_least=1) for work in HEADLINE]
     trials += [lineup.trial(work, RATIOS, 1.0, 18.0, at_least=1) for work in EVEN]
@@ -273,7 +273,7 @@ def headline_trials(lineup: Lineup) -> list[Trial]:
 def claims_trials(lineup: Lineup) -> list[Trial]:
     """More and smaller nodes: what is claimed of them."""
     steepest, *_ = PRESSURES
-    return [lineup.trial(work, ULYSSES, steepest, 48.0, brief=FEW, all_heads=True, repeats=2) for work in WIDE]
+    return [lineup.trial(work, ULYSSES, steepest, 85.0, brief=FEW, all_heads=True, repeats=2) for work in WIDE]
 
 
 def growth_trials(lineup: Lineup) -> list[Trial]:
@@ -281,16 +281,16 @@ def growth_trials(lineup: Lineup) -> list[Trial]:
     few = (*FEW, "USP", "nested")
     alike = ("Ulysses", *ULYSSES)
     return [
-        lineup.trial(SHORT[0], alike, BOUND_BY_LINKS, 18.0, brief=(*RATIOS, *BESIDE, *SELDOM)),
+        lineup.trial(SHORT[0], alike, BOUND_BY_LINKS, 40.0, brief=(*RATIOS, *BESIDE, *SELDOM)),
         *(lineup.trial(work, FEW, BOUND_BY_LINKS, 5.0) for work in GROWING),
-        lineup.trial(SHORT[1], (*few, *alike), BOUND_BY_LINKS, 10.0),
+        lineup.trial(SHORT[1], (*few, *alike), BOUND_BY_LINKS, 18.0),
     ]
 
 
 def other_trials(lineup: Lineup) -> list[Trial]:
     return [
-        lineup.trial(SHORT[0], (*RATIOS, *ULYSSES), BOUND_BY_LINKS, 10.0),
-        lineup.trial(SHORT[1], (*FEW, *ULYSSES), BOUND_BY_LINKS, 8.0),
+        lineup.trial(SHORT[0], (*RATIOS, *ULYSSES), BOUND_BY_LINKS, 20.0),
+        lineup.trial(SHORT[1], (*FEW, *ULYSSES), BOUND_BY_LINKS, 14.0),
     ]
 
 

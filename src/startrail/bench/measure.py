@@ -7,6 +7,7 @@ Only the process that built the cluster can change its links; rank 0 asks it to,
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -277,6 +278,7 @@ def run_on_cluster(
     ours, theirs = Pipe()
 
     def on_rank(rank: int) -> list[Outcome]:
+        logging.getLogger("startrail").setLevel(logging.ERROR)  # links are slow on purpose: waits are no news
         return Ranks(machine, Links(theirs), data).run(trials, seconds)
 
     def serve() -> None:
@@ -290,9 +292,8 @@ def run_on_cluster(
             ours.send(True)
 
     with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST}bit" if limited else None) as cluster:
-        job = cluster.fork(
-            on_rank, seconds + ONE_TRIAL
-        )  # before the thread starts: a fork takes only its own thread along
+        # before the thread starts: a fork takes only its own thread along
+        job = cluster.fork(on_rank, seconds + ONE_TRIAL)
         server = threading.Thread(target=serve, daemon=True)
         server.start()
         try:

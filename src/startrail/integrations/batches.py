@@ -7,7 +7,7 @@ sequence: nothing is padded, nobody sees another row, and every token keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,24 @@ FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_
 
 @dataclass(frozen=True)
 class Shared:
-    """What all layers share about a batch. ``joined``: its rows were laid one behind the other."""
+    """What all layers share about a batch. ``places``: where its rows were laid one behind the other, the place of
+    every token in its row, from the row's first one on."""
 
     sequence: Sequence
-    joined: bool
+    places: Tensor | None
+    by_chunk: dict[int, Sequence] = field(default_factory=dict)
+
+    def chunked(self, chunk: int | None) -> tuple[Sequence, int | None]:
+        """What a layer with this ``chunk`` attends over. Chunks count from a row's beginning: of joined rows, each
+        becomes a document."""
+        if chunk is None or self.places is None:
+            return self.sequence, chunk
+        if chunk not in self.by_chunk:
+            starts = torch.zeros_like(self.places, dtype=torch.bool)
+            starts[1:] = (self.places // chunk).diff() != 0
+            starts[self.sequence.documents[:-1].to(starts.device)] = True
+            self.by_chunk[chunk] = self.sequence.packed(_ends(starts))
+        return self.by_chunk[chunk], None
 
 
 def shard_batch(
@@ -71,8 +85,8 @@ def shard_batch(
     starts = _document_starts(positions, attention_mask)
     keep = None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask.bool()
     tensors = {"input_ids": input_ids, "shift_labels": shift_labels, **_by_token(others, batch, length)}
-    joined = keep is not None or bool((starts != starts[:1]).any())
-    if joined:
+    places = None
+    if keep is not None or bool((starts != starts[:1]).any()):
         if documents is not None or blocks is not None:
             raise ValueError("documents or blocks beside rows of different lengths: give one row, without padding")
         keep = torch.ones_like(starts) if keep is None else keep
@@ -81,6 +95,7 @@ def shard_batch(
         documents = _ends(_first_kept(starts, keep).flatten()[kept])
         tensors = {name: None if x is None else x.flatten(0, 1)[kept].unsqueeze(0) for name, x in tensors.items()}
         positions = positions.flatten(-2)[..., kept].unsqueeze(-2)
+        places = (torch.arange(length, device=keep.device) - keep.int().argmax(1, keepdim=True)).flatten()[kept]
     elif documents is None:
         documents = _ends(starts[0])
     sequence = sp.sequence(positions.shape[-1], documents, blocks)
@@ -97,7 +112,7 @@ def shard_batch(
         count = (tensors["shift_labels"] != IGNORE).sum()
         made["num_items_in_batch"] = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     plain = {name: x for name, x in others.items() if name not in made}
-    return {**plain, **made, "use_cache": False, "startrail": Shared(sequence, joined)}
+    return {**plain, **made, "use_cache": False, "startrail": Shared(sequence, places)}
 
 
 def count_labels(labels: Tensor, attention_mask: Tensor | None = None, shift_labels: Tensor | None = None) -> int:

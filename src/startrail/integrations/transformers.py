@@ -121,13 +121,9 @@ class Attached:
             raise ValueError(f"{getattr(module, '_startrail_name', type(module).__name__)}: {problem}")
         assert isinstance(attention_mask, Seen) and attention_mask.shared is not None
         kind, shared = attention_mask.kind, attention_mask.shared
-        if kind.chunk is not None and shared.joined:
-            raise ValueError(
-                "chunked attention counts its chunks from each row's beginning, but rows with padding or with other "
-                "documents are laid one behind the other: give one row at a time, or rows without padding"
-            )
-        out = shared.sequence.attention(
-            query, key, value, causal=kind.causal, window=kind.window, chunk=kind.chunk, scale=scaling, sinks=s_aux
+        sequence, chunk = shared.chunked(kind.chunk)
+        out = sequence.attention(
+            query, key, value, causal=kind.causal, window=kind.window, chunk=chunk, scale=scaling, sinks=s_aux
         )
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
 

@@ -1,4 +1,7 @@
-"""What all ranks of a run find out together: sums, the largest number, and whether anybody has a problem."""
+"""What all ranks of a run find out together: sums, the largest number, and whether anybody has a problem.
+
+These are the hosts' own messages, by gloo: no GPU is waited for.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from startrail.agree import PeerError
 from startrail.texts import gather_texts
 
 
-def sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
+def sum_over_ranks(numbers: list[float]) -> list[float]:
     """Each of the numbers, summed over all ranks."""
-    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    total = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
 
 
-def largest_over_ranks(number: float, device: torch.device) -> float:
-    largest = torch.tensor(number, dtype=torch.float64, device=device)
+def largest_over_ranks(number: float) -> float:
+    largest = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 

@@ -146,7 +146,7 @@ class Trainer:
         if done > self.begin:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
-        peak = largest_over_ranks(process_memory.peak_bytes(self.device) - self.before, self.device)
+        peak = largest_over_ranks(process_memory.peak_bytes(self.device) - self.before)
         finished = done == recipe.steps
         sample = self._sample() if finished and not stopped and recipe.sample else ""
         self.display.finish(
@@ -171,7 +171,7 @@ class Trainer:
         """After ``step`` steps the next one failed: keep what they made, unless that is what is broken; says which."""
         self.checkpoints.wait()
         good = all(bool(part.isfinite().all()) for part in _local(self.model))
-        if sum_over_ranks([float(not good)], self.device)[0]:
+        if sum_over_ranks([float(not good)])[0]:
             return "which are not finite themselves: nothing was saved"
         if step > self.begin and step not in steps_in(self.checkpoints.folder):
             self.checkpoints.save(step, self.model, self.optimizer)
@@ -199,11 +199,29 @@ class Trainer:
             group["lr"] = recipe.rate(step)
         self.pulse.passed(step + 1)
         batches, problem = self._load(range(step * recipe.accumulate, (step + 1) * recipe.accumulate))
-        mine = [float(sum(map(self.task.counted, batches))), float(problem is not None)]
+        mine = [float(sum(batch.counted for batch in batches)), float(problem is not None)]
         self.pulse.passed(step + 1)
-        counted, failed = sum_over_ranks(mine, self.device)
+        counted, failed = sum_over_ranks(mine)
         if failed:
             self._give_up(problem)
+        loss, norm = self._gradients(step, batches, counted).tolist()  # the only time that the host waits for a GPU
+        self.pulse.passed(step + 1)
+        traffic = self.sp.traffic()
+        numbers = dict(
+            loss=loss,
+            waiting=self.sp.timings()["waiting"],
+            stop=float(self.stop.wanted),
+            failed=float(self.checkpoints.failed or self.records.problem is not None),
+            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["ours"]},
+        )
+        sums = dict(zip(numbers, sum_over_ranks(list(numbers.values())), strict=True))
+        if math.isfinite(sums["loss"]) and math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sums["loss"], norm, sums
+
+    def _gradients(self, step: int, batches: list[Any], counted: float) -> torch.Tensor:
+        """Give the parameters the gradients of this step, clipped: this rank's share of the loss and their norm."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             self.pulse.passed(step + 1)
@@ -211,21 +229,7 @@ class Trainer:
             backward(self.model, share)
             loss += share.detach()
         finish_gradients(self.model)
-        norm = clip_gradients(self.model.parameters(), recipe.clip)
-        self.pulse.passed(step + 1)
-        traffic = self.sp.traffic()
-        numbers = dict(
-            loss=loss.item(),
-            waiting=self.sp.timings()["waiting"],
-            stop=float(self.stop.wanted),
-            failed=float(self.checkpoints.failed or self.records.problem is not None),
-            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["ours"]},
-        )
-        sums = dict(zip(numbers, sum_over_ranks(list(numbers.values()), self.device), strict=True))
-        if math.isfinite(sums["loss"]) and math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return sums["loss"], norm, sums
+        return torch.stack((loss, clip_gradients(self.model.parameters(), self.recipe.clip).double()))
 
     def _load(self, passes: range, held_out: bool = False) -> tuple[list[Any], str | None]:
         """This group's batches of these passes, or why this rank cannot read them."""
@@ -250,17 +254,17 @@ class Trainer:
             self.pulse.passed(step)
             batches, problem = self._load(range(number, number + 1), held_out=True)
             mine = [float(problem is not None), float(self.stop.wanted)]
-            failed, stop = sum_over_ranks(mine, self.device)
+            failed, stop = sum_over_ranks(mine)
             if failed:
                 self._give_up(problem)
             if stop:
                 return False
             with torch.no_grad():
                 total += self.task.loss_sum(self.model, batches[0]).item()
-            counted += self.task.counted(batches[0])
+            counted += batches[0].counted
             forget_gathered(self.model)
         if self.recipe.evaluate_batches:
-            total, counted = sum_over_ranks([total, counted], self.device)
+            total, counted = sum_over_ranks([total, counted])
             held_out[step] = total / max(counted, 1.0)
         return True
 

@@ -6,7 +6,6 @@ parameters, gradients and optimizer state are split over all eight, since every 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable
 
@@ -84,18 +83,17 @@ def finish_gradients(model: nn.Module) -> None:
         sum_gradients(model.parameters())
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
     """Scale all gradients so that their norm, as one vector over all ranks, is at most ``largest``; the norm before.
 
-    If it is not finite, nothing is scaled.
+    If it is not finite, neither are the gradients then: look at it before they are used.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(total, DTensor):
         total = total.full_tensor()
-    if math.isfinite(norm := total.item()):
-        nn.utils.clip_grads_with_norm_(parameters, largest, total)
-    return norm
+    nn.utils.clip_grads_with_norm_(parameters, largest, total)
+    return total
 
 
 def forget_gathered(model: nn.Module) -> None:

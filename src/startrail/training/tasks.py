@@ -44,8 +44,8 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 class Task(Generic[Model, Batch]):
-    """``sequence`` is what all samples are like. ``counted`` is what the loss is divided by, on this rank; ``loss_sum``
-    is its share before that."""
+    """``sequence`` is what all samples are like. A batch's ``counted`` is what the loss is divided by, on this rank;
+    ``loss_sum`` is its share before that."""
 
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         self.recipe, self.sequence, self.device = recipe, sp.sequence(recipe.tokens), device
@@ -64,9 +64,6 @@ class Task(Generic[Model, Batch]):
         return q, k
 
     def load(self, index: int, held_out: bool = False) -> Batch:
-        raise NotImplementedError
-
-    def counted(self, batch: Batch) -> int:
         raise NotImplementedError
 
     @property
@@ -110,9 +107,6 @@ class TextTask(Task[GPT, TextBatch]):
     def data_size(self) -> int:
         return self.data.num_tokens
 
-    def counted(self, batch: TextBatch) -> int:
-        return int((batch.labels != -100).sum())
-
     def loss_sum(self, model: GPT, batch: TextBatch) -> Tensor:
         attention = partial(batch.sequence.attention, causal=True)
         with self.autocast():
@@ -153,6 +147,7 @@ class NoisyImages:
     time: Tensor
     labels: Tensor
     real: Tensor
+    counted: int
     sequence: Sequence
 
 
@@ -172,9 +167,10 @@ class ImageTask(Task[DiT, NoisyImages]):
     def load(self, index: int, held_out: bool = False) -> NoisyImages:
         batch = (self.held_out if held_out else self.data).batch(index)
         noise, time = self._noise("held-out" if held_out else "train", batch.first, len(batch.labels))
+        counted = int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
         tensors = batch.patches, noise, time, batch.labels, batch.real
         patches, noise, time, labels, real = (tensor.to(self.device) for tensor in tensors)
-        return NoisyImages(patches, noise, time, labels, real, batch.sequence)
+        return NoisyImages(patches, noise, time, labels, real, counted, batch.sequence)
 
     def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
         seed = generator_of(self.recipe.seed, purpose).initial_seed()
@@ -183,9 +179,6 @@ class ImageTask(Task[DiT, NoisyImages]):
     @property
     def data_size(self) -> int:
         return self.data.num_samples
-
-    def counted(self, batch: NoisyImages) -> int:
-        return int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
 
     def loss_sum(self, model: DiT, batch: NoisyImages) -> Tensor:
         positions, attention = batch.sequence.positions(self.device), batch.sequence.attention

@@ -45,6 +45,7 @@ class TextBatch:
 
     tokens: Tensor  # (batch, local tokens) int64; padding is 0
     labels: Tensor  # the same shape; -100 where there is nothing to predict
+    counted: int  # labels that are not -100: what the loss is divided by
     sequence: Sequence  # cut into its documents, if packed
 
 
@@ -110,7 +111,7 @@ class TextData:
             if self._packed:
                 ends = stream.ends_within(start, start + length - 1)
                 sequence = sequence.packed((0, *(end - start for end in ends), length))
-        return TextBatch(tokens, labels, sequence)
+        return TextBatch(tokens, labels, int((labels != IGNORE).sum()), sequence)
 
     def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int) -> None:
         """One sequence. A rank's padding has the highest positions, so its real tokens come first."""
