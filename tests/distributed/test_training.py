@@ -174,7 +174,9 @@ def test_every_plan_trains_like_one_process(world, data, tmp_path):
     if world == 4:
         cases.append(gpt(data, tmp_path / "packed", packed=True, plan="2x2", **OPTIONS[3]))
     else:
-        cases.append(gpt(data, tmp_path / "groups", layers=1, steps=12, plan="2x2", data_parallel=2, accumulate=2, zero=2))
+        cases.append(
+            gpt(data, tmp_path / "groups", layers=1, steps=12, plan="2x2", data_parallel=2, accumulate=2, zero=2)
+        )
     truths = {}
     for recipe in cases:
         if key_of(recipe) not in truths:

@@ -29,11 +29,14 @@ def dit(folder, **changes):
     return Recipe("dit", config, data="photos", out="", batch=2, **changes)
 
 
-@pytest.mark.parametrize("make, task_of, changes", [
-    (gpt, TextTask, {}),
-    (gpt, TextTask, dict(packed=True, recompute=True)),
-    (dit, ImageTask, {}),
-])
+@pytest.mark.parametrize(
+    "make, task_of, changes",
+    [
+        (gpt, TextTask, {}),
+        (gpt, TextTask, dict(packed=True, recompute=True)),
+        (dit, ImageTask, {}),
+    ],
+)
 def test_losses_gradients_and_clipping_leave_the_device_alone(make, task_of, changes, tmp_path):
     """Fake tensors have no values: whoever reads one raises."""
     recipe = make(tmp_path, evaluate_batches=0, sample=0, **changes)
