@@ -107,7 +107,7 @@ def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) ->
     measured = measured_pressure(lines)
     if measured is None:
         return f"{where}, {pressure_text(pressure)}", lines, False
-    counts = machine in MACHINES and is_emulated(chosen[0]) and measured >= min(BOUND_BY_LINKS, 0.75 * pressure)
+    counts = machine in MACHINES and is_emulated(chosen[0]) and measured >= 0.75 * pressure
     return f"{where}, ring measured at {measured:.1f}x its compute", lines, counts
 
 
@@ -158,41 +158,6 @@ def _bytes_claim(trials: Sequence[Json]) -> Claim:
     worst, line, trial = max(off, key=lambda item: abs(item[0]))
     found = f"{len(off)} cases, worst {worst:+.1%}: {line.name} ({line.plan}), {title(trial)}"
     return Claim(text, found, abs(worst) <= BYTES_WITHIN)
-
-
-def _ratio_claims(where: str, trial: Json | None) -> list[Claim]:
-    lines = lines_of(trial) if trial else []
-    judged = False
-    measured = measured_pressure(lines)
-    if trial and measured:
-        judged = is_emulated(trial) and trial["machine"] == CLAIMED and measured >= BOUND_BY_LINKS
-        where += f", ring measured at {measured:.1f}x its compute"
-    wanted = [
-        ("nested", "ring", 2.0),
-        ("nested keep", "ring", 2.5),
-        ("nested", "star", 1.4),
-        ("nested", "usp", 1.3),
-    ]
-    made = []
-    for role, other, target in wanted:
-        text = f"{where}: {'nested with keep' if 'keep' in role else 'nested'} against {other} >= {target}x"
-        ours, theirs = best(lines, role), best(lines, other)
-        if ours is None or theirs is None:
-            made.append(Claim(text, "not measured in this run", None))
-            continue
-        ratio = theirs.seconds / ours.seconds
-        names = f"{ours.plan} {ours.seconds:.3f} s, {theirs.name} {theirs.seconds:.3f} s"
-        made.append(Claim(text, f"{ratio:.2f}x ({names})", ratio >= target if judged else None))
-    for role in ("nested", "nested keep"):
-        ours = best(lines, role)
-        text = f"{where}: {'nested with keep' if 'keep' in role else 'nested'} reaches >= 85 % of its bound"
-        if ours is None:
-            made.append(Claim(text, "not measured in this run", None))
-            continue
-        share = ours.share_of_bound
-        found = f"{share:.0%} ({ours.plan}: {ours.seconds:.3f} s, bound {ours.bound:.3f} s)"
-        made.append(Claim(text, found, share >= 0.85 if judged else None))
-    return made
 
 
 def _alike_claim(trials: Sequence[Json], way: str) -> Claim:
