@@ -1,6 +1,7 @@
 """Imports point one way, and what plans, proves and draws works on a laptop without torch."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -68,6 +69,14 @@ def imports_of(path) -> set[str]:
 def test_every_module_has_its_place():
     assert {name for name, _ in modules() if name and rank_of(name) is None} == set()
     assert [name for name in ORDER if name not in {name for name, _ in modules()}] == []
+
+
+def test_contributing_lists_files_in_that_order():
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## One attention call")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)\.py`", row)]
+    assert len(named) > 30
+    assert named == sorted(named, key=ORDER.index)
 
 
 @pytest.mark.parametrize("name, path", [pair for pair in modules() if pair[0]], ids=lambda value: str(value))

@@ -1,12 +1,14 @@
 """The paper's byte counts, and the arithmetic of comparing predictions with the lab."""
 
+import re
 from dataclasses import asdict, replace
 
 import pytest
 
 from startrail.bench.cases import Work
+from startrail.cluster import Machine
 from validation.lab.compare import Compared, Verdict
-from validation.lab.model import cases_of, lab_cluster
+from validation.lab.model import cases_of, lab_cluster, with_choice
 from validation.lab.trials import CALIBRATION, PREDICTED
 from validation.paper.traffic import byte_counts
 
@@ -49,10 +51,23 @@ def test_a_verdict_counts_errors_and_choices():
     cases = [replace(case, plan=plan, seconds=seconds) for plan, seconds in (("1x32", 2.0), ("u4/1x8", 1.0))]
     good = Verdict([Compared(cases[0], 2.2), Compared(cases[1], 1.0)])
     assert (good.median, good.worst.off, good.bias) == pytest.approx((0.05, 0.1, 0.05))
-    assert good.met
+    assert not good.met  # too few
+    many = Verdict([Compared(cases[0], 2.2), Compared(cases[1], 1.0)] * 8)
+    assert many.met
+    assert not replace(many, missing=("4x8: 1x32",)).met
+    assert "- not measured: 4x8: 1x32" in replace(many, missing=("4x8: 1x32",)).text("about", {})
     bad = Verdict([Compared(cases[0], 0.9), Compared(cases[1], 1.0)])  # the slower one would be chosen
     assert bad.choices == [(cases[0], 1.0)]
-    assert not bad.met
+    assert not replace(bad, rows=bad.rows * 8).met
+    told = Verdict([bad.rows[0], Compared(replace(cases[1], chosen=True), 1.0)])  # what the planner really chose counts
+    assert told.choices[0][1] == 0.0
+
+
+def test_the_planners_own_choice_takes_part():
+    (machine, (trial, *_)), *_ = PREDICTED.items()
+    chosen = with_choice(Machine.parse(machine), trial)
+    assert [contender.role for contender in chosen.contenders].count("chosen") == 1
+    assert len(chosen.contenders) >= len(trial.contenders)
 
 
 def test_a_slow_node_is_described_as_one():
@@ -68,7 +83,10 @@ def test_the_trials_cover_what_must_be_shown():
     trials = [trial for records in PREDICTED.values() for trial in records]
     assert set(PREDICTED) == {"2x8", "4x4", "4x8", "8x4", "16x2"}
     assert not set(PREDICTED) & set(CALIBRATION)
-    assert sum(len(trial.contenders) for trial in trials) >= 16
+    plans = [contender.plan for trial in trials for contender in trial.contenders]
+    assert len(plans) >= 16
+    for kind in (r"1x(16|32)", r"star\d", r"1x\d+/u\d", r"2x2/u\d.*", r"u\d+/.*x.*"):  # ring, star, USP, nested, heads
+        assert any(re.fullmatch(kind, plan) for plan in plans), kind
     assert len({trial.pressure for trial in trials}) >= 3
     assert {trial.work.causal for trial in trials} == {True, False}
     assert {trial.work.kv_heads for trial in trials} == {2, 16}

@@ -1,7 +1,7 @@
 """``make validate``: measure the trials in the lab, fit on some, predict the others; a table, a plot, and the verdict.
 
-python -m validation.lab                       everything, about ten minutes on two quiet cores
-python -m validation.lab --quick               two trials, to see that it works
+python -m validation.lab                       everything, about a quarter of an hour on two quiet cores
+python -m validation.lab --quick               two trials, to see that it works (in report/validate-quick)
 python -m validation.lab --machines 4x4,8x4    some machines (measurements of the others are kept)
 python -m validation.lab --again               predict once more what was measured before
 python -m validation.lab --report report/report.json      predict what `make bench` measured
@@ -22,7 +22,7 @@ from startrail.bench.findings import measured_trial
 from startrail.cluster import Machine
 from startrail.lab.cluster import available
 from validation.lab.compare import Compared, Verdict, fit, scatter
-from validation.lab.model import cases_of
+from validation.lab.model import Case, cases_of, with_choice
 from validation.lab.trials import CALIBRATION, PREDICTED, QUICK
 
 SECONDS = 600.0  # that the trials of one machine may take
@@ -34,6 +34,8 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
     measured = dict(before)
     for at, (shape, trials) in enumerate(plan.items()):
         machine = Machine.parse(shape)
+        show(f"{shape} ({at + 1} of {len(plan)}): what the planner chooses")
+        trials = [with_choice(machine, trial) for trial in trials]
 
         def progress(number: int, text: str, shape: str = shape, at: int = at, trials: list[Any] = trials) -> None:
             show(f"{shape} ({at + 1} of {len(plan)}), trial {number + 1} of {len(trials)}: {text}")
@@ -44,6 +46,19 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
         measured[shape] = records
         path.write_text(json.dumps(measured, indent=1))
     return measured
+
+
+def missing(plan: dict[str, list[Any]], cases: list[Case]) -> tuple[str, ...]:
+    """Plans that were to be predicted and that nobody measured: time was over, or they were refused."""
+    there = {(str(case.machine), case.work, case.pressure, case.slow_node, case.plan) for case in cases}
+    wanted = [
+        (shape, trial.work, trial.pressure, trial.slow_node, contender.plan)
+        for shape, trials in plan.items()
+        if shape not in CALIBRATION
+        for trial in trials
+        for contender in trial.contenders
+    ]
+    return tuple(f"{shape} {work}: {plan}" for shape, work, *_, plan in [w for w in wanted if w not in there])
 
 
 def show(text: str) -> None:
@@ -57,8 +72,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--machines", default="")
     parser.add_argument("--report", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, help="default: where the committed results are")
     options = parser.parse_args()
+    options.out = options.out or (Path("report/validate-quick") if options.quick else Path(__file__).parent)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "measured.json"
     plan = QUICK if options.quick else CALIBRATION | PREDICTED
@@ -84,7 +100,7 @@ def main() -> int:
         rows.append(Compared.of(case, figures))
     if not rows:
         parser.error("nothing was measured that could be predicted")
-    verdict = Verdict(rows)
+    verdict = Verdict(rows, () if options.report else missing(plan, others))
     about = (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, startrail {startrail.__version__}; forward + backward "
         "attention, float32, 16 heads x 32, ranks of one thread that share two cores; medians, (n) repeats."

@@ -13,7 +13,7 @@ from validation.lab.model import Case, predicted
 
 FITTED = ("call", "post", "handle", "copy")
 FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
-MEDIAN, WORST, CHOSEN, WITHIN = 0.10, 0.25, 0.90, 0.05  # what must be met
+LEAST, MEDIAN, WORST, CHOSEN, WITHIN = 16, 0.10, 0.25, 0.90, 0.05  # what must be met
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ def _off(case: Case, figures: dict[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
+    """``missing``: trials that were to be predicted and were not measured."""
+
     rows: list[Compared]
+    missing: tuple[str, ...] = ()
 
     @property
     def median(self) -> float:
@@ -68,14 +71,16 @@ class Verdict:
 
     @property
     def choices(self) -> list[tuple[Case, float]]:
-        """By trial: the plan that would be chosen, and how much slower than the best measured one it is."""
+        """By trial: the plan that the planner chose for it out of all plans, or else would choose of those measured,
+        and how much slower than the best measured one it is."""
         chosen = []
         for trial in dict.fromkeys(row.case.trial for row in self.rows):
             rows = [row for row in self.rows if row.case.trial == trial]
             if len(rows) > 1:
                 fastest = min(row.predicted for row in rows)
                 alike = [row for row in rows if row.predicted <= fastest * (1 + ALIKE)]
-                pick = min(alike, key=lambda row: row.sent)  # the planner's own rule
+                own = [row for row in rows if row.case.chosen]
+                pick = own[0] if own else min(alike, key=lambda row: row.sent)  # the planner's own rule
                 chosen.append((pick.case, pick.case.seconds / min(row.case.seconds for row in rows) - 1))
         return chosen
 
@@ -85,7 +90,8 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        return self.median <= MEDIAN and abs(self.worst.off) <= WORST and self.good_choices >= CHOSEN
+        near = self.median <= MEDIAN and abs(self.worst.off) <= WORST
+        return near and self.good_choices >= CHOSEN and len(self.rows) >= LEAST and not self.missing
 
     def text(self, about: str, figures: dict[str, float]) -> str:
         fitted = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
@@ -97,10 +103,11 @@ class Verdict:
             f"Fitted on other trials: {fitted or 'nothing'} (seconds; bytes/s). "
             "Cores are as fast as each trial's own compute alone says.",
             "",
-            f"- {len(self.rows)} configurations: median error {self.median:.1%} (at most {MEDIAN:.0%}), worst "
+            f"- {len(self.rows)} configurations (at least {LEAST}): median error {self.median:.1%} (at most {MEDIAN:.0%}), worst "
             f"{self.worst.off:+.1%} (at most {WORST:.0%}; {self.worst.case}), bias {self.bias:+.1%}",
             f"- the plan that would be chosen is within {WITHIN:.0%} of the best measured one in "
             f"{self.good_choices:.0%} of {len(self.choices)} trials (at least {CHOSEN:.0%})",
+            *(f"- not measured: {text}" for text in self.missing),
             f"- {'all met' if self.met else 'NOT all met'}",
             "",
             "| machine | work | links | plan | measured | predicted | off |",

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail.bench.cases import Work
-from startrail.cluster import Machine
+from startrail.bench.cases import Contender, Trial, Work
+from startrail.bench.sizes import ring_bytes
+from startrail.cluster import Machine, rate_for
 from startrail.plan import Plan
 from startrail.planning.attention import Call, Prediction, predict
 from startrail.planning.hardware import Cluster, Device, Slow, find_cluster
+from startrail.planning.search import search_attention
 from startrail.planning.tasks import Prices
 from startrail.schedule.values import BACKWARD, FORWARD
 
+CHOSEN = "chosen"  # the role of what the planner chooses
 PAYLOAD = 0.975  # of a link's rate: headers of jumbo frames, TCP and gloo
 Json = Mapping[str, Any]
 
@@ -32,6 +35,7 @@ class Case:
     across: bool
     seconds: float
     repeats: int
+    chosen: bool = False  # by the planner, for this trial, out of all plans
 
     @property
     def trial(self) -> tuple[object, ...]:
@@ -65,7 +69,7 @@ def cases_of(trials: list[Json]) -> list[Case]:
         for row in trial["rows"]:
             if row["way"] == "plan" and row.get("seconds"):
                 seconds = statistics.median(row["seconds"])
-                rest = row["plan"], row["across"], seconds, len(row["seconds"])
+                rest = row["plan"], row["across"], seconds, len(row["seconds"]), row["role"] == CHOSEN
                 cases.append(Case(machine, work, trial["pressure"], tuple(trial["rates"]), alone, *rest))
     return cases
 
@@ -103,3 +107,16 @@ def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     cluster, plan = lab_cluster(case, figures), Plan.parse(case.plan)
     order = case.machine.interleaved() if case.across else None
     return predict(cluster, plan, case.call, everybody=True, order=order)
+
+
+def with_choice(machine: Machine, trial: Trial) -> Trial:
+    """The trial with what the planner chooses for it among its contenders: out of all plans there are, on links whose
+    rate follows from the described cores as the measured one will from the measured."""
+    alone = Case(machine, trial.work, trial.pressure or 0.0, (1,) * machine.nodes, 1.0, "", False, 0.0, 0)
+    compute = _compute_alone(find_cluster(f"lab@{machine}"), alone)
+    rate = rate_for(ring_bytes(machine, trial.work), compute, trial.pressure or 1.0)
+    rates = tuple(rate // 2 if trial.slow_node and node == 0 else rate for node in range(machine.nodes))
+    cluster = lab_cluster(replace(alone, rates=rates, compute=compute), {})
+    plan = str(search_attention(cluster, alone.call).best.plan)
+    others = tuple(contender for contender in trial.contenders if contender.plan != plan)
+    return replace(trial, contenders=(*others, Contender(plan, CHOSEN, plan=plan)))

@@ -92,8 +92,11 @@ class Found:
         return self.rows[0]
 
 
-def search(cluster: Cluster, model: Model, run: Run, top: int = 5, memory: float | None = None) -> Found:
-    """The ``top`` best plans, and the well-known ones; ``ValueError`` if nothing fits, with what would.
+def search(
+    cluster: Cluster, model: Model, run: Run, top: int = 5, memory: float | None = None, one_group: bool = False
+) -> Found:
+    """The ``top`` best plans, and the well-known ones; ``ValueError`` if nothing fits, with what would. ``one_group``:
+    all ranks share every sequence, whatever the batch.
 
     >>> from startrail.planning.hardware import find_cluster
     >>> from startrail.planning.workload import find_model
@@ -107,7 +110,7 @@ def search(cluster: Cluster, model: Model, run: Run, top: int = 5, memory: float
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
     finder = _Finder(cluster, model, run, top)
-    for training in _trainings(cluster, model, run):
+    for training in [Training(cluster, model, run)] if one_group else _trainings(cluster, model, run):
         finder.bound_all(training)
     finder.play_best()
     return finder.found()
@@ -123,7 +126,7 @@ def search_attention(cluster: Cluster, call: Call) -> Found:
     """
     heads = call.heads, call.kv_heads, call.head_dim
     model = Model("attention", 1, 1, 1, *heads, 1, 0, tied=True, causal=call.causal, windows=(call.window,))
-    return search(cluster, model, Run(call.length, call.batch, call.dtype, zero=0))
+    return search(cluster, model, Run(call.length, call.batch, call.dtype, zero=0), one_group=True)
 
 
 def _trainings(cluster: Cluster, model: Model, run: Run) -> Iterator[Training]:
