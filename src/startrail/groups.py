@@ -39,7 +39,7 @@ def backend_for(device: torch.device) -> str:
     return kinds[device.type]
 
 
-def make_group(members: list[int], name: str, kind: str, timeout: timedelta) -> dist.ProcessGroup:
+def make_group(members: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A process group of global ranks under a name of our own, made by its members alone.
 
     ``new_group`` would name it by how many groups this process has made so far, so that ranks that have made different
@@ -47,14 +47,14 @@ def make_group(members: list[int], name: str, kind: str, timeout: timedelta) -> 
     """
     store = PrefixStore(f"{name}/", c10d._get_default_store())
     options = None
-    if kind == "nccl":
+    if backend == "nccl":
         timeout += GRACE
         options = _nccl_options(timeout)
     index = members.index(dist.get_rank())
     try:
         with _unbound():
             group, _ = c10d._new_process_group_helper(
-                len(members), index, members, c10d.Backend(kind), store, c10d.GroupName(name), options, timeout
+                len(members), index, members, c10d.Backend(backend), store, c10d.GroupName(name), options, timeout
             )
     except RuntimeError as error:
         first = str(error).splitlines()[0]

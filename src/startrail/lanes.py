@@ -109,9 +109,9 @@ class Lanes:
     ) -> None:
         self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
         self.names = lane_names(place)
-        kind = groups.backend_for(device)
-        self.tagged = kind == "gloo"
-        self.watched = kind not in ("gloo", "fake")  # nothing of a fake group ever ends
+        backend = groups.backend_for(device)
+        self.tagged = backend == "gloo"
+        self.watched = backend not in ("gloo", "fake")  # nothing of a fake group ever ends
         self.groups: list[dist.ProcessGroup | None] = []
         self.places: list[dict[int, int]] = []
         self._ended: list[str] = []
@@ -119,7 +119,7 @@ class Lanes:
         weakref.finalize(self, groups.destroy, made, self._ended).atexit = False
 
         def make(members: list[int], suffix: str) -> dist.ProcessGroup:
-            made.append(groups.make_group(members, f"{name}/{suffix}", kind, timeout))
+            made.append(groups.make_group(members, f"{name}/{suffix}", backend, timeout))
             return made[-1]
 
         for lane in range(len(self.names)):
