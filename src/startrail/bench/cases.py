@@ -108,7 +108,7 @@ OUTERMOST: dict[tuple[str, int], tuple[str, ...]] = {
     ),
     ("8x4", 16): ("u8/1x4,keep=all,groups=4", "u8/2x2,keep=all,groups=4", "u8/1x4,keep=all,groups=2", "u8/u2/1x2"),
     ("16x2", 16): ("u16/1x2,keep=all,groups=2", "u16/1x2,keep=all", "u16/1x2"),
-    ("4x4", 16): ("u4/u2/1x2,keep=all,groups=2", "u4/u4,groups=2", "u4/u4"),
+    ("4x4", 16): ("u4/u2/1x2,keep=all,groups=2", "u4/u4"),
     ("2x8", 16): ("u2/u8", "u2/u4/1x2,keep=all,groups=2"),
     ("4x8", 8): ("u4/1x8,keep=all,groups=2", "u4/u2/1x4,keep=all"),
 }
