@@ -266,7 +266,7 @@ def headline_trials(lineup: Lineup) -> list[Trial]:
     steepest, *_ = PRESSURES
     peers = (*RATIOS, "star2", *ULYSSES)  # the slower their links, the less their times vary: once is enough
     fewer = ("ring, textbook", "star4", "nested, keep", *ULYSSES)
-    trials = [lineup.trial(work, (), steepest, 130.0, brief=peers) for work in HEADLINE]
+    trials = [lineup.trial(work, (), steepest, 150.0, brief=peers) for work in HEADLINE]
     trials += [lineup.trial(work, (), BOUND_BY_LINKS, 40.0, brief=fewer) for work in HEADLINE]
     trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
     trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 3.0, 18.0, at_least=1) for work in HEADLINE]
