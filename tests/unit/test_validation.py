@@ -9,7 +9,7 @@ from startrail.bench.cases import Work
 from startrail.cluster import Machine
 from validation.lab.compare import Compared, Verdict
 from validation.lab.model import cases_of, lab_cluster, with_choice
-from validation.lab.trials import CALIBRATION, PREDICTED
+from validation.lab.trials import ALONE, CALIBRATION, PREDICTED
 from validation.paper.traffic import byte_counts
 
 
@@ -65,7 +65,7 @@ def test_a_verdict_counts_errors_and_choices():
 
 def test_the_planners_own_choice_takes_part():
     (machine, (trial, *_)), *_ = PREDICTED.items()
-    chosen = with_choice(Machine.parse(machine), trial)
+    chosen = with_choice(Machine.parse(machine), trial, ALONE[trial.work, 16])
     assert [contender.role for contender in chosen.contenders].count("chosen") == 1
     assert len(chosen.contenders) >= len(trial.contenders)
 
@@ -91,3 +91,5 @@ def test_the_trials_cover_what_must_be_shown():
     assert {trial.work.causal for trial in trials} == {True, False}
     assert {trial.work.kv_heads for trial in trials} == {2, 16}
     assert any(trial.slow_node for trial in trials)
+    worlds = {shape: Machine.parse(shape).world for shape in PREDICTED | CALIBRATION}
+    assert all((trial.work, worlds[shape]) in ALONE for shape in worlds for trial in (PREDICTED | CALIBRATION)[shape])

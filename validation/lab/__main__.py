@@ -23,7 +23,7 @@ from startrail.cluster import Machine
 from startrail.lab.cluster import available
 from validation.lab.compare import Compared, Verdict, fit, scatter
 from validation.lab.model import Case, cases_of, with_choice
-from validation.lab.trials import CALIBRATION, PREDICTED, QUICK
+from validation.lab.trials import ALONE, CALIBRATION, PREDICTED, QUICK
 
 SECONDS = 600.0  # that the trials of one machine may take
 
@@ -35,7 +35,7 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
     for at, (shape, trials) in enumerate(plan.items()):
         machine = Machine.parse(shape)
         show(f"{shape} ({at + 1} of {len(plan)}): what the planner chooses")
-        trials = [with_choice(machine, trial) for trial in trials]
+        trials = [with_choice(machine, trial, ALONE[trial.work, machine.world]) for trial in trials]
 
         def progress(number: int, text: str, shape: str = shape, at: int = at, trials: list[Any] = trials) -> None:
             show(f"{shape} ({at + 1} of {len(plan)}), trial {number + 1} of {len(trials)}: {text}")

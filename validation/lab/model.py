@@ -12,12 +12,11 @@ from startrail.bench.sizes import ring_bytes
 from startrail.cluster import Machine, rate_for
 from startrail.plan import Plan
 from startrail.planning.attention import Call, Prediction, predict
-from startrail.planning.hardware import Cluster, Device, Slow, find_cluster
+from startrail.planning.hardware import Cluster, Slow, find_cluster
 from startrail.planning.search import search_attention
-from startrail.planning.tasks import Prices
-from startrail.schedule.values import BACKWARD, FORWARD
 
 CHOSEN = "chosen"  # the role of what the planner chooses
+SPEED = "speed"
 PAYLOAD = 0.975  # of a link's rate: headers of jumbo frames, TCP and gloo
 Json = Mapping[str, Any]
 
@@ -30,7 +29,6 @@ class Case:
     work: Work
     pressure: float
     rates: tuple[int, ...]
-    compute: float  # seconds of the work without the network, measured in the same trial
     plan: str
     across: bool
     seconds: float
@@ -64,43 +62,24 @@ def cases_of(trials: list[Json]) -> list[Case]:
         if work.model or trial["pressure"] is None:
             continue
         machine = Machine(trial["nodes"], trial["ranks_per_node"])
-        (compute,) = (row for row in trial["rows"] if row["role"] == "compute")
-        alone = statistics.median(compute["seconds"])
         for row in trial["rows"]:
             if row["way"] == "plan" and row.get("seconds"):
                 seconds = statistics.median(row["seconds"])
                 rest = row["plan"], row["across"], seconds, len(row["seconds"]), row["role"] == CHOSEN
-                cases.append(Case(machine, work, trial["pressure"], tuple(trial["rates"]), alone, *rest))
+                cases.append(Case(machine, work, trial["pressure"], tuple(trial["rates"]), *rest))
     return cases
 
 
 def lab_cluster(case: Case, figures: Mapping[str, float]) -> Cluster:
-    """``lab.toml`` with the trial's links, ``figures``, and cores as fast as the trial's own compute alone says."""
+    """``lab.toml`` with the trial's links and ``figures``; ``speed`` is a factor on what its kernels reach."""
     rate = max(case.rates)
     slow = tuple(Slow(0, node, bandwidth=own / rate) for node, own in enumerate(case.rates) if own < rate)
     base = find_cluster(f"lab@{case.machine}")
     levels = (replace(base.levels[0], bandwidth=rate / 8 * PAYLOAD), base.levels[1])
-    cluster = replace(base, device=replace(base.device, **figures), levels=levels, slow=slow)
-    return replace(cluster, device=_slower(cluster.device, case.compute / _compute_alone(cluster, case)))
-
-
-def _slower(device: Device, factor: float) -> Device:
-    """Cores that take ``factor`` times as long for everything: other tenants come and go."""
-    rates = device.of("float32")
-    rates = replace(rates, forward=rates.forward.scaled(1 / factor), backward=rates.backward.scaled(1 / factor))
-    times = {name: getattr(device, name) * factor for name in ("call", "post", "handle", "start")}
-    speeds = {name: getattr(device, name) / factor for name in ("copy", "socket")}
-    return replace(device, rates={"float32": rates}, **times, **speeds)
-
-
-def _compute_alone(cluster: Cluster, case: Case) -> float:
-    """What the benchmark's compute alone should take: each rank's queries against the whole sequence."""
-    sizes = case.call.sizes(Plan.parse(f"1x{case.machine.world}"), case.machine.world)
-    prices = Prices(cluster, sizes, case.call.causal, None, "float32")
-    area = sizes.local * case.work.length / (2 if case.work.causal else 1)
-    calls = 3 if case.work.causal else 1
-    seconds = sum(prices.kernel(pass_, area, calls) for pass_ in (FORWARD, BACKWARD))
-    return seconds * max(1.0, case.machine.world / cluster.cores)
+    others = {name: value for name, value in figures.items() if name != SPEED}
+    rates, speed = base.device.of("float32"), figures.get(SPEED, 1.0)
+    rates = replace(rates, forward=rates.forward.scaled(speed), backward=rates.backward.scaled(speed))
+    return replace(base, device=replace(base.device, rates={"float32": rates}, **others), levels=levels, slow=slow)
 
 
 def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
@@ -109,14 +88,13 @@ def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     return predict(cluster, plan, case.call, everybody=True, order=order)
 
 
-def with_choice(machine: Machine, trial: Trial) -> Trial:
+def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:
     """The trial with what the planner chooses for it among its contenders: out of all plans there are, on links whose
-    rate follows from the described cores as the measured one will from the measured."""
-    alone = Case(machine, trial.work, trial.pressure or 0.0, (1,) * machine.nodes, 1.0, "", False, 0.0, 0)
-    compute = _compute_alone(find_cluster(f"lab@{machine}"), alone)
-    rate = rate_for(ring_bytes(machine, trial.work), compute, trial.pressure or 1.0)
+    rate follows from seconds of ``compute`` as the measured one will from the measured."""
+    pressure = trial.pressure or 1.0
+    rate = rate_for(ring_bytes(machine, trial.work), compute, pressure)
     rates = tuple(rate // 2 if trial.slow_node and node == 0 else rate for node in range(machine.nodes))
-    cluster = lab_cluster(replace(alone, rates=rates, compute=compute), {})
-    plan = str(search_attention(cluster, alone.call).best.plan)
+    case = Case(machine, trial.work, pressure, rates, "", False, 0.0, 0)
+    plan = str(search_attention(lab_cluster(case, {}), case.call).best.plan)
     others = tuple(contender for contender in trial.contenders if contender.plan != plan)
     return replace(trial, contenders=(*others, Contender(plan, CHOSEN, plan=plan)))

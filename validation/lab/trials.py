@@ -1,7 +1,7 @@
 """What is measured: some trials to fit the lab's own figures on, and others, on other machines, to predict.
 
-Links take Ring Attention 4, 8 or 16 times its compute. Faster ones, above some 400 Mbit/s, are emulated poorly by two
-cores that compute at the same time, and what is then measured is the emulation.
+Links take Ring Attention 4, 8 or 16 times its compute. Faster ones, above some 400 Mbit/s, or 2 Gbit/s of all nodes
+together, are emulated poorly by two cores that compute at the same time, and what is then measured is the emulation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ MHA = Work(length=960, q_heads=16, kv_heads=16, head_dim=32, causal=True, batch=
 FULL = replace(MHA, length=768, causal=False)
 GQA = replace(MHA, length=1280, kv_heads=2)
 GQA_FULL = replace(FULL, length=1024, kv_heads=2)
+
+# Seconds of compute alone on the machine that lab.toml describes, by work and ranks: the planner is asked before
+# anything is measured, about the links that will follow from it.
+ALONE = {(MHA, 8): 0.25, (FULL, 8): 0.15}
+ALONE |= {(MHA, 16): 0.33, (FULL, 16): 0.20, (GQA, 16): 0.26, (GQA_FULL, 16): 0.28}
+ALONE |= {(MHA, 32): 0.51, (FULL, 32): 0.25, (GQA_FULL, 32): 0.32}
 
 
 def trial(work: Work, pressure: float, plans: str, slow_node: bool = False) -> Trial:
@@ -46,7 +52,7 @@ PREDICTED = {
     ],
     "16x2": [
         trial(MHA, 16.0, "1x16/u2 4x4/u2,keep=all u16/1x2"),
-        trial(FULL, 8.0, "1x16/u2 4x4/u2,keep=all u16/1x2,keep=all,groups=2"),
+        trial(FULL, 16.0, "1x16/u2 4x4/u2,keep=all u16/1x2,keep=all,groups=2"),
     ],
 }
 QUICK = {"2x4": CALIBRATION["2x4"][:1], "4x4": PREDICTED["4x4"][:1]}
