@@ -103,7 +103,8 @@ class Verdict:
             f"Fitted on other trials: {fitted or 'nothing'} (seconds; bytes/s; a factor on lab.toml's kernels).",
             "",
             f"- {len(self.rows)} configurations (at least {LEAST}): median error {self.median:.1%} (at most "
-            f"{MEDIAN:.0%}), worst {self.worst.off:+.1%} (at most {WORST:.0%}; {self.worst.case}), bias {self.bias:+.1%}",
+            f"{MEDIAN:.0%}), worst {self.worst.off:+.1%} (at most {WORST:.0%}; {self.worst.case}), bias "
+            f"{self.bias:+.1%}",
             f"- the plan that would be chosen is within {WITHIN:.0%} of the best measured one in "
             f"{self.good_choices:.0%} of {len(self.choices)} trials (at least {CHOSEN:.0%})",
             *(f"- not measured: {text}" for text in self.missing),
