@@ -244,11 +244,10 @@ def test_long_waits_say_what_they_wait_for():
 
 def test_calls_of_many_kinds_leave_nothing_behind():
     """A short soak; `python -m tests.soak` runs 20,000 calls."""
-    from tests.soak import soak
+    from tests.soak import PLANS, WORLD, grown, soak
 
-    for before, after in run_local(lambda rank: soak(calls=150, warm=60), 2, deadline=120):
-        assert after["keys"] <= before["keys"] + 2, (before, after)
-        assert after["descriptors"] <= before["descriptors"] and after["threads"] <= before["threads"]
+    for before, after in run_local(lambda rank: soak(calls=40 * len(PLANS), warm=20 * len(PLANS)), WORLD, deadline=120):
+        assert not grown(before, after), (before, after)
 
 
 def test_a_refusal_in_a_loader_thread_is_raised_there():
