@@ -317,7 +317,7 @@ class _Comparison:
 _PROBLEM = "problem: "
 _HINTS = {  # what texts may differ in alone, and what that means
     re.compile(r"sequence \d+ of that kind"): "a rank has left out a sequence, or made one that others have not",
-    re.compile(r", data with digest \w+"): "they were given different data: all must shard the same batch",
+    re.compile(r", data with digest \w+"): "they were given different data: all must shard the same batches",
 }
 
 
@@ -338,9 +338,17 @@ def _disagreement(texts: dict[str, list[int]]) -> str:
     if problems:
         return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in problems.items())
     shown = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in texts.items())
-    hints = [hint for part, hint in _HINTS.items() if len({part.sub("", text) for text in texts}) < len(texts)]
+    bare = {text: _without_hints(text) for text in texts}
+    alike = [text for text in texts if list(bare.values()).count(bare[text]) > 1]
+    hints = [hint for part, hint in _HINTS.items() if len({str(part.findall(text)) for text in alike}) > 1]
     hint = f" ({'; '.join(hints)})" if hints else ""
     return f"ranks disagree about one attention call{hint}: {shown}"
+
+
+def _without_hints(text: str) -> str:
+    for part in _HINTS:
+        text = part.sub("", text)
+    return text
 
 
 def _digest(text: str) -> int:

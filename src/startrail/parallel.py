@@ -92,7 +92,6 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)
-        self._made_any = False
 
     def _auto_plan(
         self,
@@ -136,8 +135,7 @@ class SequenceParallel:
             marks = marks_of(documents_of(documents, length), blocks_of(blocks, length))
         except ValueError as error:
             self.refuse(str(error))
-        first, self._made_any = not self._made_any, True
-        return Sequence(self, self._name, *self._runtime.sequence(marks), first)
+        return Sequence(self, self._name, *self._runtime.sequence(marks))
 
     def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""

@@ -46,13 +46,25 @@ class Sequence:
     _name: str
     _tokens: Tokens
     _known_as: Tensor
-    _first: bool
+    _looked: int | None  # when its ids were looked at, if they were
 
-    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor, first: bool) -> None:
+    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor) -> None:
+        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
+        self.__dict__.update(_name=name, _tokens=tokens, _looked=None)
+        self._be_known_as(known_as)
+
+    def _be_known_as(self, known_as: Tensor) -> None:
         # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
         known_as._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
-        self.__dict__.update(_name=name, _tokens=tokens, _known_as=known_as, _first=first)
+        self.__dict__["_known_as"] = known_as
+
+    def _look_at(self, ids: Tensor) -> None:
+        """Have the calls to come say which data they are on. A new tensor: backward passes still have the old one."""
+        if (found := self.sp._runtime.look_at(ids, self._looked)) is not None:
+            digest, self.__dict__["_looked"] = found
+            if digest != self._known_as[1]:
+                number, _, *marks = self._known_as.tolist()
+                self._be_known_as(torch.tensor((number, digest, *marks), device="cpu"))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Sequence cannot be changed: {name} stays as it is; make another with sp.sequence()")
@@ -86,8 +98,8 @@ class Sequence:
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
                 f"has {self.length}"
             )
-        if self._first and x.dtype in IDS and not torch.compiler.is_compiling():
-            self.sp._runtime.note_data(x)
+        if x.dtype in IDS and not torch.compiler.is_compiling():
+            self._look_at(x)
         parts = []
         for chunk in layout.chunks[self.sp.rank]:
             start, count = layout.run(chunk)
