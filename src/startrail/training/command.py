@@ -141,7 +141,7 @@ def _join(recipe: Recipe) -> int:
     """Be the rank that torchrun says."""
     import torch.distributed as dist
 
-    from startrail.training.joining import JoinError, device_of_rank, join
+    from startrail.training.joining import JoinError, device_of_rank, holder_of_store, join
     from startrail.training.stopping import Stop
     from startrail.training.watching import Pulse, Watch, say_or_leave
 
@@ -152,7 +152,8 @@ def _join(recipe: Recipe) -> int:
         except JoinError as error:
             return _end((FAILED, str(error)), stop)
         rank, watch = dist.get_rank(), Watch(board, 60 * recipe.wait_minutes)
-        result = _run(recipe, device, stop, Pulse(board, rank, lambda: say_or_leave(watch, rank)))
+        pulse = Pulse(board, rank, lambda: say_or_leave(watch, rank), holder_of_store(), watch.limit)
+        result = _run(recipe, device, stop, pulse)
         if rank:
             result = result[0], ""  # the first rank has said it
         if result[0] == FAILED:
