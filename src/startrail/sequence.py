@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from startrail.agree import peer_errors
 from startrail.arguments import Call, wrong_kind, wrong_option
 from startrail.layout import Runs
 from startrail.mask import Mask
@@ -127,7 +129,8 @@ class Sequence:
         """What all ranks have of every chunk, ``each`` tokens of it, in the order of the chunks."""
         held = [chunk for rank in self._tokens.layout.chunks for chunk in rank]
         if self.sp.group is not None and self.sp.world > 1:
-            x = funcol.wait_tensor(funcol.all_gather_single_autograd(x.contiguous(), dim, self.sp.group))
+            mine, group = x.contiguous(), self.sp.group
+            x = _together(lambda: funcol.all_gather_single_autograd(mine, dim, group), "gathering tokens")
         return [x.narrow(dim, held.index(chunk) * each, each) for chunk in range(len(held))]
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
@@ -263,7 +266,16 @@ class Sequence:
         largest = largest.detach().amax(0)
         if self.sp.group is None or self.sp.world == 1:
             return largest
-        return funcol.wait_tensor(funcol.all_reduce(largest, "max", self.sp.group))
+        group = self.sp.group
+        return _together(lambda: funcol.all_reduce(largest, "max", group), "the largest logits")
+
+
+def _together(collective: Callable[[], Tensor], what: str) -> Tensor:
+    """What a functional collective gives; ``what`` it is for, should a rank be gone."""
+    if torch.compiler.is_compiling():
+        return funcol.wait_tensor(collective())
+    with peer_errors(what):
+        return funcol.wait_tensor(collective())
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -219,6 +219,48 @@ def test_a_dead_peer_is_a_peer_error(when):
             assert "rank 1 did not start" in texts[1]
 
 
+def test_a_dead_peer_is_a_peer_error_in_every_collective():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=4)
+        sequence, model = sp.sequence(24), torch.nn.Linear(2, 2)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.ones(8)
+        return [
+            timed(function)
+            for function in (
+                lambda: sequence.unshard(x, 0),
+                lambda: sequence.roll(x, -1, 0),
+                lambda: sequence._largest_of_all(torch.zeros(1, 4)),
+                lambda: startrail.global_mean(x.sum(), 8),
+                lambda: startrail.sum_gradients(model.parameters()),
+            )
+        ]
+
+    for rank, found in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}), timeout=4)):
+        for (text, seconds), what in zip(
+            found or (), ("tokens", "tokens", "logits", "mean", "gradients"), strict=rank != 1
+        ):
+            assert text.startswith("PeerError: ") and f"{what}: a rank is gone, or late: " in text, text
+            assert seconds < 10
+
+
+def test_whoever_does_not_connect_again_is_missed_within_the_timeout():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=2)
+        exact(sp)
+        error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))  # on all ranks: their lanes are of no use any more
+        if rank:
+            time.sleep(8)
+            return "late", 0.0
+        return timed(lambda: sp._runtime.executor_on(torch.device("cpu")))
+
+    text, seconds = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))[0]
+    assert text.startswith("PeerError: global rank 0: no connection to ranks [0, 1] within 0:00:02"), text
+    assert seconds < 6
+
+
 STORE_HOST = """
     import os, signal, sys, time
     import torch, torch.distributed as dist, startrail
