@@ -22,33 +22,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail.kernels import kernel_for
-from startrail.local import run_local
+from startrail.local import check_ranks, run_local
 from startrail.mask import Mask
 from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence as SplitSequence
 from startrail.truth import CPU, TWO_CALLS, Case, Data, Error, coarser, larger, make_data
 
-MOST_RANKS = 256
-RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
-
 
 def check_room(case: Case) -> None:
     """``ValueError`` if this machine has not the memory for so many ranks, or for the dense reference."""
-    if case.world > MOST_RANKS:
-        raise ValueError(
-            f"plan {case.plan} has {case.world:,} ranks, a process each; at most {MOST_RANKS} are started on one "
-            "machine (startrail show needs none)"
-        )
-    ranks = case.world * RANK_BYTES
     # float64: weights, their gradients and what softmax keeps of both
     reference = 4 * 8 * case.batch * case.q_heads * case.length**2
-    with open("/proc/meminfo") as file:
-        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    if ranks + reference > free:
-        raise ValueError(
-            f"{case.world} ranks need about {ranks / 2**30:.1f} GiB and the float64 reference of {case.length:,} "
-            f"tokens {reference / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: take less of one"
-        )
+    check_ranks(case.world, reference, f"the float64 reference of {case.length:,} tokens")
 
 
 @dataclass

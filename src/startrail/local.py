@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Result = TypeVar("Result")
+MOST_RANKS = 256
+RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
 HOST = "127.0.0.1"
 FIRST_WORD = 120.0  # seconds that a rank waits to be told where to meet the others
 LAST_WORDS = 1.0  # seconds in which the death that made a rank fail shows itself
@@ -34,6 +36,22 @@ LOOK_EVERY = 0.5  # seconds
 
 class RankError(RuntimeError):
     """A local rank failed; the text starts with its number and holds its traceback."""
+
+
+def check_ranks(world: int, more: int = 0, what: str = "") -> None:
+    """``ValueError`` if so many ranks should not be started on this machine: each is a process. ``more`` bytes are for
+    ``what`` else is needed."""
+    if world > MOST_RANKS:
+        raise ValueError(f"{world:,} ranks, a process each: at most {MOST_RANKS} are started on one machine")
+    ranks = world * RANK_BYTES
+    with open("/proc/meminfo") as file:
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    if ranks + more > free:
+        raise ValueError(
+            f"{world} ranks need about {ranks / 2**30:.1f} GiB"
+            + (f" and {what} {more / 2**30:.1f} GiB" if more else "")
+            + f", but {free / 2**30:.1f} GiB are free: take less of one"
+        )
 
 
 def run_local(

@@ -108,23 +108,22 @@ class Runtime:
             self._made[digest] += 1
             return tokens, torch.tensor((self._made[digest], 0, *marks), device="cpu")
 
-    def look_at(self, ids: Tensor, before: int | None) -> tuple[int, int] | None:
-        """A digest of a batch's ids, which all ranks should have in common, and when it was taken; None if there is
-        nothing to add to what the sequence had ``before``.
+    def look_at(self, ids: Tensor, known: bool, looked: int | None) -> tuple[int, int | None] | None:
+        """A digest of a batch's ids, which all ranks should have in common, and when it was taken; None if nothing is
+        to be added to what the sequence has: whether a digest is ``known``, and when it ``looked`` last.
 
         So a rank that leaves out a batch, or was given another, is told at its next call, though numbers and shapes
         are those of the others. The first ids count, and on a sequence that is used again the first after a call; but
-        only the thread that also calls sees to that, since a loader's thread may be ahead by more on some ranks.
+        only in the thread that also calls, since a loader's thread may be ahead by more on some ranks.
         """
-        if self.agreement.board is None or ids.device.type == "meta":
-            return None
-        if before is not None and (before == self._forwards or threading.get_ident() != self._thread):
+        own = threading.get_ident() == self._thread
+        if self.agreement.board is None or ids.device.type == "meta" or (looked == self._forwards if own else known):
             return None
         if ids.device.type != "cpu":
             if self._looks == 0:
                 return None
             self._looks -= 1
-        return int(digest(ids)) % 2**32, self._forwards
+        return int(digest(ids)) % 2**32, self._forwards if own else looked
 
     def _tokens(self, marks: tuple[int, ...]) -> Tokens:
         """The last few, and all in use, are remembered."""

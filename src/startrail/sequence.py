@@ -48,7 +48,7 @@ class Sequence:
     _name: str
     _tokens: Tokens
     _known_as: Tensor
-    _looked: int | None  # when its ids were looked at, if they were
+    _looked: int | None  # when its ids were looked at last, if they were
 
     def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor) -> None:
         self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
@@ -62,10 +62,10 @@ class Sequence:
 
     def _look_at(self, ids: Tensor) -> None:
         """Have the calls to come say which data they are on. A new tensor: backward passes still have the old one."""
-        if (found := self.sp._runtime.look_at(ids, self._looked)) is not None:
+        number, before, *marks = self._known_as.tolist()
+        if (found := self.sp._runtime.look_at(ids, before != 0, self._looked)) is not None:
             digest, self.__dict__["_looked"] = found
-            if digest != self._known_as[1]:
-                number, _, *marks = self._known_as.tolist()
+            if digest != before:
                 self._be_known_as(torch.tensor((number, digest, *marks), device="cpu"))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -90,7 +90,8 @@ class Sequence:
     # --- tokens
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """This rank's part of a tensor that every rank has whole, padded with ``pad_value`` where it must be.
+        """This rank's part of a tensor that every rank has whole, padded with ``pad_value`` where it must be. Zero is
+        right for ids, whose padding nobody looks at, but is a label like any other: ``shard_labels`` pads with -100.
 
         Differentiable: the gradient is this rank's share, zero elsewhere; sum it over the group for the whole.
         """
@@ -136,7 +137,7 @@ class Sequence:
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's labels of next tokens, from labels that stand where their tokens stand (most often the ids
         themselves): shifted over the whole sequence before it is cut, ``ignore_index`` where a document ends and where
-        there is padding.
+        there is padding. Labels that are shifted already belong in ``shard(labels, 1, -100)``.
 
         >>> from startrail import SequenceParallel
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).shard_labels(torch.tensor([[5, 6, 7, 8, 9]])).tolist()
@@ -222,6 +223,7 @@ class Sequence:
         softcap: float | None = None,
         return_lse: bool = False,
         return_largest: bool = False,
+        **unknown: object,
     ) -> Any:
         """Attention of the whole sequence, for this rank's queries.
 
@@ -237,7 +239,7 @@ class Sequence:
         exponentials (the sink's too), has gradients. With ``return_largest``, (out, largest): each head's largest
         logit over the whole batch and all ranks, without gradient. With both, (out, lse, largest).
         """
-        problem = wrong_kind(q, k, v, causal, window, scale, others)
+        problem = wrong_kind(q, k, v, causal, window, scale, others, unknown)
         if problem := problem or wrong_option(q, chunk, sinks, softcap, mask):
             self.sp.refuse(problem, self._known_as)
         if mask is not None and (causal, window, chunk) != (False, None, None):
