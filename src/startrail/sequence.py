@@ -64,7 +64,9 @@ class Sequence:
         """Have the calls to come say which data they are on. A new tensor: backward passes still have the old one."""
         number, before, *marks = self._known_as.tolist()
         if (found := self.sp._runtime.look_at(ids, before != 0, self._looked)) is not None:
-            digest, self.__dict__["_looked"] = found
+            digest, looked = found
+            if looked is not None:
+                self.__dict__["_looked"] = looked
             if digest != before:
                 self._be_known_as(torch.tensor((number, digest, *marks), device="cpu"))
 
