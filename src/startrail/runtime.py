@@ -109,9 +109,9 @@ class Runtime:
             return tokens, torch.tensor((self._made[digest], 0, *marks), device="cpu")
 
     def look_at(self, ids: Tensor, known: bool, looked: int | None) -> tuple[int, int | None] | None:
-        """A digest of a batch's ids, which all ranks should have in common, and when it was taken, if by the thread that
-        calls; None if nothing is to be added to what the sequence has: whether a digest is ``known``, and when it
-        ``looked`` last.
+        """A digest of a batch's ids, which all ranks should have in common, and if the thread that calls took it, when.
+        None if nothing is to be added to what the sequence has: whether a digest is ``known``, and when it ``looked``
+        last.
 
         So a rank that leaves out a batch, or was given another, is told at its next call, though numbers and shapes
         are those of the others. The first ids count, and on a sequence that is used again the first after a call; but
