@@ -39,7 +39,8 @@ class Error(NamedTuple):
 
     @classmethod
     def of(cls, ours: Tensor, truth: Tensor) -> Error:
-        difference = (ours.double() - truth).abs()
+        ours = ours.double()
+        difference = (ours - truth).abs().masked_fill(ours == truth, 0.0)  # also where both are infinite
         return cls(difference.square().mean().sqrt().item(), difference.max().item())
 
     @classmethod
