@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
+import torch._dynamo  # here once: the first custom op imports it, which would take a second on every rank
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
