@@ -260,8 +260,12 @@ def pause_node(place: Place, chance: random.Random) -> None:
     _cluster_of(place).resume(node)
 
 
+def hang_first_rank(place: Place, chance: random.Random) -> None:
+    os.kill(place.ranks[0], signal.SIGSTOP)  # it holds the store in which all meet
+
+
 def hang_node(place: Place, chance: random.Random) -> None:
-    _cluster_of(place).stop(1)  # the other one has the store in which all meet
+    _cluster_of(place).stop(chance.randrange(NODES))
 
 
 def pull_cable(place: Place, chance: random.Random) -> None:
@@ -300,7 +304,8 @@ LOCAL = (
     Fault("the launcher is killed", kill_launcher, -signal.SIGKILL),
 )
 ON_NODES = (
-    *(fault for fault in EVERYWHERE if fault.do is not hang_rank),
+    *EVERYWHERE,
+    Fault("the first rank hangs", hang_first_rank, 1, (*OVER, "rank 0, which holds the store")),
     Fault("a rank is killed", kill_rank, -signal.SIGKILL),
     Fault("a node stops for seconds", pause_node),
     Fault("a node hangs", hang_node, 1, OVER),

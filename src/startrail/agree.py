@@ -22,10 +22,11 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Protocol
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from startrail.watch import run_within, watch
@@ -41,6 +42,22 @@ log = logging.getLogger("startrail")
 
 class PeerError(RuntimeError):
     """A peer died, gave up, or did not deliver in time; the text names rank, step, piece and peer."""
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a rank failed because another did: gloo has no exception of its own for that."""
+    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)
+
+
+@contextlib.contextmanager
+def peer_errors(what: str) -> Iterator[None]:
+    """Where torch's own collectives are called: a lost peer is a ``PeerError``, whoever notices it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerError) or not lost_peer(error):
+            raise
+        raise PeerError(f"{what}: a rank is gone, or late: {str(error).strip().splitlines()[0]}") from error
 
 
 class Board:
@@ -317,7 +334,7 @@ class _Comparison:
 _PROBLEM = "problem: "
 _HINTS = {  # what texts may differ in alone, and what that means
     re.compile(r"sequence \d+ of that kind"): "a rank has left out a sequence, or made one that others have not",
-    re.compile(r", data with digest \w+"): "they were given different data: all must shard the same batch",
+    re.compile(r", data with digest \w+"): "they were given different data: all must shard the same batches",
 }
 
 
@@ -338,9 +355,17 @@ def _disagreement(texts: dict[str, list[int]]) -> str:
     if problems:
         return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in problems.items())
     shown = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in texts.items())
-    hints = [hint for part, hint in _HINTS.items() if len({part.sub("", text) for text in texts}) < len(texts)]
+    bare = {text: _without_hints(text) for text in texts}
+    alike = [text for text in texts if list(bare.values()).count(bare[text]) > 1]
+    hints = [hint for part, hint in _HINTS.items() if len({str(part.findall(text)) for text in alike}) > 1]
     hint = f" ({'; '.join(hints)})" if hints else ""
     return f"ranks disagree about one attention call{hint}: {shown}"
+
+
+def _without_hints(text: str) -> str:
+    for part in _HINTS:
+        text = part.sub("", text)
+    return text
 
 
 def _digest(text: str) -> int:

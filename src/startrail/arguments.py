@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,11 +72,29 @@ def describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device.type}"
 
 
+# What scaled_dot_product_attention and others call it, and what to write instead.
+ELSEWHERE = {
+    "attn_mask": "say causal=True, window=..., chunk=... or mask=startrail.Mask...; documents belong to the sequence",
+    "is_causal": "write causal=",
+    "enable_gqa": "leave it out, k and v may always have fewer heads",
+    "dropout_p": "leave it out, there is no dropout",
+    "sliding_window": "write window=",
+    "softmax_scale": "write scale=",
+}
+
+
 def wrong_kind(
-    q: object, k: object, v: object, causal: object, window: object, scale: object, others: tuple[object, ...] = ()
+    q: object,
+    k: object,
+    v: object,
+    causal: object,
+    window: object,
+    scale: object,
+    others: tuple[object, ...] = (),
+    unknown: Iterable[str] = (),
 ) -> str | None:
     """Why the op cannot even be called with these, or None; whether their values fit is checked behind it. ``others``
-    are arguments behind v without a name.
+    are arguments behind v without a name, ``unknown`` the names of those that it does not have.
 
     >>> x = torch.zeros(1, 4, 16, 8)
     >>> wrong_kind(x, x, x, causal=False, window=2.5, scale=None)
@@ -92,6 +111,9 @@ def wrong_kind(
             f"attention takes q, k, v, and everything else by name, but got {kinds} behind v: it takes no mask; say "
             "causal=True, window=..., and sequence(length, documents=...) for packed documents"
         )
+    for name in unknown:
+        hint = ELSEWHERE.get(name, "there is none such here")
+        return f"attention has no argument {name}: {hint}"
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not q.device == k.device == v.device:
         return f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}"

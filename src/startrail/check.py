@@ -14,39 +14,26 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from startrail.kernels import kernel_for
-from startrail.local import run_local
+from startrail.local import check_ranks, run_local
 from startrail.mask import Mask
 from startrail.parallel import SequenceParallel
-from startrail.truth import CPU, Case, Data, Error, coarser, make_data, visible_pairs
-
-MOST_RANKS = 256
-RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
+from startrail.sequence import Sequence as SplitSequence
+from startrail.truth import CPU, TWO_CALLS, Case, Data, Error, coarser, larger, make_data
 
 
 def check_room(case: Case) -> None:
     """``ValueError`` if this machine has not the memory for so many ranks, or for the dense reference."""
-    if case.world > MOST_RANKS:
-        raise ValueError(
-            f"plan {case.plan} has {case.world:,} ranks, a process each; at most {MOST_RANKS} are started on one "
-            "machine (startrail show needs none)"
-        )
-    ranks = case.world * RANK_BYTES
     # float64: weights, their gradients and what softmax keeps of both
     reference = 4 * 8 * case.batch * case.q_heads * case.length**2
-    with open("/proc/meminfo") as file:
-        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    if ranks + reference > free:
-        raise ValueError(
-            f"{case.world} ranks need about {ranks / 2**30:.1f} GiB and the float64 reference of {case.length:,} "
-            f"tokens {reference / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: take less of one"
-        )
+    check_ranks(case.world, reference, f"the float64 reference of {case.length:,} tokens")
 
 
 @dataclass
@@ -98,38 +85,62 @@ class Report:
 
 
 def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
-    """One forward and backward on this rank, compared with this rank's part of the truth."""
+    """Forward and backward on this rank, compared with this rank's part of the truth."""
     sequence = sp.sequence(case.length, case.documents, case.blocks)
     parts = [None if x is None else x if x.dim() == 1 else sequence.shard(x, 2) for x in data.inputs]
     if case.use == "strided":
-        parts[:4] = [None if x is None else _with_gaps(x) for x in parts[:4]]
+        parts[:4] = [None if x is None else _with_gaps(x, (case.seed + i) % 2) for i, x in enumerate(parts[:4])]
     q, k, v = (x for x in parts[:3] if x is not None)
     dout, sinks, dlse = parts[3:]
+    assert dout is not None
+    if case.use == "expanded":  # over padding too, as a sum would
+        dout = dout[tuple(map(slice, case.repeated))].expand_as(dout)
     wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.use, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
     mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    attend = partial(sequence.attention, mask=mask, scale=case.scale, sinks=sinks, return_lse=True)
-    before = attend(-q, k, v)[0] if case.use == "interleaved" else None
+    attend = partial(sequence.attention, mask=mask, scale=case.scale, return_lse=True)
+    given = [(q, k, v, sinks, dout, dlse)]
+    if case.use in TWO_CALLS:
+        other = _mirrored(q, -1), _mirrored(k, -1), _mirrored(v, -2), _mirrored(sinks), _mirrored(dout, 0.5)
+        given.insert(0, (*other, _mirrored(dlse, -1)))
     sp.reset_counters()
-    wants_largest = case.seed % 4 == 0  # it costs as much again
-    out, lse, *largest = attend(q, k, v, return_largest=wants_largest)
-    made = {"out": out} | ({} if dlse is None else {"lse": lse})
-    cotangents = [dout] if dlse is None else [dout, dlse]
-    grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
+    calls = []
+    for *qkv, sink, _, _ in given:
+        out, lse, *largest = attend(*qkv, sinks=sink, return_largest=case.wants_largest)
+        calls.append({"out": out} | ({} if dlse is None else {"lse": lse}))
+    pairs = list(zip(calls, given, strict=True))
+    for made, (*_, dout, dlse) in pairs[::-1] if case.use == "nested" else pairs:
+        cotangents = [dout] if dlse is None else [dout, dlse]
+        grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
+        made |= dict(zip(wanted, grads, strict=True))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
-    if before is not None:
-        torch.autograd.grad(before, list(wanted.values()), dout)
-    made |= dict(zip(wanted, grads, strict=True))
     both = sp.promised_traffic(q, k, v).values()
-    promised = {name: sum(part.get(name, 0) for part in both) for name in {n for part in both for n in part}}
-    errors, problems = {}, []
-    real = sequence.shard(torch.ones(case.length, dtype=torch.bool, device=q.device), 0)
-    for name, mine in made.items():
+    names = {name for part in both for name in part}
+    promised = {name: len(calls) * sum(part.get(name, 0) for part in both) for name in names}
+    if case.use in TWO_CALLS:  # back to what it is the mirror image of
+        signs = {"out": -0.5, "lse": 1.0}
+        calls[0] = {n: _mirrored(x, signs[n]) if n in signs else -x for n, x in calls[0].items()}
+    errors, problems = _compared(case, data, sequence, calls)
+    problems += _largest_problems(case, data.largest, *largest) if data.largest is not None else []
+    timings = sp.timings()
+    half = torch.finfo(coarser(case)).bits < 32
+    seconds = timings["waiting"], timings["total"]
+    return Report(errors, data.yardstick, data.floor, half, sent, promised, *seconds, problems)
+
+
+def _compared(
+    case: Case, data: Data, sequence: SplitSequence, calls: list[dict[str, Tensor]]
+) -> tuple[dict[str, Error], list[str]]:
+    """By name the worst errors of the calls, which should all give the same, and what else is wrong with them."""
+    errors: dict[str, Error] = {}
+    problems = []
+    real = sequence.shard(torch.ones(case.length, dtype=torch.bool, device=calls[0]["out"].device), 0)
+    for name, mine in (pair for made in calls for pair in made.items()):
         truth = data.exact[name]
         if name == "dsinks":  # of this rank's rows: a share
-            if sp.group is not None:
-                dist.all_reduce(mine, group=sp.group)
+            if sequence.sp.group is not None:
+                dist.all_reduce(mine, group=sequence.sp.group)
         else:
             truth = sequence.shard(truth, 2)  # zero where there is padding, and so must ours be
         if name == "lse":  # minus infinity in rows that see nothing
@@ -137,31 +148,34 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
             if not torch.equal(mine.isinf(), truth.isinf()):
                 problems.append("lse is not infinite just where nothing is seen")
             mine, truth = mine.nan_to_num(neginf=0.0), truth.nan_to_num(neginf=0.0)
-        errors[name] = Error.of(mine, truth)
+        errors[name] = Error.worse(errors.get(name, Error(0.0, 0.0)), Error.of(mine, truth))
         if mine.shape != truth.shape or (mine.dtype != case.dtype and name not in ("lse", "dsinks")):
             problems.append(f"{name} is {tuple(mine.shape)} {mine.dtype}")
-    problems += _largest_problems(case, data, *largest) if wants_largest else []
-    timings = sp.timings()
-    half = torch.finfo(coarser(case)).bits < 32
-    seconds = timings["waiting"], timings["total"]
-    return Report(errors, data.yardstick, data.floor, half, sent, promised, *seconds, problems)
+    return errors, problems
 
 
-def _largest_problems(case: Case, data: Data, largest: Tensor) -> list[str]:
-    q, k = (x.double() for x in data.inputs[:2] if x is not None)
-    scores = q @ k.repeat_interleave(case.q_heads // case.kv_heads, 1).mT * (case.scale or case.head_dim**-0.5)
-    truth = scores.masked_fill(~visible_pairs(case).to(q.device), float("-inf")).amax((0, 2, 3))
+def _mirrored(x: Any, by: float = 1.0) -> Any:
+    """Batch and heads the other way round, times ``by``. Attention of q, k, v mirrored by -1, -1, -2 is its output
+    mirrored by -2, and its lse mirrored; with cotangents mirrored by 1/2 and -1, all gradients are their negatives. No
+    digit changes, so that the same errors are allowed; but whatever is taken from one call for the other shows."""
+    if x is None:
+        return None
+    return x.flip(0) if x.dim() == 1 else x.flip(0, 1) * by
+
+
+def _largest_problems(case: Case, truth: Tensor, largest: Tensor) -> list[str]:
     allowed = 2 * torch.finfo(coarser(case)).eps * truth.abs().clamp(min=1) + 2e-6
     right = ((largest - truth).abs() <= allowed) | (largest == truth)
     return [] if right.all() else [f"largest logits {largest.tolist()}, exactly {truth.tolist()}"]
 
 
-def _with_gaps(x: Tensor) -> Tensor:
-    """The same values as a view into something larger."""
+def _with_gaps(x: Tensor, inner: int) -> Tensor:
+    """The same values as a view into something larger, whose other numbers spoil whatever takes them; with ``inner``
+    there are gaps in the last dimension as well."""
     batch, heads, tokens, dim = x.shape
-    whole = x.new_empty(batch, tokens, heads + 1, 2 * dim)
-    view = whole[:, :, 1:, dim:].transpose(1, 2)
-    return view.copy_(x)
+    whole = x.new_full((batch, tokens, heads + 1, 2 * dim), float("nan"))
+    last = slice(1, None, 2) if inner else slice(dim, None)
+    return whole[:, :, 1:, last].transpose(1, 2).copy_(x)
 
 
 def merge(reports: Iterable[Report]) -> Report:
@@ -175,7 +189,7 @@ def merge(reports: Iterable[Report]) -> Report:
         {
             name: Error(
                 (sum(r.errors[name].rms ** 2 for r in reports) / len(reports)) ** 0.5,
-                max(r.errors[name].worst for r in reports),
+                reduce(larger, (r.errors[name].worst for r in reports)),
             )
             for name in reports[0].errors
         },

@@ -42,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in ("lab", "bench"):  # read their own arguments, and need more than the rest
         return _lab(argv[0], argv[1:])
-    parser = _parser(argv)
+    try:
+        parser = _parser(argv)
+    except ValueError as error:  # a recipe that there is not
+        print(f"startrail {argv[0]}: {error}", file=sys.stderr)
+        return 2
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "train":  # reads its own: the fields of its recipe
         arguments.rest = rest
@@ -108,7 +112,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command.add_argument("--head-dim", type=int, default=64)
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="float32")
     command.add_argument(
-        "--wire-dtype", choices=("float32", "bfloat16", "float16"), help="what travels (default: --dtype)"
+        "--wire-dtype", choices=("float32", "bfloat16", "float16", "float64"), help="what travels (default: --dtype)"
     )
     command.add_argument("--causal", action="store_true")
     command.add_argument("--window", type=int)
@@ -278,10 +282,12 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from startrail.local import check_ranks
     from startrail.verify import load, verify
 
     if arguments.ranks < 1:
         raise ValueError(f"--ranks {arguments.ranks} must be at least 1")
+    check_ranks(arguments.ranks)
     if arguments.plan is not None:
         Plan.parse(arguments.plan).check_world(arguments.ranks)
     verdict = verify(load(arguments.function), arguments.ranks, arguments.plan, arguments.deadline)

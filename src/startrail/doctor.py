@@ -20,7 +20,7 @@ from startrail import __version__
 from startrail.cluster import Machine
 from startrail.kernels import kernel_for
 from startrail.live import Measured, cpu_name, measure, no_progress, own_device
-from startrail.local import RankError, run_local
+from startrail.local import RankError, check_ranks, run_local
 from startrail.planning.explain import seconds_text
 from startrail.planning.hardware import cluster_text
 
@@ -37,6 +37,7 @@ def doctor_command(out: str | None, ranks: int) -> int:
         raise ValueError(f"--out {out}: there is no folder {Path(out).absolute().parent}")
     if "RANK" in os.environ:
         return _under_torchrun(out)
+    check_ranks(ranks)
     torch.set_num_threads(1)
     print(facts())
     if ranks == 1:

@@ -22,16 +22,37 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
+import torch._dynamo  # here once: the first custom op imports it, which would take a second on every rank
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Result = TypeVar("Result")
+MOST_RANKS = 256
+RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
+HOST = "127.0.0.1"
+FIRST_WORD = 120.0  # seconds that a rank waits to be told where to meet the others
 LAST_WORDS = 1.0  # seconds in which the death that made a rank fail shows itself
 LOOK_EVERY = 0.5  # seconds
 
 
 class RankError(RuntimeError):
     """A local rank failed; the text starts with its number and holds its traceback."""
+
+
+def check_ranks(world: int, more: int = 0, what: str = "") -> None:
+    """``ValueError`` if so many ranks should not be started on this machine: each is a process. ``more`` bytes are for
+    ``what`` else is needed."""
+    if world > MOST_RANKS:
+        raise ValueError(f"{world:,} ranks, a process each: at most {MOST_RANKS} are started on one machine")
+    ranks = world * RANK_BYTES
+    with open("/proc/meminfo") as file:
+        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    if ranks + more > free:
+        raise ValueError(
+            f"{world} ranks need about {ranks / 2**30:.1f} GiB"
+            + (f" and {what} {more / 2**30:.1f} GiB" if more else "")
+            + f", but {free / 2**30:.1f} GiB are free: take less of one"
+        )
 
 
 def run_local(
@@ -56,18 +77,22 @@ def run_local(
     if seconds is None:
         raise ValueError("without a deadline, ranks need a timeout")
     context = multiprocessing.get_context("fork")
-    meeting = os.memfd_create("startrail")  # a file without a name: nothing is left of it, however this process ends
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            join = partial(_join, rank, world, meeting, seconds)
+            ours, theirs = context.Pipe()
+            join = partial(_join, rank, world, theirs, seconds)
             process = context.Process(target=serve, args=(function, rank, join, theirs, not expendable))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        # Here, so that it outlives any rank; and only now, or ranks would inherit its connections and keep them open.
+        store = TCPStore(HOST, 0, world, True, wait_for_workers=False)
+        for pipe in pipes:
+            with suppress(OSError):  # a rank that has died is reported below
+                pipe.send_bytes(str(store.port).encode())
         end = float("inf") if deadline is None else time.monotonic() + deadline
         return collect(pipes, processes, expendable, end, look)
     finally:
@@ -75,13 +100,16 @@ def run_local(
             if started.is_alive():
                 started.kill()
             started.join()
-        os.close(meeting)
 
 
-def _join(rank: int, world: int, meeting: int, seconds: float) -> None:
+def _join(rank: int, world: int, pipe: Connection, seconds: float) -> None:
+    """Meet the others at the store, whose port comes through the pipe."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = FileStore(f"/proc/self/fd/{meeting}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    if not pipe.poll(FIRST_WORD):
+        raise RuntimeError("the process that started this rank is gone")
+    limit = timedelta(seconds=seconds)
+    store = TCPStore(HOST, int(pipe.recv_bytes()), world, False, limit, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 
 def collect(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import sys
 from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
@@ -26,6 +27,8 @@ from startrail.sequence import Sequence
 from startrail.sizes import Sizes
 from startrail.tokens import marks_of
 from startrail.wire import DTYPES
+
+LONGEST = 10**9  # seconds; timedelta takes no more than a few times that
 
 
 class SequenceParallel:
@@ -67,8 +70,8 @@ class SequenceParallel:
         check_layout(layout)
         if wire_dtype is not None and wire_dtype not in DTYPES:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if timeout is not None and timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < LONGEST):
+            raise ValueError(f"timeout={timeout!r} must be a number of seconds, more than 0")
         for name, given, kind in (("group", group, dist.ProcessGroup), ("mesh", mesh, DeviceMesh)):
             if given is not None and not isinstance(given, kind):
                 hint = ": write mesh=" if isinstance(given, DeviceMesh) else ""
@@ -92,7 +95,6 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)
-        self._made_any = False
 
     def _auto_plan(
         self,
@@ -121,7 +123,7 @@ class SequenceParallel:
 
     def sequence(
         self,
-        length: int,
+        length: int | None = None,
         documents: Tensor | SequenceOf[int] | None = None,
         blocks: Tensor | SequenceOf[tuple[int, int]] | None = None,
     ) -> Sequence:
@@ -130,14 +132,13 @@ class SequenceParallel:
         each other. ``blocks``: runs (start, stop) of tokens that see each other also where a layer is causal or has a
         window: images in a text, the prefix of a prefix-LM. Every rank must make the same sequences, those of one
         length in the same order."""
-        if not is_whole(length) or length < 1:
-            self.refuse(f"length={length!r} must be a whole number of tokens, length >= 1")
+        if length is None or not is_whole(length) or length < 1:
+            self.refuse(_wrong_length(length))
         try:
             marks = marks_of(documents_of(documents, length), blocks_of(blocks, length))
         except ValueError as error:
             self.refuse(str(error))
-        first, self._made_any = not self._made_any, True
-        return Sequence(self, self._name, *self._runtime.sequence(marks), first)
+        return Sequence(self, self._name, *self._runtime.sequence(marks))
 
     def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
@@ -183,6 +184,14 @@ class SequenceParallel:
 
     def __reduce__(self) -> str:
         raise ValueError("SequenceParallel belongs to its process and cannot be pickled; make a new one from its plan")
+
+
+def _wrong_length(length: object) -> str:
+    if length is None:
+        return "sequence(length) needs the number of tokens of the whole sequence"
+    if isinstance(length, Tensor):
+        return f"sequence(length) needs a whole number of tokens, got a tensor of shape {tuple(length.shape)}"
+    return f"length={reprlib.repr(length)} must be a whole number of tokens, length >= 1"
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

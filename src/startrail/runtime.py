@@ -44,6 +44,7 @@ from startrail.wire import Wire
 REMEMBERED = 16  # sequences whose tiles are kept for further batches
 READY = 64  # kinds of calls on one sequence that are kept ready
 COUNTERS = 1 << 12  # of sequences made, by a digest of their documents
+LOOKS = 8  # batches of ids on a device that are looked at: the host waits for it each time
 
 _instances: dict[tuple[int, ...], Iterator[int]] = {}  # how many each group of ranks has made so far
 
@@ -74,13 +75,13 @@ class Runtime:
         self._latest: deque[Tokens] = deque(maxlen=REMEMBERED)
         self._making = threading.Lock()
         self._made = _no_counts()
-        self._last: tuple[Tensor, Tokens, int] | None = None
+        self._last: tuple[Tensor, Tokens, str] | None = None
         self._begun, self._after = 0, ""  # sequences since the last error, and where that was
         lobby = partial(_lobby, self._group_name, rank, self.world, self._number + 1)
         self.agreement = Agreement(self._board(), lobby, settings.check_every_call)
         self.agreement.watch()
         self._busy = threading.Lock()
-        self._data: int | None = 0  # a digest of the first batch's ids, until the first call has compared it
+        self._thread, self._forwards, self._looks = threading.get_ident(), 0, LOOKS
         self._executor: Executor | None = None
 
     @property
@@ -99,12 +100,31 @@ class Runtime:
 
     def sequence(self, marks: tuple[int, ...]) -> tuple[Tokens, Tensor]:
         """What is known of the sequence with these documents and blocks, and the tensor by which the op knows it: how
-        many like it this rank has made, so that batches that look alike are told apart, and the marks."""
+        many like it this rank has made, so that batches that look alike are told apart, room for a digest of its data,
+        and the marks."""
         with self._making:  # data loaders make sequences in threads of their own
             tokens = self._tokens(marks)
             digest = zlib.crc32(repr(marks).encode()) % COUNTERS
             self._made[digest] += 1
-            return tokens, torch.tensor((self._made[digest], *marks), device="cpu")
+            return tokens, torch.tensor((self._made[digest], 0, *marks), device="cpu")
+
+    def look_at(self, ids: Tensor, known: bool, looked: int | None) -> tuple[int, int | None] | None:
+        """A digest of a batch's ids, which all ranks should have in common, and if the thread that calls took it, when.
+        None if nothing is to be added to what the sequence has: whether a digest is ``known``, and when it ``looked``
+        last.
+
+        So a rank that leaves out a batch, or was given another, is told at its next call, though numbers and shapes
+        are those of the others. The first ids count, and on a sequence that is used again the first after a call; but
+        only in the thread that also calls, since a loader's thread may be ahead by more on some ranks.
+        """
+        own = threading.get_ident() == self._thread
+        if self.agreement.board is None or ids.device.type == "meta" or (looked == self._forwards if own else known):
+            return None
+        if ids.device.type != "cpu":
+            if self._looks == 0:
+                return None
+            self._looks -= 1
+        return int(digest(ids)) % 2**32, self._forwards if own else None
 
     def _tokens(self, marks: tuple[int, ...]) -> Tokens:
         """The last few, and all in use, are remembered."""
@@ -115,26 +135,17 @@ class Runtime:
         self._latest.append(tokens)
         return tokens
 
-    def _known(self, sequence: Tensor) -> tuple[Tokens, int]:
-        """The sequence that the op is called with, and its number; all layers of a batch bring the same one."""
+    def _known(self, sequence: Tensor) -> tuple[Tokens, str]:
+        """The sequence that the op is called with, and what tells it from others that look alike; all layers of a batch
+        bring the same one."""
         last = self._last
         if last is None or (last[0].data_ptr(), last[0].shape) != (sequence.data_ptr(), sequence.shape):
-            number, *marks = sequence.tolist()
+            number, data, *marks = sequence.tolist()
             self._begun += 1
+            name = f"sequence {number} of that kind" + (f", data with digest {data:08x}" if data else "")
             with self._making:
-                self._last = last = sequence, self._tokens(tuple(marks)), number
+                self._last = last = sequence, self._tokens(tuple(marks)), name
         return last[1:]
-
-    def note_data(self, ids: Tensor) -> None:
-        """Remember the first tokens, which all ranks should have in common: the first call compares them, so that a
-        loader that gives each rank other data is found before it trains anything."""
-        if self._data == 0 and self.world > 1 and ids.device.type != "meta":
-            self._data = int(digest(ids)) % 2**32
-
-    def _data_text(self) -> str:
-        """What the first call says of the data; nothing later on."""
-        data, self._data = self._data, None
-        return f", data with digest {data:08x}" if data else ""
 
     # --- sizes
 
@@ -155,6 +166,7 @@ class Runtime:
         """out, lse, the bytes that are kept for the backward pass, the call's number, by which that knows it, and the
         largest logits that this rank computed."""
         with self._alone():
+            self._forwards += 1
             job = self._job(FORWARD, q, k, v, sequence, call, None)
             kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
             q, k, v = map(job.wire.rounded, (q, k, v))
@@ -225,7 +237,7 @@ class Runtime:
         What ranks must agree on is in the detail, and so in the messages' tags: ranks that disagree about anything
         never take each other's messages.
         """
-        tokens, number = self._known(sequence)
+        tokens, name = self._known(sequence)
         key = (pass_, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call)
         ready = tokens.ready.get(key)
         if ready is None:
@@ -233,11 +245,10 @@ class Runtime:
                 tokens.ready.clear()
             tokens.ready[key] = ready = self._prepare(pass_, q, k, v, tokens, call)
         belongs = "" if of is None else f", backward of call {'.'.join(map(str, of.tolist()))}"
-        data = self._data_text()
-        detail = f"{ready.detail}, sequence {number} of that kind{belongs}{self._after}{data}"
+        detail = f"{ready.detail}, {name}{belongs}{self._after}"
         self.agreement.start(detail)
         keys = ready.signature, tokens.marks
-        if data or not self.agreement.knows(*keys):
+        if not self.agreement.knows(*keys):
             self.agreement.confirm(keys, None)
         scale, tag = call.scale_of(q.shape[3]), tag_of(f"{self.agreement.number} {detail}")
         tiles = partial(tokens.tiles, call, ready.kernel.costs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from startrail.agree import peer_errors
 from startrail.arguments import Call, wrong_kind, wrong_option
 from startrail.layout import Runs
 from startrail.mask import Mask
@@ -46,13 +48,27 @@ class Sequence:
     _name: str
     _tokens: Tokens
     _known_as: Tensor
-    _first: bool
+    _looked: int | None  # when its ids were looked at last, if they were
 
-    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor, first: bool) -> None:
+    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor) -> None:
+        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
+        self.__dict__.update(_name=name, _tokens=tokens, _looked=None)
+        self._be_known_as(known_as)
+
+    def _be_known_as(self, known_as: Tensor) -> None:
         # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
         known_as._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
-        self.__dict__.update(_name=name, _tokens=tokens, _known_as=known_as, _first=first)
+        self.__dict__["_known_as"] = known_as
+
+    def _look_at(self, ids: Tensor) -> None:
+        """Have the calls to come say which data they are on. A new tensor: backward passes still have the old one."""
+        number, before, *marks = self._known_as.tolist()
+        if (found := self.sp._runtime.look_at(ids, before != 0, self._looked)) is not None:
+            digest, looked = found
+            if looked is not None:
+                self.__dict__["_looked"] = looked
+            if digest != before:
+                self._be_known_as(torch.tensor((number, digest, *marks), device="cpu"))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Sequence cannot be changed: {name} stays as it is; make another with sp.sequence()")
@@ -76,7 +92,8 @@ class Sequence:
     # --- tokens
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """This rank's part of a tensor that every rank has whole, padded with ``pad_value`` where it must be.
+        """This rank's part of a tensor that every rank has whole, padded with ``pad_value`` where it must be. Zero is
+        right for ids, whose padding nobody looks at, but is a label like any other: ``shard_labels`` pads with -100.
 
         Differentiable: the gradient is this rank's share, zero elsewhere; sum it over the group for the whole.
         """
@@ -86,8 +103,8 @@ class Sequence:
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
                 f"has {self.length}"
             )
-        if self._first and x.dtype in IDS and not torch.compiler.is_compiling():
-            self.sp._runtime.note_data(x)
+        if x.dtype in IDS and not torch.compiler.is_compiling():
+            self._look_at(x)
         parts = []
         for chunk in layout.chunks[self.sp.rank]:
             start, count = layout.run(chunk)
@@ -115,13 +132,14 @@ class Sequence:
         """What all ranks have of every chunk, ``each`` tokens of it, in the order of the chunks."""
         held = [chunk for rank in self._tokens.layout.chunks for chunk in rank]
         if self.sp.group is not None and self.sp.world > 1:
-            x = funcol.wait_tensor(funcol.all_gather_single_autograd(x.contiguous(), dim, self.sp.group))
+            mine, group = x.contiguous(), self.sp.group
+            x = _together(lambda: funcol.all_gather_single_autograd(mine, dim, group), "gathering tokens")
         return [x.narrow(dim, held.index(chunk) * each, each) for chunk in range(len(held))]
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's labels of next tokens, from labels that stand where their tokens stand (most often the ids
         themselves): shifted over the whole sequence before it is cut, ``ignore_index`` where a document ends and where
-        there is padding.
+        there is padding. Labels that are shifted already belong in ``shard(labels, 1, -100)``.
 
         >>> from startrail import SequenceParallel
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).shard_labels(torch.tensor([[5, 6, 7, 8, 9]])).tolist()
@@ -207,6 +225,7 @@ class Sequence:
         softcap: float | None = None,
         return_lse: bool = False,
         return_largest: bool = False,
+        **unknown: object,
     ) -> Any:
         """Attention of the whole sequence, for this rank's queries.
 
@@ -222,7 +241,7 @@ class Sequence:
         exponentials (the sink's too), has gradients. With ``return_largest``, (out, largest): each head's largest
         logit over the whole batch and all ranks, without gradient. With both, (out, lse, largest).
         """
-        problem = wrong_kind(q, k, v, causal, window, scale, others)
+        problem = wrong_kind(q, k, v, causal, window, scale, others, unknown)
         if problem := problem or wrong_option(q, chunk, sinks, softcap, mask):
             self.sp.refuse(problem, self._known_as)
         if mask is not None and (causal, window, chunk) != (False, None, None):
@@ -251,7 +270,16 @@ class Sequence:
         largest = largest.detach().amax(0)
         if self.sp.group is None or self.sp.world == 1:
             return largest
-        return funcol.wait_tensor(funcol.all_reduce(largest, "max", self.sp.group))
+        group = self.sp.group
+        return _together(lambda: funcol.all_reduce(largest, "max", group), "the largest logits")
+
+
+def _together(collective: Callable[[], Tensor], what: str) -> Tensor:
+    """What a functional collective gives; ``what`` it is for, should a rank be gone."""
+    if torch.compiler.is_compiling():
+        return funcol.wait_tensor(collective())
+    with peer_errors(what):
+        return funcol.wait_tensor(collective())
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

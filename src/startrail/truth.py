@@ -23,8 +23,10 @@ from startrail.plan import Plan
 from startrail.sizes import Sizes
 
 # How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
-# them; with gradients of some inputs only; or with another call before it whose backward pass comes after.
-USES = ("plain", "strided", "q only", "k and v only", "interleaved")
+# them; with a cotangent that repeats a few numbers, as a sum of the output gives it; with gradients of some inputs
+# only; or with another call before it, whose backward pass comes after its own (nested) or before it (in turn).
+TWO_CALLS = ("nested", "in turn")
+USES = ("plain", "strided", "expanded", "q only", "k and v only", *TWO_CALLS)
 CPU = torch.device("cpu")
 FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
 
@@ -37,12 +39,22 @@ class Error(NamedTuple):
 
     @classmethod
     def of(cls, ours: Tensor, truth: Tensor) -> Error:
-        difference = (ours.double() - truth).abs()
+        ours = ours.double()
+        difference = (ours - truth).abs().masked_fill(ours == truth, 0.0)  # also where both are infinite
         return cls(difference.square().mean().sqrt().item(), difference.max().item())
 
     @classmethod
     def worse(cls, a: Error, b: Error) -> Error:
-        return cls(max(a.rms, b.rms), max(a.worst, b.worst))
+        return cls(larger(a.rms, b.rms), larger(a.worst, b.worst))
+
+
+def larger(a: float, b: float) -> float:
+    """The larger of two errors, NaN if one is: ``max`` may lose it.
+
+    >>> larger(1.0, float("nan")), larger(float("nan"), 1.0), larger(1.0, 2.0)
+    (nan, nan, 2.0)
+    """
+    return a if a >= b or a != a else b
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,17 @@ class Case:
         steps = Mask.from_slices(self.slices).steps
         return Mask(self.causal, self.window, self.documents, self.chunk, self.blocks, steps)
 
+    @property
+    def wants_largest(self) -> bool:
+        """Whether the largest logits are asked for: not always, since they cost as much again."""
+        return self.seed % 4 == 0
+
+    @property
+    def repeated(self) -> tuple[int, int, int, int]:
+        """The shape of the cotangent before it is expanded to the output's, where the use is "expanded"."""
+        dim = self.head_dim if self.value_dim is None else self.value_dim
+        return ((1, 1, 1, 1), (1, 1, 1, dim), (self.batch, self.q_heads, 1, 1), (self.batch, 1, 1, dim))[self.seed % 4]
+
     def parallel(self) -> SequenceParallel:
         """What runs it on this rank."""
         return SequenceParallel(
@@ -106,7 +129,8 @@ class Case:
 @dataclass
 class Data:
     """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None) and the float64 truth: by name the exact
-    results, SDPA's errors, and what float32 arithmetic may err whatever SDPA does.
+    results, SDPA's errors, and what float32 arithmetic may err whatever SDPA does; and each head's largest logit, if it
+    is asked for.
 
     dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
     returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
@@ -117,6 +141,7 @@ class Data:
     exact: dict[str, Tensor]
     yardstick: dict[str, Error]
     floor: dict[str, Error]
+    largest: Tensor | None
 
 
 def visible_pairs(case: Case) -> Tensor:
@@ -158,6 +183,8 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
         random(case.q_heads, dtype=wide) if case.sinks else None,
         random(*rows, dtype=wide) if case.lse else None,
     ]  # fmt: skip
+    if case.use == "expanded":  # written out: the kernels behind the truth may not know such strides
+        inputs[3] = random(*case.repeated).expand(*rows, value_dim).contiguous()
     mask = visible_pairs(case).to(device)
     exact = _dense(_as(inputs, torch.float64), mask, case.scale)
     truths = [(inputs, exact)]
@@ -176,7 +203,9 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
             for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale).items():
                 error = Error.of(x, true[name] if name == "dsinks" else true[name][:, :, order])
                 yardstick[name] = Error.worse(yardstick[name], error)
-    return Data(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float64), mask))
+    largest = _largest(case, _as(inputs, torch.float64), mask) if case.wants_largest else None
+    # float32 is enough for sizes of errors
+    return Data(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float32), mask), largest)
 
 
 def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
@@ -189,6 +218,12 @@ def coarser(case: Case) -> torch.dtype:
     """What the results can be no better than: the inputs' dtype or the wire's."""
     wire = case.wire_dtype or case.dtype
     return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
+
+
+def _largest(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> Tensor:
+    q, k = (x for x in inputs[:2] if x is not None)
+    scores = q @ k.repeat_interleave(case.q_heads // case.kv_heads, 1).mT * (case.scale or case.head_dim**-0.5)
+    return scores.masked_fill_(~mask, float("-inf")).amax((0, 2, 3))
 
 
 def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Error]:

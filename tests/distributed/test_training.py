@@ -352,9 +352,11 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_good(data, tm
 
 def test_ranks_that_see_other_data_end_in_one_error_on_all():
     def on_rank(rank):
-        check_same_data(100)
+        check_same_data(100, 7)
         with pytest.raises(ValueError, match=r"rank 1 sees 101 .* rank 0 sees 100: every node needs the same data"):
-            check_same_data(100 + rank)
+            check_same_data(100 + rank, 7)
+        with pytest.raises(ValueError, match=r"rank 1 sees other tokens or images than rank 0, though as many \(100\)"):
+            check_same_data(100, 7 + rank)
         return True
 
     assert run_local(on_rank, 2) == [True, True]

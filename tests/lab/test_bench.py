@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from startrail import lab
+from startrail.bench import measure
 from startrail.bench.__main__ import MACHINES, MINUTES, fitting, main, planned_seconds
 from startrail.bench.cases import (
     BOUND_BY_LINKS,
@@ -80,6 +81,15 @@ def test_peers_are_right(way, causal):
     data = make_data(work)
     mistakes = run_local(lambda rank: make_runner(peer, PAIR, work, data).mistake(), PAIR.world, deadline=50)
     assert mistakes == [None] * PAIR.world
+
+
+def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch):
+    """Also from a wheel, where there is no Makefile."""
+    monkeypatch.setattr(measure, "find_spec", lambda name: None)
+    texts = {peer.way: why_not(peer, PAIR, SMALL) for peer in PEERS if peer.way in measure.PACKAGES}
+    assert texts["ring-flash-attn"] == "ring-flash-attn is not installed (pip install 'startrail[bench]')"
+    assert texts.keys() == {"ring-flash-attn", "yunchang", "yunchang across", "deepspeed"}
+    assert all(text.endswith(" is not installed (pip install 'startrail[bench]')") for text in texts.values())
 
 
 @pytest.mark.parametrize("work", [GPT, DIT])

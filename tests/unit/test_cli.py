@@ -23,7 +23,11 @@ from tests.helpers import refusal
         (["check", "1x2", "--head-dim", "512"], "head dim 512 is more than 256"),
         (["check", "1x2", "--length", "0"], "length 0 must be at least 1"),
         (["check", "auto"], "plan auto needs --ranks"),
-        (["check", "40x50"], "plan 40x50 has 2,000 ranks, a process each; at most 256 are started on one machine"),
+        (["check", "40x50"], "2,000 ranks, a process each: at most 256 are started on one machine"),
+        (["train", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
+        (["verify", "no.such:thing", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
+        (["doctor", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
+        (["train", "gpt-nope", "--help"], "gpt-nope"),
         (["check", "1x2", "--length", "1000000"], "the float64 reference of 1,000,000 tokens 238418.6 GiB, but"),
         (["show", "auto"], "auto chooses a plan for a machine and a model: give --ranks and --heads"),
         (["show", "auto", "--ranks", "6", "--nodes", "4", "--heads", "8"], "--ranks 6 do not fill --nodes 4 evenly"),
@@ -42,7 +46,8 @@ def test_check_reports_errors_bytes_and_waiting(capsys):
 
 def test_check_takes_every_mask_at_once(capsys):
     argv = ["check", "1x2", "--causal", "--window", "9", "--documents", "0,30,64", "--length", "64", "--kv-heads", "2"]
-    assert main([*argv, "--dtype", "bfloat16", "--heads", "4", "--head-dim", "8"]) == 0
+    for wire in ("bfloat16", "float64"):
+        assert main([*argv, "--dtype", "bfloat16", "--wire-dtype", wire, "--heads", "4", "--head-dim", "8"]) == 0
 
 
 def test_show_keeps_lines_readable_whatever_the_plan(capsys, monkeypatch):

@@ -108,3 +108,27 @@ def test_the_kernels_traps_are_refused():
     assert CpuKernel(torch.float32).prepare(k[..., ::2]).stride(-1) == 1
     with pytest.raises(ValueError, match="no attention kernel for device"):
         kernel_for(torch.device("meta"), torch.float32, 64)
+
+
+@pytest.mark.parametrize(
+    "spoilt, value, bad",
+    [
+        # (dq, dk, dv) numbers that are not finite, of 64, 32 of them in the head that has the bad one
+        ("k", float("inf"), (32, 32, 32)),
+        ("q", float("nan"), (8, 32, 32)),  # one row, and so every key that it sees
+        ("v", float("inf"), (32, 32, 0)),  # weights do not depend on values
+        ("dout", float("nan"), (8, 32, 4)),
+    ],
+)
+def test_gradients_of_numbers_that_are_not_finite_come_out_as_in_one_process(spoilt, value, bad):
+    """ATen's kernel loses some of them, and gives others where there should be none."""
+    given = dict(zip(("q", "k", "v", "dout"), (x[:1] for x in tensors(4, heads=2, dim=8)), strict=True))
+    given["q"][0, 0, :, 0] = 1.0  # so that an infinite key is the largest of every row
+    given[spoilt][0, 0, 1, 0] = value
+    visible = tiles_of(Mask(), ((0, 4),), ((0, 4),))
+    kernel = CpuKernel(torch.float32)
+    q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
+    partial = kernel.forward(q, k, v, visible, 0.3)
+    out = stand_in_out(dout, (dout * partial.out).sum(-1))
+    grads = kernel.backward(dout, q, k, v, out, partial.lse.float(), visible, 0.3)
+    assert tuple((~grad.value.isfinite()).sum().item() for grad in grads) == bad

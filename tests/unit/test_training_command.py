@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -386,6 +387,55 @@ def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, cap
     said = capfd.readouterr().err.splitlines()
     assert said[0] == "startrail train: still waiting for rank 1 (silent for 0 s, in step 5)"
     assert "startrail train: rank 1 did not go on within 0.01 minutes (wait_minutes): silent for 1 s, in step 5" in said
+
+
+class Slow:
+    """A board in a store whose host can be stopped."""
+
+    world = 2
+
+    def __init__(self):
+        self.goes, self.signs = threading.Event(), []
+        self.goes.set()
+
+    def write(self, rank, beats, passed, step):
+        if beats > 0:
+            self.goes.wait()
+        self.signs.append(beats)
+
+
+def test_a_store_that_is_silent_is_named_and_left(monkeypatch, capfd):
+    left = threading.Event()
+    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2), ("AT_THE_END", 0.1)):
+        monkeypatch.setattr(watching, name, seconds)
+    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
+    board = Slow()
+    pulse = watching.Pulse(board, 1, None, "rank 0", limit=0.6)
+    for step in range(60):  # a rank that gets on does not mind
+        pulse.passed(step)
+        if step == 10:
+            board.goes.clear()
+        time.sleep(0.02)
+    assert capfd.readouterr().err == "" and not left.is_set()
+    assert left.wait(20)
+    pulse.end()
+    assert -1 not in board.signs
+    board.goes.set()
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("startrail train: still waiting for rank 0, which holds the store (silent for ")
+    assert said[1].startswith(
+        "startrail train: rank 0, which holds the store, did not go on within 0.01 minutes (wait_minutes): silent for "
+    )
+
+
+def test_the_last_sign_of_a_rank_is_that_it_has_ended():
+    """A beat that is under way meanwhile comes first, or a rank that has finished would look silent."""
+    board = Slow()
+    board.goes.clear()
+    threading.Timer(0.1, board.goes.set).start()
+    watching.Pulse(board, 0).end()
+    time.sleep(0.2)
+    assert board.signs[-1] == -1, board.signs
 
 
 WITHOUT = """

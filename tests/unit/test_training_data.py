@@ -74,6 +74,14 @@ def test_an_epoch_has_every_window_once_and_labels_are_the_next_tokens(folder):
     assert epochs[0] != epochs[1] != sorted(epochs[1])
 
 
+def test_other_tokens_have_another_digest(tmp_path):
+    file, made = tmp_path / "text", []
+    for content in (bytes(1000), bytes(1000), bytes(700) + b"x" + bytes(299)):
+        file.write_bytes(content)
+        made.append(text_data(str(file), length=10).digest())
+    assert made[0] == made[1] != made[2]
+
+
 def test_the_last_token_of_all_has_no_label(tmp_path):
     file = tmp_path / "ten"
     file.write_bytes(bytes(range(10)))

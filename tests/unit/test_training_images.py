@@ -99,6 +99,8 @@ def test_a_folder_without_subfolders_a_glob_and_a_file_are_one_class(tmp_path):
     for source, images in ((tmp_path, 3), (tmp_path / "[01].png", 2), (tmp_path / "2.png", 1)):
         data = image_data(source, size=4, patch=4)
         assert (data.num_classes, data.num_samples) == (1, images)
+    digests = [image_data(tmp_path / f"[{which}].png", size=4, patch=4).digest() for which in ("01", "01", "02")]
+    assert digests[0] == digests[1] != digests[2], "other files, as many"
 
 
 def test_many_images_are_held_out_whole_and_few_by_their_right_quarter(tmp_path):

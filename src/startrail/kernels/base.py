@@ -63,6 +63,12 @@ class Kernel(ABC):
         """What computes the tiles of a block with these values: ``forward_tile``, unless it cannot."""
         return self.forward_tile
 
+    def backward_of(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
+        """The same for ``backward_tile``."""
+        return self.backward_tile
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
     ) -> Partial:
@@ -102,6 +108,7 @@ class Kernel(ABC):
             into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
         widths = q.shape[3], k.shape[3], v.shape[3]
         q, k, v, dout, out = _as_wide(q, k, v, dout, out)
+        backward_tile = self.backward_of(dout, q, k, v, lse)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             look, flip = _look_at(tile, q.device, scale)
@@ -109,7 +116,7 @@ class Kernel(ABC):
             kt, vt = _part(k, keys), _part(v, keys)
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
-            grads = self.backward_tile(dt, qt, kt, vt, ot, lt, look)
+            grads = backward_tile(dt, qt, kt, vt, ot, lt, look)
             for total, grad, part, width in zip(into, grads, (rows, keys, keys), widths, strict=True):
                 total.add((grad.flip(2) if flip else grad)[..., :width], part, fresh=True)
         return into
@@ -134,7 +141,7 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
 
     It lets a row travel with one number instead of its whole output. The sum is put where dout is largest, so that the
     kernel has nothing to round when it adds the row up again; in a half-precision dtype, the next two largest take what
-    rounding left over. A row with dout = 0 has delta = 0.
+    rounding left over. A row with dout = 0 has delta = 0. Where delta is not finite, the sum is NaN.
 
     >>> stand_in_out(torch.tensor([3.0, 4.0]), torch.tensor(5.0))
     tensor([0.0000, 1.2500])
@@ -147,7 +154,7 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     for _ in range(picks):
         place = size.argmax(-1, keepdim=True)
         value = dout.gather(-1, place).to(delta.dtype)
-        part = (rest / value).clamp(-limit, limit).where(value != 0, 0).to(dout.dtype)
+        part = (rest / value).clamp(-limit, limit).where(value != 0, 0).where(rest.isfinite(), torch.nan).to(dout.dtype)
         out.scatter_(-1, place, part)
         size = size.scatter(-1, place, -1)  # so that it is not chosen again
         rest = rest - value * part

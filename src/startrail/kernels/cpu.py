@@ -6,7 +6,8 @@ on CPUs without matrix units, up to ten times slower in the backward, and round 
 Traps of the ATen op, all kept away from it here or by the caller: an empty side kills the process, a gap in the last
 dimension and a head ratio that is not whole give wrong numbers without a word, and a row that sees nothing returns
 lse = 0. ``prepare`` closes the gaps, ``check_block`` refuses the rest, and tiles never contain a row that sees nothing.
-It also returns lse = 0 for logits that are all -inf, and loses NaN: blocks with such values take plain math.
+It also returns lse = 0 for logits that are all -inf, and loses NaN: blocks with such values take plain math, and so do
+their gradients.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ class CpuKernel(Kernel):
         finite = (q.sum() + k.sum()).isfinite()  # a sum that overflows is no harm
         return self.forward_tile if finite else _plain_math
 
+    def backward_of(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
+        total = dout.sum() + q.sum() + k.sum() + v.sum() + lse.clamp(min=0).sum()  # padding has lse = -inf
+        return self.backward_tile if total.isfinite() else _plain_math_backward
+
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
         return _forward(q, k, v, 0.0, look.causal, attn_mask=_additive(look.mask, q.dtype), scale=look.scale)
@@ -53,6 +60,13 @@ class CpuKernel(Kernel):
 
 def _plain_math(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
     return ReferenceKernel().forward_tile(q.double(), k.double(), v.double(), look)
+
+
+def _plain_math_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, lse = (x.double() for x in (dout, q, k, v, out, lse))
+    return ReferenceKernel().backward_tile(dout, q, k, v, out, lse, look)
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -24,6 +24,7 @@ class ReferenceKernel(Kernel):
     def backward_tile(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = lse.masked_fill(lse.isposinf(), torch.nan)  # of no use to any weight of its row, as softmax has it
         weights = (_scores(q, k, look) - lse.unsqueeze(-1)).exp()
         delta = (dout * out).sum(-1, keepdim=True)
         dscores = weights * (dout @ _for_queries(v, q).mT - delta) * look.scale

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from startrail.agree import PeerError
 from startrail.texts import gather_texts
 
 
@@ -42,17 +41,19 @@ def agree(problem: str | None, error: type[Exception] = ValueError) -> None:
         raise error("; ".join(f"rank {members[0]}: {text}" for text, members in ranks.items()))
 
 
-def lost_peer(error: RuntimeError) -> bool:
-    """Whether a rank failed because another did: gloo has no exception of its own for that."""
-    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)
-
-
-def check_same_data(size: int) -> None:
-    """``ValueError`` on all ranks unless they see as much data: a node with other files would train on other texts."""
-    sizes = [int(text) for text in gather_texts(str(size))]
-    other = next((rank for rank, found in enumerate(sizes) if found != sizes[0]), None)
+def check_same_data(size: int, digest: int) -> None:
+    """``ValueError`` on all ranks unless they see as much data, and the same in all places that ``digest`` is of: a
+    node with other files would train on other texts."""
+    found = [tuple(map(int, text.split())) for text in gather_texts(f"{size} {digest}")]
+    for rank, (theirs, _) in enumerate(found):
+        if theirs != found[0][0]:
+            raise ValueError(
+                f"rank {rank} sees {theirs:,} tokens or images to train on, rank 0 sees {found[0][0]:,}: every node "
+                "needs the same data"
+            )
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
         raise ValueError(
-            f"rank {other} sees {sizes[other]:,} tokens or images to train on, rank 0 sees {sizes[0]:,}: "
-            "every node needs the same data"
+            f"rank {other} sees other tokens or images than rank 0, though as many ({size:,}): every node needs the "
+            "same data"
         )

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,10 +51,9 @@ def overrides(arguments: Sequence[str]) -> dict[str, str]:
 
 def fields_text(arguments: Sequence[str] = ()) -> str:
     """What can be set, with the values of the recipe in ``arguments``: for ``startrail train [RECIPE] --help``."""
-    try:
+    recipe = find(arguments[0] if _names_recipe(arguments) else DEFAULT)
+    with suppress(ValueError):  # a mistake in a field is told when it is to run
         recipe = _recipe_of([argument for argument in arguments if argument not in ("-h", "--help")])
-    except ValueError:
-        recipe = find(DEFAULT)
     shown = [item for item in fields(Recipe) if "meaning" in item.metadata]
     lines = [f"  --{item.name:17s} {item.metadata['meaning']} [{_value(recipe, item.name)}]" for item in shown]
     for model, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
@@ -75,9 +75,13 @@ def _value(holder: object, name: str) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
+def _names_recipe(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and not arguments[0].startswith("-")
+
+
 def _recipe_of(arguments: Sequence[str]) -> Recipe:
     """``[RECIPE] [--FIELD VALUE ...]``."""
-    named = bool(arguments) and not arguments[0].startswith("-")
+    named = _names_recipe(arguments)
     return find(arguments[0] if named else DEFAULT).with_(overrides(arguments[named:]))
 
 
@@ -99,7 +103,9 @@ def _start(recipe: Recipe) -> int:
     """Fork local ranks, pass signals on to them, and report what they say."""
     import torch
 
-    from startrail.local import RankError, run_local
+    from startrail.local import RankError, check_ranks, run_local
+
+    check_ranks(recipe.ranks)
     from startrail.training import loop  # noqa: F401, here once, rather than on every rank
     from startrail.training.joining import group_timeout
     from startrail.training.stopping import Stop
@@ -141,7 +147,7 @@ def _join(recipe: Recipe) -> int:
     """Be the rank that torchrun says."""
     import torch.distributed as dist
 
-    from startrail.training.joining import JoinError, device_of_rank, join
+    from startrail.training.joining import JoinError, device_of_rank, holder_of_store, join
     from startrail.training.stopping import Stop
     from startrail.training.watching import Pulse, Watch, say_or_leave
 
@@ -152,7 +158,8 @@ def _join(recipe: Recipe) -> int:
         except JoinError as error:
             return _end((FAILED, str(error)), stop)
         rank, watch = dist.get_rank(), Watch(board, 60 * recipe.wait_minutes)
-        result = _run(recipe, device, stop, Pulse(board, rank, lambda: say_or_leave(watch, rank)))
+        pulse = Pulse(board, rank, lambda: say_or_leave(watch, rank), holder_of_store(), watch.limit)
+        result = _run(recipe, device, stop, pulse)
         if rank:
             result = result[0], ""  # the first rank has said it
         if result[0] == FAILED:
@@ -167,7 +174,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, pulse: Pulse) -> tupl
     """One rank's life: the exit code, and what to say if it is not 0."""
     import torch.distributed as dist
 
-    from startrail.training.all_ranks import lost_peer
+    from startrail.agree import lost_peer
     from startrail.training.display import make_display
     from startrail.training.loop import Trainer
     from startrail.training.saving import TrainingError

@@ -17,6 +17,7 @@ works on the same images: to resume is to go on with the next index.
 from __future__ import annotations
 
 import importlib.util
+import zlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import lru_cache
@@ -130,6 +131,11 @@ class ImageData:
         left, top = x * (image.width - side), y * (image.height - side)
         crop = _pixels(image.resize((self._size, self._size), box=(left, top, left + side, top + side)))
         return (crop.flip(2) if flip < 0.5 else crop) / 127.5 - 1, label
+
+    def digest(self) -> int:
+        """A number that other files would hardly ever have, by the names and sizes of some of them."""
+        files = [file for file, _ in self._images[:: max(1, self.num_samples // 1024)]]
+        return zlib.crc32(repr([names_of(files), *(file.stat().st_size for file in files)]).encode())
 
     def describe(self) -> str:
         """One line: the images, the classes and the sequence they make."""

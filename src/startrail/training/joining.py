@@ -55,6 +55,12 @@ def group_timeout(limit: float) -> float:
     return max(1800.0, 2 * limit)
 
 
+def holder_of_store() -> str:
+    """Who keeps the store in which ranks meet: torchrun's own process, or the first rank."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "the first launcher" if shared else "rank 0"
+
+
 class StoreBoard:
     """For ranks anywhere: entries of the store in which they met, over a connection of their own."""
 

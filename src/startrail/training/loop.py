@@ -59,7 +59,7 @@ class Trainer:
         recipe.check_world(self.world)
         mesh = data_by_sequence(recipe.data_parallel, device.type)
         self.data_rank = mesh["data"].get_local_rank()
-        problem = None
+        problem, data = None, 0
         try:
             _check_apart(recipe)
             config = recipe.config
@@ -74,13 +74,14 @@ class Trainer:
             )
             self.task: Any = make_task(recipe, self.sp, device)
             self.about = self.task.describe() if self.lead else ""
+            data = self.task.data_digest
             first = self.task.load(0)  # on every rank: all must make the same sequences
             self.expected = estimate(recipe, self.task, self.world, first) if self.lead else NOTHING
             self.traffic = self._promised()
         except ValueError as error:
             problem = str(error)
         agree(problem)
-        check_same_data(self.task.data_size)
+        check_same_data(self.task.data_size, data)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
         self.begin = self.checkpoints.prepare(self.expected.checkpoint * (self.world if recipe.zero else 1))
         self.records = self._records()

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail.agree import peer_errors
 from startrail.first_steps import STEPS, check_same_parameters, digest
 
 BUCKET_BYTES = 32 * 2**20
@@ -112,7 +113,8 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     """
     totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in (loss_sum, count)])
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(totals, group=group)
+        with peer_errors("global_mean"):
+            dist.all_reduce(totals, group=group)
     everywhere, counted = totals[0], totals[1].clamp(min=1)
     share = loss_sum / counted.to(loss_sum.dtype)
     return share + ((everywhere / counted).to(share.dtype) - share).detach()
@@ -132,6 +134,7 @@ def gradient_factor(model: torch.nn.Module) -> int:
     return max(meshes, default=1)
 
 
+@peer_errors("sum_gradients")
 def sum_gradients(
     parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None, check: bool = True
 ) -> None:

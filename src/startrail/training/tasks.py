@@ -68,7 +68,12 @@ class Task(Generic[Model, Batch]):
 
     @property
     def data_size(self) -> int:
-        """How much there is to learn from: the same number means, in all likelihood, the same data."""
+        """How much there is to learn from."""
+        raise NotImplementedError
+
+    @property
+    def data_digest(self) -> int:
+        """A number that is another, in all likelihood, if other data is to be learnt from."""
         raise NotImplementedError
 
     def loss_sum(self, model: Model, batch: Batch) -> Tensor:
@@ -106,6 +111,10 @@ class TextTask(Task[GPT, TextBatch]):
     @property
     def data_size(self) -> int:
         return self.data.num_tokens
+
+    @property
+    def data_digest(self) -> int:
+        return self.data.digest()
 
     def loss_sum(self, model: GPT, batch: TextBatch) -> Tensor:
         attention = partial(batch.sequence.attention, causal=True)
@@ -179,6 +188,10 @@ class ImageTask(Task[DiT, NoisyImages]):
     @property
     def data_size(self) -> int:
         return self.data.num_samples
+
+    @property
+    def data_digest(self) -> int:
+        return self.data.digest()
 
     def loss_sum(self, model: DiT, batch: NoisyImages) -> Tensor:
         positions, attention = batch.sequence.positions(self.device), batch.sequence.attention

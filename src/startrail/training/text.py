@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from startrail.first_steps import digest
 from startrail.sequence import Sequence
 from startrail.training.seeds import generator_of
 from startrail.training.sources import check_count, check_split, find_files, names_of
@@ -160,6 +161,13 @@ class TextData:
         entropy = -(share * share.log()).sum().item()
         of = "" if counted == self.num_tokens else f" (of the first {counted:,})"
         return f"{self._what()}, unigram entropy {entropy:.3f} nats/{self._unit}{of}"
+
+    def digest(self) -> int:
+        """A number that other tokens would hardly ever have; looks at some in 16 places."""
+        apart = -(-self.num_tokens // 16)
+        places = range(0, self.num_tokens, apart)
+        found = [self._stream.read(start, min(start + min(apart, 4096), self.num_tokens)) for start in places]
+        return int(digest(torch.cat(found)))
 
     def _what(self) -> str:
         files = len({(document.path, document.start) for document in self._stream.documents})

@@ -26,6 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from startrail.watch import AT_THE_END, run_within
+
 PATIENCE = 5.0  # seconds before anybody is missed
 BEGINNING = 20.0  # seconds before a rank is missed that is still to begin: many may share few cores
 AGAIN = 60.0  # seconds between lines about the same ranks
@@ -103,7 +105,7 @@ class Watch:
         how = f"{'silent' if silent else 'behind'} for {since:.0f} s, {self._where(signs)}"
         who = names(self.missing)
         if since > self.limit:
-            self.over = f"{who} did not go on within {self.limit / 60:g} minutes (wait_minutes): {how}"
+            self.over = over(who, self.limit, how)
             return None
         if self._said[0] == self.missing and now - self._said[1] < AGAIN:
             return None
@@ -126,16 +128,27 @@ def names(ranks: list[int]) -> str:
 class Pulse:
     """One rank's signs: a thread shows that it lives, and ``passed`` how far it is. Without a board, nothing.
 
-    ``look`` is called with every beat while the rank itself does not get on, in the rank's thread for this.
+    ``look`` is called with every beat while the rank itself does not get on, in the rank's thread for this. Where the
+    board is in a store, its host may hang, and with it that thread: ``holder`` says who that is. Another thread then
+    says so while the rank does not get on, and leaves after ``limit`` seconds.
     """
 
-    def __init__(self, board: Board | None = None, rank: int = 0, look: Callable[[], None] | None = None) -> None:
-        self._board, self._rank, self._look = board, rank, look
+    def __init__(
+        self,
+        board: Board | None = None,
+        rank: int = 0,
+        look: Callable[[], None] | None = None,
+        holder: str = "",
+        limit: float = float("inf"),
+    ) -> None:
+        self._board, self._rank, self._look, self._holder, self._limit = board, rank, look, holder, limit
         self._beats = self._passed = self._step = 0
-        self._passed_at, self._ended = time.monotonic(), threading.Event()
-        if board is not None:
-            self._beat()
-            threading.Thread(target=self._live, daemon=True).start()
+        self._passed_at = self._answered_at = time.monotonic()
+        self._ended = threading.Event()
+        tasks = () if board is None else (self._live, self._guard) if holder else (self._live,)
+        self._threads = [threading.Thread(target=task, name="startrail-pulse", daemon=True) for task in tasks]
+        for thread in self._threads:
+            thread.start()
 
     def passed(self, step: int) -> None:
         """This rank is at the next of the places that all ranks pass in the same order."""
@@ -144,31 +157,60 @@ class Pulse:
     def end(self) -> None:
         """Nobody need wait for this rank any more."""
         self._ended.set()
-        if self._board is not None:
+        for thread in self._threads:
+            thread.join(AT_THE_END)
+        board, silent = self._board, any(thread.is_alive() for thread in self._threads)
+        if board is not None and not silent:  # behind the last beat, which would take it back
             with suppress(RuntimeError):
-                self._board.write(self._rank, -1, self._passed, self._step)
-
-    def _beat(self) -> None:
-        assert self._board is not None
-        self._beats += 1
-        self._board.write(self._rank, self._beats, self._passed, self._step)
+                run_within(AT_THE_END, lambda: board.write(self._rank, -1, self._passed, self._step))
 
     def _live(self) -> None:
+        assert self._board is not None
         with suppress(RuntimeError):  # the store is gone with its host: what waits has deadlines of its own
-            while not self._ended.wait(BEAT):
-                self._beat()
+            while not self._ended.is_set():
+                self._beats += 1
+                self._board.write(self._rank, self._beats, self._passed, self._step)
                 if self._look is not None and time.monotonic() - self._passed_at > PATIENCE:
                     self._look()
+                self._answered_at = time.monotonic()
+                self._ended.wait(BEAT)
+
+    def _guard(self) -> None:
+        says = self._rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"  # one of every node, and of the first
+        who, said_at = f"{self._holder}, which holds the store", float("-inf")
+        while not self._ended.wait(BEAT):
+            now = time.monotonic()
+            silent = now - self._answered_at
+            stuck = min(silent, now - self._passed_at)  # without the store, a rank may well get on
+            how = f"silent for {silent:.0f} s, in step {self._step}"
+            if stuck > self._limit:
+                leave(over(f"{who},", self._limit, how) if says else "")
+            elif stuck > PATIENCE and now - said_at > AGAIN and says:
+                said_at = now
+                say(f"still waiting for {who} ({how})")
+
+
+def over(who: str, limit: float, how: str) -> str:
+    return f"{who} did not go on within {limit / 60:g} minutes (wait_minutes): {how}"
+
+
+def say(text: str) -> None:
+    print(f"startrail train: {text}", file=sys.stderr, flush=True)
+
+
+def leave(text: str = "") -> None:
+    """At once: the main thread is deep inside a collective, and cannot be told."""
+    if text:
+        say(text)
+    os._exit(1)
 
 
 def say_or_leave(watch: Watch, rank: int) -> None:
-    """For ranks that no parent watches: the first one that is there says who is missing; all leave when it is too late.
-
-    They leave at once: their main threads are deep inside a collective, and cannot be told.
-    """
+    """For ranks that no parent watches: the first one that is there says who is missing; all leave when it is too
+    late."""
     text = watch.look()
     says = rank == min(set(range(watch.board.world)) - set(watch.missing), default=rank)
-    if (watch.over or text) and says:
-        print(f"startrail train: {watch.over or text}", file=sys.stderr, flush=True)
+    if text and says:
+        say(text)
     if watch.over:
-        os._exit(1)
+        leave(watch.over if says else "")
