@@ -34,8 +34,20 @@ PLANS = {
         "u2/star2",
     ],
     9: ["1x9", "3x3", "star3", "3x1/1x3", "1x3/u3"],
-    12: ["1x12", "3x4", "star2", "2x3/u2", "1x3/2x1/u2", "u3/2x2", "2x1/u3/1x2", "u3/star2"],
-    16: ["1x16", "4x4", "star4", "2x2/2x2", "2x2/u4", "star2/u4", "2x1/1x2/2x2", "u4/2x2", "u2/2x2/u2", "u4/star2"],
+    12: ["1x12", "3x4", "star2", "2x3/u2", "1x3/2x1/u2", "u3/2x2", "2x1/u3/1x2", "u2/1x3/u2", "u3/star2"],
+    16: [
+        "1x16",
+        "4x4",
+        "star4",
+        "2x2/2x2",
+        "2x2/u4",
+        "star2/u4",
+        "2x1/1x2/2x2",
+        "u4/2x2",
+        "u2/2x2/u2",
+        "1x2/u2/2x2",
+        "u4/star2",
+    ],
 }
 VARIANTS = ["keep=queries", "keep=all", "backward=queries", "groups=2", "keep=all,groups=2"]
 
