@@ -165,7 +165,7 @@ def lifted_rows(dout: Tensor, delta: Tensor) -> Tensor:
     """``dout`` with a number in every row in which ``delta`` would otherwise have nothing to stand on.
 
     With a cotangent of lse, delta need not be zero where dout is. Such a row gets one number that is so much smaller
-    than delta that all it adds to a gradient is lost in rounding.
+    than delta that all it adds to a gradient is lost in rounding. A delta that is not finite needs none.
 
     >>> lifted_rows(torch.zeros(1, 2), torch.ones(1)).tolist() == [[2.0**-46, 0.0]]
     True
@@ -176,7 +176,7 @@ def lifted_rows(dout: Tensor, delta: Tensor) -> Tensor:
     size, place = dout.abs().max(-1, keepdim=True)
     wanted = delta.unsqueeze(-1) * part
     number = wanted.abs().clamp(min=least).copysign(wanted).to(dout.dtype)
-    number = number.where((size < wanted.abs()) & (wanted != 0), dout.gather(-1, place))
+    number = number.where((size < wanted.abs()) & wanted.isfinite(), dout.gather(-1, place))
     return dout.scatter(-1, place, number)
 
 
