@@ -9,6 +9,7 @@ finds out after its next wait, or at the end of its pass.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -103,6 +104,8 @@ class Watch:
         self.lanes, self.reason = waits.lanes, waits.agreement.reason
         self.under_way: deque[Transfer] = deque()
         self.comparisons: deque[Comparison] = deque()
+        # torch has nothing else by which a work says that it failed
+        warnings.filterwarnings("ignore", message="Work::exception API is being deprecated")
 
     def begin(self, digest: int) -> None:
         """A pass begins: find out meanwhile whether it is the same one everywhere."""
