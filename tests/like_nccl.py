@@ -6,11 +6,16 @@
 - Nothing lands before its work's ``wait()``; until then a receive's buffer holds NaN in every floating dtype.
 - What is sent may be read until ``wait()``: whoever has written to it meanwhile sent garbage, and is told so.
 - ``wait()`` never times out, and raises for the mistakes above alone: a dead peer is not noticed. ``abort()`` ends it.
+- A work that failed (``break_with``) is *completed*, and its bytes never came; ``exception()`` says so, ``wait()`` not.
+- ``shutdown()`` waits for everything under way, for ever if need be, unless ``abort()`` came first.
+- ``abort()`` waits for all that the GPU does: with two groups of a rank that hang, aborting one ends only once the
+  other is being aborted, too (NVIDIA/nccl#1013).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from datetime import timedelta
 
@@ -19,6 +24,7 @@ import torch.distributed as dist
 
 NAME = "like_nccl"
 FOREVER = timedelta(hours=10)
+GROUPS: list[LikeNccl] = []  # of this rank
 
 
 class Batch:
@@ -30,6 +36,7 @@ class Batch:
         self.landing: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.over = threading.Event()
+        self.error: RuntimeError | None = None
         self.waited = False
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,11 +52,14 @@ class Batch:
     def is_completed(self) -> bool:
         return self.over.is_set()
 
+    def exception(self) -> RuntimeError | None:
+        return self.error
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         while not self.over.wait(0.2):
             if self.group.aborted.is_set():
                 return True
-        if self.waited:
+        if self.waited or self.error is not None:
             return True
         self.waited = True
         for x, copy in self.sent:
@@ -70,6 +80,10 @@ class LikeNccl(dist.ProcessGroup):
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
         self.open: Batch | None = None
         self.aborted = threading.Event()
+        self.broken: str | None = None
+        self.story: list[str] = []  # what became of it
+        self.under_way = 0
+        GROUPS.append(self)
         self.queue: deque[Batch] = deque()
         self.filled = threading.Condition()
         threading.Thread(target=self._progress, daemon=True).start()
@@ -86,11 +100,20 @@ class LikeNccl(dist.ProcessGroup):
                     work.wait()
             except RuntimeError:  # a peer is gone, which NCCL would not notice
                 return
+            if self.broken:
+                batch.error = RuntimeError(self.broken)
+            with self.filled:
+                self.under_way -= 1
             batch.over.set()
+
+    def break_with(self, text: str) -> None:
+        """Whatever ends from now on has failed: a link is gone, say."""
+        self.broken = text
 
     def _launch(self, batch: Batch) -> Batch:
         with self.filled:
             self.queue.append(batch)
+            self.under_way += 1
             self.filled.notify()
         return batch
 
@@ -149,9 +172,15 @@ class LikeNccl(dist.ProcessGroup):
         return self._launch(batch)
 
     def abort(self) -> None:
+        self.story.append("abort")
         self.aborted.set()
+        while any(group.under_way and not group.aborted.is_set() for group in GROUPS):
+            time.sleep(0.01)
 
     def shutdown(self) -> None:
+        self.story.append("shutdown")
+        while self.under_way and not self.aborted.is_set():
+            time.sleep(0.01)
         self.aborted.set()
 
     def getBackendName(self) -> str:  # noqa: N802, torch asks for it under this name

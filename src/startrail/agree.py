@@ -243,7 +243,7 @@ class Agreement:
         self._wait = wait, time.monotonic()
 
     def arrived(self) -> None:
-        self._wait = None
+        self._wait = self._reminded = None
 
     def reason(self) -> Exception | None:
         """After a wait has failed: what the board knows of why."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from startrail.kernels.streams import stream_of
+
 KEPT_PASSES = 64
 KEPT_VIEWS = 8
 
@@ -89,8 +91,3 @@ class BufferPool:
             self._free[key] = kept
             if not kept:
                 del self._free[key]
-
-
-def stream_of(device: torch.device) -> int:
-    """What tells the current stream of a device apart from its others; a CPU has one."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -28,6 +28,8 @@ from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence as SplitSequence
 from startrail.truth import CPU, TWO_CALLS, Case, Data, Error, coarser, larger, make_data
 
+Plans = dict[tuple[object, ...], SequenceParallel]
+
 
 def check_room(case: Case) -> None:
     """``ValueError`` if this machine has not the memory for so many ranks, or for the dense reference."""
@@ -217,20 +219,21 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
 
 def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
     """Cases in turn on this rank of the default process group."""
-    plans: dict[tuple[object, ...], SequenceParallel] = {}
+    plans: Plans = {}
     reports = []
     for case, inputs in zip(cases, data, strict=True):
-        key = (
-            case.plan,
-            case.layout,
-            case.wire_dtype,
-            *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
-        )
-        if key not in plans:
-            plans[key] = case.parallel()
-        reports.append(check_on_rank(case, inputs, plans[key]))
+        reports.append(check_on_rank(case, inputs, parallel_for(case, plans)))
         dist.barrier()
     return reports
+
+
+def parallel_for(case: Case, plans: Plans) -> SequenceParallel:
+    """What runs a case on this rank; one for all cases that can share it."""
+    heads = (case.q_heads, case.kv_heads) if case.plan == "auto" else ()
+    key = (case.plan, case.layout, case.wire_dtype, *heads)
+    if key not in plans:
+        plans[key] = case.parallel()
+    return plans[key]
 
 
 def where(device: torch.device, cases: Sequence[Case]) -> str:

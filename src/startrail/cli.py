@@ -233,7 +233,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from startrail.check import check_cases, check_room, where
     from startrail.first_look import check_on_group, table, typical_cases
     from startrail.local import RankError
-    from startrail.training.joining import device_of_rank, join
+    from startrail.training.joining import JoinError, device_of_rank, join
     from startrail.truth import Case
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
@@ -263,16 +263,16 @@ def _check(arguments: argparse.Namespace) -> int:
     case.validate()
     cases = typical_cases(case) if arguments.plan == "all" else [case]
     device, rank = torch.device("cpu"), 0
-    if launched:
-        device, rank = device_of_rank("auto"), int(os.environ["RANK"])
-        join(device, arguments.deadline)
-        reports = check_on_group(cases, device)
-    else:
-        try:
+    try:
+        if launched:
+            device, rank = device_of_rank("auto"), int(os.environ["RANK"])
+            join(device, arguments.deadline)
+            reports = check_on_group(cases, device)
+        else:
             reports = check_cases(cases, arguments.deadline)
-        except RankError as error:
-            print(f"startrail check: {error}", file=sys.stderr)
-            return 1
+    except (RankError, JoinError) as error:
+        print(f"startrail check: {error}", file=sys.stderr)
+        return 1
     if rank == 0:
         one = len(cases) == 1
         print(reports[0].text(case, device) if one else f"{where(device, cases)}\n\n{table(cases, reports)}")

@@ -10,7 +10,6 @@ import sys
 import time
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -114,16 +113,10 @@ def _kernels() -> list[str]:
         name = str(dtype).removeprefix("torch.")
         try:
             kernel = kernel_for(device, dtype, 128)
-            lines.append(f"{name} on {device.type}: {kernel.name} ({_reason(device)})")
+            lines.append(f"{name} on {device.type}: {kernel.name} ({kernel.why})")
         except ValueError as error:
             lines.append(f"{name} on {device.type}: none ({error})")
     return lines
-
-
-def _reason(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "ATen's flash kernel for CPUs; half precision computes in float32 here"
-    return "flash-attn is installed" if find_spec("flash_attn") else "ATen's own, since flash-attn is not installed"
 
 
 def _backends() -> list[str]:

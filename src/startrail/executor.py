@@ -6,7 +6,6 @@ program. Transfers are posted before the blocks that hide them and waited for wh
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,17 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from startrail.agree import PATIENCE, Agreement, PeerError
+from startrail.agree import PATIENCE, Agreement
 from startrail.buffers import Buffer, BufferPool
 from startrail.compiled import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.counters import Counters
 from startrail.exchange import Exchange
 from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
+from startrail.kernels.streams import on_device
 from startrail.lanes import Lanes, Message
 from startrail.mask import Tile
 from startrail.schedule.build import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
-from startrail.under_way import DISAGREE, UnderWay, Watch
+from startrail.under_way import UnderWay, Waits, Watch
 from startrail.watch import watch
 from startrail.wire import Wire
 
@@ -71,21 +71,33 @@ class Executor:
     since its lanes may be closed and its buffers still be written to."""
 
     def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
-        self._lanes, self.agreement, self.counters = lanes, agreement, counters
+        self._waits = None if lanes is None else Waits(lanes, agreement, counters)
+        self.counters = counters
         self.pool = BufferPool()
-        self.watch = Watch(lanes, agreement.reason) if lanes is not None and lanes.watched else None
+        self.running = False  # whether a pass has begun and not ended
+        self.watch = Watch(self.waits) if lanes is not None and lanes.watched else None
         if self.watch is not None:
             watch(self.watch, PATIENCE / 4)
 
     @property
     def device(self) -> torch.device | None:
         """The device that the lanes are for; None where there are none."""
-        return None if self._lanes is None else self._lanes.device
+        return None if self._waits is None else self._waits.lanes.device
+
+    @property
+    def waits(self) -> Waits:
+        assert self._waits is not None, "one rank alone has nobody to talk to"
+        return self._waits
 
     @property
     def lanes(self) -> Lanes:
-        assert self._lanes is not None, "one rank alone has nobody to talk to"
-        return self._lanes
+        return self.waits.lanes
+
+    def give_up(self, error: BaseException) -> None:
+        """After an error, before it is dropped. Where waits never fail, transfers that may never end are ended: those
+        of a pass that broke off, and all if a peer may be gone. Without either, those of earlier passes arrive."""
+        if self.watch is not None and (self.running or not isinstance(error, ValueError)):
+            self.watch.give_up()
 
     def run(
         self, job: Job, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
@@ -95,10 +107,17 @@ class Executor:
         ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. Returns local results by
         kind: out = (lse, out), dq, dkv = (dk, dv).
         """
+        with on_device(job.device):
+            return self._run(job, program, inputs, kept)
+
+    def _run(
+        self, job: Job, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+    ) -> dict[str, tuple[Tensor, ...]]:
         if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers move on")
         total, device = self.counters.total, job.device
         start = total.start(device)
+        self.running = True
         if self.watch is not None:
             self.watch.begin(job.tag + 1)
         run = _Walk(self, job, program, inputs, kept)
@@ -108,23 +127,11 @@ class Executor:
         finally:
             run.pieces.clear()  # what has not arrived knows its pass
         if self.watch is not None and (why := self.watch.end()):
-            raise self.failure(program, len(program.steps) - 1, "comparing calls", RuntimeError(why))
+            raise self.waits.failure(program, len(program.steps) - 1, "comparing calls", RuntimeError(why))
         self.pool.settle()
         total.stop(start, device)
+        self.running = False
         return results
-
-    def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
-        """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
-        reason, end = self.agreement.reason(), time.monotonic() + 4 * PATIENCE
-        while reason is None and self.lanes.ended == DISAGREE and time.monotonic() < end:
-            time.sleep(0.05)  # the others are about to say what they called
-            reason = self.agreement.reason()
-        if isinstance(reason, ValueError):
-            return reason
-        return PeerError(
-            f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
-            f"{what} failed: {str(reason or error).splitlines()[0]}"
-        )
 
 
 class _Walk:
@@ -247,7 +254,7 @@ class _Walk:
             works = lanes.post(messages, bytes_of, self.job.tag, at_once)
         except RuntimeError as error:
             names = ", ".join(map(lanes.name, messages))
-            raise self.executor.failure(self.program, self.index, f"posting {names}", error) from error
+            raise self.executor.waits.failure(self.program, self.index, f"posting {names}", error) from error
         self._follow(messages, buffers, bytes_of, works)
         for message, payload in zip(messages, leaving, strict=True):  # packed results: free once their sends have ended
             if payload is not None and message.pieces[0].kind in RESULTS:
@@ -262,7 +269,7 @@ class _Walk:
         executor, last = self.executor, None
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
             if last is None or last.work is not work:
-                last = UnderWay(executor, self.program, self.index, work)
+                last = UnderWay(executor.waits, self.program, self.index, work)
                 if executor.watch is not None:
                     executor.watch.under_way.append(last)
             last.messages.append(message)

@@ -14,8 +14,10 @@ Settings of NCCL's communicators, all here:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,9 +25,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from startrail.agree import PeerError
+from startrail.watch import run_at_once
 
 CHANNELS = 8
 GRACE = timedelta(seconds=60)
+ABORTED_WITHIN = 30.0  # seconds
+
+log = logging.getLogger("startrail")
 
 
 def backend_for(device: torch.device) -> str:
@@ -88,11 +94,25 @@ def _unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
-def abort(group: dist.ProcessGroup) -> None:
-    """Make every transfer under way end at once, here and at the peers. The group is of no use afterwards."""
-    if dist.get_backend(group) != "gloo":
-        group.abort()
-        return
+def abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Make every transfer under way end at once, here and at the peers. The groups are of no use afterwards.
+
+    All at the same time: NCCL's abort of one waits for all that the GPU does, also for the transfers of another that
+    hang until it is aborted too (NVIDIA/nccl#1013).
+    """
+    if not run_at_once(ABORTED_WITHIN, [partial(_abort, group) for group in groups]):
+        log.warning("transfers of a process group could not be ended within %.0f seconds", ABORTED_WITHIN)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(Exception):  # whatever one says of its end, the others end as well
+        if dist.get_backend(group) == "gloo":
+            _close(group)
+        else:
+            group.abort()
+
+
+def _close(group: dist.ProcessGroup) -> None:
     # gloo cannot be aborted, but a receive that times out closes all its connections; from a peer that has closed its
     # own already it cannot be posted
     unused = (1 << 31) - 1  # a tag above those of every call
@@ -101,11 +121,8 @@ def abort(group: dist.ProcessGroup) -> None:
             group.recv([torch.empty(1)], peer, unused).wait(timedelta(milliseconds=1))
 
 
-def destroy(groups: list[dist.ProcessGroup], ended: list[str]) -> None:
-    """Close groups. After an error they are aborted first: NCCL would wait for transfers that never end."""
+def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Close groups, once what is under way has arrived; where it never may, ``abort`` them first."""
     for group in groups:
-        if ended and dist.get_backend(group) != "gloo":
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-        with contextlib.suppress(ValueError, AssertionError):  # the whole world may be gone already
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # the whole world may be gone already
             dist.destroy_process_group(group)

@@ -61,6 +61,15 @@ def links_of(programs: Sequence[Program]) -> list[Link]:
     return sorted({Link(post.send, post.lane, post.peer) for post in posts})
 
 
+def over(work: dist.Work) -> bool:
+    """Whether a work has ended; ``RuntimeError`` if it failed, which NCCL counts as completed, too."""
+    if not work.is_completed():
+        return False
+    if (error := work.exception()) is not None:
+        raise RuntimeError(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    return True
+
+
 class Comparison:
     """Whether all ranks have begun the same call, found out while it runs: the largest of ``digest`` and of its
     negative over all ranks. On a GPU the host never waits for the answer; it looks when it comes by again."""
@@ -73,9 +82,6 @@ class Comparison:
 
     def __str__(self) -> str:
         return "comparing the call with all ranks"
-
-    def ended(self) -> bool:
-        return self.work.is_completed()
 
     def order(self) -> None:
         """Have the answer on its way to the host, behind what the current stream has been given so far."""
@@ -114,9 +120,9 @@ class Lanes:
         self.watched = backend not in ("gloo", "fake")  # nothing of a fake group ever ends
         self.groups: list[dist.ProcessGroup | None] = []
         self.places: list[dict[int, int]] = []
-        self._ended: list[str] = []
+        self.ended: str | None = None
         made: list[dist.ProcessGroup] = []
-        weakref.finalize(self, groups.destroy, made, self._ended).atexit = False
+        weakref.finalize(self, groups.destroy, made).atexit = False
 
         def make(members: list[int], suffix: str) -> dist.ProcessGroup:
             made.append(groups.make_group(members, f"{name}/{suffix}", backend, timeout))
@@ -127,22 +133,14 @@ class Lanes:
             self.places.append({rank: index for index, rank in enumerate(there)})
             members = [ranks[member] for member in there]
             self.groups.append(make(members, f"{lane}-{members[0]}") if len(members) > 1 else None)
+        self.everyone = make(list(ranks), "all") if self.watched else None
         if self.watched:
-            self.everyone = make(list(ranks), "all")
             self._connect(links)
-
-    @property
-    def ended(self) -> str | None:
-        return self._ended[0] if self._ended else None
 
     def end(self, why: str) -> None:
         """Make every transfer under way end at once, here and at the peers. The lanes are of no use afterwards."""
-        self._ended.append(why)
-        for group in self.groups:
-            if group is not None:
-                groups.abort(group)
-        if self.watched:
-            groups.abort(self.everyone)
+        self.ended = self.ended or why
+        groups.abort([group for group in (*self.groups, self.everyone) if group is not None])
 
     def end_waits(self) -> None:
         self.end("ended by another rank's word")
@@ -162,7 +160,7 @@ class Lanes:
                 what = f"{self.names[lane]} to global ranks {peers}"
                 works[what] = self._batch([link for _, link in here], flats, 0)
             for what in works:
-                while not works[what].is_completed():
+                while not over(works[what]):
                     if time.monotonic() > end:
                         raise RuntimeError("nobody came")
                     time.sleep(0.001)
@@ -179,6 +177,7 @@ class Lanes:
         both = torch.arange(-digest, digest + 1, 2 * digest, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        assert self.everyone is not None, "only where nobody is told of a mistake"
         return Comparison(self.everyone.allreduce([both], options), both)
 
     def post(

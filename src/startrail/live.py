@@ -45,8 +45,9 @@ class Measured:
 
 
 def own_device() -> torch.device:
-    """Where this rank computes."""
-    if torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend()):
+    """Where this rank computes: on its GPU, if NCCL joins the ranks, which emulated nodes never do, or if it is
+    alone. Without a choice torch's backend is called 'undefined', and is that of each kind of device."""
+    if torch.cuda.is_available() and (not dist.is_initialized() or "cuda:nccl" in dist.get_backend_config()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 

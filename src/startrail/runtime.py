@@ -219,6 +219,8 @@ class Runtime:
             self._after = ""
         except BaseException as error:
             self.agreement.give_up(error)
+            if self._executor is not None:
+                self._executor.give_up(error)
             self._executor = None  # its lanes may be closed, here and at the peers: the next call makes new ones
             # where ranks go on is their program's business, but they are told if they failed in different batches
             self._after, self._begun = f", after an error in sequence {self._begun}", 0

@@ -9,18 +9,18 @@ finds out after its next wait, or at the end of its pass.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
-from startrail.agree import PATIENCE
-from startrail.lanes import Comparison, Lanes, Message
+from startrail.agree import PATIENCE, Agreement, PeerError
+from startrail.counters import Counters
+from startrail.kernels.streams import on_device
+from startrail.lanes import Comparison, Lanes, Message, over
 from startrail.schedule.build import Program
-
-if TYPE_CHECKING:
-    from startrail.executor import Executor
 
 DISAGREE = "ranks made different calls"
 
@@ -29,8 +29,30 @@ class Transfer(Protocol):
     """Something on its way; its text says what."""
 
     posted: float
+    work: dist.Work
 
-    def ended(self) -> bool: ...
+
+@dataclass(frozen=True)
+class Waits:
+    """What every wait of an executor has in common. Not the executor itself: that has what is under way, and would
+    then live, and its lanes with it, until somebody collects garbage."""
+
+    lanes: Lanes
+    agreement: Agreement
+    counters: Counters
+
+    def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
+        """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
+        reason, end = self.agreement.reason(), time.monotonic() + 4 * PATIENCE
+        while reason is None and self.lanes.ended == DISAGREE and time.monotonic() < end:
+            time.sleep(0.05)  # the others are about to say what they called
+            reason = self.agreement.reason()
+        if isinstance(reason, ValueError):
+            return reason
+        return PeerError(
+            f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
+            f"{what} failed: {str(reason or error).splitlines()[0]}"
+        )
 
 
 class UnderWay:
@@ -40,8 +62,8 @@ class UnderWay:
     of the pass alive.
     """
 
-    def __init__(self, executor: Executor, program: Program, index: int, work: dist.Work) -> None:
-        self.executor, self.program, self.index, self.work = executor, program, index, work
+    def __init__(self, waits: Waits, program: Program, index: int, work: dist.Work) -> None:
+        self.waits, self.program, self.index, self.work = waits, program, index, work
         self.messages: list[Message] = []
         self.waited = False
         self.posted = time.monotonic()
@@ -51,41 +73,39 @@ class UnderWay:
 
     @property
     def _what(self) -> str:
-        name = self.executor.lanes.name
+        name = self.waits.lanes.name
         return "; ".join(f"{'sending' if each.send else 'receiving'} {name(each)}" for each in self.messages)
 
     def end(self) -> None:
-        self.executor.lanes.end_waits()
-
-    def ended(self) -> bool:
-        return self.work.is_completed()
+        self.waits.lanes.end_waits()
 
     def wait(self) -> None:
         if self.waited:
             return
         self.waited = True
-        executor = self.executor
-        waiting, lanes = executor.counters.waiting, executor.lanes
+        lanes, agreement, waiting = self.waits.lanes, self.waits.agreement, self.waits.counters.waiting
         start = waiting.start(lanes.device)
-        executor.agreement.waiting(self)
+        agreement.waiting(self)
         try:
             self.work.wait()
             if lanes.ended:  # its bytes may never have come, and a wait that never fails would not say so
                 raise RuntimeError(lanes.ended)
         except RuntimeError as error:
-            raise executor.failure(self.program, self.index, self._what, error) from error
+            raise self.waits.failure(self.program, self.index, self._what, error) from error
         finally:
-            executor.agreement.arrived()
+            agreement.arrived()
             waiting.stop(start, lanes.device)
 
 
 class Watch:
-    """``reason`` is what the other ranks say of why something may never end (``Agreement.reason``)."""
+    """What is under way on lanes whose waits never fail."""
 
-    def __init__(self, lanes: Lanes, reason: Callable[[], Exception | None]) -> None:
-        self.lanes, self.reason = lanes, reason
+    def __init__(self, waits: Waits) -> None:
+        self.lanes, self.reason = waits.lanes, waits.agreement.reason
         self.under_way: deque[Transfer] = deque()
         self.comparisons: deque[Comparison] = deque()
+        # torch has nothing else by which a work says that it failed
+        warnings.filterwarnings("ignore", message="Work::exception API is being deprecated")
 
     def begin(self, digest: int) -> None:
         """A pass begins: find out meanwhile whether it is the same one everywhere."""
@@ -94,7 +114,7 @@ class Watch:
     def end(self) -> str | None:
         """A pass has ended: why no result of it, or of one before it, can be trusted, or None."""
         self.comparisons[-1].order()
-        while self.under_way and self.under_way[0].ended():
+        while self.under_way and self._over(self.under_way[0]):
             self.under_way.popleft()
         while not self.lanes.ended and self.comparisons and (differs := self.comparisons[0].differs()) is not None:
             self.comparisons.popleft()
@@ -102,8 +122,28 @@ class Watch:
                 self.lanes.end(DISAGREE)
         return self.lanes.ended
 
+    def give_up(self) -> None:
+        """No pass goes on: end what is under way, for which closing the lanes would wait, and forget it."""
+        if not self.lanes.ended:
+            self.lanes.end("this rank gave up")
+        self.under_way.clear()
+        self.comparisons.clear()
+
+    def _over(self, transfer: Transfer) -> bool:
+        """Whether it has ended. One that failed ends all others: nobody else would say so."""
+        try:
+            return over(transfer.work)
+        except RuntimeError as error:
+            if not self.lanes.ended:
+                self.lanes.end(f"{transfer} failed: {error}")
+            return True
+
     def look(self) -> None:
-        """From the watching thread."""
+        """From the watching thread, which has no device of its own: asking for an event would make it use GPU 0."""
+        with on_device(self.lanes.device):
+            self._look()
+
+    def _look(self) -> None:
         lanes = self.lanes
         if lanes.ended:
             return
@@ -111,8 +151,8 @@ class Watch:
             lanes.end(DISAGREE)
             return
         now = time.monotonic()
-        oldest = next((each for each in (*self.under_way, *self.comparisons) if not each.ended()), None)
-        if oldest is None or now - oldest.posted < PATIENCE:
+        open_ = [each for each in (*self.under_way, *self.comparisons) if not self._over(each)]
+        if lanes.ended or not open_ or now - (oldest := open_[0]).posted < PATIENCE:
             return
         if now - oldest.posted > lanes.timeout.total_seconds():
             lanes.end(f"{oldest} did not end within {lanes.timeout}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
@@ -36,7 +37,7 @@ class _Watcher:
             for watched in list(self.watched):
                 try:
                     watched.look()
-                except RuntimeError:  # the store is gone, and with it the job; waits have deadlines of their own
+                except Exception:  # the store is gone, and with it the job; the others are looked after all the same
                     self.watched.discard(watched)
                 del watched  # or the last one would live as long as we do
 
@@ -74,15 +75,27 @@ def run_within(seconds: float, function: Callable[[], None], ended: threading.Ev
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="startrail-store", daemon=True)
-    thread.start()
     try:
-        thread.join(seconds)
+        done = run_at_once(seconds, [run])
     finally:
         if ended is not None:
             ended.set()
-        if thread.is_alive():  # it may notice only when the store answers: do not end the program meanwhile
-            atexit.register(thread.join, AT_THE_END)
     if errors:
         raise errors[0]
-    return not thread.is_alive()
+    return done
+
+
+def run_at_once(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
+    """Whether functions that may hang, each in a thread of its own, have all ended in time; they must not raise."""
+    threads = [threading.Thread(target=function, name="startrail-apart", daemon=True) for function in functions]
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+    finally:
+        late = [thread for thread in threads if thread.is_alive()]
+        for thread in late:  # what it called may return at any time: do not end the program meanwhile
+            atexit.register(thread.join, AT_THE_END)
+    return not late

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from startrail.kernels import accumulator
+from startrail.kernels.streams import numbers_on, stream_of
 from startrail.schedule.values import KINDS
 from startrail.sizes import Field, Sizes
 
@@ -138,11 +139,12 @@ class Wire:
     def _chunks(self, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
         device, chunk = whole.device, self.chunk
-        if device not in self._places:
-            self._places[device] = torch.tensor(self.places, device=device)
+        key = device, stream_of(device)
+        if key not in self._places:
+            self._places[key] = numbers_on(device, self.places, torch.int64)
         by_place, by_rank = whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
-        return self._places[device], by_place, by_rank
+        return self._places[key], by_place, by_rank
 
     @cached_property
-    def _places(self) -> dict[torch.device, Tensor]:
+    def _places(self) -> dict[tuple[torch.device, int], Tensor]:
         return {}

@@ -478,12 +478,15 @@ def test_bfloat16_weights_are_gathered_in_bfloat16_and_learn_the_same(data, tmp_
         for zero in (0, 2):
             recipe = gpt(data, tmp_path / str(zero), plan="1x2", precision="bfloat16", zero=zero)
             trainer = Trainer(recipe, CPU, Display(), Stop())
-            trainer.model.blocks[0].query.register_forward_hook(
-                lambda module, arguments, out: dtypes.append((module.weight.dtype, out.dtype))
+            for part in (trainer.model.blocks[0].query, trainer.model.embedding):
+                part.register_forward_hook(lambda module, _, out: dtypes.append((module.weight.dtype, out.dtype)))
+            trainer.model.blocks[0].register_forward_pre_hook(
+                lambda module, arguments: dtypes.append(("residual stream", arguments[0].dtype))
             )
             losses.append([trainer._step(index)[0] for index in range(1, 4)])
         return losses, set(dtypes)
 
     for (plain, sharded), dtypes in run_local(on_rank, 2, DEADLINE):
-        assert dtypes == {(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)}
+        wide, narrow = torch.float32, torch.bfloat16
+        assert dtypes == {(wide, narrow), (wide, wide), (narrow, narrow), ("residual stream", wide)}
         assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) < 1e-2

@@ -1,5 +1,7 @@
 """What a first run on GPUs would hit, found without one: with fake tensors, stand-ins and fake process groups."""
 
+import threading
+import time
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import startrail.op  # noqa: F401, registers the ops
-from startrail import buffers, groups
+from startrail import buffers, doctor, groups, live, watch
 from startrail.agree import Agreement
 from startrail.arguments import describe, wrong_kind
 from startrail.bench import peers
@@ -18,8 +20,10 @@ from startrail.buffers import BufferPool
 from startrail.check import Case, check_cases
 from startrail.counters import Counters, Stopwatch
 from startrail.executor import Executor, Job
-from startrail.kernels import cuda, kernel_for
+from startrail.kernels import base, cuda, kernel_for
 from startrail.lanes import Lanes, Message
+from startrail.under_way import Waits, Watch
+from tests.helpers import eventually
 from tests.unit import test_kernels_cuda as stand_ins
 
 CUDA = torch.device("cuda", 0)
@@ -48,7 +52,65 @@ def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
     assert pool.get(64, torch.device("cpu")) is buffer
 
 
-def test_cuda_graphs_are_refused(monkeypatch):
+class Current:
+    """Stands for torch.cuda.device: which device is the current one."""
+
+    index = 0
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        self.before, Current.index = Current.index, self.device.index
+
+    def __exit__(self, *error):
+        Current.index = self.before
+
+
+@pytest.fixture
+def current(monkeypatch):
+    Current.index = 0
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    return Current
+
+
+def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
+    """Triton's launches, events and the question about graphs are about the current device, whatever tensors say."""
+    seen = []
+
+    def capturing():
+        seen.append(current.index)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    executor = Executor(None, Agreement(None, None, False), Counters())
+    with pytest.raises(ValueError, match="cannot be captured"):
+        executor.run(Job(None, {}, None, None, 1.0, 0, torch.device("cuda", 1)), None, {}, None)
+    assert (seen, current.index) == ([1], 0)
+
+
+def test_row_sums_are_launched_on_their_own_gpu(current, monkeypatch):
+    launched = []
+    fused = SimpleNamespace(row_sums=lambda *arguments: launched.append(current.index))
+    monkeypatch.setattr(base, "fused_on", lambda device: fused)
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 4, 8, device="cuda:1")
+        base.row_sums(x, x, torch.float32)
+    assert launched == [1]
+
+
+def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current):
+    """Or asking for an event would make every rank use memory on GPU 0."""
+    asked = []
+    work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
+    lanes = SimpleNamespace(device=torch.device("cuda", 1), ended=None)
+    look = Watch(Waits(lanes, SimpleNamespace(reason=lambda: None), Counters()))
+    look.under_way.append(SimpleNamespace(work=work, posted=0.0))
+    look.look()
+    assert (asked, current.index) == ([1], 0)
+
+
+def test_cuda_graphs_are_refused(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     executor = Executor(None, Agreement(None, None, False), Counters())
     job = Job(None, {}, None, None, 1.0, 0, CUDA)
@@ -81,24 +143,46 @@ def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
     assert not wrong, "\n".join(wrong)
 
 
-class Group:
-    def __init__(self, calls):
-        self.calls = calls
-
-    def abort(self):
-        self.calls.append("abort")
-
-
-def test_after_an_error_groups_are_aborted_before_they_are_destroyed(monkeypatch):
-    """NCCL's shutdown waits for transfers under way, which after an error never end."""
-    calls = []
+def test_whatever_one_abort_does_the_others_are_not_kept_from_theirs(monkeypatch):
+    """One raises, one hangs; and one ends only together with another, as two communicators that hang on one GPU do."""
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(groups.dist, "destroy_process_group", lambda group: calls.append("destroy"))
-    groups.destroy([Group(calls)], ended=["a peer died"])
-    assert calls == ["abort", "destroy"]
-    calls.clear()
-    groups.destroy([Group(calls)], ended=[])
-    assert calls == ["destroy"], "what is still on its way must arrive"
+    monkeypatch.setattr(groups, "ABORTED_WITHIN", 1.0)
+    together, hangs = threading.Barrier(2), threading.Event()
+    aborted = []
+
+    def raises():
+        raise ValueError("no such communicator")
+
+    def with_another():
+        together.wait(timeout=30)
+        aborted.append("one of two")
+
+    ways = (raises, hangs.wait, with_another, lambda: aborted.append("alone"), with_another)
+    start = time.monotonic()
+    groups.abort([SimpleNamespace(abort=way) for way in ways])
+    assert sorted(aborted) == ["alone", "one of two", "one of two"]
+    assert time.monotonic() - start < 20, "nobody waits for ever for the one that hangs"
+    hangs.set()
+
+
+def test_the_watching_thread_survives_whatever_a_look_raises():
+    looked = []
+
+    class Looks:
+        def __init__(self, error):
+            self.error = error
+
+        def look(self):
+            looked.append(self)
+            if self.error is not None:
+                raise self.error
+
+    bad, good = Looks(KeyError("gone")), Looks(None)
+    watcher = watch._Watcher(0.01)
+    watcher.watched |= {bad, good}
+    assert eventually(lambda: bad in looked and looked.count(good) > 3)
+    watcher.end()
+    assert looked.count(bad) == 1
 
 
 class Event:
@@ -125,30 +209,38 @@ class Event:
 def test_time_on_a_gpu_is_taken_by_events_and_read_when_asked(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
     Event.now, Event.synchronized = 0.0, False
-    watch = Stopwatch()
+    stopwatch = Stopwatch()
     for _ in range(1000):
-        start = watch.start(CUDA)
+        start = stopwatch.start(CUDA)
         Event.now += 0.5
-        watch.stop(start, CUDA)
+        stopwatch.stop(start, CUDA)
     assert not Event.synchronized
-    assert len(watch._unread) < 1000, "those long over are read on the way"
-    assert watch.seconds() == 500.0
+    assert len(stopwatch._unread) < 1000, "those long over are read on the way"
+    assert stopwatch.seconds() == 500.0
     assert Event.synchronized
 
 
-def test_the_benchmark_under_torchrun_measures_gpus_in_bfloat16(monkeypatch):
+def test_what_torchrun_starts_measures_gpus_in_bfloat16(monkeypatch):
     """Without a choice torch's backend is called 'undefined', and GPUs were taken for CPUs."""
-    monkeypatch.setattr(peers.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(peers.dist, "get_backend", lambda: "undefined")
-    monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(live.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(live.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(live.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setenv("LOCAL_RANK", "1")
     device = peers.own_device()
-    assert device == torch.device("cuda", 1)
+    assert device == live.own_device() == torch.device("cuda", 1)
+    line = next(line for line in doctor._kernels() if "bfloat16" in line)
+    assert line == "bfloat16 on cuda: cuda-flash (FlashAttention 2 of torch: no newer one is installed)"
     assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
     data = peers.make_data(Work(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
     assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
-    monkeypatch.setattr(peers.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
-    assert peers.own_device() == torch.device("cpu")
+    monkeypatch.setattr(live.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert peers.own_device() == live.own_device() == torch.device("cpu")
+    monkeypatch.setattr(live.dist, "is_initialized", lambda: False)
+    assert live.own_device().type == "cuda"
+    assert peers.own_device().type == "cpu", "it forks ranks, which could not use a GPU that it has used"
 
 
 class NcclOptions:

@@ -15,6 +15,7 @@ from startrail.kernels import Partial, cuda, kernel_for
 from startrail.kernels.base import Look
 from startrail.kernels.reference import ReferenceKernel
 from startrail.mask import Mask, Segment, Tile, segments_of
+from tests.unit.test_mask import as_fa2_reads
 
 REFERENCE = ReferenceKernel()
 SCALE = 0.3
@@ -81,7 +82,8 @@ def check_bands(q, k, v, *others):
 
 
 def band_blocks(q, k, cum_seq_q, cum_seq_k, max_q, max_k, left, right):
-    """Rows, keys and what is visible of each rectangle, from the definition: aligned at the last row and key."""
+    """Rows, keys and what is visible of each rectangle: aligned at the last row and key, in the window that
+    FlashAttention 2 makes of the one it is given."""
     if cum_seq_q is None:
         cuts = [(0, q.shape[1]), (0, k.shape[1])]
     else:
@@ -90,6 +92,7 @@ def band_blocks(q, k, cum_seq_q, cum_seq_k, max_q, max_k, left, right):
         assert (cuts[0][-1], cuts[1][-1]) == (q.shape[0], k.shape[0])
     lengths = [[b - a for a, b in itertools.pairwise(ends)] for ends in cuts]
     assert [max(side) for side in lengths] == [max_q, max_k]
+    left, right = as_fa2_reads(left, right, max_q, max_k)
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(ends) for ends in cuts), strict=True):
         row, key = torch.arange(q1 - q0).unsqueeze(1) + (k1 - k0) - (q1 - q0), torch.arange(k1 - k0)
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
@@ -114,6 +117,7 @@ def bands_forward(
                  else x.transpose(0, 1).double().unsqueeze(0) for x in sides]  # fmt: skip
         part, sums = REFERENCE.forward_tile(*sides, Look(False, seen, scale))
         out[..., rows, :, :] = (part if query.dim() == 4 else part[0]).transpose(-2, -3).to(query.dtype)
+        sums = sums.masked_fill(sums.isneginf(), float("inf"))  # so it says that a row saw nothing
         lse[..., rows] = (sums if query.dim() == 4 else sums[0]).float()
     return out, lse, torch.empty(2), torch.empty(0), torch.empty(0)
 
@@ -239,6 +243,30 @@ BACKENDS = [("efficient", dtype) for dtype in (torch.float32, *HALF)]
 BACKENDS += [(name, dtype) for name in ("flash", "flash-attn") for dtype in HALF]
 
 
+def getitem(x, index):
+    """Indexing by views, and by one tensor of places."""
+    if isinstance(index, torch.Tensor):
+        return torch.ops.aten.index.Tensor(x, [index])
+    index = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * (x.dim() - len(index) + 1), *index[at + 1 :])
+    dim = 0
+    for each in index:
+        if isinstance(each, slice):
+            x, dim = torch.ops.aten.slice.Tensor(x, dim, each.start, each.stop), dim + 1
+        else:
+            x = torch.ops.aten.select.int(x, dim, each)
+    return x
+
+
+def setitem(x, index, value):
+    if isinstance(index, torch.Tensor):
+        torch.ops.aten.index_put_.default(x, [index], value)
+    else:
+        torch.ops.aten.copy_.default(getitem(x, index), value)
+
+
 class WithoutDeviceGuard(TorchFunctionMode):
     """A CPU build of torch has no CUDA device guard, and a few methods want one even of a fake tensor."""
 
@@ -246,6 +274,8 @@ class WithoutDeviceGuard(TorchFunctionMode):
         torch.Tensor.contiguous: torch.ops.aten.contiguous.default,
         torch.Tensor.__invert__: torch.ops.aten.bitwise_not.default,
         torch.Tensor.copy_: torch.ops.aten.copy_.default,
+        torch.Tensor.__getitem__: getitem,
+        torch.Tensor.__setitem__: setitem,
     }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -280,7 +310,7 @@ def test_real_bands_take_fake_cuda_tensors(dtype, packs):
         look = Look(False, None, SCALE, (8, 0), packs)
         out, lse = kernel.forward_tile(q, k, v, look)
         grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, look)
-    cuda._cuts.cache_clear()  # fake ones
+    cuda._cuts_on.cache_clear()  # fake ones
     assert (lse.shape, lse.dtype) == ((2, 4, 17), torch.float32)
     for result, side in zip((out, *grads), (q, q, k, v), strict=True):
         assert (result.shape, result.dtype, result.device) == (side.shape, dtype, side.device)
@@ -455,6 +485,8 @@ BLOCKS = {
     "documents, not causal": (Mask(False, None, (0, 13, 37, 40)), 2),
     "a window": (Mask(True, 7), 1),
     "a window, both ways": (Mask(False, 7), 3),
+    "a window over a whole neighbour": (Mask(True, 15), 1),
+    "the same, both ways": (Mask(False, 15), 3),
     "documents in a window": (Mask(True, 7, (0, 3, 4, 20, 37, 40)), 2),
 }
 
@@ -465,11 +497,11 @@ def test_documents_and_windows_are_flash_attentions_own(name, block, stand_ins):
     """A shard with itself, and with another: as bands they are few calls, and the same numbers."""
     mask, most = BLOCKS[block]
     whole, outer, inner = ((0, 40),), ((0, 10), (30, 10)), ((10, 20),)
-    for own, other in ((whole, whole), (outer, inner), (inner, outer), (outer, outer)):
+    for own, other in ((whole, whole), (outer, inner), (inner, outer), (outer, outer), (whole, outer), (whole, inner)):
         tiles = bands_of(segments_of(mask, own, other))
         assert not any(tile.form == "masked" for tile in tiles)
         check_blocks(make(name, torch.float32), tensors(40, 40, 4, 2, 16, torch.float64), tiles)
-        if own is whole:
+        if (own, other) == (whole, whole):
             assert len(tiles) <= most
 
 
@@ -488,9 +520,15 @@ def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch
     assert select.why == "flash-attn 2.8.3 is installed"
     installed |= {"FA4"}
     assert select(torch.bfloat16, capability=(10, 0)) == "cuda-flash-fa4"
+    assert select(torch.bfloat16, 128, capability=(10, 0)) == "cuda-flash-fa4"
+    assert select(torch.bfloat16, 192, capability=(10, 0)) == "cuda-flash", "whose kernels are not for all of these"
+    assert select(torch.bfloat16, 256, installed="2.8.3", capability=(10, 0)) == "cuda-flash-attn"
+    assert select(torch.bfloat16, 192, capability=(9, 0)) == "cuda-flash-fa3"
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
     assert select(torch.bfloat16, capability=(9, 0)) == "cuda-flash"
     assert select.why == "FA4, which torch was told to use"
+    assert select(torch.bfloat16, 192, capability=(9, 0)) == "cuda-efficient"
+    assert select.why == "head dim 192: FA4, which torch was told to use, is known to be right up to 128"
     assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
 
 

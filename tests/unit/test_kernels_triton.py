@@ -1,5 +1,10 @@
 """The fused kernels, in Triton's interpreter (or on a GPU where there is one), against torch's own operations."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +14,28 @@ from startrail.kernels.accumulate import Partial
 fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = (torch.bfloat16, torch.float16)
+
+# In a process of its own: where the interpreter was chosen nothing can be compiled.
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from startrail.kernels import triton_kernels as kernels
+
+POINTERS = {
+    "_merge": dict(out="*fp32", lse="*fp64", new="*bf16", new_lse="*fp32"),
+    "_row_sums": dict(dout="*bf16", out="*bf16", sums="*fp32"),
+    "_stand_in": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
+}
+for name, pointers in POINTERS.items():
+    kernel = getattr(kernels, name)
+    constants = dict(PICKS=3, ROWS=kernels.ELEMENTS // 128, DIM=128)
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    types = {key: "constexpr" if key in constants else pointers.get(key, "i32") for key in kernel.arg_names}
+    print(f"kernel {name}", flush=True)
+    triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
+"""
 
 
 def rows(shape, dtype, seed=0):
@@ -67,3 +94,23 @@ def test_stand_in_out(dtype, dim):
     if dtype != torch.bfloat16:
         close = 1e-2 if dtype == torch.float16 else 1e-6
         torch.testing.assert_close(ours, plain, atol=close, rtol=close)
+
+
+def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):
+    """What ptxas says of them, without a GPU: with too many elements a program they would keep some in memory."""
+    nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton here is not for NVIDIA's GPUs")
+    ptxas = next(iter(nvidia.__path__)) + "/bin/ptxas"
+    if not os.access(ptxas, os.X_OK):
+        pytest.skip(f"there is no {ptxas}")
+    own = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env={**os.environ, **own}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for text in done.stdout.split("kernel ")[1:]:
+        (stack,) = re.findall(r"(\d+) bytes stack frame", text)
+        (registers,) = re.findall(r"Used (\d+) registers", text)
+        found[text.splitlines()[0]] = int(stack), int(registers)
+    assert len(found) == 3
+    assert all(stack == 0 and registers <= 168 for stack, registers in found.values()), found

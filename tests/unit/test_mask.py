@@ -11,10 +11,36 @@ from startrail.layout import LAYOUTS, contiguous, zigzag
 from startrail.mask import Mask, Tile, segments_of, tiles_of
 
 
-def covered(tile: Tile) -> list[tuple[int, int]]:
+def as_fa2_reads(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
+    """The window by which FlashAttention 2 masks, in torch and in its own package, forward and backward: what
+    mha_fwd and mha_varlen_fwd, and then set_params_fprop, make of it in a call whose longest rectangles have so many
+    rows and keys."""
+    left, right = (-1 if end >= keys else end for end in (left, right))
+    if left < 0 and right < 0:
+        return left, right
+    return (keys if left < 0 else left), (keys if right < 0 else right)
+
+
+def as_fa3_reads(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
+    """The same of FlashAttention 3 (hopper/flash_api.cpp). FlashAttention 4 takes it as it is."""
+    left, right = -1 if left >= keys - 1 else left, -1 if right >= rows - 1 else right
+    if left < 0 and right < 0:
+        return left, right
+    return (keys - 1 if left < 0 else left), (rows - 1 if right < 0 else right)
+
+
+def as_it_is(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
+    return left, right
+
+
+GENERATIONS = (as_it_is, as_fa2_reads, as_fa3_reads)
+
+
+def covered(tile: Tile, reads=as_it_is) -> list[tuple[int, int]]:
     pairs = []
     if tile.form == "bands":  # as kernels with windows define them: aligned at the last row and the last key
-        q0, k0, (left, right) = tile.q0, tile.k0, tile.window
+        q0, k0 = tile.q0, tile.k0
+        left, right = reads(*tile.window, *(max(side) for side in zip(*tile.packs, strict=True)))
         for rows, keys in tile.packs:
             for t in range(rows):
                 first = 0 if left < 0 else max(0, t + keys - rows - left)
@@ -97,14 +123,27 @@ def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
 def test_bands_cover_exactly_what_is_visible(seed):
     layout, ranks, mask, row, column = random_case(seed)
     queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
-    check_cover(bands_of(segments_of(mask, queries, keys)), mask, queries, keys)
+    check_cover(bands_of(segments_of(mask, queries, keys)), mask, queries, keys, GENERATIONS)
 
 
-def check_cover(tiles, mask, queries, keys):
-    pairs = [pair for tile in tiles for pair in covered(tile)]
+def test_a_window_that_reaches_over_a_whole_neighbour_is_what_every_generation_sees():
+    """Chunks of 64 in a window of 100, shard 3 with shard 2: as one band of 99 rows and 64 keys FlashAttention 2 would
+    see 595 pairs wrongly, and give rows an lse of +inf."""
+    layout = zigzag(range(4), 8 * 64)
+    mask = Mask(causal=True, window=100)
+    queries, keys = layout.runs(3), layout.runs(2)
+    tiles = bands_of(segments_of(mask, queries, keys))
+    check_cover(tiles, mask, queries, keys, GENERATIONS)
+    alone = Tile(0, 99, 0, 64, "bands", window=(0, -1), packs=((99, 64),))
+    assert len(set(covered(alone)) ^ set(covered(alone, as_fa2_reads))) == 595, "what it would do is what is checked"
+    assert covered(alone) == covered(alone, as_fa3_reads)
+
+
+def check_cover(tiles, mask, queries, keys, generations=(as_it_is,)):
     qpos, kpos = positions(queries), positions(keys)
     expected = [(i, j) for i, p in enumerate(qpos) for j, k in enumerate(kpos) if sees(mask, p, k)]
-    assert sorted(pairs) == expected
+    for reads in generations:
+        assert sorted(pair for tile in tiles for pair in covered(tile, reads)) == expected, reads.__name__
     assert sum(tile.area for tile in tiles) == len(expected)
     for tile in tiles:
         assert tile.q0 < tile.q1

@@ -3,7 +3,7 @@
 Efficiency is the time of single-process SDPA with all cores divided by ours, both forward + backward on the same
 sequence: with at least as many ranks as cores, 1.0 would mean that distributing costs nothing. Rounds are interleaved
 and medians reported, because other tenants of a machine come and go. Memory is what attention adds to a rank, against
-the engine's own formula.
+the engine's own formula. ``--host`` measures instead what a call costs the host, which a GPU would wait for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import startrail
+from startrail.bench import host
 from startrail.bench.options import tool_parser
 from startrail.bench.peers import whole_attention, with_gradients
 from startrail.local import run_local
@@ -91,17 +92,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--plans", default=PLANS, help="separated by spaces or commas (default %(default)s)")
+    parser.add_argument("--plans", help=f"separated by spaces or commas (default {PLANS}; --host: {host.PLANS})")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full", action="store_true", help="no causal mask")
+    parser.add_argument("--host", action="store_true", help="time of the host in a call, without kernels and transfers")
+    parser.add_argument("--calls", type=int, default=500, help="that --host measures (default %(default)s)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    plans = options.plans.replace(",", " ").split()
+    plans = (options.plans or (host.PLANS if options.host else PLANS)).replace(",", " ").split()
+    if options.calls < 1:
+        parser.error(f"--calls {options.calls} must be at least 1")
     try:
         for plan in plans:
             Plan.parse(plan).check_world(options.ranks)
     except ValueError as error:
         parser.error(str(error))
+    if options.host:
+        print(host.table(plans, options.ranks, options.heads, options.calls))
+        return 0
     print(
         f"forward + backward, {'full' if options.full else 'causal'}, N = {options.length}, {options.heads} heads x "
         f"{options.head_dim}, float32, {options.ranks} ranks of one thread; {os.cpu_count()} cores, "

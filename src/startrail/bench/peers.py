@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail import SequenceParallel
+from startrail import SequenceParallel, live
 from startrail.bench.cases import Contender, Work
 from startrail.cluster import Machine
 from startrail.kernels import kernel_for
@@ -79,9 +79,8 @@ class Data:
 
 
 def own_device() -> torch.device:
-    """Where this rank computes: on its GPU if NCCL joins the ranks, which emulated nodes never do."""
-    on_gpu = dist.is_initialized() and "cuda:nccl" in dist.get_backend_config()
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    """Where this rank computes. What is not a rank yet will fork some, for which it must not have used a GPU."""
+    return live.own_device() if dist.is_initialized() else torch.device("cpu")
 
 
 def own_dtype(device: torch.device) -> torch.dtype:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from startrail.kernels.accumulate import Partial, Sum, accumulator
 from startrail.kernels.fused import fused_on
+from startrail.kernels.streams import on_device
 from startrail.mask import Costs, Tile
 
 
@@ -130,7 +131,8 @@ def _part(x: Tensor, rows: slice) -> Tensor:
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """``delta = sum(dout * out)`` of every row, rounded once; few heads at a time, so that wide copies stay small."""
     if (fused := fused_on(dout.device)) is not None:
-        return fused.row_sums(dout, out, dtype)
+        with on_device(dout.device):  # unlike all else that is fused, this is launched outside of a pass
+            return fused.row_sums(dout, out, dtype)
     heads = max(1, WIDE_COPY * dout.shape[1] // dout.numel())
     pairs = zip(dout.split(heads, 1), out.split(heads, 1), strict=True)
     return torch.cat([torch.linalg.vecdot(d.double(), o.double()).to(dtype) for d, o in pairs], 1)

@@ -10,6 +10,8 @@ Demands of the kernels, read in their sources (flash-attn 2.8; headers of torch 
 - all: head dims are multiples of 8, and addresses of rows aligned to 16 bytes!. Padding the head dim with zeros changes
   no score, since the scale is always explicit, and the surplus of every result is cut off again.
 - flash: lse lies contiguous in memory!, also when it is a slice of a longer one. Fewer key/value heads are native.
+  FlashAttention 2 reads some windows differently! (`bands` makes none of them), and gives rows without a key an lse of
+  +inf!: there are none.
 - efficient: as many key/value heads as query heads; bias rows start at multiples of 16 elements; lse has its rows
   padded to a multiple of 32, with +inf! so that the surplus rows weigh nothing; out has the strides of (batch, rows,
   heads, dim) without gaps! (in half precision the backward takes them for granted, whatever the tensor says).
@@ -30,6 +32,7 @@ from torch import Tensor
 from startrail.kernels.base import Kernel, Look
 from startrail.kernels.cpu import check_block
 from startrail.kernels.reference import ReferenceKernel
+from startrail.kernels.streams import numbers_on, stream_of
 from startrail.mask import Costs
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -59,9 +62,14 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kern
     if capability is not None and capability < (8, 0):
         return _because(EfficientKernel(dtype), f"compute capability {capability}: flash attention begins at (8, 0)")
     if chosen := torch.nn.attention.current_flash_attention_impl():
+        if head_dim > (most := _LARGEST.get(chosen, _FLASH_HEAD_DIM)):  # there is no other flash attention then
+            why = f"head dim {head_dim}: {chosen}, which torch was told to use, is known to be right up to {most}"
+            return _because(EfficientKernel(dtype), why)
         return _because(AtenFlashKernel(dtype), f"{chosen}, which torch was told to use")
     for name, path, generations in _NEWER:
-        if capability is not None and capability[0] in generations and (ops := _newer_flash(name, path)) is not None:
+        if capability is None or capability[0] not in generations or head_dim > _LARGEST.get(name, _FLASH_HEAD_DIM):
+            continue
+        if (ops := _newer_flash(name, path)) is not None:
             return _because(AtenFlashKernel(dtype, ops, name), f"{name} is installed, and made for {capability}")
     hint = "; FlashAttention 3 or 4 would be faster here" if capability is not None and capability >= (9, 0) else ""
     package = _flash_attn()
@@ -86,6 +94,8 @@ class FlashOps(NamedTuple):
 
 # By preference: torch's own adapters for packages, where they are found, and the generations of GPUs that they run on.
 _NEWER = (("FA3", "flash_attn_interface", (9,)), ("FA4", "flash_attn.cute.interface", (9, 10)))
+# Head dims above which a generation takes some on some GPUs only, in forward or backward passes only.
+_LARGEST = {"FA4": 128}
 
 
 @cache
@@ -263,15 +273,15 @@ def _flash_attn_options(causal: bool, scale: float) -> dict[str, Any]:
     return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, softcap=0.0, alibi_slopes=None, **window)
 
 
-@lru_cache(maxsize=1024)
 def _cuts(packs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Where the rows, and the keys, of each rectangle end; None of a single one. The host does not wait for it."""
-    if len(packs) == 1:
-        return None
-    pinned = device.type == "cuda" and torch.cuda.is_available()
-    ends = [[0, *accumulate(pack[side] for pack in packs)] for side in range(2)]
-    rows, keys = (torch.tensor(x, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True) for x in ends)
-    return rows, keys
+    """Where the rows, and the keys, of each rectangle end; None of a single one."""
+    return None if len(packs) == 1 else _cuts_on(packs, device, stream_of(device))
+
+
+@lru_cache(maxsize=1024)
+def _cuts_on(packs: tuple[tuple[int, int], ...], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    rows, keys = ([0, *accumulate(pack[side] for pack in packs)] for side in range(2))
+    return numbers_on(device, rows, torch.int32), numbers_on(device, keys, torch.int32)
 
 
 def _longest(packs: tuple[tuple[int, int], ...]) -> tuple[int, int]:

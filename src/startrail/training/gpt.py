@@ -31,7 +31,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.norm = Norm(config.width, eps=1e-5)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab, bias=False)
         self.reset_parameters()
 
@@ -57,11 +57,11 @@ class GPT(nn.Module):
         documents never meet, so both give the same result.
         """
         x = self.embedding(tokens)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # the residual stream, whatever weights are gathered in
         turn = angles(positions, self.config.head_dim // 2, self.config.rotary_base)
         if turn.dim() == 3:
             turn = turn.unsqueeze(1)  # the same for all heads
-        at_least = torch.promote_types(x.dtype, torch.float32)
-        rotation = turn.cos().to(at_least), turn.sin().to(at_least)
+        rotation = turn.cos().to(x.dtype), turn.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, rotation, attention)
         return self.norm(x)

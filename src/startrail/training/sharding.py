@@ -52,7 +52,7 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=recipe.zero == 3, mp_policy=precision)
         # the loss uses the embedding after the forward pass has ended, so the root's own parameters stay until then
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     model.to_empty(device=device)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():

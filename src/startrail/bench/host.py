@@ -1,0 +1,115 @@
+"""What a call costs the host: everything that a GPU would wait for, and nothing that it does itself.
+
+On a fake process group nothing is sent, and a kernel that does nothing stands for attention; tensors are so small that
+copies cost no more than to launch them. What NCCL needs beside (`startrail.under_way`) is done as if it were there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from startrail.kernels import Partial, Sum
+from startrail.kernels.cpu import CpuKernel
+from startrail.mask import Tile
+from startrail.parallel import SequenceParallel
+from startrail.under_way import Transfer, Watch
+
+TOKENS, HEAD_DIM = 16, 8  # of a rank
+PLANS = "1x8,u8,u4/1x2"
+WARM_UP = 5
+LIMITS = 1.0, 1.6  # milliseconds of a forward and of a backward pass
+
+
+class _Nothing(CpuKernel):
+    """Attention of no cost, and of no use."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
+    ) -> Partial:
+        assert into is not None
+        return into
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        visible: Sequence[Tile],
+        scale: float,
+        into: tuple[Sum, Sum, Sum] | None = None,
+    ) -> tuple[Sum, Sum, Sum]:
+        assert into is not None
+        return into
+
+
+class _Ended(Watch):
+    """Of a fake group nothing ever ends; here it has as soon as somebody asks, as on NCCL when all goes well."""
+
+    def _over(self, transfer: Transfer) -> bool:
+        transfer.work.is_completed()
+        return transfer.work.exception() is None
+
+
+class HostTime(NamedTuple):
+    """Milliseconds of a pass, least and median."""
+
+    least: float
+    median: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> HostTime:
+        return cls(1000 * min(seconds), 1000 * statistics.median(seconds))
+
+
+def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime, HostTime]:
+    """A user's call of attention on rank 0, and its backward pass through autograd."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with mock.patch("startrail.runtime.kernel_for", lambda device, dtype, dim: _Nothing(dtype)):
+            return _measure(SequenceParallel(plan), heads, calls)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, HostTime]:
+    executor = sp._runtime.executor_on(torch.device("cpu"))
+    executor.lanes.everyone = dist.group.WORLD
+    executor.watch = _Ended(executor.waits)
+    sequence = sp.sequence(TOKENS * sp.world)
+    q, k, v = (torch.randn(1, heads, sequence.local, HEAD_DIM).requires_grad_() for _ in range(3))
+    forward, backward = [], []
+    for call in range(calls + WARM_UP):
+        start = time.perf_counter()
+        out = sequence.attention(q, k, v, causal=True)
+        between = time.perf_counter()
+        torch.autograd.grad(out, (q, k, v), out)
+        if call >= WARM_UP:
+            forward.append(between - start)
+            backward.append(time.perf_counter() - between)
+    return HostTime.of(forward), HostTime.of(backward)
+
+
+def table(plans: Sequence[str], ranks: int, heads: int, calls: int) -> str:
+    lines = [
+        f"host time of a call on rank 0 of {ranks}, in ms, least and median of {calls}; wanted: below "
+        f"{LIMITS[0]:g} forward and {LIMITS[1]:g} backward",
+        f"{'plan':10s} {'forward':>8s} {'median':>8s} {'backward':>9s} {'median':>8s}",
+    ]
+    for plan in plans:
+        forward, backward = host_times(plan, ranks, heads, calls)
+        lines.append(
+            f"{plan:10s} {forward.least:8.2f} {forward.median:8.2f} {backward.least:9.2f} {backward.median:8.2f}"
+        )
+    return "\n".join(lines)
