@@ -13,8 +13,10 @@ from importlib import import_module
 from startrail import __version__
 from startrail.cluster import Machine
 from startrail.plan import Plan
-from startrail.planner import auto_plan
+from startrail.planner import auto_plan, check_heads
+from startrail.planning.chosen import fitted, plan_for_heads
 from startrail.planning.command import add_plan_command
+from startrail.planning.hardware import find_cluster
 from startrail.schedule.values import PASSES
 from startrail.training.command import export_command, fields_text, train_command
 from startrail.view import fitting, show
@@ -23,7 +25,7 @@ MOST_SHOWN = 8  # ranks
 EXAMPLES = """examples:
   startrail show 2x2                         the schedule of 4 ranks, step by step
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
-  startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8
+  startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8 --cluster a100-4x8
   startrail check 2x2/u2 --ranks 8 --causal  run it on 8 local processes against float64
   startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000
   startrail plan --cluster a100-4x8 --model gpt-7b --length 512k
@@ -86,6 +88,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command.add_argument("--nodes", type=int, default=1, help="for auto: nodes of the machine (default %(default)s)")
     command.add_argument("--heads", type=int, help="for auto: query heads of the model")
     command.add_argument("--kv-heads", type=int, help="for auto: key/value heads (default: as many as query heads)")
+    command.add_argument("--head-dim", type=int, help="for auto, with a cluster: the width of a head (default 128)")
+    command.add_argument("--length", type=int, help="for auto, with a cluster: tokens (default 4096 a rank)")
+    command.add_argument(
+        "--cluster", help="for auto: a description by name or file, as a job takes it (default: STARTRAIL_CLUSTER)"
+    )
     command.add_argument("--direction", choices=("forward", "backward"), default="forward")
     command.set_defaults(run=_show)
 
@@ -222,9 +229,17 @@ def _chosen(arguments: argparse.Namespace) -> Plan:
     if arguments.ranks < 1 or arguments.nodes < 1 or arguments.ranks % arguments.nodes:
         raise ValueError(f"--ranks {arguments.ranks} do not fill --nodes {arguments.nodes} evenly")
     machine = Machine(arguments.nodes, arguments.ranks // arguments.nodes)
-    plan, why = auto_plan(machine, arguments.heads, arguments.kv_heads or arguments.heads)
-    print(why, end="\n\n")
-    return plan
+    heads, kv_heads = arguments.heads, arguments.heads if arguments.kv_heads is None else arguments.kv_heads
+    check_heads(heads, kv_heads)
+    name = arguments.cluster or os.environ.get("STARTRAIL_CLUSTER", "")
+    if not name:
+        plan, why = auto_plan(machine, heads, kv_heads)
+        print(f"{why}; ranked by bytes alone: name a cluster to see what a job there would get", end="\n\n")
+        return plan
+    cluster = fitted(find_cluster(name), machine)
+    text, why = plan_for_heads(cluster, heads, kv_heads, arguments.head_dim, arguments.length)
+    print(f"{why}; cluster described by {name}", end="\n\n")
+    return Plan.parse(text)
 
 
 def _check(arguments: argparse.Namespace) -> int:

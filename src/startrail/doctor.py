@@ -65,7 +65,8 @@ def _under_torchrun(out: str | None) -> int:
     machine = Machine.of_ranks(range(world), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if lead:
         print(facts())
-        print(f"process group: {world} ranks, {machine.nodes} nodes of {machine.ranks_per_node}, {dist.get_backend()}")
+        nodes = f"{machine.nodes} nodes of {machine.ranks_per_node}"
+        print(f"process group: {world} ranks, {nodes}, {dist.get_backend_config()}")
     found = measure(dist.group.WORLD, machine, _bar if lead else no_progress)
     if lead:
         _report(found, out)

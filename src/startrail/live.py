@@ -13,11 +13,11 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,17 @@ from startrail.cluster import Machine
 from startrail.kernels import kernel_for
 from startrail.mask import Tile
 from startrail.planning.describe import parse_text
-from startrail.planning.hardware import Cluster, Curve, Device, Level, Rates, cluster_text, read_cluster
+from startrail.planning.hardware import (
+    LEAST_SHARE,
+    Cluster,
+    Curve,
+    Device,
+    Level,
+    Rates,
+    Slow,
+    cluster_text,
+    read_cluster,
+)
 from startrail.texts import gather_texts
 
 BLOCKS = (128, 512)  # tokens at a side
@@ -84,17 +94,18 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
         mine |= _links(group, machine, device)
     everyone: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(mine), group, own_device())]
     progress("done", 1.0)
-    return Measured(_describe(machine, device, everyone), tuple(_odd(machine, everyone)))
+    about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
+    return describe(machine, everyone, *about)
 
 
 def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[Cluster, str]:
     """The cluster as it was measured before, or as it is measured now; how it is known."""
     device = own_device()
-    backend = dist.get_backend(group) if group is not None else "none"
+    backend = dist.get_backend_config(group) if group is not None else "none"
     key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
     path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
-    remembered = gather_texts(path.read_text() if first and path.exists() else "", group, own_device())[0]
+    remembered = gather_texts(_remembered(path) if first else "", group, own_device())[0]
     if remembered:
         try:
             return read_cluster(parse_text(remembered, path), "this cluster", path.name), f"measured before, {path}"
@@ -108,6 +119,14 @@ def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tupl
         except OSError as error:
             print(f"startrail: the measured cluster cannot be remembered: {error}", file=sys.stderr)
     return cluster, "measured now"
+
+
+def _remembered(path: Path) -> str:
+    """What was measured before; nothing if that cannot be read, since all other ranks wait for an answer."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def cache_folder() -> Path:
@@ -203,7 +222,11 @@ def _exchange(
 # --- all ranks
 
 
-def _describe(machine: Machine, device: torch.device, everyone: Sequence[dict[str, Any]]) -> Cluster:
+def describe(
+    machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, transport: str
+) -> Measured:
+    """A cluster from what every rank measured: the medians, and who is far from them."""
+
     def typical(key: str) -> float:
         return statistics.median(found[key] for found in everyone if key in found)
 
@@ -229,16 +252,30 @@ def _describe(machine: Machine, device: torch.device, everyone: Sequence[dict[st
     rates = Rates(max(matmul, best), matmul, curve("forward"), curve("backward"))
     call = typical("call")
     about = Device(
-        device_name(device), memory_of(device, machine.ranks_per_node), 0.0, typical("copy"),
+        name, memory, 0.0, typical("copy"),
         call=call, post=2 * call, handle=0.0, socket=0.0, start=20 * call, rates={dtype: rates},
     )  # fmt: skip
-    transport = "nccl" if device.type == "cuda" else "gloo"
-    return Cluster("this cluster", tuple(levels), about, transport, accuracy=0.25)
+    odd = list(_odd(everyone))
+    texts = (
+        f"rank {one.rank} (node {machine.node(one.rank)}, {everyone[one.rank]['host']}): {one.what} at "
+        f"{one.share:.0%} of the others'"
+        for one in odd
+    )
+    slow = _slow(machine, len(levels) - 1, odd)
+    return Measured(Cluster("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
 
 
-def _odd(machine: Machine, everyone: Sequence[dict[str, Any]]) -> list[str]:
+class Odd(NamedTuple):
+    """What of a rank has only a ``share`` of the others' speed."""
+
+    rank: int
+    key: str
+    what: str
+    share: float
+
+
+def _odd(everyone: Sequence[dict[str, Any]]) -> Iterator[Odd]:
     """Ranks and links that are much slower than their like."""
-    odd = []
     names = {
         "matmul": "products of matrices",
         "copy": "copies in memory",
@@ -253,8 +290,20 @@ def _odd(machine: Machine, everyone: Sequence[dict[str, Any]]) -> list[str]:
         middle = statistics.median(known)
         for rank, value in enumerate(values):
             if value is not None and value < SLOW * middle:
-                host = everyone[rank]["host"]
-                odd.append(
-                    f"rank {rank} (node {machine.node(rank)}, {host}): {what} at {value / middle:.0%} of the others'"
-                )
-    return odd
+                yield Odd(rank, key, what, value / middle)
+
+
+def _slow(machine: Machine, innermost: int, odd: Iterable[Odd]) -> tuple[Slow, ...]:
+    """The odd ones as a description has them. Copies are a small part of a rank's work: those are only told."""
+    found: dict[tuple[int, int], Slow] = {}
+    for one in odd:
+        if one.key == "copy":
+            continue
+        at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
+        share = max(round(one.share, 3), LEAST_SHARE)
+        before = found.get(at, Slow(*at))
+        if one.key == "matmul":
+            found[at] = replace(before, compute=min(before.compute, share))
+        else:
+            found[at] = replace(before, bandwidth=min(before.bandwidth, share))
+    return tuple(found[at] for at in sorted(found))

@@ -7,6 +7,7 @@ import reprlib
 import sys
 from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -20,6 +21,9 @@ from startrail.auto import choose
 from startrail.cluster import Machine
 from startrail.layout import check_layout
 from startrail.plan import Plan
+from startrail.planner import check_heads
+from startrail.planning.chosen import plan_for_heads, plan_for_job
+from startrail.planning.workload import Job
 from startrail.runtime import Runtime, Settings
 from startrail.schedule.build import closed_form, lane_names
 from startrail.schedule.values import PASSES
@@ -41,8 +45,10 @@ class SequenceParallel:
     torch.Size([1, 4, 5, 8])
 
     ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. That needs the model's ``heads`` (and
-    ``kv_heads`` if there are fewer), and is better informed by ``head_dim``, the ``length`` of sequences and
-    ``cluster``: the name or file of a description (also: the environment variable STARTRAIL_CLUSTER); without one the
+    ``kv_heads`` if there are fewer), and is better informed by ``head_dim`` and the ``length`` of sequences. A ``job``
+    (a ``planning.workload.Job``: model, run and data-parallel groups) says all of that and more: then the plan is the
+    one that ``startrail plan`` finds, and fits the memory; all ranks of all its groups must ask together. ``cluster``
+    is the name or file of a description (also: the environment variable STARTRAIL_CLUSTER); without one the
     cluster is measured, once. The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
     whose dimensions together are the sequence axis. ``wire_dtype`` is what
     travels (default: the inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every
@@ -61,6 +67,7 @@ class SequenceParallel:
         kv_heads: int | None = None,
         head_dim: int | None = None,
         length: int | None = None,
+        job: Job | None = None,
         cluster: str | None = None,
         layout: str = "zigzag",
         wire_dtype: torch.dtype | None = None,
@@ -86,7 +93,7 @@ class SequenceParallel:
         self.world = len(ranks)
         self.rank = dist.get_rank(self.group) if self.group else 0
         if isinstance(plan, str) and plan.strip() == "auto":
-            self.plan = self._auto_plan(ranks, heads, kv_heads, head_dim, length, cluster)
+            self.plan = self._auto_plan(ranks, heads, kv_heads, head_dim, length, job, cluster)
         elif isinstance(plan, str | Plan):
             self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
         else:
@@ -103,17 +110,24 @@ class SequenceParallel:
         kv_heads: int | None,
         head_dim: int | None,
         length: int | None,
+        job: Job | None,
         cluster: str | None,
     ) -> Plan:
-        if heads is None:
+        group, asking = self.group, ranks
+        if job is not None:
+            if not isinstance(job, Job):
+                raise ValueError(f"job must be a Job, got {type(job).__name__}")
+            ask = partial(plan_for_job, job=job)
+            if job.data_parallel > 1:
+                group, asking = dist.group.WORLD, tuple(range(dist.get_world_size()))
+        elif heads is not None:
+            kv_heads = heads if kv_heads is None else kv_heads
+            check_heads(heads, kv_heads)
+            ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
+        else:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
-        machine = Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
-        kv_heads = heads if kv_heads is None else kv_heads
-        if not (is_whole(heads) and is_whole(kv_heads) and min(heads, kv_heads) >= 1):
-            raise ValueError(f"heads={heads!r}, kv_heads={kv_heads!r} must be whole numbers of at least 1")
-        if heads % kv_heads:
-            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
-        plan, why = choose(self.group, machine, heads, kv_heads, head_dim, length, cluster)
+        machine = Machine.of_ranks(asking, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
+        plan, why = choose(group, machine, ask, cluster)
         if ranks[self.rank] == 0:  # once, also where several groups share a job
             print(f"startrail: {why}", file=sys.stderr)
         return plan

@@ -61,7 +61,8 @@ def test_show_keeps_lines_readable_whatever_the_plan(capsys, monkeypatch):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 130
 
 
-def test_show_auto_says_what_it_chose(capsys):
+def test_show_auto_says_what_it_chose(capsys, monkeypatch):
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
     assert main(["show", "auto", "--ranks", "8", "--nodes", "2", "--heads", "8", "--kv-heads", "2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("auto chose 1x2/u2/1x2: 1.5 over the nodes") and "step  rank 0" in text

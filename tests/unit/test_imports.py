@@ -16,7 +16,8 @@ LISTED = """
     schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
     schedule.families plan layout mask bands schedule.around schedule.build schedule.player sizes cluster planner
     planning planning.describe planning.hardware planning.workload planning.tasks planning.simulate
-    planning.attention planning.bounds planning.step planning.search planning.explain planning.command
+    planning.attention planning.bounds planning.candidates planning.step planning.search planning.explain
+    planning.chosen planning.command
     view.text view
     kernels.triton_kernels kernels.streams kernels.fused kernels.accumulate kernels.base kernels.reference
     kernels.cpu kernels.cuda kernels.largest kernels first_steps texts

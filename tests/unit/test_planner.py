@@ -1,7 +1,7 @@
 import pytest
 
 from startrail.cluster import Machine
-from startrail.plan import Plan, plans_for
+from startrail.plan import Plan, plans_for, variants_of
 from startrail.planner import auto_plan, bytes_by_level
 from startrail.schedule.build import build_program
 from startrail.schedule.values import PASSES
@@ -57,3 +57,17 @@ def test_nothing_that_can_be_enumerated_sends_less_over_the_nodes(nodes, q_heads
     forms = [Plan(plan.levels, backward=form) for plan in plans for form in plan.family.backwards]
     best = min(forms, key=lambda plan: crossing(plan, machine, q_heads, kv_heads))
     assert ours <= crossing(best, machine, q_heads, kv_heads) + 1e-9, f"{best} sends less than {chosen}"
+
+
+def test_what_sends_less_than_auto_keeps_something_for_the_backward_pass():
+    """Which costs memory in every layer, and so is not compared; the planner that knows the memory does."""
+    machine = Machine(8, 2)
+    chosen, _ = auto_plan(machine, 64, 8)
+    ours = crossing(chosen, machine, 64, 8)
+    plans = [plan for plan in plans_for(machine.world, max_levels=2) if 64 % plan.heads == 0]
+    less = [
+        variant for plan in plans for variant in variants_of(plan) if crossing(variant, machine, 64, 8) < ours - 1e-9
+    ]
+    assert less and all(variant.keep != "none" for variant in less)
+    assert bytes_by_level(Plan.parse("1x8/u2,keep=all"), machine, 64, 8)[0] == 3.5
+    assert (str(chosen), ours) == ("u8/1x2", 3.9375)

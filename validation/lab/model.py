@@ -95,6 +95,6 @@ def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:
     rate = rate_for(ring_bytes(machine, trial.work), compute, pressure)
     rates = tuple(rate // 2 if trial.slow_node and node == 0 else rate for node in range(machine.nodes))
     case = Case(machine, trial.work, pressure, rates, "", False, 0.0, 0)
-    plan = str(search_attention(lab_cluster(case, {}), case.call).best.plan)
+    plan = str(search_attention(lab_cluster(case, {}), case.call, keep=True).best.plan)
     others = tuple(contender for contender in trial.contenders if contender.plan != plan)
     return replace(trial, contenders=(*others, Contender(plan, CHOSEN, plan=plan)))

@@ -2,7 +2,8 @@
 
 Both plans run in the same invocation, one after the other in every round, and medians are reported, because other
 tenants of a machine come and go. Ranks share this machine's cores and its loopback, which is faster than any network:
-what a plan saves over real links shows in the bytes, and in the lab.
+what a plan saves over real links shows in the bytes, and in the lab. Beside the measured tokens/s stand those that the
+planner predicts for this machine, as ``startrail doctor`` measures it on as many ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from startrail.bench.options import tool_parser
+from startrail.cluster import Machine
+from startrail.live import measure as measure_cluster
 from startrail.local import run_local
+from startrail.plan import Plan
+from startrail.planning.attention import predict
+from startrail.planning.hardware import Cluster
+from startrail.planning.step import Training
 from startrail.training.display import Display, Summary
 from startrail.training.loop import Trainer
-from startrail.training.recipes import find
+from startrail.training.recipes import Recipe, find
 from startrail.training.records import Metrics
 from startrail.training.stopping import Stop
 
@@ -55,6 +63,21 @@ def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[flo
     return result
 
 
+def describe(ranks: int) -> Cluster:
+    """This machine, measured by so many ranks at once."""
+    found = run_local(lambda _: measure_cluster(dist.group.WORLD, Machine(1, ranks)).cluster, ranks)[0]
+    assert found is not None
+    return found
+
+
+def predicted(recipe: Recipe, text: str, cluster: Cluster) -> float:
+    """Tokens/s of a step, by the planner."""
+    plan, job = Plan.parse(text), recipe.job("float32")
+    training = Training(cluster, job.model, job.run, job.data_parallel)
+    step = training.step(plan, lambda call: predict(training.group, plan, call))
+    return recipe.tokens_per_step / recipe.accumulate / step.seconds
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser("train", __doc__, "--rounds 5 --steps 6")
     parser.add_argument("--recipes", default="gpt-tiny,dit-tiny", help="(default %(default)s)")
@@ -67,10 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     torch.set_num_threads(1)
     print(f"training, float32, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}\n")
-    heads = f"{'tokens/s':>9s} {'spread':>15s} {'exposed':>8s} {'sent/rank/step':>15s}"
+    heads = f"{'tokens/s':>9s} {'spread':>15s} {'predicted':>9s} {'off':>6s} {'exposed':>8s} {'sent/rank/step':>15s}"
     print(f"{'recipe':10s} {'ranks':>5s} {'plan':>7s} {heads}")
     for name, recipe in recipes.items():
         plans = [f"1x{recipe.ranks}", recipe.plan]
+        cluster = describe(recipe.ranks)
         speeds: dict[str, list[float]] = {plan: [] for plan in plans}
         shares: dict[str, list[float]] = {plan: [] for plan in plans}
         sent = {}
@@ -80,10 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 speeds[plan] += rates
                 shares[plan] += exposed
         for plan in plans:
+            typical, promised = statistics.median(speeds[plan]), predicted(recipe, plan, cluster)
             print(
-                f"{name:10s} {recipe.ranks:5d} {plan:>7s} {statistics.median(speeds[plan]):9,.0f} "
-                f"{min(speeds[plan]):7,.0f}-{max(speeds[plan]):7,.0f} {statistics.median(shares[plan]):8.1%} "
-                f"{sent[plan] / 2**20:11.2f} MiB",
+                f"{name:10s} {recipe.ranks:5d} {plan:>7s} {typical:9,.0f} "
+                f"{min(speeds[plan]):7,.0f}-{max(speeds[plan]):7,.0f} {promised:9,.0f} {promised / typical - 1:6.0%} "
+                f"{statistics.median(shares[plan]):8.1%} {sent[plan] / 2**20:11.2f} MiB",
                 flush=True,
             )
     return 0

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from startrail.plan import Plan
+from startrail.plan import Plan, divisors
 from startrail.planning.hardware import DTYPES, Cluster
 from startrail.planning.simulate import Clock, Path, Played, Route
 from startrail.planning.tasks import Message, Post, Prices, Task, call_tasks
-from startrail.schedule.nested import Rings
+from startrail.schedule.nested import Rings, is_plain_ring
 from startrail.schedule.star import team_of
 from startrail.schedule.values import PASSES, Pass
 from startrail.sizes import Sizes
@@ -38,9 +38,23 @@ class Call:
     dtype: str = "bfloat16"
     window: int | None = None
 
+    def local(self, world: int) -> int:
+        """Tokens of one rank, as zigzag has them."""
+        return 2 * -(-self.length // (2 * world)) if world > 1 else self.length
+
     def sizes(self, plan: Plan, world: int) -> Sizes:
-        local = 2 * -(-self.length // (2 * world)) if world > 1 else self.length  # as zigzag has it
-        return Sizes(plan, local, self.batch, self.heads, self.kv_heads, self.head_dim, DTYPES[self.dtype])
+        return Sizes(plan, self.local(world), self.batch, self.heads, self.kv_heads, self.head_dim, DTYPES[self.dtype])
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tokens of one sequence that see each other.
+
+        >>> Call(4, 1, 1, 1, 1, causal=True).pairs, Call(4, 1, 1, 1, 1, causal=True, window=2).pairs
+        (10, 7)
+        """
+        window = min(self.window or self.length, self.length)
+        behind = window * self.length - window * (window - 1) // 2  # a token itself and window - 1 before it
+        return behind if self.causal else 2 * behind - self.length
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ def predict(
     if everybody or order is not None:
         prices = _prices(cluster, plan, call)
         return Prediction(*(_play_everybody(cluster, prices, pass_, order) for pass_ in PASSES))
-    smaller = _smaller(cluster, plan, call) if call.window is None else None
+    smaller = _smaller(cluster, plan, call)
     if smaller is None:
         prices = _prices(cluster, plan, call)
         return Prediction(*(_play_one(cluster, prices, pass_) for pass_ in PASSES))
@@ -83,39 +97,46 @@ def predict(
 
 
 def _prices(cluster: Cluster, plan: Plan, call: Call) -> Prices:
-    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype, call.length)
+    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype)
 
 
 # --- very long rings
 
 MANY = 1024  # blocks of a program that is played whole
+ALL_LOOKED_AT = 256  # ranks: in larger worlds not all programs of a member are looked at,
+INSIDE = 3  # but so many of those that stand between its first and its last
 Scaled = tuple[Cluster, Plan, Call]
 
 
-def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, int] | None:
+def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, int, int] | None:
     """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces
-    of the same size, one twice as long as the other, and to go on in a straight line. None if that is not needed, or
-    not possible; otherwise both, and how many times longer than the first the ring is."""
+    of the same size, and to go on in a straight line. A window stays as it is, so that the blocks that it reaches stay
+    as many; one that is wider than the shorter sequence shrinks with it. None if that is not needed, or not possible;
+    otherwise both, and how many times longer than the first the second and the ring itself are."""
     if plan.family.open_ended:  # which of its messages leave a node depends on the number of ranks
         return None
     shards = cluster.world // plan.heads
     aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
     limit = MANY if aligned else MANY // 4  # where all ranks of a member are looked at
-    factor = 1
-    found: tuple[Scaled, Scaled, int] | None = None
-    while shards // factor > limit:
-        factor *= 2
-        pair = [_scaled(cluster, plan, call, part) for part in (2 * factor, factor)]
-        if pair[0] is None or pair[1] is None:
+    found: tuple[Scaled, Scaled, int, int] | None = None
+    for factor in divisors(cluster.levels[0].size)[1:] if shards > limit else ():
+        for times in (2, 3):
+            part = times * factor
+            wide = call.window is not None and 2 * call.window > call.length // part
+            first, second = (_scaled(cluster, plan, call, n, n if wide else 1) for n in (part, factor))
+            if first is not None and second is not None:
+                found = first, second, times, part
+                break
+        if found is not None and shards // factor <= limit:
             break
-        found = pair[0], pair[1], 2 * factor
     return found
 
 
-def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int) -> Scaled | None:
-    """The same with the longest ring ``factor`` times shorter, on as much smaller a cluster."""
+def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int, narrower: int) -> Scaled | None:
+    """The same with the longest ring ``factor`` times shorter, on as much smaller a cluster, and a window so many times
+    ``narrower``."""
     outer = cluster.levels[0].size
-    if outer % factor or outer // factor < 2 or call.length % factor:
+    if outer % factor or outer // factor < 2:
         return None
     levels = list(plan.levels)
     rings = {at: level.ring for at, level in enumerate(levels) if isinstance(level, Rings)}
@@ -125,23 +146,24 @@ def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int) -> Scaled | N
     if level.ring % factor or level.ring // factor < 4:
         return None
     levels[longest] = Rings(level.team, level.ring // factor)
-    smaller = cluster.resized([outer // factor, *(level.size for level in cluster.levels[1:])])
+    smaller = cluster.part(cluster.world // factor)
     shorter = replace(plan, levels=tuple(levels))
     try:
         shorter.check_world(smaller.world)
     except ValueError:
         return None
-    return smaller, shorter, replace(call, length=call.length // factor)
+    window = None if call.window is None else max(call.window // narrower, 1)
+    return smaller, shorter, replace(call, length=call.local(cluster.world) * smaller.world, window=window)
 
 
-def _longer(first: Scaled, second: Scaled, times: int) -> Prediction:
-    """The straight line through two predictions, at ``times`` the first one's length."""
+def _longer(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction:
+    """The straight line through two predictions, the second at ``times`` the first's length, at ``whole`` times it."""
     passes = []
     for pass_ in PASSES:
         a, b = (_play_one(cluster, _prices(cluster, plan, call), pass_) for cluster, plan, call in (first, second))
 
         def line(x: float, y: float) -> float:
-            return x + (y - x) * (times - 1)
+            return x + (y - x) * (whole - 1) / (times - 1)
 
         def lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
             return tuple(line(x, y) for x, y in zip(xs, ys, strict=True))
@@ -175,6 +197,12 @@ class _Wires:
         self.capacity: list[float] = []
         for at, level in enumerate(cluster.levels):
             self.first.append(len(self.capacity))
+            if level.peer:  # one from every device to every other, numbered by both
+                for rank in range(cluster.world):
+                    others = (rank - rank % level.size + place for place in range(level.size))
+                    shares = (min(_share(cluster, at, rank), _share(cluster, at, other)) for other in others)
+                    self.capacity += [level.bandwidth * share for share in shares]
+                continue
             span = cluster.spans[at] if level.shared else 1
             for link in range(cluster.world // span):
                 share = _share(cluster, at, link * span)
@@ -192,9 +220,12 @@ class _Wires:
         nbytes = tuple(message.nbytes if at in levels else 0.0 for at in range(len(self.cluster.levels)))
         return Path(links, latency, nbytes)
 
-    def links(self, at: int, rank: int, peer: int) -> tuple[int, int]:
-        """Out of the one, into the other."""
+    def links(self, at: int, rank: int, peer: int) -> tuple[int, ...]:
+        """Out of the one, into the other; peers have one link for both, each way or, if it is not duplex, in all."""
         level, span = self.cluster.levels[at], self.cluster.spans[at]
+        if level.peer:
+            one, other = (rank, peer) if level.duplex else (min(rank, peer), max(rank, peer))
+            return (self.first[at] + one * level.size + other % level.size,)
         ways = 2 if level.duplex else 1
         out, into = (end // span if level.shared else end for end in (rank, peer))
         return self.first[at] + out * ways, self.first[at] + into * ways + ways - 1
@@ -224,16 +255,21 @@ def _speed(cluster: Cluster, rank: int) -> float:
 
 
 def _play_one(cluster: Cluster, prices: Prices, pass_: Pass) -> Played:
-    """Ranks run in step, so a slow member slows everybody: links and devices are as fast as the slowest."""
+    """Ranks run in step, so a slow member slows everybody: links and devices are as fast as the slowest. There is one
+    link a level; between peers, one for each, behind all those."""
     tasks, paths = _one_for_all(cluster, prices, pass_)
+    levels = len(cluster.levels)
     capacity = [
         level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0)
         for at, level in enumerate(cluster.levels)
     ]
+    if cluster.levels[-1].peer:
+        capacity += [capacity[-1]] * cluster.levels[-1].size
     speed = min((s.compute for s in cluster.slow), default=1.0)
     clock = Clock(cluster, [tasks], capacity, paths, [speed], True)
     seconds = clock.play()
-    busy = tuple(nbytes / rate for nbytes, rate in zip(clock.carried, capacity, strict=True))
+    carried = [nbytes / rate for nbytes, rate in zip(clock.carried, capacity, strict=True)]
+    busy = (*carried[: levels - 1], max(carried[levels - 1 :]))
     return Played(seconds, clock.ranks[0].waiting, tuple(clock.sent), busy)
 
 
@@ -241,31 +277,36 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
     """The tasks of the rank that stands for all, and the way of its messages: with how many of its neighbours' it
     shares each link. Where a lane's ranks are all on one side of a link or all on different ones, that is known;
     where they are not (Ring Attention over nodes), the programs of all ranks of a member are looked at."""
-    world = cluster.world
+    world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
     known = _known_lanes(cluster, prices.sizes.plan)
     if len(known) == len(prices.sizes.plan.levels):
-        tasks, counted = call_tasks(prices, world, 0, pass_), {}
+        tasks, counted = call_tasks(prices, world, _typical(prices, world), pass_), {}
     else:
-        span = cluster.spans[0]  # the middle member: at the ends, starC has ranks whose placement is their own place
-        first = cluster.levels[0].size // 2 * span
-        every = _one_of(prices.sizes.plan, span) if world > MANY else 1
-        looked_at = range(first, first + span, every)
+        looked_at = _looked_at(cluster, prices.sizes.plan)
         member = [call_tasks(prices, world, rank, pass_) for rank in looked_at]
         sends = [[m for task in own if isinstance(task, Post) for m in task.messages if m.send] for own in member]
         chosen = max(range(len(member)), key=lambda rank: len(sends[rank]))
         tasks = member[chosen]
         alike = [(rank, own) for rank, own in zip(looked_at, sends, strict=True) if len(own) == len(sends[chosen])]
         counted = {
-            message.number: _counted_path(cluster, [(rank, own[at].peer) for rank, own in alike], every)
+            message.number: _counted_path(cluster, [(rank, own[at].peer, looked_at[rank]) for rank, own in alike])
             for at, message in enumerate(sends[chosen])
             if message.lane not in known
         }
 
     def route(_: int, message: Message) -> Path:
         links, latency, shares = known[message.lane] if message.lane in known else counted[message.number]
+        if inner.peer and links and links[-1][0] == last:
+            links = (*links[:-1], (last + 1 + message.peer % inner.size, links[-1][1]))
         return Path(links, latency, tuple(share * message.nbytes for share in shares))
 
     return tasks, route
+
+
+def _typical(prices: Prices, world: int) -> int:
+    """A rank with no less work than others: under a window, those with the first tokens have less."""
+    plan = prices.sizes.plan
+    return 0 if prices.window is None else plan.slots(world).index(world // plan.heads // 2 * plan.heads)
 
 
 def _known_lanes(cluster: Cluster, plan: Plan) -> dict[int, Way]:
@@ -287,21 +328,36 @@ def _full_path(cluster: Cluster, stride: int) -> Way:
     return _way(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
 
 
-def _one_of(plan: Plan, span: int) -> int:
-    """Of how many ranks it is enough to look at one: those of a team of the paper's pass on side by side."""
+def _looked_at(cluster: Cluster, plan: Plan) -> dict[int, float]:
+    """Ranks of the middle member (at the ends, starC has ranks whose placement is their own place) whose programs are
+    looked at, and for how many each stands. In small worlds that is everybody. In large ones it is one of a team of
+    starC's, which pass on side by side, each time in another seat; and, in a ring or between such teams, where only the
+    last leave the member and only the first are reached, a few of those inside. Times come out the same; of starC's
+    placements, which differ inside a member, up to a quarter more or fewer may seem to leave it."""
+    span = cluster.spans[0]
+    first = cluster.levels[0].size // 2 * span
     team = team_of(plan) if plan.family.open_ended else 1
-    return team if span % team == 0 else 1
+    follow = span % team == 0 and (plan.family.open_ended or is_plain_ring(plan))
+    if not follow or cluster.world <= ALL_LOOKED_AT:
+        return dict.fromkeys(range(first, first + span), 1.0)
+    units, inside = span // team, span // team - 2
+    weights = dict.fromkeys(range(units), 1.0)
+    if inside > INSIDE and len(cluster.levels) <= 2:
+        some = {1 + inside * (2 * at + 1) // (2 * INSIDE): inside / INSIDE for at in range(INSIDE)}
+        weights = {0: 1.0, **some, units - 1: 1.0}
+    return {first + unit * team + at % team: weight * team for at, (unit, weight) in enumerate(weights.items())}
 
 
-def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int]], each: int) -> Way:
-    """Of the messages that the ranks of one member send at the same time; each was looked at for so many."""
+def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int, float]]) -> Way:
+    """Of the messages that the ranks of one member send at the same time: from, to, and how many like that."""
     crossing: dict[int, dict[int, float]] = {}
-    for rank, peer in pairs:
+    for rank, peer, number in pairs:
         for at in cluster.crossed(rank, peer):
             members = crossing.setdefault(at, {})
-            members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + 1
-    shares = {at: sum(members.values()) / len(pairs) for at, members in crossing.items()}
-    return _way(cluster, {at: each * max(members.values()) for at, members in crossing.items()}, shares)
+            members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + number
+    every = sum(number for *_, number in pairs)
+    shares = {at: sum(members.values()) / every for at, members in crossing.items()}
+    return _way(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
 
 
 def _way(cluster: Cluster, crossing: dict[int, float], shares: dict[int, float]) -> Way:

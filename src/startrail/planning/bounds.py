@@ -42,7 +42,7 @@ class Bounds:
         self.rates = tuple(
             (span if level.shared else 1)
             * (1 if level.duplex else 2)
-            / (level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0))
+            / (level.ways * level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0))
             for at, (level, span) in enumerate(zip(cluster.levels, cluster.spans, strict=True))
         )  # seconds that a byte of every rank takes at each level
 
@@ -54,14 +54,21 @@ class Bounds:
         return self._lanes[stride]
 
     def sizes(self, plan: Plan) -> tuple[dict[str, int], dict[Pass, float]]:
-        """Bytes by kind, and the price of a block in each pass: the same for all plans that split heads alike."""
+        """Bytes by kind, and the arithmetic of each pass: the same for all plans that split heads alike."""
         key = plan.heads, plan.groups, plan.running_sums
         if key not in self._sizes:
             sizes = self.call.sizes(plan, self.world)
             prices = Prices(self.cluster, sizes, self.call.causal, None, self.call.dtype)
-            blocks = {pass_: prices.block(pass_, 0, 0, 1) * self.slowness for pass_ in (FORWARD, BACKWARD)}
-            self._sizes[key] = sizes.by_kind, blocks
+            self._sizes[key] = sizes.by_kind, {pass_: self.work(prices, pass_) for pass_ in (FORWARD, BACKWARD)}
         return self._sizes[key]
+
+    def work(self, prices: Prices, pass_: Pass) -> float:
+        """Seconds of a rank's blocks; under a window, whose blocks differ, of the average rank's at the best speed."""
+        plan = prices.sizes.plan
+        shards = self.world // plan.heads
+        if self.call.window is None:
+            return plan.groups * shards * prices.block(pass_, 0, 0, 1) * self.slowness
+        return plan.groups * prices.at_best(pass_, self.call.pairs / shards) * self.slowness
 
     def of_plan(self, plan: Plan) -> tuple[Bound, Bound]:
         """Forward and backward, of a plan with its options."""
@@ -70,7 +77,7 @@ class Bounds:
     def of_levels(self, plan: Plan, variants: Iterable[Plan], groups: int) -> tuple[Bound, Bound]:
         """Of a plan's levels: none of the ``variants``, and no fewer ``groups``, can do better."""
         place = plan.place(self.world, 0)
-        sizes, blocks = self.sizes(plan)
+        sizes, computing = self.sizes(plan)
         forward = traffic_at(plan, place, FORWARD, sizes)
         backwards = [traffic_at(variant, place, BACKWARD, sizes) for variant in variants]
         backward = tuple(map(min, *backwards)) if len(backwards) > 1 else backwards[0]
@@ -79,11 +86,10 @@ class Bounds:
         messages += 2 * (plan.heads - 1) * plan.groups  # one a peer, for all that goes in or comes out
         device = self.cluster.device
         work = device.start + 2 * messages * device.post * self.slowness
-        number = place.num_shards * plan.groups if self.call.window is None else 0
         far = plan.heads > 1 and exchange_is_far(place)
         return (
-            self._bound(place, work + number * blocks[FORWARD], forward, groups if far else 0),
-            self._bound(place, work + number * blocks[BACKWARD], backward, groups if far else 0),
+            self._bound(place, work + computing[FORWARD], forward, groups if far else 0),
+            self._bound(place, work + computing[BACKWARD], backward, groups if far else 0),
         )
 
     def _bound(self, place: Place, work: float, traffic: Sequence[float], far_groups: int) -> Bound:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
-from startrail.planning.describe import shipped
+from startrail.planning.describe import shipped, shown
 from startrail.planning.explain import plan
 from startrail.planning.hardware import DTYPES
 
@@ -30,21 +31,22 @@ def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "--cluster", help="a name, NAME@SIZES with other sizes, or a .toml (default: STARTRAIL_CLUSTER)"
     )
     command.add_argument("--model", required=True, help="a name, a .toml, or a Hugging Face config.json")
-    command.add_argument("--length", default="", help="tokens of a sequence, such as 131072, 128k or 1M")
-    command.add_argument("--batch", default="1", help="sequences in a step, of all groups (default %(default)s)")
-    command.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (default %(default)s)")
+    command.add_argument("--length", help="tokens of a sequence, such as 131072, 128k or 1M")
+    command.add_argument("--batch", help="sequences in a step, of all groups (default 1)")
+    command.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default bfloat16)")
     command.add_argument("--memory", help="what a device may use, such as '60 GB' (default: what it has)")
-    command.add_argument("--zero", type=int, default=3, help="ZeRO level: 0, 2 or 3 (default %(default)s)")
+    command.add_argument("--zero", help="ZeRO level: 0, 2 or 3 (default 3)")
+    command.add_argument("--gather", help="dtype of FSDP's parameters and gradients on their way (default float32)")
     command.add_argument(
-        "--gather", default="float32", help="dtype of FSDP's parameters and gradients on their way (%(default)s)"
-    )
-    command.add_argument("--no-recompute", action="store_true", help="hold all activations")
-    command.add_argument(
-        "--run", dest="run_file", metavar="FILE", help="a .toml with length, batch, dtype, recompute, zero, gather"
+        "--no-recompute", dest="recompute", action="store_const", const=False, help="hold all activations"
     )
     command.add_argument(
-        "--top", type=int, default=5, help="plans to show, beside the well-known (default %(default)s)"
+        "--run",
+        dest="run_file",
+        metavar="FILE",
+        help="a .toml with length, batch, dtype, recompute, zero, gather, loss_chunk; options given beside it win",
     )
+    command.add_argument("--top", default="5", help="plans to show, beside the well-known (default %(default)s)")
     command.add_argument("--json", action="store_true", help="a list of rows, nothing else")
     command.set_defaults(run=_plan)
 
@@ -60,11 +62,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         dtype=arguments.dtype,
         memory=arguments.memory,
-        recompute=not arguments.no_recompute,
-        zero=arguments.zero,
+        recompute=arguments.recompute,
+        zero=None if arguments.zero is None else _whole("--zero", arguments.zero),
         gather=arguments.gather,
         run=arguments.run_file,
-        top=arguments.top,
+        top=_whole("--top", arguments.top),
     )
     print(answer.json() if arguments.json else answer)
     return 0
+
+
+def _whole(option: str, text: str) -> int:
+    """Read here, since argparse would answer a slip with its whole usage."""
+    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
+        raise ValueError(f"{option} {shown(text)} is not a whole number")
+    return int(text)

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from startrail.planning.attention import predict
-from startrail.planning.describe import count, quantity, read_file
+from startrail.planning.candidates import LARGE, Known
+from startrail.planning.describe import measured, read_file
 from startrail.planning.hardware import Cluster, find_cluster
-from startrail.planning.search import LARGE, Found, Row, search
-from startrail.planning.workload import Model, Run, find_model, read_run
+from startrail.planning.search import ALIKE, DoesNotFitError, Found, Row, search
+from startrail.planning.workload import Model, find_model, read_run
 from startrail.schedule.family import Heads
-
-AGAIN = 6  # plans that are played again on a changed cluster
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``rows`` are the plans, fastest first, as plain data; ``str(answer)`` is a table and a paragraph."""
+    """``rows`` are the plans, fastest first, as plain data; at their end the well-known ones that cannot be used, with
+    ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
 
     found: Found
 
@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [_as_data(row) for row in self.found.rows]
+        return [_as_data(row) for row in self.found.rows] + [_without_data(known) for known in self.found.missing]
 
     def json(self) -> str:
         return json.dumps(self.rows, indent=1)
@@ -59,12 +59,16 @@ class Answer:
             "memory",
         ]
         lines = [head, *(_cells(row) for row in self.found.rows)]
+        missing = [(known.plan, known.role, f"cannot be used: {known.why_not}") for known in self.found.missing]
         widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
+        for at in range(2):  # the reasons may run on
+            widths[at] = max(widths[at], *(len(line[at]) for line in missing), 0)
         pad = [str.ljust, str.ljust] + [str.rjust] * (len(head) - 2)
         text = [
             "  ".join(align(cell, width) for align, cell, width in zip(pad, line, widths, strict=True)).rstrip()
             for line in lines
         ]
+        text += [f"{plan:{widths[0]}s}  {role:{widths[1]}s}  {why}" for plan, role, why in missing]
         return "\n".join(text)
 
     @cached_property
@@ -79,8 +83,7 @@ class Answer:
             f"{'all but attention recomputed' if found.run.recompute else 'nothing recomputed'}, on {found.cluster}: "
             f"{found.cluster.world} x {found.cluster.device.name}"
         )
-        notes = [f"not among them: {role}: {why}" for role, why in found.missing.items()]
-        notes += [f"dropped: {number} plans: {reason}" for reason, number in found.dropped.items()]
+        notes = [f"dropped: {number} plans: {reason}" for reason, number in found.dropped.items()]
         played = f"{found.tried} arrangements of levels were bounded, {found.played} plans were played"
         left = f"; no other can be more than {found.unsure:.1%} faster than the best" if found.unsure > 0.005 else ""
         return "\n".join([head, "", self.table, "", *notes, played + left, "", self.why])
@@ -100,7 +103,13 @@ def _as_data(row: Row) -> dict[str, Any]:
         "exposed": row.exposed,
         "bytes": {level.name: round(nbytes) for level, nbytes in zip(levels, row.step.sent, strict=True)},
         "memory": round(row.step.memory.total),
+        "why_not": None,
     }
+
+
+def _without_data(known: Known) -> dict[str, Any]:
+    names = ("data_parallel", "seconds", "low", "high", "tokens_per_second", "mfu", "exposed", "bytes", "memory")
+    return {"plan": known.plan, "role": known.role, **dict.fromkeys(names), "why_not": known.why_not}
 
 
 def seconds_text(seconds: float) -> str:
@@ -184,29 +193,26 @@ def _lacks(other: Row, best: Row) -> str:
 
 
 def _what_if(found: Found) -> str:
-    """Twice the bandwidth, half of it, half the memory."""
+    """Twice the bandwidth, half of it, half the memory: searched anew."""
     cluster, best = found.cluster, found.best
-    again = AGAIN if cluster.world <= LARGE else 2
-    rows = [row for at, row in enumerate(found.rows) if at < again or row.role in ("USP", "double ring")]
     said = []
     for factor, words in ((2.0, "twice"), (0.5, "half")):
         changed = cluster.faster(0, factor)
-        times = {row.name: _again(row, changed) for row in rows}
-        winner = min(times, key=lambda name: times[name])
-        name = best.name if times[best.name] <= 1.005 * times[winner] else winner
-        verb = "still" if name == best.name else "then"
-        said.append(
-            f"with {words} the {cluster.levels[0].name}s' bandwidth {verb} {name} ({seconds_text(times[name])})"
+        then, same = search(changed, found.model, found.run, top=1, known=False).best, _again(best, changed)
+        alike = same <= (1 + ALIKE) * then.seconds
+        who = (
+            f"still {best.name} ({seconds_text(same)})" if alike else f"then {then.name} ({seconds_text(then.seconds)})"
         )
+        said.append(f"with {words} the {cluster.levels[0].name}s' bandwidth {who}")
     half = best.step.memory.limit / 2
-    fits = [row for row in found.rows if row.step.memory.total <= half]
-    if fits:
-        verb = "still" if fits[0] is best else "then"
-        said.append(f"with half the memory {verb} {fits[0].name}")
+    if best.step.memory.total <= half:
+        said.append(f"with half the memory still {best.name}")
     else:
-        least = min(found.rows, key=lambda row: row.step.memory.total)
-        needs = least.step.memory.total / 1e9
-        said.append(f"with half the memory none of these fits: {least.name} needs {needs:.1f} GB of {half / 1e9:.1f}")
+        try:
+            then = search(cluster, found.model, found.run, top=1, memory=half, known=False).best
+            said.append(f"with half the memory then {then.name} ({seconds_text(then.seconds)})")
+        except DoesNotFitError as error:
+            said.append(f"with half the memory nothing fits: {error.needs}")
     return ", ".join(said)
 
 
@@ -222,9 +228,9 @@ def _about_slow_members(found: Found) -> str:
     outer = cluster.levels[0]
     if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or cluster.world > LARGE:
         return f"{text}."
-    smaller = replace(cluster.resized([outer.size - 1, *(level.size for level in cluster.levels[1:])]), slow=())
+    smaller = replace(cluster, slow=()).resized([outer.size - 1, *(level.size for level in cluster.levels[1:])])
     try:
-        without = search(smaller, found.model, found.run, top=1).best
+        without = search(smaller, found.model, found.run, top=1, known=False).best
     except ValueError as error:
         return f"{text}; the others alone cannot do it ({str(error).partition(';')[0]})."
     advice = "leave it out" if without.seconds < best.seconds else "keep it"
@@ -240,37 +246,34 @@ def _again(row: Row, cluster: Cluster) -> float:
 def plan(
     cluster: str | Cluster,
     model: str | Model,
-    length: int | str = 0,
+    length: int | str | None = None,
     *,
-    batch: int | str = 1,
-    dtype: str = "bfloat16",
+    batch: int | str | None = None,
+    dtype: str | None = None,
     memory: str | None = None,
-    recompute: bool = True,
-    zero: int = 3,
-    gather: str = "float32",
+    recompute: bool | None = None,
+    zero: int | None = None,
+    gather: str | None = None,
+    loss_chunk: int | str | None = None,
     run: str | None = None,
     top: int = 5,
 ) -> Answer:
     """Which plan for this model on this cluster: names of descriptions that come along, or files.
 
-    ``memory`` ("30 GB") limits what a device may use; ``run`` is a file with length, batch, dtype, recompute, zero,
-    gather and loss_chunk in place of these arguments.
+    ``memory`` ("30 GB") limits what a device may use. ``run`` is a file with length, batch, dtype, recompute, zero,
+    gather and loss_chunk; such an argument that is given beside it wins over the file's.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top = {top!r} is not a whole number of at least 1")
     found = find_cluster(cluster) if isinstance(cluster, str) else cluster
     what = find_model(model) if isinstance(model, str) else model
-    if run is not None:
-        how = read_run(read_file(Path(run)), run)
-    else:
-        if not length:
-            raise ValueError("length is missing: how many tokens a sequence has, such as 131072 or 128k")
-        sizes: dict[str, int] = {}
-        for name, value in (("length", length), ("batch", batch)):
-            try:
-                sizes[name] = count(value)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        how = Run(**sizes, dtype=dtype, recompute=recompute, zero=zero, gather=gather)
-    limit = quantity(memory, "bytes") if memory is not None else None
+    given = dict(
+        length=length, batch=batch, dtype=dtype, recompute=recompute, zero=zero, gather=gather, loss_chunk=loss_chunk
+    )
+    table = read_file(Path(run)) if run is not None else {}
+    table |= {name: value for name, value in given.items() if value is not None}
+    if "length" not in table:
+        raise ValueError("length is missing: how many tokens a sequence has, such as 131072 or 128k")
+    how = read_run(table, "the run" if run is None else run)
+    limit = None if memory is None else measured({"memory": memory}, "memory", "the run", "bytes")
     return Answer(search(found, what, how, top, limit))

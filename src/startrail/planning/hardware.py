@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +18,7 @@ from itertools import pairwise
 from math import log, prod
 
 from startrail.planning.describe import (
+    MOST,
     Table,
     check_keys,
     choice,
@@ -24,11 +27,16 @@ from startrail.planning.describe import (
     number,
     quantity,
     read_file,
+    shown,
     whole,
+    words,
+    yes_or_no,
 )
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
+MOST_RANKS = 2**16
+LEAST_SHARE = 0.001  # of the others' speed that a slow member has
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,8 @@ class Device:
 @dataclass(frozen=True)
 class Level:
     """One layer of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: a
-    member has one link for all its devices, otherwise every device has one of its own."""
+    member has one link for all its devices, otherwise every device has one of its own; ``peer``: it has one to every
+    other device of the level, which no other uses."""
 
     name: str
     size: int
@@ -101,6 +110,12 @@ class Level:
     latency: float
     shared: bool
     duplex: bool
+    peer: bool = False
+
+    @property
+    def ways(self) -> int:
+        """Links that one device can use at once."""
+        return max(self.size - 1, 1) if self.peer else 1
 
 
 @dataclass(frozen=True)
@@ -148,10 +163,12 @@ class Cluster:
         return ()
 
     def part(self, ranks: int) -> Cluster:
-        """The first ``ranks`` ranks as a cluster of their own, for one group of several that work side by side.
+        """One group of ``ranks`` neighbours of several that work side by side. They wait for each other at every
+        layer, so its links and devices are as slow as the slowest at that place of any group.
 
-        >>> [level.size for level in find_cluster("a100-4x8").part(16).levels]
-        [2, 8]
+        >>> cluster = replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, bandwidth=0.5),))
+        >>> [level.size for level in cluster.part(16).levels], cluster.part(16).slow
+        ([2, 8], (Slow(level=0, member=1, bandwidth=0.5, compute=1.0),))
         """
         if ranks == self.world:
             return self
@@ -164,9 +181,14 @@ class Cluster:
             left //= here
         if left != 1:
             raise ValueError(f"cluster {self.name} has {self.world} ranks, not {ranks}")
-        pairs = zip(self.levels, reversed(sizes), strict=True)
-        levels = tuple(replace(level, size=size) for level, size in pairs)
-        return replace(self, levels=levels, slow=tuple(s for s in self.slow if s.member < levels[s.level].size))
+        group = self._with_sizes(sizes[::-1], ())
+        slow: dict[tuple[int, int], Slow] = {}
+        for one in self.slow:
+            member = one.member * self.spans[one.level] % ranks // group.spans[one.level]
+            other = slow.get((one.level, member), one)
+            shares = min(one.bandwidth, other.bandwidth), min(one.compute, other.compute)
+            slow[one.level, member] = Slow(one.level, member, *shares)
+        return replace(group, slow=tuple(slow.values()))
 
     def faster(self, level: int, factor: float) -> Cluster:
         """The same with other links at one level."""
@@ -175,9 +197,23 @@ class Cluster:
         return replace(self, levels=tuple(levels))
 
     def resized(self, sizes: Sequence[int]) -> Cluster:
-        """The same kind of cluster with other numbers of members."""
+        """The same kind of cluster with other numbers of members; ``ValueError`` if a slow one is then none of them.
+
+        >>> replace(find_cluster("a100-4x8"), slow=(Slow(0, 3),)).resized([2, 8])
+        Traceback (most recent call last):
+        ValueError: cluster a100-4x8 with sizes 2x8 has no node 3, which its description calls slow
+        """
+        shape = "x".join(map(str, sizes))
+        for slow in self.slow:
+            inside = [level.size for level in self.levels[1 : slow.level + 1]]
+            if inside != list(sizes[1 : slow.level + 1]) or slow.member >= prod(sizes[: slow.level + 1]):
+                name = f"{self.levels[slow.level].name} {slow.member}"
+                raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which its description calls slow")
+        return self._with_sizes(sizes, self.slow)
+
+    def _with_sizes(self, sizes: Sequence[int], slow: tuple[Slow, ...]) -> Cluster:
         pairs = zip(self.levels, sizes, strict=True)
-        return replace(self, levels=tuple(replace(level, size=size) for level, size in pairs))
+        return replace(self, levels=tuple(replace(level, size=size) for level, size in pairs), slow=slow)
 
 
 def find_cluster(name: str) -> Cluster:
@@ -192,10 +228,17 @@ def find_cluster(name: str) -> Cluster:
     if not at:
         return cluster
     sizes = shape.split("x")
-    if len(sizes) != len(cluster.levels) or not all(size.isdecimal() and int(size) for size in sizes):
-        names = "x".join(level.name.upper() for level in cluster.levels)
-        raise ValueError(f"cluster {name!r}: {shape!r} is not {names}, such as {base}@{'x'.join('4' * len(sizes))}")
+    if len(sizes) != len(cluster.levels) or not all(re.fullmatch(r"[1-9]\d{0,8}", size, re.ASCII) for size in sizes):
+        names, example = "x".join(level.name.upper() for level in cluster.levels), "x".join("4" * len(cluster.levels))
+        raise ValueError(f"cluster {shown(name)}: {shown(shape)} is not {names}, such as {base}@{example}")
+    _check_ranks([int(size) for size in sizes], f"cluster {name!r}")
     return replace(cluster.resized([int(size) for size in sizes]), name=name)
+
+
+def _check_ranks(sizes: Sequence[int], where: str) -> None:
+    if prod(sizes) > MOST_RANKS:
+        product = f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
+        raise ValueError(f"{where}: size: {product} ranks are more than the {MOST_RANKS} that are planned for")
 
 
 def read_cluster(table: Table, name: str, where: str) -> Cluster:
@@ -208,7 +251,10 @@ def read_cluster(table: Table, name: str, where: str) -> Cluster:
     levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(found))
     for at, level in enumerate(levels):
         if level.name in [other.name for other in levels[:at]]:
-            raise ValueError(f"{where}: levels[{at}]: there is a level {level.name!r} already")
+            raise ValueError(f"{where}: levels[{at}]: name: there is a level {level.name!r} already")
+        if level.peer and level is not levels[-1]:
+            raise ValueError(f"{where}: levels[{at}]: links = 'peer' is for the innermost level")
+    _check_ranks([level.size for level in levels], where)
     slow = table.get("slow", [])
     if not isinstance(slow, list):
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
@@ -218,7 +264,7 @@ def read_cluster(table: Table, name: str, where: str) -> Cluster:
         _device(table["device"], f"{where}: device"),
         choice(table, "transport", where, TRANSPORTS, "nccl"),
         number(table, "accuracy", where, least=0.0, most=0.9, default=0.25),
-        whole(table, "cores", where, least=0),
+        whole(table, "cores", where, least=0, most=MOST_RANKS),
         tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow)),
     )
 
@@ -226,16 +272,15 @@ def read_cluster(table: Table, name: str, where: str) -> Cluster:
 def _level(table: object, where: str) -> Level:
     known = ("name", "size", "bandwidth", "latency", "links", "duplex")
     table = check_keys(table, known, ("name", "size", "bandwidth"), where)
-    duplex = table.get("duplex", True)
-    if not isinstance(duplex, bool):
-        raise ValueError(f"{where}: duplex = {duplex!r} is not true or false")
+    links = choice(table, "links", where, ("device", "member", "peer"), "device")
     return Level(
-        str(table["name"]),
-        whole(table, "size", where),
+        words(table, "name", where),
+        whole(table, "size", where, most=MOST_RANKS),
         measured(table, "bandwidth", where, "bytes/s"),
         measured(table, "latency", where, "s", "0 s"),
-        choice(table, "links", where, ("device", "member"), "device") == "member",
-        duplex,
+        links == "member",
+        yes_or_no(table, "duplex", where, True),
+        links == "peer",
     )
 
 
@@ -250,7 +295,7 @@ def _device(table: object, where: str) -> Device:
     if reserved >= memory:
         raise ValueError(f"{where}: reserved = {table['reserved']!r} leaves nothing of memory = {table['memory']!r}")
     return Device(
-        str(table["name"]),
+        words(table, "name", where),
         memory,
         reserved,
         measured(table, "copy", where, "bytes/s"),
@@ -275,17 +320,16 @@ def _curve(value: object, where: str) -> Curve:
     """A speed, or a list of [tokens, speed]."""
     pairs = [[1, value]] if isinstance(value, str) else value
     if not isinstance(pairs, list) or not pairs or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
-        raise ValueError(f"{where} = {value!r} is neither a speed nor a list of [tokens, speed]")
+        raise ValueError(f"{where} = {shown(value)} is neither a speed nor a list of [tokens, speed]")
     points: list[tuple[float, float]] = []
     for size, speed in pairs:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or (points and size <= points[-1][0]):
-            raise ValueError(f"{where}: {size!r} is not a number of tokens that grows from point to point")
+        fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST
+        if not fits or (points and size <= points[-1][0]):
+            raise ValueError(f"{where}: {shown(size)} is not a number of tokens that grows from point to point")
         try:
             points.append((float(size), quantity(speed, "flop/s")))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        if points[-1][1] <= 0:
-            raise ValueError(f"{where}: {speed!r} must be more than 0")
     return Curve(tuple(points))
 
 
@@ -293,12 +337,12 @@ def _slow(table: object, levels: tuple[Level, ...], where: str) -> Slow:
     table = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
     names = [level.name for level in levels]
     if table["level"] not in names:
-        raise ValueError(f"{where}: level = {table['level']!r} is not one of {', '.join(names)}")
+        raise ValueError(f"{where}: level = {shown(table['level'])} is not one of {', '.join(names)}")
     at = names.index(table["level"])
     members, member = prod(level.size for level in levels[: at + 1]), whole(table, "member", where, least=0)
     if member >= members:
         raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
-    shares = [number(table, key, where, least=0.001, most=1.0, default=1.0) for key in ("bandwidth", "compute")]
+    shares = [number(table, key, where, least=LEAST_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute")]
     return Slow(at, member, *shares)
 
 
@@ -306,7 +350,7 @@ def cluster_text(cluster: Cluster, comment: str) -> str:
     """A file that ``read_cluster`` reads back."""
     device, lines = cluster.device, [f"# {line}" for line in comment.splitlines()]
     lines += [f'transport = "{cluster.transport}"', f"accuracy = {cluster.accuracy:g}", f"cores = {cluster.cores}", ""]
-    lines += ["[device]", f'name = "{device.name}"', f'memory = "{device.memory / 1e9:.3f} GB"']
+    lines += ["[device]", f"name = {json.dumps(device.name)}", f'memory = "{device.memory / 1e9:.3f} GB"']
     lines += [f'reserved = "{device.reserved / 1e9:.3f} GB"'] if device.reserved else []
     lines += [f'copy = "{device.copy / 1e9:.3f} GB/s"']
     lines += [f'socket = "{device.socket / 1e9:.4f} GB/s"'] if device.socket else []
@@ -319,11 +363,13 @@ def cluster_text(cluster: Cluster, comment: str) -> str:
             points = (f'[{x:.0f}, "{y / 1e12:.5f} TFLOP/s"]' for x, y in getattr(rates, key).points)
             lines += [f"{key} = [{', '.join(points)}]"]
     for level in cluster.levels:
-        lines += ["", "[[levels]]", f'name = "{level.name}"', f"size = {level.size}"]
+        links = "peer" if level.peer else "member" if level.shared else "device"
+        lines += ["", "[[levels]]", f"name = {json.dumps(level.name)}", f"size = {level.size}"]
         lines += [f'bandwidth = "{level.bandwidth / 1e9:.5f} GB/s"']
         lines += [f'latency = "{level.latency * 1e6:.2f} us"'] if level.latency else []
-        lines += [f'links = "{"member" if level.shared else "device"}"', f"duplex = {str(level.duplex).lower()}"]
+        lines += [f'links = "{links}"', f"duplex = {str(level.duplex).lower()}"]
     for slow in cluster.slow:
-        lines += ["", "[[slow]]", f'level = "{cluster.levels[slow.level].name}"', f"member = {slow.member}"]
+        name = json.dumps(cluster.levels[slow.level].name)
+        lines += ["", "[[slow]]", f"level = {name}", f"member = {slow.member}"]
         lines += [f"bandwidth = {slow.bandwidth:g}", f"compute = {slow.compute:g}"]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """The planner: tries every plan that a cluster allows, drops those that do not fit, and ranks the rest by the clock.
 
-Plans follow the cluster's levels: at every level teams and rings, heads, or the paper's schedule, in up to two levels
-of the plan; with every backward form, ``keep`` and number of groups; and data parallel groups where the batch allows
+Plans follow the cluster's levels: at every level teams and rings, heads, both in either order, or the paper's schedule
+(`candidates`); with every backward form, ``keep`` and number of groups; and data parallel groups where the batch allows
 several. All are bounded by closed form, and played in the order of their bounds until no other can be among the best.
 """
 
@@ -10,23 +10,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import product
-from math import gcd, prod
+from math import gcd
 
-from startrail.plan import Plan, divisors, plans_for, variants_of
+from startrail.plan import Plan, divisors
 from startrail.planning.attention import Call, Prediction, predict
 from startrail.planning.bounds import Bound, Bounds
+from startrail.planning.candidates import GROUPS, LARGE, Known, least_traffic, options_of, plans_on, well_known
 from startrail.planning.hardware import Cluster
 from startrail.planning.step import Step, Training
 from startrail.planning.workload import Model, Run
-from startrail.schedule.family import Heads, Level
 
-LEVELS = 2  # of the plan, at each level of the cluster
-GROUPS = (1, 2, 4)
 ALIKE = 0.005  # plans that differ by less than this share are alike
-PLAYED = 24  # plans at most, beside the well-known ones
-LARGE, PLAYED_THERE = 1024, 12  # fewer where there are more ranks, whose programs are long
+PLAYED, PLAYED_IN_LARGE = 24, 12  # plans at most, beside the well-known ones
 Played = dict[tuple[Plan, Call, int], Prediction]
 
 
@@ -74,15 +69,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """``rows``: the best, fastest first, and the well-known plans that fit. ``dropped``: how many plans did not fit, by
-    reason. ``tried``: levels that were bounded, whatever their options; ``played``: plans that were played."""
+    """``rows``: the best, fastest first, and the well-known plans; ``missing``: those of them that cannot be used, and
+    why. ``dropped``: how many plans did not fit, by reason. ``tried``: levels that were bounded, whatever their
+    options; ``played``: plans that were played."""
 
     cluster: Cluster
     model: Model
     run: Run
     rows: tuple[Row, ...]
     dropped: dict[str, int]
-    missing: dict[str, str]  # well-known plans that cannot be used, and why
+    missing: tuple[Known, ...]
     tried: int
     played: int
     unsure: float  # by how much of its time the best could be beaten at most by a plan that was not played
@@ -92,11 +88,28 @@ class Found:
         return self.rows[0]
 
 
+class DoesNotFitError(ValueError):
+    """No plan's memory fits a device. ``plan`` is the one that needs least, and ``needs`` says how much too much."""
+
+    def __init__(self, text: str, plan: Plan, needs: str) -> None:
+        super().__init__(text)
+        self.plan, self.needs = plan, needs
+
+
 def search(
-    cluster: Cluster, model: Model, run: Run, top: int = 5, memory: float | None = None, one_group: bool = False
+    cluster: Cluster,
+    model: Model,
+    run: Run,
+    top: int = 5,
+    memory: float | None = None,
+    *,
+    data_parallel: int | None = None,
+    keep: bool = True,
+    known: bool = True,
 ) -> Found:
-    """The ``top`` best plans, and the well-known ones; ``ValueError`` if nothing fits, with what would. ``one_group``:
-    all ranks share every sequence, whatever the batch.
+    """The ``top`` best plans, and the well-known ones if they are wanted (``known``); ``DoesNotFitError``, with what
+    would fit, if nothing does. ``data_parallel``: the groups that there are (default: as many as are best). ``keep``:
+    whether plans may keep what they received for the backward pass.
 
     >>> from startrail.planning.hardware import find_cluster
     >>> from startrail.planning.workload import find_model
@@ -109,28 +122,39 @@ def search(
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
-    finder = _Finder(cluster, model, run, top)
-    for training in [Training(cluster, model, run)] if one_group else _trainings(cluster, model, run):
+    finder = _Finder(cluster, model, run, top, keep)
+    for training in _trainings(cluster, model, run, data_parallel):
         finder.bound_all(training)
-    finder.play_best()
+    finder.play_best(known)
     return finder.found()
 
 
-def search_attention(cluster: Cluster, call: Call) -> Found:
-    """The same for one attention call, forward and backward, with nothing around it.
+def search_attention(
+    cluster: Cluster, call: Call, layers: int = 1, memory: float | None = None, keep: bool = False
+) -> Found:
+    """The same for attention alone, forward and backward, in so many layers that may have so much ``memory`` together.
+    Nothing is kept but what heads need, unless ``keep`` allows it: what the model holds beside attention is not known.
 
     >>> from startrail.planning.hardware import find_cluster
     >>> call = Call(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
-    >>> search_attention(find_cluster("pcie-8"), call).best.plan.size
+    >>> search_attention(find_cluster("pcie-8"), call, layers=32, memory=12e9).best.plan.size
     8
     """
     heads = call.heads, call.kv_heads, call.head_dim
-    model = Model("attention", 1, 1, 1, *heads, 1, 0, tied=True, causal=call.causal, windows=(call.window,))
-    return search(cluster, model, Run(call.length, call.batch, call.dtype, zero=0), one_group=True)
+    windows = (call.window,) * layers
+    model = Model("attention", 1, 1, layers, *heads, 1, 0, tied=True, causal=call.causal, windows=windows)
+    run = Run(call.length, call.batch, call.dtype, zero=0)
+    return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
 
 
-def _trainings(cluster: Cluster, model: Model, run: Run) -> Iterator[Training]:
-    """With every number of data-parallel groups that batch and cluster allow."""
+def _trainings(cluster: Cluster, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
+    """With so many data-parallel groups, or with every number of them that batch and cluster allow."""
+    if data_parallel is not None:
+        training = Training(cluster, model, run, data_parallel)
+        if run.length < training.group.world:
+            raise ValueError(f"length {run.length} has fewer tokens than a group has ranks, {training.group.world}")
+        yield training
+        return
     for groups in divisors(gcd(run.batch, cluster.world)):
         training = Training(cluster, model, run, groups)
         try:
@@ -140,78 +164,15 @@ def _trainings(cluster: Cluster, model: Model, run: Run) -> Iterator[Training]:
             continue
 
 
-@lru_cache(maxsize=64)
-def levels_for(size: int) -> tuple[tuple[Level, ...], ...]:
-    """Every way to use one level of the cluster.
-
-    >>> [str(Plan(levels)) for levels in levels_for(2)]
-    ['1x2', '2x1', 'u2']
-    """
-    return tuple(plan.levels for plan in plans_for(size, LEVELS)) if size > 1 else ((),)
-
-
-def plans_on(cluster: Cluster, heads: int) -> Iterator[Plan | str]:
-    """Every plan whose levels follow the cluster's, with default options; or why levels cannot be used together."""
-    for chosen in product(*(levels_for(level.size) for level in cluster.levels)):
-        levels = tuple(level for part in chosen for level in part) or (Heads(1),)
-        split = prod(level.size for level in levels if isinstance(level, Heads))
-        if heads % split:
-            yield f"{heads} query heads cannot be split so"
-            continue
-        if len({type(level) for level in levels if not isinstance(level, Heads)}) > 1:
-            continue  # the paper's schedule stands alone
-        try:
-            yield Plan(levels)
-        except ValueError:  # two levels of the paper's
-            continue
-
-
-def least_traffic(plan: Plan) -> list[Plan]:
-    """The variants that no other sends less than: all kept, or queries travelling."""
-    if not plan.shard_levels:
-        return [plan]
-    forms = [replace(plan, backward=form) for form in plan.family.backwards if form != "keys"]
-    return [replace(plan, keep="all"), *forms]
-
-
-def options_of(plan: Plan) -> Iterator[Plan]:
-    """``plan`` with every option that changes what it does."""
-    keeps: set[object] = set()
-    for variant in variants_of(plan):
-        rings = [(getattr(level, "team", 1), getattr(level, "ring", 2)) for level in plan.shard_levels]
-        kept = (
-            variant.keep != "none" and any(team > 1 for team, _ in rings),
-            variant.keep == "all" and any(ring > 1 for _, ring in rings),
-        )
-        if (variant.backward, kept) in keeps:
-            continue
-        keeps.add((variant.backward, kept))
-        yield from (replace(variant, groups=groups) for groups in GROUPS)
-
-
-def well_known(cluster: Cluster, model: Model) -> dict[str, str]:
-    """Plans that people ask for, by name."""
-    world = cluster.world
-    inside = cluster.spans[0]
-    outside, heads = world // inside, gcd(inside, model.kv_heads)
-    usp = f"1x{outside}/u{heads}" if heads == inside else f"1x{outside}/1x{inside // heads}/u{heads}"
-    known = {"ring": f"1x{world}", "Ulysses": f"u{world}"}
-    stars = {f"star{team}": f"star{team}" for team in (2, 4, 8) if world % team**2 == 0}
-    known |= dict(list(stars.items())[-1:]) if world > LARGE else stars  # in large worlds the best of them
-    if outside > 1 and inside > 1:
-        known |= {"USP": usp, "double ring": f"1x{outside}/1x{inside}"}
-    return known
-
-
 class _Finder:
-    def __init__(self, cluster: Cluster, model: Model, run: Run, top: int) -> None:
-        self.cluster, self.model, self.run, self.top = cluster, model, run, top
+    def __init__(self, cluster: Cluster, model: Model, run: Run, top: int, keep: bool) -> None:
+        self.cluster, self.model, self.run, self.top, self.keep = cluster, model, run, top, keep
         # by bound; a plan's options are queued when its levels come up
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
         self.order, self.unsure = 0, 0.0
         self.bounds: dict[int, dict[Call, Bounds]] = {}
         self.dropped: dict[str, int] = {}
-        self.missing: dict[str, str] = {}
+        self.missing: list[Known] = []
         self.tried = 0
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit: the one that needs least
         self.rows: list[Row] = []
@@ -234,7 +195,7 @@ class _Finder:
 
     def add_options(self, plan: Plan, training: Training) -> None:
         """Queue a plan with each of its options, where they fit."""
-        options = list(options_of(plan))
+        options = list(options_of(plan, self.keep))
         for at, variant in enumerate(options):
             try:
                 both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
@@ -256,11 +217,11 @@ class _Finder:
         self.order += 1
         return self.order
 
-    def play_best(self) -> None:
-        """In the order of bounds, until nobody left can be among the best; then the well-known ones."""
+    def play_best(self, known: bool) -> None:
+        """In the order of bounds, until nobody left can be among the best; then the well-known ones, if asked for."""
         heapq.heapify(self.queue)
         self.order = len(self.queue)
-        limit = PLAYED if self.cluster.world <= LARGE else PLAYED_THERE
+        limit = PLAYED if self.cluster.world <= LARGE else PLAYED_IN_LARGE
         worst_kept: list[float] = []  # the best seconds so far, negative, as many as are wanted
         while self.queue:
             bound, _, plan, training, ready = heapq.heappop(self.queue)
@@ -277,26 +238,28 @@ class _Finder:
             if len(worst_kept) > self.top:
                 heapq.heappop(worst_kept)
         if not self.rows:
-            raise ValueError(self.why_nothing_fits())
+            raise self.nothing_fits()
         training = min(self.rows, key=lambda row: row.seconds).training
-        for role, text in well_known(training.group, self.model).items():
-            self.add_well_known(role, text, training)
+        for one in well_known(training.group, self.model) if known else ():
+            self.add_well_known(one, training)
 
-    def add_well_known(self, role: str, text: str, training: Training) -> None:
-        plan = Plan.parse(text)
-        try:
-            plan.check_world(training.group.world)
-            memory = training.memory(plan)
-        except ValueError as error:
-            self.missing[role] = str(error).partition("; ")[0]
-            return
-        if memory.total > memory.limit:
-            self.missing[role] = f"{text} needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
+    def add_well_known(self, known: Known, training: Training) -> None:
+        why_not, plan = known.why_not, Plan.parse(known.plan)
+        if not why_not:
+            try:
+                plan.check_world(training.group.world)
+                memory = training.memory(plan)
+                if memory.total > memory.limit:
+                    why_not = f"needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
+            except ValueError as error:
+                why_not = str(error).partition("; ")[0]
+        if why_not:
+            self.missing.append(known._replace(why_not=why_not))
             return
         same = [row for row in self.rows if row.plan == plan and row.training is training]
         for row in same:
             self.rows.remove(row)
-        self.rows.append(replace(same[0] if same else self.play(plan, training), role=role))
+        self.rows.append(replace(same[0] if same else self.play(plan, training), role=known.role))
 
     def play(self, plan: Plan, training: Training) -> Row:
         def predicted(call: Call) -> Prediction:
@@ -325,24 +288,25 @@ class _Finder:
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         return Found(
-            *(self.cluster, self.model, self.run, tuple(best), dict(sorted(self.dropped.items())), self.missing),
+            *(self.cluster, self.model, self.run, tuple(best), dict(sorted(self.dropped.items())), tuple(self.missing)),
             self.tried, len(self.rows), self.unsure,
         )  # fmt: skip
 
-    def why_nothing_fits(self) -> str:
+    def nothing_fits(self) -> ValueError:
         if self.least is None:
             reasons = "; ".join(f"{count} plans: {reason}" for reason, count in self.dropped.items())
-            return f"no plan fits {self.model.name} on cluster {self.cluster}: {reasons or 'none can be made'}"
-        needs, plan, training = self.least
+            return ValueError(
+                f"no plan fits {self.model.name} on cluster {self.cluster}: {reasons or 'none can be made'}"
+            )
+        total, plan, training = self.least
         limit = training.memory(plan).limit
-        text = (
-            f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {plan} needs "
-            f"{needs / 1e9:.1f} GB a device, {needs / limit - 1:.0%} more than the {limit / 1e9:.1f} GB that it has"
-        )
-        return text + "".join(f"; {hint}" for hint in self.what_would_fit(training))
+        more = f"{total / limit - 1:.0%} more than the {limit / 1e9:.1f} GB that it has"
+        needs = f"{plan} needs {total / 1e9:.1f} GB a device, {more}"
+        text = f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {needs}"
+        return DoesNotFitError(text + "".join(f"; {hint}" for hint in self.what_would_fit(training)), plan, needs)
 
     def what_would_fit(self, training: Training) -> Iterable[str]:
-        """Shorter sequences, more devices, or the options that save memory."""
+        """The options that save memory, smaller batches, shorter sequences, or more devices."""
         run, cluster = self.run, self.cluster
 
         def fits(cluster: Cluster, run: Run) -> bool:
@@ -354,6 +318,11 @@ class _Finder:
             if replace(run, **change) != run and fits(cluster, replace(run, **change)):
                 yield "it would with " + " and ".join(f"{key} = {value}".lower() for key, value in change.items())
                 break
+        batch = run.batch // 2
+        while batch and (batch % training.data_parallel or not fits(cluster, replace(run, batch=batch))):
+            batch //= 2
+        if batch:
+            yield f"a batch of {batch} would"
         length = run.length // 2
         while length > cluster.world and not fits(cluster, replace(run, length=length)):
             length //= 2

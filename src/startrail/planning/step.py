@@ -83,7 +83,7 @@ class Training:
     def local(self) -> int:
         """Tokens of a rank."""
         world = self.cluster.world // self.data_parallel
-        return self.batch * (2 * -(-self.run.length // (2 * world)) if world > 1 else self.run.length)
+        return self.batch * self.call(None).local(world)
 
     def call(self, window: int | None) -> Call:
         model, run = self.model, self.run
@@ -151,15 +151,12 @@ class Training:
 
     @cached_property
     def flops(self) -> float:
-        """Of the model, all ranks and nothing computed twice."""
+        """Of the model, all ranks and nothing computed twice: 6 for each number of a matrix and token, and for each
+        pair of tokens that see each other two products forward and four backward."""
         model, run = self.model, self.run
         dense = 6.0 * (model.layers * (model.projections + model.mlp) + model.vocab * model.width)
-        pairs = sum(
-            layers * run.length * (min(window or run.length, run.length) if model.causal else run.length)
-            for window, layers in model.layer_kinds.items()
-        )
-        attention = 14.0 * model.heads * model.head_dim * pairs / (2 if model.causal else 1)
-        return run.batch * (dense * run.length + attention)
+        pairs = sum(layers * call.pairs for call, layers in self.calls.items())
+        return run.batch * (dense * run.length + 12.0 * model.heads * model.head_dim * pairs)
 
     @cached_property
     def travels(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
@@ -180,7 +177,7 @@ class Training:
         moved = nbytes * (world - 1) / world
         seconds, sent = [], []
         for level, span in zip(cluster.levels, cluster.spans, strict=True):
-            links = 1 if level.shared else span
+            links = (1 if level.shared else span) * level.ways
             slowest = min((s.bandwidth for s in cluster.slow if cluster.levels[s.level] is level), default=1.0)
             hops = level.latency * log2(max(level.size, 2))
             seconds.append((moved / (links * level.bandwidth * slowest) + hops) if level.size > 1 else 0.0)

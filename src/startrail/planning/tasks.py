@@ -19,9 +19,8 @@ from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
 
-from startrail.layout import zigzag
 from startrail.mask import Mask, tiles_of
-from startrail.planning.hardware import Cluster
+from startrail.planning.hardware import Cluster, Curve
 from startrail.schedule.build import Program, build_program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Pass, Piece
 from startrail.sizes import Sizes
@@ -64,7 +63,6 @@ class Prices:
     causal: bool
     window: int | None
     dtype: str
-    length: int = 0  # only a window needs it
 
     @cached_property
     def shares(self) -> tuple[int, int]:
@@ -77,6 +75,11 @@ class Prices:
         """A block of the same price as all others; zigzag halves a causal mask in every one of them."""
         return {}
 
+    @cached_property
+    def chunks(self) -> dict[tuple[Pass, int], float]:
+        """The price of two chunks that are so many apart."""
+        return {}
+
     def block(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         if self.window is not None:
             return self._tiles(pass_, row, column, shards)
@@ -87,15 +90,40 @@ class Prices:
 
     def kernel(self, pass_: Pass, area: float, calls: int) -> float:
         """Of so many visible pairs of tokens, in so many calls."""
-        rates, (batch, heads) = self.cluster.device.of(self.dtype), self.shares
-        per_pair = (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * batch * heads
-        speed = (rates.forward if pass_ is FORWARD else rates.backward).at(sqrt(area / calls))
-        return area * per_pair / speed + calls * self.cluster.device.call
+        return (
+            area * self.per_pair(pass_) / self.speeds(pass_).at(sqrt(area / calls)) + calls * self.cluster.device.call
+        )
+
+    def at_best(self, pass_: Pass, area: float) -> float:
+        """What no kernel calls for so many pairs can beat."""
+        return area * self.per_pair(pass_) / max(speed for _, speed in self.speeds(pass_).points)
+
+    def per_pair(self, pass_: Pass) -> float:
+        batch, heads = self.shares
+        return (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * batch * heads
+
+    def speeds(self, pass_: Pass) -> Curve:
+        rates = self.cluster.device.of(self.dtype)
+        return rates.forward if pass_ is FORWARD else rates.backward
 
     def _tiles(self, pass_: Pass, row: int, column: int, shards: int) -> float:
-        layout = zigzag(range(shards), max(self.length, 1))
-        tiles = tiles_of(Mask(self.causal, self.window), layout.runs(row), layout.runs(column))
-        return sum(self.kernel(pass_, tile.area, 1) for tile in tiles)
+        """Under a window, what two chunks of zigzag's cost follows from how far apart they are."""
+        chunks = [(row, column)]
+        if shards > 1:
+            last = 2 * shards - 1
+            chunks = [(query, key) for query in (row, last - row) for key in (column, last - column)]
+        return sum(self._chunk(pass_, query - key, len(chunks)) for query, key in chunks)
+
+    def _chunk(self, pass_: Pass, apart: int, parts: int) -> float:
+        tokens = self.sizes.tokens if parts == 1 else self.sizes.tokens // 2
+        if (apart < 0 and self.causal) or (abs(apart) - 1) * tokens >= (self.window or 0):
+            return 0.0  # out of sight
+        if (pass_, apart) not in self.chunks:
+            start = (abs(apart) + 1) * tokens
+            runs = ((start, tokens),), ((start - apart * tokens, tokens),)
+            tiles = tiles_of(Mask(self.causal, self.window), *runs)
+            self.chunks[pass_, apart] = sum(self.kernel(pass_, tile.area, 1) for tile in tiles)
+        return self.chunks[pass_, apart]
 
     def copy(self, nbytes: float) -> float:
         return 2 * nbytes / self.cluster.device.copy

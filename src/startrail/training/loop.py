@@ -37,7 +37,7 @@ from startrail.training.sharding import (
     forget_gathered,
 )
 from startrail.training.stopping import Stop
-from startrail.training.tasks import make_task
+from startrail.training.tasks import compute_dtype, make_task
 from startrail.training.watching import Pulse
 
 BETAS = (0.9, 0.95)
@@ -62,14 +62,11 @@ class Trainer:
         problem, data = None, 0
         try:
             _check_apart(recipe)
-            config = recipe.config
             self.sp = SequenceParallel(
                 recipe.plan,
                 mesh=mesh["sequence"],
                 layout=recipe.layout,
-                heads=config.heads,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
+                job=recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch.")),
                 timeout=60 * recipe.wait_minutes + SECOND,
             )
             self.task: Any = make_task(recipe, self.sp, device)

@@ -27,6 +27,7 @@ from typing import Any
 
 from startrail.layout import check_layout
 from startrail.plan import Plan
+from startrail.planning.workload import Job, Model, Run
 from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS, DiTConfig, GPTConfig
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -125,6 +126,19 @@ class Recipe:
     @property
     def tokens_per_step(self) -> int:
         return self.tokens * self.batch * self.accumulate * self.data_parallel
+
+    def job(self, dtype: str) -> Job:
+        """What the planner is asked about: this run, computed in ``dtype``."""
+        config = self.config
+        sizes = config.width, config.layers, config.heads, config.kv_heads, config.head_dim
+        windows = (None,) * config.layers
+        if isinstance(config, GPTConfig):
+            model = Model(self.name, config.vocab, *sizes, config.hidden, 3, config.tied, True, windows)
+        else:
+            model = Model(self.name, 0, *sizes, 4 * config.width, 2, False, False, windows, modulated=True)
+        batch = self.batch * self.data_parallel
+        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, loss_chunk=self.loss_chunk)
+        return Job(model, run, self.data_parallel)
 
     def check_world(self, world: int) -> None:
         """``ValueError`` unless ``world`` ranks are whole groups that the plan fits."""
