@@ -39,6 +39,7 @@ def main(plan: str = "auto", steps: int = 6) -> list[float]:
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     texts = [f"the ring of {count} ranks turns. " * (1 + count % 3) for count in range(60)]
+    data = Dataset.from_dict({"text": texts})
     arguments = SFTConfig(
         output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=1, gradient_accumulation_steps=2,
         packing=True, padding_free=True, max_length=128, learning_rate=5e-3, logging_steps=1, report_to=[],
@@ -48,12 +49,14 @@ def main(plan: str = "auto", steps: int = 6) -> list[float]:
     trainer = LongSFTTrainer(
         LlamaForCausalLM(config),
         arguments,
-        train_dataset=Dataset.from_dict({"text": texts}),
+        train_dataset=data,
+        eval_dataset=data.select(range(8)),
         processing_class=tokenizer(),
         sp=sp,
     )
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
 
 
 if __name__ == "__main__":

@@ -192,7 +192,9 @@ def _fault(
     world = sp.world
     if uneven:
         if len(uneven) == len(grads):
-            return "gradients are not summed over ranks: call startrail.sumgradients(model.parameters()) after backward"
+            return (
+                "gradients are not summed over ranks: call startrail.sum_gradients(model.parameters()) after backward"
+            )
         return f"gradient of {uneven[0]} is not reduced over ranks ({len(uneven)} of {len(grads)} parameters)"
     off, factor = distance(grads, truth[1])
     if off <= SAME and abs(factor - 1) <= SAME and not wrong_ones(grads, truth[1]):

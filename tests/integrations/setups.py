@@ -144,6 +144,43 @@ def not_reduced():
     return (*right(), own_step(finish=finish))
 
 
+class Plain(torch.nn.Module):
+    """A model of one's own, with a step of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inside, self.head = (
+            torch.nn.Embedding(64, 16),
+            torch.nn.Linear(16, 48),
+            torch.nn.Linear(16, 64),
+        )
+
+    def forward(self, ids: Tensor, sequence: startrail.Sequence) -> Tensor:
+        x = self.words(ids)
+        q, k, v = self.inside(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return self.head(x + sequence.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
+
+
+def plain(wrap: Callable[[Any], Any] = lambda model: model) -> tuple[Any, ...]:
+    def step(model, ids, sp):
+        wrapped = wrap(model) if sp.world > 1 else model
+        sequence = sp.sequence(ids.shape[1])
+        labels = sequence.shard_labels(ids)
+        logits = wrapped(sequence.shard(ids, 1), sequence)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = startrail.global_mean(loss, (labels != -100).sum(), sp.group)
+        loss.backward()
+        if wrapped is model:
+            startrail.sum_gradients(model.parameters(), sp.group)
+        return loss
+
+    return Plain(), tokens(2, 37), step
+
+
+def plain_averaged():
+    return plain(DistributedDataParallel)
+
+
 def never_summed():
     return (*right(), own_step(finish=lambda model: None))
 
@@ -175,6 +212,7 @@ def summed_twice():
 
 FAULTS = {
     averaged: "gradients are 1/4 of one process's: they are averaged over ranks",
+    plain_averaged: "gradients are 1/4 of one process's: they are averaged over ranks",
     label_lost: "labels are lost at the shards' edges",
     local_positions: "positions are local",
     window_ignored: "the sliding window is ignored",
@@ -184,7 +222,8 @@ FAULTS = {
     documents_leaking: "documents see each other",
     dropout_differs: "dropout differs",
     not_reduced: "gradient of lm_head.weight is not reduced over ranks (1 of",
-    never_summed: "gradients are not summed over ranks",
+    never_summed: "gradients are not summed over ranks: call startrail.sum_gradients(model.parameters()) after "
+    "backward",
     other_data: "data differ between ranks: input_ids",
     other_weights: "weights differ between ranks: parameter lm_head.weight",
     mean_of_means: "losses are averaged on each rank",

@@ -10,7 +10,7 @@ from startrail.cli import main
 from startrail.testing import assert_same_as_one_process
 from startrail.verify import verify
 from tests.helpers import refusal
-from tests.integrations.setups import FAULTS, batch, right
+from tests.integrations.setups import FAULTS, batch, plain, right
 from tests.integrations.tiny import families, packed, tiny
 
 
@@ -34,6 +34,7 @@ def test_the_command_and_the_assertion(capsys):
     assert main(["verify", "tests/integrations/setups.py:never_summed", "--ranks", "2"]) == 1
     assert capsys.readouterr().out.startswith("gradients are not summed over ranks")
     assert_same_as_one_process(right, ranks=2)
+    assert_same_as_one_process(plain, ranks=2)
     with pytest.raises(AssertionError, match="gradients are 1/2 of one process"):
         assert_same_as_one_process(next(iter(FAULTS)), ranks=2)
 

@@ -30,8 +30,8 @@ LISTED = """
     training.offload training.recompute training.estimate training.process_memory training.watching training.joining
     training.all_ranks training.sharding training.manifest training.pieces training.saving training.export
     training.stopping training.records training.display training.loop training.command
-    logprobs integrations integrations.batches integrations.masks integrations.transformers integrations.trainer
-    integrations.families faults verify testing
+    logprobs integrations integrations.batches integrations.masks integrations.neighbours integrations.transformers
+    integrations.trainer integrations.families faults verify testing
     lab bench cli __main__
 """
 ORDER = LISTED.split()

@@ -2,6 +2,10 @@
 
 Rows with padding, or with other documents than their neighbours, are laid one behind the other as documents of one
 sequence: nothing is padded, nobody sees another row, and every token keeps the position that it had.
+
+Of padding on the left, one process learns too: the last padding token sees nothing at all, but what it says is
+compared with the row's first token, if that has a label. So it stays, as a document of its own that is *blind*: its
+attention gives zero, as transformers' does.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_
 @dataclass(frozen=True)
 class Shared:
     """What all layers share about a batch. ``places``: where its rows were laid one behind the other, the place of
-    every token in its row, from the row's first one on."""
+    every token in its row, from the row's first one on. ``blind``: which of this rank's tokens are padding that sees
+    nothing."""
 
     sequence: Sequence
     places: Tensor | None
+    blind: Tensor | None = None
     by_chunk: dict[int, Sequence] = field(default_factory=dict)
 
     def chunked(self, chunk: int | None) -> tuple[Sequence, int | None]:
@@ -62,10 +68,9 @@ def shard_batch(
     Every rank gives the same batch: ``input_ids`` (batch, tokens) and ``labels`` as for one process, not shifted (or
     ``shift_labels``), ``attention_mask`` of ones and zeros, ``position_ids`` (batch, tokens) or (3, batch, tokens).
     Documents are told apart by positions that do not go on by one, where there is no attention mask, as transformers
-    does it; or by ``documents`` (or cu_seq_lens_q), cu_seqlens of every row. Padding is cut away, on either side; the
-    label of a row's first token is never learnt, since nothing comes before it. ``num_items_in_batch`` is the number of
-    labels of all that counts as one batch, where that is more than this one: with gradient accumulation or data
-    parallelism.
+    does it; or by ``documents`` (or cu_seq_lens_q), cu_seqlens of every row. Padding is cut away, on either side.
+    ``num_items_in_batch`` is the number of labels of all that counts as one batch, where that is more than this one:
+    with gradient accumulation or data parallelism.
 
     >>> sp = SequenceParallel("1x1")
     >>> ids, labels, mask = torch.tensor([[[5, 6, 7, 0]], [[5, 6, 7, -100]], [[1, 1, 1, 0]]])
@@ -82,20 +87,21 @@ def shard_batch(
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     positions = torch.arange(length, device=input_ids.device) if position_ids is None else position_ids
     positions = positions.expand(*positions.shape[:-2], batch, length)
-    starts = _document_starts(positions, attention_mask)
-    keep = None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask.bool()
+    starts = _document_starts(positions, attention_mask, documents is not None)
+    real = torch.ones_like(starts) if attention_mask is None else attention_mask.bool()
     tensors = {"input_ids": input_ids, "shift_labels": shift_labels, **_by_token(others, batch, length)}
-    places = None
-    if keep is not None or bool((starts != starts[:1]).any()):
+    places = blind = None
+    if not bool(real.all()) or bool((starts != starts[:1]).any()):
         if documents is not None or blocks is not None:
             raise ValueError("documents or blocks beside rows of different lengths: give one row, without padding")
-        keep = torch.ones_like(starts) if keep is None else keep
-        kept = keep.flatten().nonzero().squeeze(1)
-        starts = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1)  # a row is a document, or several
-        documents = _ends(_first_kept(starts, keep).flatten()[kept])
+        blind = _blind(real, shift_labels)
+        kept = (real | blind).flatten().nonzero().squeeze(1)
+        starts = F.pad(starts[:, 1:] | blind[:, :-1], (1, 0), value=True) | blind  # a row is a document, or several
+        documents = _ends(_first_kept(starts, real | blind).flatten()[kept])
         tensors = {name: None if x is None else x.flatten(0, 1)[kept].unsqueeze(0) for name, x in tensors.items()}
         positions = positions.flatten(-2)[..., kept].unsqueeze(-2)
-        places = (torch.arange(length, device=keep.device) - keep.int().argmax(1, keepdim=True)).flatten()[kept]
+        places = (torch.arange(length, device=real.device) - real.int().argmax(1, keepdim=True)).flatten()[kept]
+        blind = blind.flatten()[kept] if bool(blind.any()) else None
     elif documents is None:
         documents = _ends(starts[0])
     sequence = sp.sequence(positions.shape[-1], documents, blocks)
@@ -112,16 +118,14 @@ def shard_batch(
         count = (tensors["shift_labels"] != IGNORE).sum()
         made["num_items_in_batch"] = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     plain = {name: x for name, x in others.items() if name not in made}
-    return {**plain, **made, "use_cache": False, "startrail": Shared(sequence, places)}
+    blind = None if blind is None else sequence.shard(blind, 0)
+    return {**plain, **made, "use_cache": False, "startrail": Shared(sequence, places, blind)}
 
 
-def count_labels(labels: Tensor, attention_mask: Tensor | None = None, shift_labels: Tensor | None = None) -> int:
+def count_labels(labels: Tensor, shift_labels: Tensor | None = None) -> int:
     """How many labels of a batch are learnt from, as ``shard_batch`` counts them."""
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE) if shift_labels is None else shift_labels
-    counted = shifted != IGNORE
-    if attention_mask is not None:
-        counted &= attention_mask.bool()
-    return int(counted.sum())
+    return int((shifted != IGNORE).sum())
 
 
 def _check(input_ids: object, labels: object, mask: object, positions: object, shifted: object) -> None:
@@ -165,20 +169,44 @@ def _by_token(others: dict[str, Any], batch: int, length: int) -> dict[str, Tens
     return found
 
 
-def _document_starts(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """(batch, tokens) where a document begins inside a row, by positions that do not go on by one."""
-    if positions.dim() == 3:  # of several axes, such as an image's; they do not tell documents apart
-        return torch.zeros(positions.shape[1:], dtype=torch.bool, device=positions.device)
-    starts = F.pad(positions.diff(dim=1) != 1, (1, 0))
-    if mask is None:
-        return starts
-    both = F.pad(mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))
-    if bool((starts & both).any()):
+def _document_starts(positions: Tensor, mask: Tensor | None, told: bool) -> Tensor:
+    """(batch, tokens) where a document begins inside a row, by positions that do not go on by one. Of several axes,
+    such as an image's, the first goes on or stays inside a document, and documents must be ``told``; of four, it is
+    the text's own."""
+    several = positions.dim() == 3 and positions.shape[0] in (2, 3)
+    steps = (positions if positions.dim() == 2 else positions[0]).diff(dim=1)
+    starts = F.pad(steps < 0 if several else steps != 1, (1, 0))
+    if mask is not None:
+        starts &= F.pad(mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))
+    if (several and told) or not bool(starts.any()):
+        return torch.zeros_like(starts)
+    if mask is not None:
         raise ValueError(
             "position_ids begin anew inside a row, but there is an attention_mask: one process would let the documents "
             "see each other; leave the attention_mask out"
         )
-    return torch.zeros_like(starts)
+    if several:
+        row, token = starts.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids of {len(positions)} axes go back in row {row} at token {token}, but do not say whether a "
+            "document begins there: give documents= (cu_seqlens)"
+        )
+    return starts
+
+
+def _blind(real: Tensor, shift_labels: Tensor | None) -> Tensor:
+    """(batch, tokens) padding on the left that the next token is learnt from."""
+    if shift_labels is None:
+        return torch.zeros_like(real)
+    learnt = ~real & (shift_labels != IGNORE)
+    inside = learnt & (real.cumsum(1) > 0)
+    if bool(inside.any()):
+        row, token = inside.nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row}, token {token + 1} would be learnt from padding behind other tokens: only padding on the left "
+            f"may come before a label, set it to {IGNORE}"
+        )
+    return learnt
 
 
 def _first_kept(starts: Tensor, keep: Tensor) -> Tensor:

@@ -1,10 +1,30 @@
-"""What a mask of transformers lets a query see, read from the function that it is made of: transformers puts masks
-together from few parts, and a part that is not known is refused by its name."""
+"""What a layer of transformers asks for. What its mask lets a query see is read from the function that the mask is made
+of: transformers puts masks together from few parts, and a part that is not known is refused by its name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
+
+from startrail.arguments import wrong_option
+from startrail.integrations.batches import Shared
+
+# What models pass on to every layer although it is not attention's business.
+IRRELEVANT = {
+    "cache_position",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "shift_labels",
+    "use_cache",
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +39,14 @@ class Kind:
         text = "causal" if self.causal else "full"
         text += "" if self.window is None else f" window {self.window}"
         return text + ("" if self.chunk is None else f" chunk {self.chunk}")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the mask function returns in place of a mask. ``shared`` is None while a model is tried."""
+
+    shared: Shared | None
+    kind: Kind
 
 
 def kind_of(function: Any) -> Kind:
@@ -49,3 +77,27 @@ def kind_of(function: Any) -> Kind:
 def _closure(function: Any) -> dict[str, Any]:
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def problem_of(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
+    """Why a layer cannot be run, or None."""
+    if not isinstance(mask, Seen):
+        return f"it attends under {type(mask).__name__} in place of a mask that startrail made"
+    if key.shape[2] != query.shape[2]:
+        return f"{query.shape[2]} queries and {key.shape[2]} keys: a cache, or attention to something that is not split"
+    if dropout:
+        return f"attention dropout {dropout}: set it to 0 in the model's config"
+    kind = mask.kind
+    for name, given in others.items():
+        if name in IRRELEVANT or given is None or given is False:
+            continue
+        if name == "sliding_window" and given == kind.window:
+            continue
+        if name == "is_causal" and given == kind.causal:
+            continue
+        if name == "softcap":
+            return wrong_option(query, None, None, given, None)
+        if name == "position_bias":
+            return "position_bias: no kernel here adds to its logits"
+        return f"it passes {name}={given if not isinstance(given, Tensor) else tuple(given.shape)} to attention"
+    return None

@@ -81,7 +81,7 @@ class StarTrailMixin:
         """Labels of all batches of a step, on all ranks that have different ones."""
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
-        names = ("labels", "attention_mask", "shift_labels")
+        names = ("labels", "shift_labels")
         count = sum(count_labels(**{name: x[name] for name in names if name in x}) for x in batch_samples)
         total = torch.tensor(count, device=device)
         if self._data_ranks > 1:
@@ -93,6 +93,22 @@ class StarTrailMixin:
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
         return nullcontext, shard_batch(self.sp, **inputs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: object = None
+    ) -> tuple[Tensor, None, None]:
+        """One batch of an evaluation. Trainers have evaluations of their own (TRL's does not split batches), but all
+        of them take the loss from ``compute_loss``."""
+        trainer: Any = self
+        inputs = trainer._prepare_inputs(inputs)
+        count = self._get_num_items_in_batch([inputs], trainer.args.device)
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, shard_batch(self.sp, **inputs), num_items_in_batch=count)
+        loss = loss.detach()
+        if dist.is_initialized():  # the same on all ranks: of the last batch, trainers leave out some
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        return loss, None, None
 
 
 class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]

@@ -7,7 +7,8 @@
 ``attach`` gives the model an attention function and a mask function of its own, under a name of their own, so that two
 models with two plans live side by side. It then asks the model for one forward pass of a few tokens, in which every
 layer says what it wants: its mask, its scale, sinks, and whatever else it passes on. What cannot be run is refused
-there, with the layer's name, and so is a model whose loss does not take labels that are already shifted.
+there, with the layer's name; so is a model in which tokens see each other without attention, or whose loss does not
+take labels that are already shifted.
 
 The mask function does not make a mask. It returns a ``Seen``, which the model hands to its layers as if it were one:
 the batch's sequence, and what this kind of layer sees of it. So a layer that is recomputed later in the backward pass
@@ -20,12 +21,13 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -33,9 +35,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.first_steps import GradientWatch, check_same_parameters
+from startrail.first_steps import STEPS, check_same_parameters, unwatched, watch_gradients
 from startrail.integrations.batches import IGNORE, Shared, shard_batch
-from startrail.integrations.masks import Kind, kind_of
+from startrail.integrations.masks import Kind, Seen, kind_of, problem_of
+from startrail.integrations.neighbours import seen_by_neighbours
 from startrail.parallel import SequenceParallel
 from startrail.training.loss import gradient_factor
 
@@ -43,36 +46,15 @@ __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 
 TESTED = (5, 22)  # major, minor
 TRIED_TOKENS = 4
-# What models pass on to every layer although it is not attention's business.
-IRRELEVANT = {
-    "cache_position",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "shift_labels",
-    "use_cache",
-}
 
 _numbers = itertools.count()
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the mask function returns in place of a mask. ``shared`` is None while a model is tried."""
-
-    shared: Shared | None
-    kind: Kind
-
-
 class Attached:
-    """What a model and its functions share. ``kinds`` are those of its masks, by what tells them apart when they are
-    made; ``asked`` is what the layers ask for while the model is tried, else None."""
+    """What a model, its copies, and its functions share. ``kinds`` are those of its masks, by what tells them apart
+    when they are made; ``asked`` is what the layers ask for while the model is tried, else None; ``before`` is how its
+    modules attended."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
@@ -80,9 +62,13 @@ class Attached:
         self.kinds: dict[tuple[object, ...], Kind] = {}
         self.shared: Shared | None = None
         self.asked: list[tuple[str, str | None]] | None = None
-        self.before: dict[int, str | None] = {}
-        self.hooks: list[Any] = []
+        self.before: dict[str, str | None] = {}
         self.steps = 0
+        self.checking = False  # whether the forward pass that runs is one of the first in training
+
+    def __deepcopy__(self, memo: object) -> Attached:
+        """A copied model asks for attention by the same name."""
+        return self
 
     # --- what transformers calls
 
@@ -111,10 +97,10 @@ class Attached:
     ) -> tuple[Tensor, None]:
         """Attention of one layer: (batch, heads, tokens, dim) in, (batch, tokens, heads, dim) out."""
         if self.asked is not None:
-            problem = _problem(query, key, attention_mask, dropout, others)
+            problem = problem_of(query, key, attention_mask, dropout, others)
             self.asked.append((str(getattr(module, "_startrail_name", type(module).__name__)), problem))
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-        problem = _problem(query, key, attention_mask, dropout, others)
+        problem = problem_of(query, key, attention_mask, dropout, others)
         if problem is None and attention_mask.shared is None:  # type: ignore[attr-defined]
             problem = "the model was called without a batch: model(**shard_batch(sp, ...))"
         if problem is not None:
@@ -125,10 +111,12 @@ class Attached:
         out = sequence.attention(
             query, key, value, causal=kind.causal, window=kind.window, chunk=chunk, scale=scaling, sinks=s_aux
         )
+        if shared.blind is not None:
+            out = out.masked_fill(shared.blind.view(1, 1, -1, 1), 0)
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
 
     def before_forward(
-        self, watch: GradientWatch, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+        self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take the batch's sequence out of what the model gets; in the first steps, check what could go wrong."""
         self.shared = options.pop("startrail", None)
@@ -137,10 +125,11 @@ class Attached:
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
-        if self.asked is None and self.steps < 2 and model.training and not torch.compiler.is_compiling():
+        self.checking = self.asked is None and self.steps < STEPS and model.training
+        self.checking = self.checking and not torch.compiler.is_compiling()
+        if self.checking:
             self.steps += 1
             check_same_parameters(model.named_parameters(), self.sp.group)
-            watch.begin()
         return arguments, options
 
 
@@ -164,23 +153,25 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     AttentionInterface.register(attached.name, _method(found, "attend"))
     AttentionMaskInterface.register(attached.name, _method(found, "mask"))
     weakref.finalize(attached, _unregister, attached.name)
-    for config in _configs(model):
-        attached.before[id(config)] = config._attn_implementation
+    configs = _configs(model)
+    attached.before = {name: config._attn_implementation for name, config in configs.items()}
+    for config in configs.values():
         config._attn_implementation_internal = attached.name
-    model._startrail = attached
+    model._startrail, model._startrail_hooks = attached, []
     try:
         _try(model, attached)
     except BaseException:
         detach(model)
         raise
-    watch = GradientWatch(model)
-    attached.steps = 0 if check else 2
-    attached.hooks.append(
-        model.register_forward_pre_hook(partial(_before_forward, found, watch), with_kwargs=True, prepend=True)
-    )
-    if check:
-        attached.hooks.append(model.register_forward_hook(partial(_watch_loss, watch)))
-    _keep_attention_when_recomputing(model)
+    attached.steps = 0 if check else STEPS
+    # handles of hooks stay with the model: a copy of the model has its own
+    model._startrail_hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True))
+    if check and sp.world > 1:
+        model._startrail_hooks.append(model.register_forward_hook(_watch_loss))
+    # bound, so that a copy of the model acts on the copy
+    model.gradient_checkpointing_enable = MethodType(_checkpointing_that_keeps_attention, model)
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable()
     return model
 
 
@@ -189,37 +180,15 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     attached: Attached | None = model.__dict__.pop("_startrail", None)
     if attached is None:
         raise ValueError("the model is not attached")
-    for config in _configs(model):
-        config._attn_implementation_internal = attached.before[id(config)]
-    for hook in attached.hooks:
+    for name, config in _configs(model).items():
+        config._attn_implementation_internal = attached.before[name]
+    for hook in model.__dict__.pop("_startrail_hooks"):
         hook.remove()
     model.__dict__.pop("gradient_checkpointing_enable", None)
     return model
 
 
 # --- refusing
-
-
-def _problem(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
-    """Why a layer cannot be run, or None."""
-    if not isinstance(mask, Seen):
-        return f"it attends under {type(mask).__name__} in place of a mask that startrail made"
-    if key.shape[2] != query.shape[2]:
-        return f"{query.shape[2]} queries and {key.shape[2]} keys: a cache, or attention to something that is not split"
-    if dropout:
-        return f"attention dropout {dropout}: set it to 0 in the model's config"
-    kind = mask.kind
-    for name, given in others.items():
-        if name in IRRELEVANT or given is None or given is False:
-            continue
-        if name == "sliding_window" and given == kind.window:
-            continue
-        if name == "is_causal" and given == kind.causal:
-            continue
-        if name in ("softcap", "position_bias"):
-            return f"{name}: no kernel here can do it"
-        return f"it passes {name}={given if not isinstance(given, Tensor) else tuple(given.shape)} to attention"
-    return None
 
 
 def _refuse_by_config(model: PreTrainedModel) -> None:
@@ -242,26 +211,21 @@ def _refuse_by_config(model: PreTrainedModel) -> None:
 
 
 def _try(model: PreTrainedModel, attached: Attached) -> None:
-    """Ask every layer what it wants, with one forward pass of a few tokens in which nothing is attended."""
+    """Ask every layer what it wants, with forward passes of a few tokens in which nothing is attended."""
     owners = {module._startrail_name for module in model.modules() if _is_attention(module)}
-    attached.asked = []
     device = next(model.parameters()).device
     ids = torch.arange(TRIED_TOKENS, device=device).unsqueeze(0) % 2
     labels = torch.tensor([[1, 0, 1, IGNORE]], device=device)
-    options = dict(labels=labels, shift_labels=labels, num_items_in_batch=7, use_cache=False)
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.train()
-            found = model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids * 0 + 3, **options)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever a model trips over that expects a mask of another kind
-        raise ValueError(f"{type(model).__name__} cannot run with startrail: {_why(error)}") from error
-    finally:
-        asked, attached.asked = attached.asked, None
-        for module, was in training:
-            module.training = was
+    options = dict(labels=labels, shift_labels=labels, num_items_in_batch=7)
+
+    def run(ids: Tensor, **options: Any) -> Any:
+        mask, positions = torch.ones_like(ids), torch.full_like(ids, 3)
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **options)
+
+    with _trying(model, attached):
+        model.train()
+        found = run(ids, **options)
+        asked = attached.asked or []
     for name, problem in asked:
         if problem:
             raise ValueError(f"{name}: {problem}")
@@ -272,7 +236,15 @@ def _try(model: PreTrainedModel, attached: Attached) -> None:
     silent = owners - {name for name, _ in asked}
     if silent:
         raise ValueError(f"{sorted(silent)[0]} does not ask for attention through transformers' AttentionInterface")
-    if device.type != "meta" and found.loss is not None:
+    with _trying(model, attached):
+        model.eval()  # without dropout
+        place = seen_by_neighbours(model, lambda ids: run(ids)[0])
+    if place is not None:
+        raise ValueError(
+            f"{place}: a token's result depends on other tokens although nothing is attended (a recurrence, a "
+            "convolution or a token shift): its state would have to pass from rank to rank"
+        )
+    if device.type != "meta" and getattr(found, "loss", None) is not None:
         logits = found.logits.float().reshape(-1, found.logits.shape[-1])
         expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") / 7
         if not torch.allclose(found.loss.float(), expected, rtol=1e-3, atol=1e-5):
@@ -280,6 +252,24 @@ def _try(model: PreTrainedModel, attached: Attached) -> None:
                 f"{type(model).__name__}: its loss is not the sum over shift_labels divided by num_items_in_batch "
                 f"({found.loss.item():.4f}, expected {expected.item():.4f}): take its logits, and a loss of your own"
             )
+
+
+@contextmanager
+def _trying(model: PreTrainedModel, attached: Attached) -> Iterator[None]:
+    """Inside, layers say what they want and attend to nothing; what a model trips over is a ``ValueError``."""
+    training = [(module, module.training) for module in model.modules()]
+    attached.asked = []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a model trips over that expects a mask of another kind
+        raise ValueError(f"{type(model).__name__} cannot run with startrail: {_why(error)}") from error
+    finally:
+        attached.asked = None
+        for module, was in training:
+            module.training = was
 
 
 def _why(error: Exception) -> str:
@@ -308,20 +298,20 @@ def _warn_of_version() -> None:
 # --- arrangements
 
 
-def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every config that a module of the model reads, once."""
-    found: dict[int, PretrainedConfig] = {}
-    for module in model.modules():
+def _configs(model: PreTrainedModel) -> dict[str, PretrainedConfig]:
+    """Every config that a module of the model reads, once, by the first module that does."""
+    found: dict[int, tuple[str, PretrainedConfig]] = {}
+    for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            found[id(config)] = config
-    return list(found.values())
+            found.setdefault(id(config), (name, config))
+    return dict(found.values())
 
 
 def _own_configs(model: PreTrainedModel) -> None:
     """Models made from one config object share it: what is set for one would be set for all."""
     memo: dict[int, Any] = {}
-    copies = {id(config): copy.deepcopy(config, memo) for config in _configs(model)}
+    copies = {id(config): copy.deepcopy(config, memo) for config in _configs(model).values()}
     for module in model.modules():
         if id(getattr(module, "config", None)) in copies:
             module.config = copies[id(module.config)]
@@ -337,20 +327,22 @@ def _method(found: weakref.ref[Attached], name: str) -> Callable[..., Any]:
 
 
 def _before_forward(
-    found: weakref.ref[Attached],
-    watch: GradientWatch,
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    attached = found()
-    return None if attached is None else attached.before_forward(watch, model, arguments, options)
+    model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return model._startrail.before_forward(model, arguments, options)
 
 
-def _watch_loss(watch: GradientWatch, model: nn.Module, arguments: object, output: Any) -> None:
-    loss = getattr(output, "loss", None)
-    if watch.active and isinstance(loss, Tensor) and loss.requires_grad:
-        loss.register_hook(watch.see_loss)
+def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
+    found = getattr(output, "loss", None)
+    loss = found if isinstance(found, Tensor) and found.requires_grad else None
+    new, agreed = [], False
+    if model._startrail.checking:
+        new = [] if loss is None else unwatched(loss)
+        ready = torch.tensor(float(bool(new)), device=model.device)
+        dist.all_reduce(ready, op=dist.ReduceOp.MIN)
+        agreed = bool(ready)
+    if loss is not None:
+        watch_gradients(loss, new, agreed, None)
 
 
 def _unregister(name: str) -> None:
@@ -358,14 +350,9 @@ def _unregister(name: str) -> None:
         interface._global_mapping.pop(name, None)
 
 
-def _keep_attention_when_recomputing(model: PreTrainedModel) -> None:
-    """Activation checkpointing, now or later, recomputes everything but the distributed attention."""
-    enable = type(model).gradient_checkpointing_enable
-
-    def enabled(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any) -> None:
-        options = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": checkpoint_context}
-        enable(model, options, **others)
-
-    model.gradient_checkpointing_enable = enabled
-    if getattr(model, "is_gradient_checkpointing", False):
-        enabled()
+def _checkpointing_that_keeps_attention(
+    model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
+) -> None:
+    """``gradient_checkpointing_enable`` that recomputes everything but the distributed attention."""
+    options = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": checkpoint_context}
+    type(model).gradient_checkpointing_enable(model, options, **others)

@@ -20,7 +20,7 @@ from startrail.planning.hardware import Cluster
 from startrail.planning.step import Step, Training
 from startrail.planning.workload import Model, Run
 
-ALIKE = 0.005  # plans that differ by less than this share are alike
+ALIKE = 0.03  # plans that differ by less than this share are alike: predictions err by more
 PLAYED, PLAYED_IN_LARGE = 24, 12  # plans at most, beside the well-known ones
 Played = dict[tuple[Plan, Call, int], Prediction]
 
@@ -271,8 +271,8 @@ class _Finder:
         return Row(plan, training, training.step(plan, predicted))
 
     def found(self) -> Found:
-        """Fastest first; of those that are alike, the one that sends least over the outermost links, then inside, and
-        then the simplest."""
+        """Fastest first; of those that are alike, the one that sends least over the outermost links, then in the fewest
+        groups, since messages are what predictions know least about, then inside, and then the simplest."""
         fastest = min(row.seconds for row in self.rows)
         alike = [row for row in self.rows if row.seconds <= fastest * (1 + ALIKE)]
         least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in alike), strict=True)]
@@ -282,8 +282,8 @@ class _Finder:
                 return 1, row.seconds
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
-            simple = len(plan.levels) + (plan.keep != "none") + (plan.groups > 1)
-            return 0, sent, simple, row.step.memory.total, row.seconds
+            simple = len(plan.levels) + (plan.keep != "none")
+            return 0, sent[0], plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail.agree import peer_errors
-from startrail.first_steps import STEPS, check_same_parameters, digest
+from startrail.first_steps import STEPS, check_same_parameters, digest, unwatched, watch_gradients
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -104,6 +104,8 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     group (``sum_gradients``) for those of one process. Ranks that counted nothing take part with shares of zero; if
     none counted anything, the loss is 0. ``group=None`` is the whole world, or one process if there is no world.
 
+    In the first two steps, ``ValueError`` when the optimizer finds gradients that were averaged, or never summed.
+
     >>> w = torch.tensor(2.0, requires_grad=True)
     >>> losses = w * torch.tensor([1.0, 2.0, 3.0])
     >>> loss = global_mean(losses.sum(), 3)
@@ -111,13 +113,19 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     >>> loss.item(), w.grad.item()
     (4.0, 2.0)
     """
-    totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in (loss_sum, count)])
-    if dist.is_available() and dist.is_initialized():
+    alone = not (dist.is_available() and dist.is_initialized())
+    new = [] if alone else unwatched(loss_sum)
+    numbers = (loss_sum, count, bool(new))
+    totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
+    if not alone:
         with peer_errors("global_mean"):
             dist.all_reduce(totals, group=group)
     everywhere, counted = totals[0], totals[1].clamp(min=1)
     share = loss_sum / counted.to(loss_sum.dtype)
-    return share + ((everywhere / counted).to(share.dtype) - share).detach()
+    mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
+    if not alone and mean.requires_grad:
+        watch_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group)
+    return mean
 
 
 def gradient_factor(model: torch.nn.Module) -> int:
