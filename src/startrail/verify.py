@@ -126,7 +126,7 @@ def _truth(setup: Setup) -> tuple[float, Gradients]:
     else:
         assert setup.step is not None
         loss = setup.step(model, setup.batch, SequenceParallel("1x1"))
-    return float(loss), gradients(model)
+    return float(loss.detach()), gradients(model)
 
 
 def _run(
@@ -154,7 +154,7 @@ def _on_rank(make: Callable[[], Any], truth: tuple[float, Gradients], ranks: int
     pristine = copy.deepcopy(model) if dist.get_rank() == 0 else None
     torch.manual_seed(1)
     step = setup.step or _default_step
-    loss = float(step(model, setup.batch, sp))
+    loss = float(step(model, setup.batch, sp).detach())
     grads = gradients(model)
     losses = [torch.empty(()) for _ in range(ranks)]
     dist.all_gather(losses, torch.tensor(loss))

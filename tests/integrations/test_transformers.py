@@ -20,6 +20,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLTextConfig,
     Qwen2VLTextModel,
     RecurrentGemmaConfig,
@@ -124,10 +126,12 @@ AXES = AXES.unsqueeze(1).expand(3, 2, 37)
 COTANGENT = torch.randn(2, 37, SMALL["hidden_size"], generator=torch.Generator().manual_seed(3))
 
 
+TEXT_OF_THREE = dict(SMALL, rope_parameters=dict(rope_type="default", mrope_section=[2, 1, 1]))
+
+
 def three_axes():
     torch.manual_seed(0)
-    rope = dict(rope_type="default", mrope_section=[2, 1, 1])
-    return Qwen2VLTextModel(Qwen2VLTextConfig(**SMALL, rope_parameters=rope))
+    return Qwen2VLTextModel(Qwen2VLTextConfig(**TEXT_OF_THREE))
 
 
 def test_checkpointing_ddp_fsdp_amp_meshes_and_two_plans(truths):
@@ -326,11 +330,15 @@ def test_what_cannot_be_run_is_refused_when_it_is_attached():
         "attended (a recurrence, a convolution or a token shift): its state would have to pass from rank to rank"
     )
     griffin = dict(lru_width=32, block_types=["recurrent", "attention"], attention_window_size=8)
-    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SMALL, **griffin))
-    text = error_of(lambda: attach(model, sp))
-    assert "model.layers.0.temporal_block.rg_lru: a token's result depends on other tokens" in text
+    for dtype in (torch.float32, torch.bfloat16):  # whose rounding hides what new weights do
+        model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SMALL, **griffin)).to(dtype)
+        text = error_of(lambda: attach(model, sp))  # noqa: B023
+        assert "model.layers.0.temporal_block.rg_lru: a token's result depends on other tokens" in text
     model = GPT2LMHeadModel(GPT2Config(**families()["gpt2"][1].to_diff_dict() | dict(add_cross_attention=True)))
     assert "transformer.h.0.crossattention" in error_of(lambda: attach(model, sp))
+    seeing = dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=TEXT_OF_THREE, vision_config=seeing))
+    assert "model.visual.blocks.0.attn does not ask" in error_of(lambda: attach(model, sp)), "its text model alone runs"
     sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16)
     model = BartForConditionalGeneration(BartConfig(vocab_size=64, max_position_embeddings=16, **sizes))
     assert "a decoder that attends to an encoder's states is not supported" in error_of(lambda: attach(model, sp))

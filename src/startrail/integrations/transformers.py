@@ -235,7 +235,9 @@ def _try(model: PreTrainedModel, attached: Attached) -> None:
         )
     silent = owners - {name for name, _ in asked}
     if silent:
-        raise ValueError(f"{sorted(silent)[0]} does not ask for attention through transformers' AttentionInterface")
+        raise ValueError(
+            f"{sorted(silent)[0]} does not ask for attention through transformers' AttentionInterface, or not for text"
+        )
     with _trying(model, attached):
         model.eval()  # without dropout
         place = seen_by_neighbours(model, lambda ids: run(ids)[0])
