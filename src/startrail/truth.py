@@ -234,7 +234,8 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     unit = torch.finfo(accumulator(coarse)).eps
     if accumulator(coarse) == torch.float64:  # where the truth errs as much as we do
         unit *= 8
-    floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
+    steep = max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
+    floor = FLOOR * unit * steep
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks)
     dweights = dout @ v.mT
@@ -242,6 +243,8 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     if dlse is not None:
         delta = delta + dlse.abs().unsqueeze(-1)
     sizes = weights * (dweights.abs() + delta) * scale
+    if sinks is not None or dlse is not None:  # then the yardstick never computes a logit twice, as flash attention does
+        sizes = sizes * steep
     sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()), "dv": weights.mT @ dout.abs()}
     sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
     if sinks is not None:
