@@ -109,16 +109,15 @@ class Prices:
 
     def _tiles(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         """Under a window, what two chunks of zigzag's cost follows from how far apart they are."""
-        chunks = [(row, column)]
-        if shards > 1:
-            last = 2 * shards - 1
-            chunks = [(query, key) for query in (row, last - row) for key in (column, last - column)]
-        return sum(self._chunk(pass_, query - key, len(chunks)) for query, key in chunks)
+        if shards == 1:
+            return self._chunk(pass_, 0, self.sizes.tokens)
+        last, tokens = 2 * shards - 1, self.sizes.tokens // 2
+        reach = ((self.window or 1) - 2) // tokens + 1  # chunks further apart do not see each other
+        least = 0 if self.causal else -reach
+        aparts = (row - column, column - row, row + column - last, last - row - column)  # queries' of 2 and keys' of 2
+        return sum(self._chunk(pass_, apart, tokens) for apart in aparts if least <= apart <= reach)
 
-    def _chunk(self, pass_: Pass, apart: int, parts: int) -> float:
-        tokens = self.sizes.tokens if parts == 1 else self.sizes.tokens // 2
-        if (apart < 0 and self.causal) or (abs(apart) - 1) * tokens >= (self.window or 0):
-            return 0.0  # out of sight
+    def _chunk(self, pass_: Pass, apart: int, tokens: int) -> float:
         if (pass_, apart) not in self.chunks:
             start = (abs(apart) + 1) * tokens
             runs = ((start, tokens),), ((start - apart * tokens, tokens),)
