@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from startrail import live
 from startrail.cluster import Machine
 from startrail.live import Measured, describe
 from startrail.planning.describe import parse_text
@@ -87,3 +88,15 @@ def test_an_odd_rank_where_every_node_has_one():
         Slow(0, 1, 0.3),
         Slow(0, 2, 1.0, 0.2),
     )
+
+
+@pytest.mark.parametrize(
+    "backends, where", [("cpu:gloo,cuda:nccl", "cuda"), ("cuda:nccl", "cuda"), ("cpu:gloo", "cpu")]
+)
+def test_a_group_without_a_named_backend_computes_where_nccl_is(backends, where, monkeypatch):
+    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(live.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(live.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(live.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(live.dist, "get_backend_config", lambda: backends)
+    assert live.own_device().type == where

@@ -237,11 +237,12 @@ def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
     assert few.sent == pytest.approx(whole.sent, rel=0.01 if text == "1x64" else 0.3)
 
 
+@pytest.mark.parametrize("cluster", [SMALL, SMALL.faster(0, 100.0)], ids=["links", "arithmetic"])  # that decide
 @pytest.mark.parametrize("window", [300, 3000])
 @pytest.mark.parametrize("text", ["1x16", "1x4/u4", "u4/2x2", "2x2/2x2,keep=all"])
-def test_one_rank_stands_for_all_under_a_window(text, window):
-    call = replace(CALL, window=window)
-    one, all_ = predict(SMALL, Plan.parse(text), call), predict(SMALL, Plan.parse(text), call, everybody=True)
+def test_one_rank_stands_for_all_under_a_window(text, window, cluster):
+    call, plan = replace(CALL, length=2**14, window=window), Plan.parse(text)
+    one, all_ = predict(cluster, plan, call), predict(cluster, plan, call, everybody=True)
     assert one.seconds == pytest.approx(all_.seconds, rel=0.1)
     assert one.sent == pytest.approx(all_.sent, rel=1e-6)
 
@@ -285,7 +286,9 @@ def test_the_clock_sends_what_the_closed_form_says(text):
     assert sum(played.sent) * 16 == pytest.approx(every, rel=1e-9)
 
 
-@pytest.mark.parametrize("cluster, window", [(SMALL, None), (SMALL, 1000), (PEERS, None)], ids=str)
+@pytest.mark.parametrize(
+    "cluster, window", [(SMALL, None), (SMALL, 1000), (PEERS, None), (PEERS.faster(1, 0.02), None)], ids=str
+)
 def test_no_plan_beats_its_bound(cluster, window):
     call = replace(CALL, window=window)
     bounds = Bounds(cluster, call)

@@ -18,7 +18,7 @@ from math import prod
 from startrail.plan import Plan, divisors
 from startrail.planning.hardware import DTYPES, Cluster
 from startrail.planning.simulate import Clock, Path, Played, Route
-from startrail.planning.tasks import Message, Post, Prices, Task, call_tasks
+from startrail.planning.tasks import Message, Post, Prices, Task, Work, call_tasks
 from startrail.schedule.nested import Rings, is_plain_ring
 from startrail.schedule.star import team_of
 from startrail.schedule.values import PASSES, Pass
@@ -159,8 +159,9 @@ def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int, narrower: int
 def _longer(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction:
     """The straight line through two predictions, the second at ``times`` the first's length, at ``whole`` times it."""
     passes = []
+    priced = [(cluster, _prices(cluster, plan, call)) for cluster, plan, call in (first, second)]
     for pass_ in PASSES:
-        a, b = (_play_one(cluster, _prices(cluster, plan, call), pass_) for cluster, plan, call in (first, second))
+        a, b = (_play_one(cluster, prices, pass_) for cluster, prices in priced)
 
         def line(x: float, y: float) -> float:
             return x + (y - x) * (whole - 1) / (times - 1)
@@ -280,12 +281,13 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
     world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
     known = _known_lanes(cluster, prices.sizes.plan)
     if len(known) == len(prices.sizes.plan.levels):
-        tasks, counted = call_tasks(prices, world, _typical(prices, world), pass_), {}
+        tasks, counted = call_tasks(prices, world, prices.busiest, pass_), {}
     else:
         looked_at = _looked_at(cluster, prices.sizes.plan)
         member = [call_tasks(prices, world, rank, pass_) for rank in looked_at]
         sends = [[m for task in own if isinstance(task, Post) for m in task.messages if m.send] for own in member]
-        chosen = max(range(len(member)), key=lambda rank: len(sends[rank]))
+        works = [sum(task.seconds for task in own if isinstance(task, Work)) for own in member]
+        chosen = max(range(len(member)), key=lambda rank: (len(sends[rank]), works[rank]))
         tasks = member[chosen]
         alike = [(rank, own) for rank, own in zip(looked_at, sends, strict=True) if len(own) == len(sends[chosen])]
         counted = {
@@ -301,12 +303,6 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
         return Path(links, latency, tuple(share * message.nbytes for share in shares))
 
     return tasks, route
-
-
-def _typical(prices: Prices, world: int) -> int:
-    """A rank with no less work than others: under a window, those with the first tokens have less."""
-    plan = prices.sizes.plan
-    return 0 if prices.window is None else plan.slots(world).index(world // plan.heads // 2 * plan.heads)
 
 
 def _known_lanes(cluster: Cluster, plan: Plan) -> dict[int, Way]:

@@ -14,7 +14,7 @@ joined and merged, and when, follows the executor line by line.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Pass, Piece
 from startrail.sizes import Sizes
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # by visible pair of tokens and number of a head: two products, five products
+LOOKED_AT = 16  # shards whose work is compared under a window
 MERGED = 1.5  # a partial result is read, and the sum read and written
 
 
@@ -108,22 +109,38 @@ class Prices:
 
     def _tiles(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         """Under a window, what two chunks of zigzag's cost follows from how far apart they are."""
-        chunks = [(row, column)]
-        if shards > 1:
-            last = 2 * shards - 1
-            chunks = [(query, key) for query in (row, last - row) for key in (column, last - column)]
-        return sum(self._chunk(pass_, query - key, len(chunks)) for query, key in chunks)
+        if shards == 1:
+            return self._chunk(pass_, 0, self.sizes.tokens)
+        last, tokens = 2 * shards - 1, self.sizes.tokens // 2
+        reach = ((self.window or 1) - 2) // tokens + 1  # chunks further apart do not see each other
+        least = 0 if self.causal else -reach
+        aparts = (row - column, column - row, row + column - last, last - row - column)  # queries' of 2 and keys' of 2
+        return sum(self._chunk(pass_, apart, tokens) for apart in aparts if least <= apart <= reach)
 
-    def _chunk(self, pass_: Pass, apart: int, parts: int) -> float:
-        tokens = self.sizes.tokens if parts == 1 else self.sizes.tokens // 2
-        if (apart < 0 and self.causal) or (abs(apart) - 1) * tokens >= (self.window or 0):
-            return 0.0  # out of sight
+    def _chunk(self, pass_: Pass, apart: int, tokens: int) -> float:
         if (pass_, apart) not in self.chunks:
             start = (abs(apart) + 1) * tokens
             runs = ((start, tokens),), ((start - apart * tokens, tokens),)
             tiles = tiles_of(Mask(self.causal, self.window), *runs)
             self.chunks[pass_, apart] = sum(self.kernel(pass_, tile.area, 1) for tile in tiles)
         return self.chunks[pass_, apart]
+
+    @cached_property
+    def busiest(self) -> int:
+        """The rank with the most work, for which the others wait. Under a window that is not everybody: how many of its
+        blocks are near the diagonal depends on its place. Of very many, some are looked at."""
+        plan, world = self.sizes.plan, self.cluster.world
+        if self.window is None or plan.family.open_ended:  # of the paper's, the ranks of a member are looked at
+            return 0
+        slots, shards = plan.slots(world), world // plan.heads
+        keeping = replace(plan, keep="all", backward="keys")  # it would keep its rows and columns but its own
+
+        def work(shard: int) -> float:
+            pieces = plan.family.kept(keeping, plan.place(world, slots.index(shard * plan.heads)), 0)
+            rows, columns = ([shard, *(piece.shard for piece in pieces if piece.kind == kind)] for kind in ("q", "kv"))
+            return sum(self.block(FORWARD, row, column, shards) for row in rows for column in columns)
+
+        return slots.index(max(range(0, shards, -(-shards // LOOKED_AT)), key=work) * plan.heads)
 
     def copy(self, nbytes: float) -> float:
         return 2 * nbytes / self.cluster.device.copy
