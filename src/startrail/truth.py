@@ -243,8 +243,6 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     if dlse is not None:
         delta = delta + dlse.abs().unsqueeze(-1)
     sizes = weights * (dweights.abs() + delta) * scale
-    if sinks is not None or dlse is not None:  # then the yardstick never computes a logit twice, as flash attention does
-        sizes = sizes * steep
     sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()), "dv": weights.mT @ dout.abs()}
     sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
     if sinks is not None:
@@ -253,6 +251,10 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
         sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * parts).sum((0, 2))
     if dlse is not None:
         sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / unit
+    if sinks is not None or dlse is not None:
+        # Flash attention computes logits twice, and rounds them in two ways. Where lse has a cotangent, the errors that
+        # weights have from that do not cancel as they do in SDPA, whose lse has none.
+        sums = {name: total * FLOOR * steep for name, total in sums.items()}
     floors = {name: Error(floor / 5, floor) for name in ("out", "dq", "dk", "dv", "lse", "dsinks")}
     if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
         unit = max(unit, torch.finfo(coarse).eps / 2)
