@@ -1,5 +1,6 @@
 """How often a training step waits for the device: once, when its loss and the norm of its gradients are read."""
 
+import sys
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 def gpt(folder, **changes):
     config = GPTConfig(vocab=256, width=16, layers=2, heads=2, kv_heads=1, hidden=24, tied=True)
-    return Recipe("gpt", config, data=write_words(folder / "texts"), out="", length=32, batch=2, **changes)
+    return Recipe("gpt", config, data=write_words(folder / "texts"), out="", **{"length": 32, "batch": 2, **changes})
 
 
 def dit(folder, **changes):
@@ -33,7 +34,7 @@ def dit(folder, **changes):
     "make, task_of, changes",
     [
         (gpt, TextTask, {}),
-        (gpt, TextTask, dict(packed=True, recompute=True)),
+        (gpt, TextTask, dict(packed=True, recompute=True, batch=1)),
         (dit, ImageTask, {}),
     ],
 )
@@ -61,11 +62,16 @@ def test_losses_gradients_and_clipping_leave_the_device_alone(make, task_of, cha
 
 
 def test_a_step_reads_once(tmp_path, monkeypatch):
-    """Whatever a step reads beside that is the host's own: the ranks' numbers, by gloo."""
+    """Beside that the host's own: the ranks' numbers, by gloo, and what the engine asks of tensors on the CPU
+    (test_launches.py: on a GPU it asks nothing)."""
+    from startrail import runtime, tokens
+    from startrail.kernels import cpu
     from startrail.local import run_local
     from startrail.training import all_ranks, loop
     from startrail.training.display import Display
     from startrail.training.stopping import Stop
+
+    engine = {module.__file__ for module in (cpu, runtime, tokens)}
 
     def on_rank(rank):
         trainer = Trainer(recipe, CPU, Display(), Stop())
@@ -74,7 +80,8 @@ def test_a_step_reads_once(tmp_path, monkeypatch):
             original = getattr(torch.Tensor, name)
 
             def counted(self, *arguments, original=original, name=name, **options):
-                reads.append(name)
+                if sys._getframe(1).f_code.co_filename not in engine:
+                    reads.append(name)
                 return original(self, *arguments, **options)
 
             setattr(torch.Tensor, name, counted)
