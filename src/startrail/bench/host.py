@@ -9,17 +9,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from startrail.kernels import Partial, Sum
 from startrail.kernels.cpu import CpuKernel
-from startrail.mask import Tile
 from startrail.parallel import SequenceParallel
 from startrail.under_way import Transfer, Watch
 
@@ -32,26 +30,11 @@ LIMITS = 1.0, 1.6  # milliseconds of a forward and of a backward pass
 class _Nothing(CpuKernel):
     """Attention of no cost, and of no use."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
-    ) -> Partial:
-        assert into is not None
-        return into
+    def forward(self, *given: Any) -> Partial:
+        return given[-1]  # the sums that results are added to
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        visible: Sequence[Tile],
-        scale: float,
-        into: tuple[Sum, Sum, Sum] | None = None,
-    ) -> tuple[Sum, Sum, Sum]:
-        assert into is not None
-        return into
+    def backward(self, *given: Any) -> tuple[Sum, Sum, Sum]:
+        return given[-1]
 
 
 class _Ended(Watch):
