@@ -228,10 +228,12 @@ def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
 
 
 def parallel_for(case: Case, plans: Plans) -> SequenceParallel:
-    """What runs a case on this rank; one for all cases that can share it."""
+    """What runs a case on this rank; one for all cases in a row that can share it. Others are dropped: the connections
+    of many plans on many ranks are thousands of threads."""
     heads = (case.q_heads, case.kv_heads) if case.plan == "auto" else ()
     key = (case.plan, case.layout, case.wire_dtype, *heads)
     if key not in plans:
+        plans.clear()
         plans[key] = case.parallel()
     return plans[key]
 
