@@ -24,7 +24,7 @@ from tests.helpers import refusal
         (["check", "1x2", "--length", "0"], "length 0 must be at least 1"),
         (["check", "auto"], "plan auto needs --ranks"),
         (["check", "40x50"], "2,000 ranks, a process each: at most 256 are started on one machine"),
-        (["train", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
+        (["train", "--ranks", "2000", "--plan", "1x2000"], "2,000 ranks, a process each: at most 256"),
         (["verify", "no.such:thing", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
         (["doctor", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
         (["train", "gpt-nope", "--help"], "gpt-nope"),
