@@ -34,7 +34,10 @@ class _Watcher:
 
     def _run(self) -> None:
         while not self.stop.wait(self.every):
-            for watched in list(self.watched):
+            with _lock:  # a set that grows meanwhile would end this thread
+                watched_now = list(self.watched)
+            while watched_now:
+                watched = watched_now.pop()
                 try:
                     watched.look()
                 except Exception:  # the store is gone, and with it the job; the others are looked after all the same
