@@ -213,19 +213,16 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
 
 
 def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
-    """Cases in turn on this rank of the default process group."""
-    plans: dict[tuple[object, ...], SequenceParallel] = {}
+    """Cases in turn on this rank of the default process group; those of one plan, one behind the other, share what runs
+    them. Only one is kept: every connection of many ranks costs each of them a little all the time."""
+    last: tuple[object, ...] = ()
     reports = []
     for case, inputs in zip(cases, data, strict=True):
-        key = (
-            case.plan,
-            case.layout,
-            case.wire_dtype,
-            *((case.q_heads, case.kv_heads) if case.plan == "auto" else ()),
-        )
-        if key not in plans:
-            plans[key] = case.parallel()
-        reports.append(check_on_rank(case, inputs, plans[key]))
+        heads = (case.q_heads, case.kv_heads) if case.plan == "auto" else ()
+        key = (case.plan, case.layout, case.wire_dtype, *heads)
+        if key != last:
+            sp, last = case.parallel(), key
+        reports.append(check_on_rank(case, inputs, sp))
         dist.barrier()
     return reports
 
