@@ -9,6 +9,7 @@ their pairs when they are made, one number of every call is compared between all
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 import zlib
@@ -121,6 +122,7 @@ class Lanes:
         self.groups: list[dist.ProcessGroup | None] = []
         self.places: list[dict[int, int]] = []
         self.ended: str | None = None
+        self._ending = threading.Lock()
         made: list[dist.ProcessGroup] = []
         weakref.finalize(self, groups.destroy, made).atexit = False
 
@@ -138,8 +140,12 @@ class Lanes:
             self._connect(links)
 
     def end(self, why: str) -> None:
-        """Make every transfer under way end at once, here and at the peers. The lanes are of no use afterwards."""
-        self.ended = self.ended or why
+        """Make every transfer under way end at once, here and at the peers; once, though a pass and the watching thread
+        may both find a reason. The lanes are of no use afterwards."""
+        with self._ending:
+            if self.ended:
+                return
+            self.ended = why
         groups.abort([group for group in (*self.groups, self.everyone) if group is not None])
 
     def end_waits(self) -> None:
