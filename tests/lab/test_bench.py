@@ -129,7 +129,7 @@ def test_the_plan_called_auto_is_what_auto_chooses():
 def test_the_table_of_plans_with_heads_outermost_fits_its_machines_and_moves_least():
     for machine, heads in ((Machine.parse(text), heads) for text, heads in OUTERMOST):
         shape = machine.nodes, machine.ranks_per_node
-        work = replace(MHA, q_heads=heads, kv_heads=heads, batch=2)
+        work = replace(MHA, q_heads=heads, kv_heads=heads, batch=4)
         for contender in heads_contenders(*shape, heads):
             assert why_not(contender, machine, work) is None
         busiest = {
