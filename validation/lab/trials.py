@@ -29,7 +29,7 @@ def trial(work: Work, pressure: float, plans: str, slow_node: bool = False) -> T
 
 
 # Machines of 8 ranks, which no prediction is made for.
-CALIBRATION = {"2x4": [trial(MHA, 8.0, "1x8 u8 2x1/u4 u2/1x4"), trial(FULL, 2.0, "1x8 u8 1x2/2x2 u2/2x2,groups=2")]}
+CALIBRATION = {"2x4": [trial(MHA, 8.0, "1x8 u8 2x1/u4 u2/1x4"), trial(FULL, 4.0, "1x8 u8 1x2/2x2 u2/2x2,groups=2")]}
 
 PREDICTED = {
     "2x8": [

@@ -34,17 +34,19 @@ class CpuKernel(Kernel):
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
-        return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+        x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+        x = x.view_as(x)  # an object of our own, whose numbers stay: all its blocks share what is found of them
+        x.is_finite = None  # type: ignore[attr-defined]
+        return x
 
     def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor]]:
-        finite = (q.sum() + k.sum()).isfinite()  # a sum that overflows is no harm
-        return self.forward_tile if finite else _plain_math
+        return self.forward_tile if _finite(q) and _finite(k) else _plain_math
 
     def backward_of(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
-        total = dout.sum() + q.sum() + k.sum() + v.sum() + lse.clamp(min=0).sum()  # padding has lse = -inf
-        return self.backward_tile if total.isfinite() else _plain_math_backward
+        finite = all(map(_finite, (dout, q, k, v, lse.clamp(min=0))))  # padding has lse = -inf
+        return self.backward_tile if finite else _plain_math_backward
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
@@ -56,6 +58,16 @@ class CpuKernel(Kernel):
         check_block(q, k, v)
         mask = _additive(look.mask, q.dtype)
         return _backward(dout, q, k, v, out, lse, 0.0, look.causal, attn_mask=mask, scale=look.scale)
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether all numbers are finite (a sum that overflows is no harm); remembered by what ``prepare`` made."""
+    known: bool | None = getattr(x, "is_finite", None)
+    if known is None:
+        known = bool(x.sum().isfinite())
+        if hasattr(x, "is_finite"):
+            x.is_finite = known
+    return known
 
 
 def _plain_math(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:

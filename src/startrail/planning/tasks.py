@@ -175,11 +175,11 @@ class _Tasks:
                     self.need(piece)
                     if piece.kind == "do" and piece not in self.rows:  # the stand-in for the row's output
                         self.rows.add(piece)
-                        self.work += prices.copy(self.nbytes["do"])
+                        self.work += prices.cluster.device.call + prices.copy(self.nbytes["do"])
                 self.work += prices.block(program.pass_, block.row, block.column, program.place.num_shards)
             for merge in step.merges:
                 self.wait([self.partial[merge.piece, merge.peer].popleft()])
-                self.work += MERGED * prices.copy(self.nbytes[merge.piece.kind])
+                self.work += prices.cluster.device.call + MERGED * prices.copy(self.nbytes[merge.piece.kind])
         self.wait(self.home)
         own = sum(self.nbytes[kind] for kind in program.pass_.results) * program.plan.groups
         self.work += prices.copy(own)
