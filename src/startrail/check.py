@@ -166,9 +166,7 @@ def _mirrored(x: Any, by: float = 1.0) -> Any:
 
 
 def _largest_problems(case: Case, truth: Tensor, largest: Tensor) -> list[str]:
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    size = truth.abs() + scale * case.head_dim**0.5  # of the products that a logit is the sum of
-    allowed = 4 * torch.finfo(coarser(case)).eps * size + 2e-6
+    allowed = 2 * torch.finfo(coarser(case)).eps * truth.abs().clamp(min=1) + 2e-6
     right = ((largest - truth).abs() <= allowed) | (largest == truth)
     return [] if right.all() else [f"largest logits {largest.tolist()}, exactly {truth.tolist()}"]
 
