@@ -36,8 +36,8 @@ from startrail.local import run_local
 from tests.helpers import ROOT, error_of
 from tests.integrations.tiny import SMALL, differences, families, gradients, packed, padded, tiny, tokens
 
-# All gradients as one vector, and each by itself. float32 adds up in another order on many ranks: in norms of a few
-# hundred numbers that are sums over all tokens with terms of both signs (float64 below).
+# All gradients as one vector, and each by itself. float32 adds up in another order on many ranks, which shows in
+# norms of a few hundred numbers that are sums over all tokens with terms of both signs (float64 below).
 ALL, EACH = 2e-6, 5e-6
 PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"], 8: ["u2/2x2"]}
 
