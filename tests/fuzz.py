@@ -126,6 +126,7 @@ def _search(check: Callable[[list[Case]], list[str]], cases: list[Case], progres
             wrong += texts
             done += len(part)
             if progress:
+                print("".join(f"\n{text}" for text in texts), end="\n" if texts else "")  # not only at the end of an hour
                 print(f"\r{done}/{len(cases)} cases, {len(wrong)} wrong, {time.monotonic() - start:.0f} s", end="")
                 sys.stdout.flush()
     if progress:
@@ -273,7 +274,6 @@ def main() -> int:
     start, spoilt = time.monotonic(), -(-options.cases // 10)
     wrong = run(options.seed, options.cases, progress=True) + not_finite(options.seed, spoilt, progress=True)
     found = f"{len(wrong)} mistakes" if wrong else "nothing found"
-    print("\n".join(wrong))
     print(f"{options.cases} cases, {spoilt} of them once more with numbers that are not finite, in", end=" ")
     print(f"{time.monotonic() - start:.0f} s: {found}")
     return 1 if wrong else 0
