@@ -126,7 +126,7 @@ def _search(check: Callable[[list[Case]], list[str]], cases: list[Case], progres
             wrong += texts
             done += len(part)
             if progress:
-                print("".join(f"\n{text}" for text in texts), end="\n" if texts else "")  # not only at the end of an hour
+                print("".join(f"\n{text}" for text in texts), end="\n" if texts else "")
                 print(f"\r{done}/{len(cases)} cases, {len(wrong)} wrong, {time.monotonic() - start:.0f} s", end="")
                 sys.stdout.flush()
     if progress:
