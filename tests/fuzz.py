@@ -44,7 +44,7 @@ def random_case(seed: int) -> Case:
     plans = _variants(world, shared.choice([2, 3]))
     stars = [plan for plan in plans if plan.family is STAR]  # few among so many
     plan = shared.choice(stars if stars and shared.random() < 0.2 else plans)
-    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]))
+    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]), rows=2 if plan.allows_rows else 1)
     unit = lcm(plan.heads, rng.choice([1, 2, 3]))
     q_heads = unit * rng.choice([1, 2, 4])
     kv_heads = rng.choice([h for h in range(1, q_heads + 1) if q_heads % h == 0])
@@ -69,7 +69,7 @@ def random_case(seed: int) -> Case:
         causal=rng.random() < 0.6,
         window=rng.choice([None, None, 1, rng.randint(2, 50), rng.randint(51, 500)]),
         documents=documents,
-        layout=shared.choice(["zigzag", "zigzag", "contiguous"]),
+        layout="zigzag" if plan.rows > 1 else shared.choice(["zigzag", "zigzag", "contiguous"]),
         scale=rng.choice([None, None, 0.05, 0.7, 1.0]),
         value_dim=rng.choice([None, None, None, 1, 24]),
         sinks=rng.random() < 0.2,

@@ -13,8 +13,7 @@ from startrail.schedule.values import Piece, Step
 
 
 class CompiledBlock(NamedTuple):
-    row: int
-    column: int
+    tiles: tuple[int, int, int | None]  # row, column, and which part of the row, if rows are split
     needs: list[Piece]
     makes: list[Piece]
 
@@ -47,8 +46,10 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
             messages.append(Message(*key, pieces, program.is_part(post), counts[key] % TAGS_A_PAIR))
         text = str(step)
         label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
-        pass_ = program.pass_
-        blocks = tuple(CompiledBlock(b.row, b.column, pass_.needs(b), pass_.makes(b)) for b in step.blocks)
+        blocks = tuple(
+            CompiledBlock((b.row, b.column, program.part_of(b)), program.pass_.needs(b), program.pass_.makes(b))
+            for b in step.blocks
+        )
         at_once = _all_to_all_lane(program, messages[: len(first)])
         compiled.append(CompiledStep(step, label, tuple(messages), exchanged, at_once, blocks, done))
     return tuple(compiled)

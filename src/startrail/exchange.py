@@ -69,13 +69,13 @@ class Exchange:
     def send_inputs(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
         """Of our tokens (batch, heads, tokens, ...): each head rank gets the heads that it computes."""
         for target, x in zip(self.leaving.views[piece], tensors, strict=True):
-            target.copy_(self.wire.shares(x, piece.group))
+            target.copy_(self.wire.shares(x, piece))
         self._keep_own(piece)
 
     def send_results(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
         """Of our heads: each head rank gets back the results of its tokens."""
         for target, whole in zip(self.leaving.views[piece], tensors, strict=True):
-            self.wire.split(whole, target)
+            self.wire.split(piece, whole, target)
         self._keep_own(piece)
 
     def _keep_own(self, piece: Piece) -> None:
@@ -88,14 +88,14 @@ class Exchange:
         """Once all parts have come: our heads of all tokens."""
         self.coming.buffer.arrive()
         for target, parts in zip(whole, self.coming.views[piece], strict=True):
-            self.wire.join(target, parts)
+            self.wire.join(piece, target, parts)
         self._taken(piece)
 
     def take_results(self, piece: Piece, local: Sequence[Tensor]) -> None:
         """Once all parts have come: all heads of our tokens."""
         self.coming.buffer.arrive()
         for target, parts in zip(local, self.coming.views[piece], strict=True):
-            self.wire.shares(target, piece.group).copy_(parts)
+            self.wire.shares(target, piece).copy_(parts)
         self._taken(piece)
 
     def _taken(self, piece: Piece) -> None:

@@ -58,7 +58,7 @@ class Job:
     wire: Wire
     kept: Mapping[Piece, slice]
     kernel: Kernel
-    tiles: Callable[[int, int], tuple[Tile, ...]]
+    tiles: Callable[[int, int, int | None], tuple[Tile, ...]]
     scale: float
     tag: int
     device: torch.device
@@ -196,7 +196,7 @@ class _Walk:
         for piece in () if self.exchanges else self.program.own(kinds):
             whole = self._result(piece).tensors()
             for target, source in zip(results[piece.kind], whole, strict=True):
-                self.wire.shares(target, piece.group)[0].copy_(source)
+                self.wire.shares(target, piece)[0].copy_(source)
         for wait in self.open:
             wait()
         return results
@@ -212,7 +212,7 @@ class _Walk:
             elif self.exchanges:
                 self.pieces[piece] = self._new_held(piece)
             else:
-                tensors = tuple(self.wire.shares(x, piece.group)[0] for x in self.inputs[piece.kind])
+                tensors = tuple(self.wire.shares(x, piece)[0] for x in self.inputs[piece.kind])
                 self.pieces[piece] = Held(tensors)
 
     def _held(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> Held:
@@ -346,10 +346,10 @@ class _Walk:
         (made,) = block.makes
         partial_out = self._result(made)
         assert isinstance(partial_out, Partial)
-        visible = self.job.tiles(block.row, block.column)
+        visible = self.job.tiles(*block.tiles)
         self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
         if self.job.largest.numel():
-            mine = self.wire.shares(self.job.largest, made.group)[self.place.head]
+            mine = self.wire.shares(self.job.largest, made)[self.place.head]
             mine.copy_(torch.maximum(mine, largest_logits(q, k, visible, self.job.scale)))
 
     def _backward(self, block: CompiledBlock) -> None:
@@ -357,13 +357,13 @@ class _Walk:
         (q,), (k, v) = self._ready(queries), self._ready(keys)
         if gradient not in self.rows:
             lse, delta, dout = self._ready(gradient)
-            self.rows[gradient] = dout, stand_in_out(dout, delta), lse
+            self.rows[gradient] = dout, self.job.kernel.prepare(stand_in_out(dout, delta)), lse
         dout, out, lse = self.rows[gradient]
         by_row, by_key = map(self._result, block.makes)
         assert isinstance(by_row, Sums)
         assert isinstance(by_key, Sums)
         (dq,), (dk, dv) = by_row.sums, by_key.sums
-        visible = self.job.tiles(block.row, block.column)
+        visible = self.job.tiles(*block.tiles)
         self.job.kernel.backward(dout, q, k, v, out, lse, visible, self.job.scale, (dq, dk, dv))
 
     def _result(self, piece: Piece) -> Partial | Sums:

@@ -45,10 +45,11 @@ class Layout:
         """Tokens that every rank holds, padding included."""
         return self.chunk * len(self.chunks[0])
 
-    def runs(self, *ranks: int) -> Runs:
-        """Runs of real tokens, by position, that these ranks hold together; neighbouring chunks are one run."""
+    def runs(self, *ranks: int, part: slice = slice(None)) -> Runs:
+        """Runs of real tokens, by position, that these ranks hold together; neighbouring chunks are one run. ``part``:
+        of which of their chunks."""
         runs: list[tuple[int, int]] = []
-        for chunk in sorted(chunk for rank in ranks for chunk in self.chunks[rank]):
+        for chunk in sorted(chunk for rank in ranks for chunk in self.chunks[rank][part]):
             start, count = self.run(chunk)
             if runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + count)
@@ -61,14 +62,17 @@ class Layout:
         start = min(chunk * self.chunk, self.length)
         return start, min(self.chunk, self.length - start)
 
-    def places(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Where the chunks of each of these ranks stand among all of theirs, by position.
+    def places(self, ranks: Sequence[int], part: slice = slice(None)) -> tuple[tuple[int, ...], ...]:
+        """Where the chunks of each of these ranks stand among all of theirs, by position. ``part``: as of ``runs``.
 
         >>> zigzag(range(4), length=8).places([0, 1])         # they hold 0, 7 and 1, 6: sorted 0 1 6 7
         ((0, 3), (1, 2))
+        >>> zigzag(range(4), length=8).places([0, 1], slice(1, 2))
+        ((1,), (0,))
         """
-        order = {chunk: place for place, chunk in enumerate(sorted(c for rank in ranks for c in self.chunks[rank]))}
-        return tuple(tuple(order[chunk] for chunk in self.chunks[rank]) for rank in ranks)
+        chunks = [self.chunks[rank][part] for rank in ranks]
+        order = {chunk: place for place, chunk in enumerate(sorted(c for own in chunks for c in own))}
+        return tuple(tuple(order[chunk] for chunk in own) for own in chunks)
 
     def order(self) -> list[int]:
         """Position of every token of the padded sequence, rank after rank."""
@@ -96,6 +100,9 @@ def contiguous(slots: Sequence[int], length: int) -> Layout:
 LAYOUTS: dict[str, Callable[[Sequence[int], int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
 
 
-def check_layout(name: str) -> None:
+def check_layout(name: str, rows: int = 1) -> None:
+    """``rows`` are the plan's: the parts into which it splits a rank's tokens."""
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is not one of {', '.join(LAYOUTS)}")
+    if rows > 1 and name != "zigzag":
+        raise ValueError(f"layout {name!r} gives a rank one chunk, which rows={rows} cannot split: use 'zigzag'")

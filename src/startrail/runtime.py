@@ -278,7 +278,9 @@ class Runtime:
             sizes = self.sizes_of(q, k, v)
         except ValueError as error:
             self._refuse(str(error))
-        wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, tokens.places())
+        parts = (None, *range(self.plan.rows if self.plan.rows > 1 else 0))
+        places = {part: tokens.places(part) for part in parts}
+        wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, places)
         signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
         detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)

@@ -54,6 +54,12 @@ VARIED = {
     4: ["2x2", "star2", "2x1/u2", "u4", "u2/2x1"],
     8: ["2x4", "2x1/2x2", "star2/u2", "1x4/u2", "u2/2x2", "u2/1x2/u2", "u2/star2"],
 }
+IN_PARTS = {  # rows in two parts, for which a rank needs the two chunks of a zigzag
+    2: ["u2,rows=2"],
+    4: ["u4,rows=2", "u2/u2,rows=2,groups=2", "u2/2x1,rows=2"],
+    8: ["u4/2x1,rows=2,keep=all", "u2/2x1/u2,rows=2", "u2/2x1/2x1,rows=2,keep=queries"],
+    16: ["u16,rows=2", "u4/4x1,rows=2"],
+}
 
 # (length, q heads a U, kv heads, what else); the fewest shapes that meet every mask, ratio, dtype and awkward length
 SHAPES = [
@@ -92,6 +98,17 @@ def test_every_plan_is_exact_on_every_shape(world):
         if world <= 8 or seed in (1, 3, 5, 6, 7)
     ]
     run(cases)
+
+
+@pytest.mark.parametrize("world", sorted(IN_PARTS))
+def test_rows_in_parts(world):
+    run(cases_in_parts(world))
+
+
+def cases_in_parts(world: int) -> list[Case]:
+    shapes = [{**shape, "batch": 2} if "groups" in plan else shape for plan in IN_PARTS[world] for shape in SHAPES[:8]]
+    plans = [plan for plan in IN_PARTS[world] for _ in SHAPES[:8]]
+    return [case_for(*pair, seed) for seed, pair in enumerate(zip(plans, [world] * len(plans), shapes, strict=True))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -22,6 +22,8 @@ from startrail.counters import Counters, Stopwatch
 from startrail.executor import Executor, Job
 from startrail.kernels import base, cuda, kernel_for
 from startrail.lanes import Lanes, Message
+from startrail.plan import Plan
+from startrail.schedule.values import Piece
 from startrail.under_way import Waits, Watch
 from startrail.wire import Wire
 from tests.helpers import eventually
@@ -58,15 +60,15 @@ def test_numbers_on_a_gpu_are_those_of_its_current_stream(monkeypatch):
     stream, cpu = 1, torch.device("cpu")
     for module in (cuda, wire):
         monkeypatch.setattr(module, "stream_of", lambda device: stream)
-    made = Wire(None, torch.float32, torch.float32, 2, ((0, 1), (2, 3)))
+    made = Wire(SimpleNamespace(plan=Plan()), torch.float32, torch.float32, 2, {None: ((0, 1), (2, 3))})
     whole, parts = torch.arange(8.0).view(1, 1, 8, 1), torch.empty(2, 1, 1, 4, 1)
     packs = ((2, 2), (3, 3))
     first = cuda._cuts(packs, cpu)
-    made.split(whole, parts)
+    made.split(Piece("q", 0, 0), whole, parts)
     assert torch.equal(parts.flatten(), whole.flatten())
     assert cuda._cuts(packs, cpu) is first and len(made._places) == 1
     stream = 2
-    made.split(whole, parts)
+    made.split(Piece("q", 0, 0), whole, parts)
     assert cuda._cuts(packs, cpu) is not first and len(made._places) == 2
     cuda._cuts_on.cache_clear()
 

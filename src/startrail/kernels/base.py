@@ -65,7 +65,7 @@ class Kernel(ABC):
         return self.forward_tile
 
     def backward_of(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+        self, out: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
         """The same for ``backward_tile``."""
         return self.backward_tile
@@ -77,8 +77,8 @@ class Kernel(ABC):
         width = v.shape[3]
         if into is None:
             into = Partial((*q.shape[:3], width), accumulator(q.dtype), q.device)
-        q, k, v = _as_wide(q, k, v)
         forward_tile = self.forward_of(q, k)
+        q, k, v = _as_wide(q, k, v)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             qt, kt, vt = _part(q, rows), _part(k, keys), _part(v, keys)
@@ -108,8 +108,8 @@ class Kernel(ABC):
             dtype = accumulator(q.dtype)
             into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
         widths = q.shape[3], k.shape[3], v.shape[3]
+        backward_tile = self.backward_of(out, lse)
         q, k, v, dout, out = _as_wide(q, k, v, dout, out)
-        backward_tile = self.backward_of(dout, q, k, v, lse)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             look, flip = _look_at(tile, q.device, scale)

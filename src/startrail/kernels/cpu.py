@@ -43,9 +43,11 @@ class CpuKernel(Kernel):
         return self.forward_tile if _finite(q) and _finite(k) else _plain_math
 
     def backward_of(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+        self, out: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
-        finite = all(map(_finite, (dout, q, k, v, lse.clamp(min=0))))  # padding has lse = -inf
+        """A query, or a key that it sees, that is not finite shows in its lse; a value, or a gradient, in its sum of
+        dout * out. So keys and values that pass by need not be looked at again."""
+        finite = _finite(out) and _finite(lse.clamp(min=0))  # padding has lse = -inf
         return self.backward_tile if finite else _plain_math_backward
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:

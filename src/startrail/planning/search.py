@@ -195,7 +195,8 @@ class _Finder:
 
     def add_options(self, plan: Plan, training: Training) -> None:
         """Queue a plan with each of its options, where they fit."""
-        options = list(options_of(plan, self.keep))
+        alone = plan.heads == self.model.heads and all(call.batch == 1 for call in training.calls)
+        options = list(options_of(plan, self.keep, alone))
         for at, variant in enumerate(options):
             try:
                 both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
@@ -283,7 +284,7 @@ class _Finder:
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
             simple = len(plan.levels) + (plan.keep != "none")
-            return 0, sent[0], plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
+            return 0, sent[0], plan.groups * plan.rows, sent[1:], simple, row.step.memory.total, row.seconds
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]

@@ -231,7 +231,5 @@ def kept_bytes(sizes: Sizes, world: int) -> float:
     plan = sizes.plan
     place = plan.place(world, 0)
     pieces = plan.family.kept(plan, place, 0) if plan.keep != "none" else []
-    total = sum(sizes.nbytes(piece.kind) for piece in pieces)
-    if plan.heads > 1:
-        total += sizes.nbytes("q") + sizes.nbytes("kv")
-    return plan.groups * total
+    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
+    return sum(sizes.nbytes(kind) * plan.pieces_of(kind) for kind in kinds)

@@ -16,6 +16,18 @@ after q0.1 kv0.1
 post out0<1@0 out0>1@0
 0x0.1
 post out0.1<1@0 out0.1>1@0
+
+With one head and one sequence left there is nothing to make groups of. ``rows=2`` splits the queries instead: keys and
+values enter with the first part, and their gradients leave with the last:
+
+>>> for step in build_program(Plan.parse("u2,rows=2"), 2, 0, FORWARD).steps: print(step)
+post q0<1@0 q0>1@0 kv0<1@0 kv0>1@0
+after q0 kv0 | post q0[1]<1@0 q0[1]>1@0
+0x0
+after q0[1]
+post out0<1@0 out0>1@0
+0x0[1]
+post out0[1]<1@0 out0[1]>1@0
 """
 
 from __future__ import annotations
@@ -23,17 +35,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from startrail.schedule.places import Place
-from startrail.schedule.values import Merge, Pass, Piece, Step, Transfer
+from startrail.schedule.values import BY_COLUMN, Merge, Pass, Piece, Step, Transfer
 
 
-def put_around(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> tuple[Step, ...]:
-    """The steps of a whole pass, from those of each group."""
+def put_around(place: Place, pass_: Pass, groups: Sequence[list[Step]], rows: int = 1) -> tuple[Step, ...]:
+    """The steps of a whole pass, from those of each group, or of each of the parts into which its rows are split."""
     if place.num_heads == 1:
         first = [post for body in groups for post in body[0].posts]
         bodies = [_posting(body, () if group else first) for group, body in enumerate(groups)]
         steps = _one_behind_the_other(place, (), bodies)
     elif exchange_is_far(place):
-        steps = _far(place, pass_, groups)
+        steps = _far(place, pass_, groups, rows)
     else:
         steps = _near(place, pass_, groups)
     return tuple(step for step in steps if step != Step())
@@ -54,22 +66,27 @@ def _near(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]
         posts = body[0].posts
         steps.append(Step(tuple(post for post in posts if post.piece.kind not in pass_.enters)))
         for kind in pass_.enters:
-            steps.append(Step(heads_exchange(place, [kind], group)))
+            steps.append(Step(heads_exchange(place, [Piece(kind, place.shard, group)])))
             steps.append(Step(tuple(post for post in posts if post.piece.kind == kind)))
     bodies = [_posting(body, ()) for body in groups]
     return steps + _one_behind_the_other(place, pass_.results, bodies)
 
 
-def _far(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]:
+def _far(place: Place, pass_: Pass, bodies: Sequence[list[Step]], rows: int) -> list[Step]:
     """Results wait for what the next group needs, which would be delayed by them; then they have its blocks to travel
     under. All results of a group are one exchange."""
-    entering = [heads_exchange(place, pass_.enters, group) for group in range(len(groups))]
-    steps, results = [Step(entering[0])], Step()
-    for group, body in enumerate(groups):
-        following = entering[group + 1] if group + 1 < len(groups) else ()
-        here = tuple(Piece(kind, place.shard, group) for kind in pass_.enters)
-        steps += [Step(following, after=here), results, *body]
-        results = Step(heads_exchange(place, pass_.results, group))
+
+    def own(kinds: Sequence[str], index: int, with_columns: bool) -> tuple[Piece, ...]:
+        group, part = divmod(index, rows)
+        pieces = [Piece(kind, place.shard, group).of_part(part) for kind in kinds]
+        return tuple(piece for piece in pieces if with_columns or piece.kind not in BY_COLUMN)
+
+    entering = [own(pass_.enters, index, index % rows == 0) for index in range(len(bodies))]
+    steps, results = [Step(heads_exchange(place, entering[0]))], Step()
+    for index, body in enumerate(bodies):
+        following = entering[index + 1] if index + 1 < len(bodies) else ()
+        steps += [Step(heads_exchange(place, following), after=entering[index]), results, *body]
+        results = Step(heads_exchange(place, own(pass_.results, index, index % rows == rows - 1)))
     return [*steps, results]
 
 
@@ -111,7 +128,8 @@ def _leaving(place: Place, tail: list[Step], leaves: Sequence[str], group: int) 
         coming = {merge.piece.kind for step in tail[index:] for merge in step.merges if _is_own(place, merge)}
         complete = [kind for kind in left if kind not in coming]
         left = [kind for kind in left if kind in coming]
-        steps += [Step(heads_exchange(place, complete, group)), *tail[index : index + 1]]
+        leaving = [Piece(kind, place.shard, group) for kind in complete]
+        steps += [Step(heads_exchange(place, leaving)), *tail[index : index + 1]]
     return [step for step in steps if step != Step()]
 
 
@@ -136,12 +154,12 @@ def _is_own(place: Place, merge: Merge) -> bool:
     return merge.piece.shard == place.shard
 
 
-def heads_exchange(place: Place, kinds: Iterable[str], group: int) -> tuple[Transfer, ...]:
+def heads_exchange(place: Place, pieces: Iterable[Piece]) -> tuple[Transfer, ...]:
     """The exchange of own pieces over heads: a part to and from every rank that shares the shard."""
     size = place.num_heads
     return tuple(
-        Transfer(send, place.lane_to(peer), Piece(kind, place.shard, group), peer)
-        for kind in kinds
+        Transfer(send, place.lane_to(peer), piece, peer)
+        for piece in pieces
         for offset in range(1, size)
         for send, peer in (
             (False, place.head_rank((place.head - offset) % size)),

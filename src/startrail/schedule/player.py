@@ -131,7 +131,7 @@ class _Rank:
 class Player:
     def __init__(self, programs: list[Program]) -> None:
         self.ranks = [_Rank(program) for program in programs]
-        self.everything = (1 << programs[0].place.num_shards) - 1
+        self.shards, self.rows = programs[0].place.num_shards, programs[0].plan.rows
         self.waiting: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active sends not yet met
         self.wanted: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active receives not yet met
         for state in self.ranks:
@@ -178,7 +178,7 @@ class Player:
                 return False
         for block in step.blocks:
             for piece in program.pass_.makes(block):
-                self.combine(state, piece, 1 << _other_side(block, piece))
+                self.combine(state, piece, 1 << self.other_side(block, piece))
         for merge in step.merges:
             message = state.incoming[merge.piece, merge.peer].popleft()
             self.combine(state, merge.piece, message.blocks)
@@ -194,6 +194,14 @@ class Player:
         if piece not in state.held:
             self.fail(state, f"needs {piece}, which it does not have and has not asked for")
         return all(message.done for message in state.held[piece])
+
+    def other_side(self, block: Block, piece: Piece) -> int:
+        """Of a block that goes into a result: the number of the shard, or of its part, that the result is not of."""
+        return block.row * self.rows + block.part if piece.kind in BY_COLUMN else block.column
+
+    def everything(self, piece: Piece) -> int:
+        """All that must go into a result."""
+        return (1 << self.shards * (self.rows if piece.kind in BY_COLUMN else 1)) - 1
 
     def combine(self, state: _Rank, piece: Piece, blocks: int) -> None:
         have = state.results.get(piece, 0)
@@ -215,7 +223,7 @@ class Player:
                     self.fail(state, f"sends {piece}, of which it has nothing")
                 if not is_part:
                     message.blocks = state.results.pop(piece)  # it leaves for good
-                elif state.results[piece] != self.everything:
+                elif state.results[piece] != self.everything(piece):
                     self.fail(state, f"exchanges {piece} over heads before it is complete")
             elif not transfer.send and piece.kind in RESULTS:
                 state.incoming.setdefault((piece, transfer.peer), deque()).append(message)
@@ -266,8 +274,7 @@ class Player:
         if state.line:
             self.fail(state, f"ends with {[str(m.transfer) for m in state.line[0].messages if not m.met]} open")
         for piece in program.own(program.pass_.results):
-            if state.results.get(piece, 0) != self.everything:
-                missing = _bits(self.everything & ~state.results.get(piece, 0))
+            if missing := _bits(self.everything(piece) & ~state.results.get(piece, 0)):
                 self.fail(state, f"ends with {piece} lacking the blocks of shards {missing}")
         if foreign := [piece for piece in state.results if piece.shard != program.place.shard]:
             self.fail(state, f"ends with results that it does not own: {' '.join(map(str, foreign))}")
@@ -284,11 +291,6 @@ class Player:
             marker = "-->" if index == state.index else "   "
             lines.append(f"{marker} {index:3d}  {step}")
         return "\n".join(lines)
-
-
-def _other_side(block: Block, piece: Piece) -> int:
-    """Of a block that goes into a result: the shard that the result is not of."""
-    return block.row if piece.kind in BY_COLUMN else block.column
 
 
 def _bits(blocks: int) -> list[int]:
