@@ -58,8 +58,8 @@ def least_traffic(plan: Plan) -> list[Plan]:
 
 
 def options_of(plan: Plan, keep: bool = True, alone: bool = False) -> Iterator[Plan]:
-    """``plan`` with every option that changes what it does; without ``keep``, those that keep nothing. ``alone``: a rank
-    has one head and one sequence, so that only rows are left to split."""
+    """``plan`` with every option that changes what it does; without ``keep``, those that keep nothing. ``alone``:
+    a rank has one head and one sequence, so that only rows are left to split."""
     keeps: set[object] = set()
     for variant in variants_of(plan):
         if variant.keep != "none" and not keep:
