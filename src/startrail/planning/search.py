@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, prod
 
 from startrail.plan import Plan, divisors
 from startrail.planning.attention import Call, Prediction, predict
@@ -20,8 +20,8 @@ from startrail.planning.hardware import Cluster
 from startrail.planning.step import Step, Training
 from startrail.planning.workload import Model, Run
 
-ALIKE = 0.03  # plans that differ by less than this share are alike: predictions err by more
-PLAYED, PLAYED_IN_LARGE = 24, 12  # plans at most, beside the well-known ones
+ALIKE = 0.05  # plans that differ by less than this share are alike: predictions err by as much
+PLAYED, PLAYED_IN_LARGE = 96, 12  # plans at most, beside the well-known ones
 Played = dict[tuple[Plan, Call, int], Prediction]
 
 
@@ -222,12 +222,13 @@ class _Finder:
         """In the order of bounds, until nobody left can be among the best; then the well-known ones, if asked for."""
         heapq.heapify(self.queue)
         self.order = len(self.queue)
-        limit = PLAYED if self.cluster.world <= LARGE else PLAYED_IN_LARGE
+        kinds = max(len(training.calls) for *_, training, _ in self.queue) if self.queue else 1  # each is played
+        limit = PLAYED // kinds if self.cluster.world <= LARGE else PLAYED_IN_LARGE
         worst_kept: list[float] = []  # the best seconds so far, negative, as many as are wanted
         while self.queue:
             bound, _, plan, training, ready = heapq.heappop(self.queue)
             full = len(worst_kept) == self.top
-            if full and (bound >= -worst_kept[0] * (1 - ALIKE) or len(self.rows) >= limit):
+            if full and (bound >= -worst_kept[0] or len(self.rows) >= limit):
                 self.unsure = max(0.0, 1 - bound / -max(worst_kept))
                 break
             if not ready:
@@ -272,8 +273,9 @@ class _Finder:
         return Row(plan, training, training.step(plan, predicted))
 
     def found(self) -> Found:
-        """Fastest first; of those that are alike, the one that sends least over the outermost links, then in the fewest
-        groups, since messages are what predictions know least about, then inside, and then the simplest."""
+        """Fastest first; of those that are alike, the one that sends least over the outermost links, then the one with
+        the smallest teams, whose blocks wait for each other's transfers, and the fewest groups, since what waiting and
+        messages cost is what predictions know least about; then inside, and then the simplest."""
         fastest = min(row.seconds for row in self.rows)
         alike = [row for row in self.rows if row.seconds <= fastest * (1 + ALIKE)]
         least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in alike), strict=True)]
@@ -283,8 +285,9 @@ class _Finder:
                 return 1, row.seconds
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
+            teams = prod(getattr(level, "team", 1) for level in plan.shard_levels)
             simple = len(plan.levels) + (plan.keep != "none")
-            return 0, sent[0], plan.groups * plan.rows, sent[1:], simple, row.step.memory.total, row.seconds
+            return 0, sent[0], teams, plan.groups * plan.rows, sent[1:], simple, row.step.memory.total, row.seconds
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
