@@ -21,7 +21,8 @@ from startrail.local import run_local
 from startrail.training import joining
 from startrail.truth import Case
 from tests import like_nccl
-from tests.distributed import test_exact as exact
+from tests.distributed import plans
+from tests.distributed.test_exact import case_for
 from tests.helpers import ROOT, error_of, eventually, qkv, torchrun
 
 CPU = torch.device("cpu")
@@ -38,22 +39,18 @@ SHAPES = [
     dict(length=200, causal=False, window=64, documents=(0, 3, 90, 91, 200), batch=2),
     dict(length=301, causal=True, kv=2, dtype=torch.bfloat16),
 ]
-LARGE = {12: ["star2", "2x1/u3/1x2", "u3/2x2"], 16: ["2x2/2x2", "u4/star2"]}  # the rest differ in their sizes only
 
 
-@pytest.mark.parametrize("world", sorted(exact.PLANS.keys() - {1}))
+@pytest.mark.parametrize("world", sorted(plans.PLANS.keys() - {1}))
 def test_every_plan_is_exact_on_it(world):
-    """Every plan of the distributed tests, and all variants. Reads before a wait give NaN, writes before a send has
+    """Every plan of the distributed tests, with all variants. Reads before a wait give NaN, writes before a send has
     been waited for raise, and tags help nobody."""
-    shapes = SHAPES if world <= 8 else SHAPES[:1]
     cases = [
-        exact.case_for(plan, world, shape, seed)
-        for plan in LARGE.get(world, exact.PLANS[world])
-        for seed, shape in enumerate(shapes, 1)
+        case_for(plan, world, shape, seed)
+        for plan in plans.every_plan(world)
+        for seed, shape in enumerate(SHAPES if world <= 8 and plan in plans.PLANS[world] else SHAPES[:1], 1)
     ]
-    if world in exact.VARIED:
-        cases += [case for variant in exact.VARIANTS for case in exact.varied_cases(world, variant, SHAPES[:1])]
-    exact.run(cases)
+    plans.run(cases)
 
 
 def closed(made):
