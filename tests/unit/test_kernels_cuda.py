@@ -532,18 +532,16 @@ def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch
     assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
 
 
-def test_torchs_adapters_for_newer_flash_attentions_are_what_we_call():
+def test_torchs_adapter_for_flash_attention_3_is_what_we_call():
     """By name in this torch; the packages themselves are not here."""
     for name, path, _ in cuda._NEWER:
         assert cuda._newer_flash(name, path) is None
-    from torch.nn.attention import _fa3, _fa4
+    from torch.nn.attention import _fa3
 
-    for adapter, prefix, default in ((_fa3, "_fa3", "_default"), (_fa4, "_fa4", "")):
-        for op in ("scaled_dot_product_flash_attention", "flash_attention"):
-            assert callable(getattr(adapter, f"{prefix}_{op}_forward_impl{default}"))
-            assert callable(getattr(adapter, f"{prefix}_{op}_backward_impl"))
-        assert callable(getattr(adapter, f"{prefix}_import_module"))
-    assert hasattr(_fa4, "_FA4_MODULE_PATH")
+    for op in ("scaled_dot_product_flash_attention", "flash_attention"):
+        assert callable(getattr(_fa3, f"_fa3_{op}_forward_impl_default"))
+        assert callable(getattr(_fa3, f"_fa3_{op}_backward_impl"))
+    assert callable(_fa3._fa3_import_module)
 
 
 def test_flash_needs_ampere(select):

@@ -96,6 +96,23 @@ def test_stand_in_out(dtype, dim):
         torch.testing.assert_close(ours, plain, atol=close, rtol=close)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_numbers_that_are_none_are_not_lost(dtype):
+    """A row with NaN or an infinite sum has no gradient, and merged results of such rows are none."""
+    special = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0], device=DEVICE)
+    dout, delta = rows((1, 1, 4, 16), dtype).clone(), special.view(1, 1, 4)
+    for x in (fused.stand_in_out(dout, delta, 1), base.stand_in_out(dout, delta)):
+        assert (dout.float() * x.float()).sum(-1).isnan().tolist() == [[[True, True, True, False]]]
+    first, second = special.repeat_interleave(4).view(1, 1, 16), special.repeat(4).view(1, 1, 16)
+    out = rows((1, 1, 16, 4), dtype)
+    ours, plain = (Partial(out.shape, torch.float32, DEVICE) for _ in range(2))
+    for lse in (first, second):
+        plain.merge(out, lse)
+        fused.merge(ours.out, ours.lse, out, lse)
+    torch.testing.assert_close(ours.lse, plain.lse, equal_nan=True)
+    assert torch.equal(ours.out.isnan(), plain.out.isnan())
+
+
 def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):
     """What ptxas says of them, without a GPU: with too many elements a program they would keep some in memory."""
     nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton here is not for NVIDIA's GPUs")
