@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 import startrail
 from startrail import first_look, groups
@@ -173,8 +174,10 @@ def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world()
         def split(group):
             raise AssertionError("a lane was split off the world's communicator")
 
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
         c10d._get_split_source = split
         dist.group.WORLD.bound_device_id = torch.device("cuda", rank)  # as init_process_group(device_id=...) does
+        startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # which makes a group of all that are in the mesh
         sp = startrail.SequenceParallel("1x2/2x1", timeout=20)
         lanes = sp._runtime.executor_on(CPU).lanes
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", rank)

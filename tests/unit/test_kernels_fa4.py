@@ -24,7 +24,8 @@ def window(causal, left, right):
 def _flash_attn_fwd(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
     max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
-    window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, return_lse=False,
+    window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, num_splits=1, return_lse=False,
+    out=None,
 ):  # fmt: skip
     assert return_lse and -1 not in (window_size_left, window_size_right)
     out, lse, *_ = stand_ins.bands_forward(
