@@ -11,10 +11,10 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from startrail.bands import bands_of
-from startrail.kernels import Partial, cuda, kernel_for
+from startrail.kernels import CpuKernel, Partial, cuda, kernel_for
 from startrail.kernels.base import Look
 from startrail.kernels.reference import ReferenceKernel
-from startrail.mask import Mask, Segment, Tile, segments_of
+from startrail.mask import Mask, Segment, Tile, segments_of, tiles_of
 from tests.unit.test_mask import as_fa2_reads
 
 REFERENCE = ReferenceKernel()
@@ -503,6 +503,13 @@ def test_documents_and_windows_are_flash_attentions_own(name, block, stand_ins):
         check_blocks(make(name, torch.float32), tensors(40, 40, 4, 2, 16, torch.float64), tiles)
         if (own, other) == (whole, whole):
             assert len(tiles) <= most
+
+
+def test_a_gpu_masks_what_a_cpu_cuts_into_tiles():
+    """A call costs an H100 as much as 3 million pairs, and a CPU as much as 16 thousand."""
+    mask, whole = Mask(True, None, tuple(range(0, 601, 100))), ((0, 600),)
+    gpu, cpu = (len(tiles_of(mask, whole, whole, kernel.costs.call)) for kernel in (cuda.EfficientKernel, CpuKernel))
+    assert (gpu, cpu) == (3, 6)
 
 
 def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch):

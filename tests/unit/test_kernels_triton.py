@@ -10,6 +10,7 @@ import torch
 
 from startrail.kernels import accumulate, base
 from startrail.kernels.accumulate import Partial
+from startrail.kernels.fused import fused_on
 
 fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,6 +44,11 @@ def rows(shape, dtype, seed=0):
     batch, heads, length, dim = shape
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, length, heads, dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+
+
+def test_they_are_used_on_gpus():
+    assert fused_on(torch.device("cuda", 1)) is fused
+    assert fused_on(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
