@@ -58,7 +58,7 @@ def make_group(members: list[int], name: str, backend: str, timeout: timedelta) 
         options = _nccl_options(timeout)
     index = members.index(dist.get_rank())
     try:
-        with _unbound():
+        with unbound():
             group, _ = c10d._new_process_group_helper(
                 len(members), index, members, c10d.Backend(backend), store, c10d.GroupName(name), options, timeout
             )
@@ -79,7 +79,7 @@ def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
 
 
 @contextlib.contextmanager
-def _unbound() -> Iterator[None]:
+def unbound() -> Iterator[None]:
     """The default group, as if it were bound to no device."""
     default = dist.group.WORLD
     assert default is not None

@@ -19,6 +19,7 @@ from startrail import op
 from startrail.arguments import blocks_of, documents_of, is_whole
 from startrail.auto import choose
 from startrail.cluster import Machine
+from startrail.groups import unbound
 from startrail.layout import check_layout
 from startrail.plan import Plan
 from startrail.planner import check_heads
@@ -215,7 +216,8 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
         if mesh.ndim == 1:
             return mesh.get_group()
         ranks = mesh.mesh.flatten().tolist()
-        return dist.new_group(ranks, use_local_synchronization=True)
+        with unbound():  # or it would be split off the world's communicator, for which all ranks of that are needed
+            return dist.new_group(ranks, use_local_synchronization=True)
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     launched = os.environ.get("WORLD_SIZE", "1")

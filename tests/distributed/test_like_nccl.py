@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 import startrail
 from startrail import first_look, groups
@@ -21,7 +22,8 @@ from startrail.local import run_local
 from startrail.training import joining
 from startrail.truth import Case
 from tests import like_nccl
-from tests.distributed import test_exact as exact
+from tests.distributed import plans
+from tests.distributed.test_exact import case_for
 from tests.helpers import ROOT, error_of, eventually, qkv, torchrun
 
 CPU = torch.device("cpu")
@@ -38,22 +40,18 @@ SHAPES = [
     dict(length=200, causal=False, window=64, documents=(0, 3, 90, 91, 200), batch=2),
     dict(length=301, causal=True, kv=2, dtype=torch.bfloat16),
 ]
-LARGE = {12: ["star2", "2x1/u3/1x2", "u3/2x2"], 16: ["2x2/2x2", "u4/star2"]}  # the rest differ in their sizes only
 
 
-@pytest.mark.parametrize("world", sorted(exact.PLANS.keys() - {1}))
+@pytest.mark.parametrize("world", sorted(plans.PLANS.keys() - {1}))
 def test_every_plan_is_exact_on_it(world):
-    """Every plan of the distributed tests, and all variants. Reads before a wait give NaN, writes before a send has
+    """Every plan of the distributed tests, with all variants. Reads before a wait give NaN, writes before a send has
     been waited for raise, and tags help nobody."""
-    shapes = SHAPES if world <= 8 else SHAPES[:1]
     cases = [
-        exact.case_for(plan, world, shape, seed)
-        for plan in LARGE.get(world, exact.PLANS[world])
-        for seed, shape in enumerate(shapes, 1)
+        case_for(plan, world, shape, seed)
+        for plan in plans.every_plan(world)
+        for seed, shape in enumerate(SHAPES if world <= 8 and plan in plans.PLANS[world] else SHAPES[:1], 1)
     ]
-    if world in exact.VARIED:
-        cases += [case for variant in exact.VARIANTS for case in exact.varied_cases(world, variant, SHAPES[:1])]
-    exact.run(cases)
+    plans.run(cases)
 
 
 def closed(made):
@@ -112,6 +110,7 @@ def test_a_peer_that_dies_or_stalls_ends_every_other_rank_within_the_timeout(pla
         text, seconds, ended = results[rank]
         assert text.startswith(f"PeerError: rank {rank}, {pass_} step ") and f" of plan {plan}: " in text, text
         assert "did not end within 0:00:03" in text
+        assert "comparing calls failed" not in text, "it is raised by the wait, not at the end of the pass"
         assert seconds < 8
         assert ended, "closed, and not before their transfers were ended"
     assert any("rank 1 (global rank 1) over level 0" in results[rank][0] for rank in (0, 2)), results
@@ -176,8 +175,10 @@ def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world()
         def split(group):
             raise AssertionError("a lane was split off the world's communicator")
 
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
         c10d._get_split_source = split
         dist.group.WORLD.bound_device_id = torch.device("cuda", rank)  # as init_process_group(device_id=...) does
+        startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # which makes a group of all that are in the mesh
         sp = startrail.SequenceParallel("1x2/2x1", timeout=20)
         lanes = sp._runtime.executor_on(CPU).lanes
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", rank)

@@ -6,9 +6,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import startrail
-from startrail.check import check_cases
 from startrail.local import run_local
 from startrail.truth import Case
+from tests.distributed import plans
 from tests.helpers import as_rank, error_of, qkv
 
 OPTIONS = {
@@ -23,21 +23,17 @@ OPTIONS = {
     "wide values": dict(causal=True, value_dim=40, sinks=True, lse=True),
     "float64": dict(causal=True, value_dim=8, sinks=True, lse=True, chunk=64, dtype=torch.float64),
 }
-PLANS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries"]
 
 
 def test_options_are_exact_under_every_kind_of_plan():
     cases = [
         Case(plan, 4, length=101, batch=2, q_heads=8, seed=seed + 20, **{"kv_heads": 8, **options})
-        for plan in PLANS
+        for plan in plans.OPTIONS
         for seed, options in enumerate(OPTIONS.values())
     ]
-    wrong = []
-    for case, report in zip(cases, check_cases(cases), strict=True):
-        wrong += [f"{case}: {text}" for text in report.verdict()]
+    for case, report in zip(cases, plans.run(cases), strict=True):
         if case.dtype == torch.float64:
             assert max(error.worst for error in report.errors.values()) < 2e-13
-    assert not wrong, "\n".join(wrong)
 
 
 def test_a_cotangent_of_lse_alone():

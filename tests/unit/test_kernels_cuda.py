@@ -11,10 +11,10 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from startrail.bands import bands_of
-from startrail.kernels import Partial, cuda, kernel_for
+from startrail.kernels import CpuKernel, Partial, cuda, kernel_for
 from startrail.kernels.base import Look
 from startrail.kernels.reference import ReferenceKernel
-from startrail.mask import Mask, Segment, Tile, segments_of
+from startrail.mask import Mask, Segment, Tile, segments_of, tiles_of
 from tests.unit.test_mask import as_fa2_reads
 
 REFERENCE = ReferenceKernel()
@@ -505,6 +505,13 @@ def test_documents_and_windows_are_flash_attentions_own(name, block, stand_ins):
             assert len(tiles) <= most
 
 
+def test_a_gpu_masks_what_a_cpu_cuts_into_tiles():
+    """A call costs an H100 as much as 3 million pairs, and a CPU as much as 16 thousand."""
+    mask, whole = Mask(True, None, tuple(range(0, 601, 100))), ((0, 600),)
+    gpu, cpu = (len(tiles_of(mask, whole, whole, kernel.costs.call)) for kernel in (cuda.EfficientKernel, CpuKernel))
+    assert (gpu, cpu) == (3, 6)
+
+
 def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch):
     """FA3 and FA4 through torch's adapters, and before them what torch was told to use; why is said."""
     made = cuda.FlashOps(None, None, None, None)
@@ -532,18 +539,16 @@ def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch
     assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
 
 
-def test_torchs_adapters_for_newer_flash_attentions_are_what_we_call():
+def test_torchs_adapter_for_flash_attention_3_is_what_we_call():
     """By name in this torch; the packages themselves are not here."""
     for name, path, _ in cuda._NEWER:
         assert cuda._newer_flash(name, path) is None
-    from torch.nn.attention import _fa3, _fa4
+    from torch.nn.attention import _fa3
 
-    for adapter, prefix, default in ((_fa3, "_fa3", "_default"), (_fa4, "_fa4", "")):
-        for op in ("scaled_dot_product_flash_attention", "flash_attention"):
-            assert callable(getattr(adapter, f"{prefix}_{op}_forward_impl{default}"))
-            assert callable(getattr(adapter, f"{prefix}_{op}_backward_impl"))
-        assert callable(getattr(adapter, f"{prefix}_import_module"))
-    assert hasattr(_fa4, "_FA4_MODULE_PATH")
+    for op in ("scaled_dot_product_flash_attention", "flash_attention"):
+        assert callable(getattr(_fa3, f"_fa3_{op}_forward_impl_default"))
+        assert callable(getattr(_fa3, f"_fa3_{op}_backward_impl"))
+    assert callable(_fa3._fa3_import_module)
 
 
 def test_flash_needs_ampere(select):

@@ -10,6 +10,7 @@ import torch
 
 from startrail.kernels import accumulate, base
 from startrail.kernels.accumulate import Partial
+from startrail.kernels.fused import fused_on
 
 fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,6 +44,11 @@ def rows(shape, dtype, seed=0):
     batch, heads, length, dim = shape
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, length, heads, dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+
+
+def test_they_are_used_on_gpus():
+    assert fused_on(torch.device("cuda", 1)) is fused
+    assert fused_on(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
@@ -94,6 +100,23 @@ def test_stand_in_out(dtype, dim):
     if dtype != torch.bfloat16:
         close = 1e-2 if dtype == torch.float16 else 1e-6
         torch.testing.assert_close(ours, plain, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_numbers_that_are_none_are_not_lost(dtype):
+    """A row with NaN or an infinite sum has no gradient, and merged results of such rows are none."""
+    special = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0], device=DEVICE)
+    dout, delta = rows((1, 1, 4, 16), dtype).clone(), special.view(1, 1, 4)
+    for x in (fused.stand_in_out(dout, delta, 1), base.stand_in_out(dout, delta)):
+        assert (dout.float() * x.float()).sum(-1).isnan().tolist() == [[[True, True, True, False]]]
+    first, second = special.repeat_interleave(4).view(1, 1, 16), special.repeat(4).view(1, 1, 16)
+    out = rows((1, 1, 16, 4), dtype)
+    ours, plain = (Partial(out.shape, torch.float32, DEVICE) for _ in range(2))
+    for lse in (first, second):
+        plain.merge(out, lse)
+        fused.merge(ours.out, ours.lse, out, lse)
+    torch.testing.assert_close(ours.lse, plain.lse, equal_nan=True)
+    assert torch.equal(ours.out.isnan(), plain.out.isnan())
 
 
 def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):

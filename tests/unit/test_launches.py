@@ -16,7 +16,9 @@ import startrail
 from startrail import counters
 from startrail.arguments import Call
 from startrail.bench import engine
+from startrail.compiled import compile_program
 from startrail.kernels import accumulate, base, cuda
+from startrail.runtime import Runtime
 from startrail.schedule.build import build_program
 from startrail.schedule.values import BACKWARD, FORWARD
 from tests.unit.test_kernels_cuda import WithoutDeviceGuard
@@ -166,6 +168,33 @@ def test_all_documents_of_a_block_and_a_window_are_one_call(documents, window, f
     assert found[1].counts["_flash_attention_backward"] == backward
     assert not found[0].counts["_scaled_dot_product_flash_attention"]
     assert not any("efficient" in name for name in found[0].counts + found[1].counts)
+
+
+@pytest.mark.parametrize("plan, exchanges, messages", [("u8", (2, 2), (0, 0)), ("u4/1x2", (2, 2), (1, 2))])
+def test_an_exchange_over_heads_is_one_all_to_all(plan, exchanges, messages, fused_kernels):
+    """One of the inputs and one of the results; the other messages are those of the ring."""
+    found = run(plan, causal=True)
+    counts = {name: tuple(part.counts[name] for part in found[:2]) for name in TRANSFERS}
+    assert counts == {"alltoall_base_": exchanges, "send": messages, "recv_": messages}
+
+
+def test_what_a_call_needs_is_worked_out_once(monkeypatch):
+    prepared, plain = [], Runtime._prepare
+
+    def prepare(runtime, pass_, *arguments):
+        prepared.append(pass_)
+        return plain(runtime, pass_, *arguments)
+
+    monkeypatch.setattr(Runtime, "_prepare", prepare)
+    with fake_world(8):
+        sequence = startrail.SequenceParallel("u4/1x2").sequence(8 * 16)
+        compiled = []
+        for _ in range(3):  # layers
+            q, k, v = (torch.randn(1, 8, 16, 8).requires_grad_() for _ in range(3))
+            sequence.attention(q, k, v, causal=True).sum().backward()
+            compiled.append(compile_program.cache_info().misses)
+    assert prepared == [FORWARD, BACKWARD]
+    assert compiled[0] == compiled[-1], "nor are messages made anew"
 
 
 @pytest.mark.parametrize("plan", ["1x8", "u8", "u4/1x2"])

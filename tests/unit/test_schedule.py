@@ -228,6 +228,22 @@ def test_the_checker_finds_a_deadlock_and_shows_where_each_rank_stands():
         prove_programs([stuck, programs[1]])
 
 
+def test_lanes_that_wait_for_each_other_are_a_deadlock():
+    """A GPU may have no room for two lanes' kernels at once: which lane comes first must be the same everywhere."""
+
+    def apart(program, first):
+        step, *rest = program.steps
+        steps = [step._replace(posts=tuple(post for post in step.posts if (post.lane == first) == now), blocks=blocks)
+                 for now, blocks in ((True, ()), (False, step.blocks))]  # fmt: skip
+        return replace(program, steps=(*steps, *rest))
+
+    programs = [build_program(Plan.parse("1x2/2x1"), 4, rank, FORWARD) for rank in range(4)]
+    for lane in (0, 1):
+        prove_programs([apart(program, lane) for program in programs])
+    with pytest.raises(ScheduleError, match="deadlock"):
+        prove_programs([apart(program, lane) for program, lane in zip(programs, (0, 1, 1, 0), strict=True)])
+
+
 def test_pieces_have_a_text_form():
     assert str(Piece("kv", 3, 0)) == "kv3"
     assert str(Piece("kv", 3, 1)) == "kv3.1"

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from startrail.kernels.base import Kernel, Look
 from startrail.kernels.cpu import check_block
+from startrail.kernels.fa4 import fa4_ops
 from startrail.kernels.reference import ReferenceKernel
 from startrail.kernels.streams import numbers_on, stream_of
 from startrail.mask import Costs
@@ -92,7 +93,7 @@ class FlashOps(NamedTuple):
     bands_backward: Any
 
 
-# By preference: torch's own adapters for packages, where they are found, and the generations of GPUs that they run on.
+# By preference: packages, where they are found, and the generations of GPUs that they run on.
 _NEWER = (("FA3", "flash_attn_interface", (9,)), ("FA4", "flash_attn.cute.interface", (9, 10)))
 # Head dims above which a generation takes some on some GPUs only, in forward or backward passes only.
 _LARGEST = {"FA4": 128}
@@ -100,20 +101,18 @@ _LARGEST = {"FA4": 128}
 
 @cache
 def _newer_flash(name: str, path: str) -> FlashOps | None:
-    """FlashAttention 3 or 4 through torch's adapters, for our calls only: telling torch to use them would change what
-    everybody else's attention runs on."""
-    prefix = f"_{name.lower()}"
-    default = "_default" if name == "FA3" else ""
+    """FlashAttention 3 through torch's adapter, 4 through our own, for our calls only: telling torch to use them would
+    change what everybody else's attention runs on."""
     try:
-        adapter = importlib.import_module(f"torch.nn.attention.{prefix}")
-        getattr(adapter, f"{prefix}_import_module")(path)
         if name == "FA4":
-            adapter._FA4_MODULE_PATH = path  # type: ignore[attr-defined]
-        whole, bands = f"{prefix}_scaled_dot_product_flash_attention", f"{prefix}_flash_attention"
+            return FlashOps(*fa4_ops(importlib.import_module(path)))
+        adapter = importlib.import_module("torch.nn.attention._fa3")
+        adapter._fa3_import_module(path)
+        whole, bands = "_fa3_scaled_dot_product_flash_attention", "_fa3_flash_attention"
         return FlashOps(
-            getattr(adapter, f"{whole}_forward_impl{default}"),
+            getattr(adapter, f"{whole}_forward_impl_default"),
             getattr(adapter, f"{whole}_backward_impl"),
-            getattr(adapter, f"{bands}_forward_impl{default}"),
+            getattr(adapter, f"{bands}_forward_impl_default"),
             getattr(adapter, f"{bands}_backward_impl"),
         )
     except (ImportError, AttributeError, RuntimeError):  # not there, or another torch's adapter

@@ -35,9 +35,9 @@ def _merge(
     come = come.to(tl.float64)
     weight = 1.0 / (1.0 + tl.exp(total - come))
     weight = tl.where(come == nothing, 0.0, weight)  # not NaN where both have seen nothing
-    high, low = tl.maximum(total, come), tl.minimum(total, come)
-    both = high + tl.log(1.0 + tl.exp(low - high))
-    tl.store(at, tl.where(high == nothing, nothing, both), mask=here)
+    more = tl.log(1.0 + tl.exp(-tl.abs(total - come)))  # NaN where one is, which the larger of them need not be
+    more = tl.where(total == come, 0.6931471805599453, more)  # also of two that are infinite
+    tl.store(at, tl.maximum(total, come) + more, mask=here)
 
     inside = here[:, None] & (column < dim)[None, :]
     to = out + batch * out_b + head * out_h + row[:, None] * out_r + column[None, :]
@@ -84,6 +84,7 @@ def _stand_in(
         value = tl.sum(tl.where(picked, wide, 0.0), 1)
         safe = tl.where(value == 0.0, 1.0, value)
         part = tl.where(value == 0.0, 0.0, tl.minimum(tl.maximum(rest / safe, -limit), limit))
+        part = tl.where(tl.abs(rest) < float("inf"), part, float("nan"))  # which comparisons would lose
         part = part.to(out.dtype.element_ty).to(rest.dtype)
         found = tl.where(picked, part[:, None], found)
         size = tl.where(picked, -1.0, size)  # so that it is not chosen again
