@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -289,7 +290,8 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     cotangent that the rest of the row needs.
     """
     logits = sinks.to(lse.dtype).view(1, -1, 1)
-    weight = torch.sigmoid(lse - logits)
+    # not sigmoid, whose gradient is w (1 - w) with w rounded: of a sink's small weight 1 - w few digits would be left
+    weight = F.logsigmoid(lse - logits).exp()
     return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
 
 
