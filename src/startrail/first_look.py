@@ -58,9 +58,7 @@ def _merged(reports: Sequence[Report]) -> Report:
 
 
 def _report(fields: dict[str, Any]) -> Report:
-    errors = {
-        name: {key: Error(*pair) for key, pair in fields[name].items()} for name in ("errors", "yardstick", "floor")
-    }
+    errors = {name: {key: Error(*found) for key, found in fields[name].items()} for name in ("errors", "yardstick")}
     return Report(**{**fields, **errors})
 
 

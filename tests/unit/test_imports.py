@@ -23,7 +23,7 @@ LISTED = """
     kernels.cpu kernels.cuda kernels.largest kernels first_steps texts
     ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
     op sequence live auto parallel checkpoint
-    local truth check first_look doctor
+    local rounding truth check first_look doctor
     training training.model_configs training.recipes training.seeds training.sources training.streams
     training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
     training.tasks
