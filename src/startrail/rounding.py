@@ -161,6 +161,24 @@ class Attention:
             found["dsinks"] = ((self.sinks.view(1, -1, 1) - self.lse).exp() * rows).sum((0, 2))
         return found
 
+    def travelled(self) -> tuple[Tensor, Tensor]:
+        """Of outputs whose parts are rounded when they travel, the merged ones too, and with sinks once more: the
+        variance, and the sum of all that is rounded.
+
+        A part is the sum of the weighted values of its keys. Over all ways to deal keys to parts, the squares of parts
+        add up to no more than out² and the squares of the weighted values, on average; and all that is rounded to no
+        more than the absolute values. Values 3 and -3 with half the weight each: 0, and two parts of 1.5.
+
+        >>> one, half = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 2), 0.5)
+        >>> v, mask = torch.tensor([[[[3.0], [-3.0]]]]), torch.ones(1, 2).bool()
+        >>> call = Attention(one, v, v, one, None, None, mask, 1.0, half, one[..., 0], 1, 2)
+        >>> [x.item() for x in call.travelled()]      # 1.5² + 1.5², 1.5 + 1.5
+        [4.5, 3.0]
+        """
+        out, times = self.weights @ self.v, 1 if self.sinks is None else 2
+        variance = (1 + times) * out.square() + self.weights.square() @ self.v.square()
+        return variance, times * out.abs() + self.weights @ self.v.abs()
+
     def _for_keys(self, x: Tensor) -> Tensor:
         """Sums over the query heads that share a key."""
         return x.unflatten(1, (self.kv_heads, -1)).sum(2)

@@ -271,8 +271,11 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     if wide == torch.float64:
         unit *= 2**0.5  # the truth is float64 as well: the variances of its errors and of ours add up
     floors = {name: floor_of(variance, unit) for name, variance in call.variances().items()}
-    if case.world > 1 and coarse != wide:  # partial sums of gradients are rounded to what travels, and may cancel
+    if case.world > 1 and coarse != wide:  # partial results are rounded to what travels, and may cancel
         unit = torch.finfo(coarse).eps / 2
+        variance, total = call.travelled()
+        deviation, each = floor_of(variance, unit)
+        floors["out"] = Floor(deviation, each.minimum(unit * total).maximum(floors["out"].each))
         for name, total in call.sizes().items():
             deviation, each = floors[name]
             floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(unit * total))
