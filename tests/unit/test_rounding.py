@@ -14,6 +14,7 @@ from startrail.truth import Case, Error, make_data
 
 SMALL = Case("1x2", 2, length=40, causal=True, sinks=True, lse=True, scale=0.7)
 FEW = Case("1x2", 2, length=4, q_heads=2, kv_heads=1, head_dim=1, scale=1.0)
+HALF = Case("1x2", 2, length=40, dtype=torch.bfloat16, scale=0.7)
 WIDE = replace(SMALL, dtype=torch.float64)
 
 
@@ -39,6 +40,12 @@ def test_roundings_explain_what_one_process_errs(case):
 
 def narrow(x):
     return x.bfloat16().to(x.dtype)
+
+
+def coarse(x):
+    """With two bits less than bfloat16 has."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**6).round() / 2**6, exponent)
 
 
 def change_merges(change):
@@ -104,6 +111,9 @@ MISTAKES = {
     "bfloat16 gradients of few": (change_sums(narrow), FEW),
     "a bfloat16 delta": (round_delta, SMALL),
     "bfloat16 queries": (round_logits_of_the_backward_pass, SMALL),
+    "a lost key in bfloat16": (lose_a_key, HALF),
+    "bfloat16 outputs with two bits less": (change_merges(lambda out, lse: (coarse(out), lse)), HALF),
+    "gradients of bfloat16 with a factor": (change_sums(lambda grad: grad * 1.02), HALF),
     "float32 for float64": (in_float32, WIDE),
 }
 
