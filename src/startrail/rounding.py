@@ -94,7 +94,10 @@ class Attention:
         weight = logits + (scores - alone.unsqueeze(-1)).square() + EXP
         # of lse, which the backward pass takes from the forward pass: all logits' errors, and two roundings of its own
         of_lse = (inner * logits).sum(-1) + 2 * alone.square() + EXP
-        of_share = torch.zeros_like(lse) if self.sinks is None else of_lse + (alone - sink).square() + EXP + 3
+        # what a sink leaves: exp of logsigmoid of the distance
+        of_share = of_lse + (alone - sink).square() + share.log().square() + 2 * EXP
+        if self.sinks is None:
+            of_share = torch.zeros_like(lse)
 
         # out: where all weights err alike, nothing errs
         errs = inner * weight

@@ -289,7 +289,7 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | N
         scores = torch.cat([scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
     lse = scores.logsumexp(-1)
     blind = lse.isinf().unsqueeze(-1)
-    weights = torch.where(blind, 0.0, (scores - lse.unsqueeze(-1).masked_fill(blind, 0)).exp())
+    weights = torch.where(blind, 0.0, scores.masked_fill(blind, 0.0).softmax(-1))  # not by lse, which is rounded
     return weights[..., : k.shape[2]], lse
 
 
