@@ -44,7 +44,7 @@ def _everyones(case: Case, device: torch.device, plans: Plans) -> list[Report]:
 
 def _failed(problems: list[str]) -> Report:
     """Of a case that has no results."""
-    return Report({}, {}, {}, False, {}, {}, 0.0, 0.0, problems)
+    return Report({}, {}, {}, {}, {}, 0.0, 0.0, problems)
 
 
 def _merged(reports: Sequence[Report]) -> Report:
