@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import startrail.plan  # noqa: F401  (made callable below)
 
 if TYPE_CHECKING:
-    from startrail.agree import PeerError
     from startrail.checkpoint import checkpoint_context
     from startrail.logprobs import next_tokens
     from startrail.mask import Mask
     from startrail.parallel import SequenceParallel
+    from startrail.peers import PeerError
     from startrail.plan import Plan
     from startrail.sequence import Sequence
     from startrail.training.loss import global_mean, gradient_factor, sum_gradients
@@ -38,7 +38,7 @@ __all__ = [
 
 _HOMES = {
     "Mask": "mask",
-    "PeerError": "agree",
+    "PeerError": "peers",
     "Plan": "plan",
     "Sequence": "sequence",
     "SequenceParallel": "parallel",

@@ -22,13 +22,13 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Protocol
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from startrail.peers import PeerError
 from startrail.watch import run_within, watch
 
 PATIENCE = 2.0  # seconds until a wait is long
@@ -38,26 +38,6 @@ LONGEST_PAUSE = 0.05
 COUNT = 1 << 40  # one rank more on the board; the rest of the counter is the sum of their texts' digests
 
 log = logging.getLogger("startrail")
-
-
-class PeerError(RuntimeError):
-    """A peer died, gave up, or did not deliver in time; the text names rank, step, piece and peer."""
-
-
-def lost_peer(error: RuntimeError) -> bool:
-    """Whether a rank failed because another did: gloo has no exception of its own for that."""
-    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)
-
-
-@contextlib.contextmanager
-def peer_errors(what: str) -> Iterator[None]:
-    """Where torch's own collectives are called: a lost peer is a ``PeerError``, whoever notices it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, PeerError) or not lost_peer(error):
-            raise
-        raise PeerError(f"{what}: a rank is gone, or late: {str(error).strip().splitlines()[0]}") from error
 
 
 class Board:

@@ -44,7 +44,7 @@ def _everyones(case: Case, device: torch.device, plans: Plans) -> list[Report]:
 
 def _failed(problems: list[str]) -> Report:
     """Of a case that has no results."""
-    return Report({}, {}, {}, False, {}, {}, 0.0, 0.0, problems)
+    return Report({}, {}, {}, {}, {}, 0.0, 0.0, problems)
 
 
 def _merged(reports: Sequence[Report]) -> Report:
@@ -58,9 +58,7 @@ def _merged(reports: Sequence[Report]) -> Report:
 
 
 def _report(fields: dict[str, Any]) -> Report:
-    errors = {
-        name: {key: Error(*pair) for key, pair in fields[name].items()} for name in ("errors", "yardstick", "floor")
-    }
+    errors = {name: {key: Error(*found) for key, found in fields[name].items()} for name in ("errors", "yardstick")}
     return Report(**{**fields, **errors})
 
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail.peers import peer_errors
+
 SAMPLE = 65_536  # numbers of a tensor that its digest looks at
 STEPS = 2  # steps that are watched
 
@@ -35,6 +37,7 @@ def digest(x: Tensor) -> Tensor:
     return (flat.long() * weights).sum()
 
 
+@peer_errors("comparing parameters")
 def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None) -> None:
     """``ValueError`` on every rank that names the first parameter that is not the same on all ranks of ``group``.
 
@@ -116,6 +119,7 @@ class GradientWatch:
         mine = gradient.detach().clone()  # autograd may hand the same memory on, and then it is reduced in place
         self._local = mine if self._local is None else self._local + mine
 
+    @peer_errors("comparing gradients")
     def compare(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step of any optimizer, ours or not."""
         probe = self._probe()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from startrail.agree import PeerError
+from startrail.peers import PeerError
 from startrail.watch import run_at_once
 
 CHANNELS = 8

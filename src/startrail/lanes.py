@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail import groups
-from startrail.agree import PeerError
+from startrail.peers import PeerError
 from startrail.schedule.build import Program, lane_names
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece

@@ -7,14 +7,17 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
-from startrail.agree import peer_errors
 from startrail.arguments import Call, wrong_kind, wrong_option
 from startrail.layout import Runs
 from startrail.mask import Mask
+from startrail.peers import peer_errors
 
 if TYPE_CHECKING:
     from startrail.parallel import SequenceParallel
@@ -132,8 +135,11 @@ class Sequence:
         """What all ranks have of every chunk, ``each`` tokens of it, in the order of the chunks."""
         held = [chunk for rank in self._tokens.layout.chunks for chunk in rank]
         if self.sp.group is not None and self.sp.world > 1:
-            mine, group = x.contiguous(), self.sp.group
-            x = _together(lambda: funcol.all_gather_single_autograd(mine, dim, group), "gathering tokens")
+            x = x.contiguous()
+            if torch.compiler.is_compiling():
+                x = funcol.wait_tensor(funcol.all_gather_single_autograd(x, dim, self.sp.group))
+            else:
+                x = _Gathered.apply(x, dim, self.sp.group)
         return [x.narrow(dim, held.index(chunk) * each, each) for chunk in range(len(held))]
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
@@ -274,6 +280,23 @@ class Sequence:
         return _together(lambda: funcol.all_reduce(largest, "max", group), "the largest logits")
 
 
+class _Gathered(torch.autograd.Function):
+    """All ranks' tensors one behind the other, as ``all_gather_single_autograd`` gives them; but a rank that is gone is
+    a ``PeerError`` in the backward pass too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _together(lambda: funcol.all_gather_single(x, dim, group), "gathering tokens")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad, dim, group = grad.contiguous(), ctx.dim, ctx.group
+        what = "the gradient of gathering tokens"
+        return _together(lambda: funcol.reduce_scatter_single(grad, "sum", dim, group), what), None, None
+
+
 def _together(collective: Callable[[], Tensor], what: str) -> Tensor:
     """What a functional collective gives; ``what`` it is for, should a rank be gone."""
     if torch.compiler.is_compiling():
@@ -289,7 +312,8 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     cotangent that the rest of the row needs.
     """
     logits = sinks.to(lse.dtype).view(1, -1, 1)
-    weight = torch.sigmoid(lse - logits)
+    # not sigmoid, whose gradient is w (1 - w) with w rounded: of a sink's small weight 1 - w few digits would be left
+    weight = F.logsigmoid(lse - logits).exp()
     return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from startrail.peers import peer_errors
+
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> list[str]:
     """What every rank of the group says, by rank; ``device`` is one whose tensors the group moves.
@@ -27,6 +29,7 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None, device: torc
     return found
 
 
+@peer_errors("what the ranks say")
 def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from startrail.layout import LAYOUTS, check_layout
 from startrail.mask import Mask
 from startrail.parallel import SequenceParallel
 from startrail.plan import Plan
+from startrail.rounding import ROUNDING, Attention, Floor, floor_of
 from startrail.sizes import Sizes
 
 # How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
@@ -28,24 +30,45 @@ from startrail.sizes import Sizes
 TWO_CALLS = ("nested", "in turn")
 USES = ("plain", "strided", "expanded", "q only", "k and v only", *TWO_CALLS)
 CPU = torch.device("cpu")
-FLOOR = 4.2  # units in the last place that sums may err on unit-variance inputs and logits, whatever the yardstick says
 
 
 class Error(NamedTuple):
-    """Root-mean-square and largest absolute error."""
+    """Root-mean-square and largest absolute error, the largest of an element that errs more than arithmetic may, and
+    the root mean square of errors in the deviations of arithmetic's.
+
+    >>> may = Floor(deviation=torch.tensor([0.1, 0.1, 0.5]), each=torch.tensor([0.3, 0.3, 1.5]))
+    >>> ours, truth = torch.tensor([1.5, 3.0, 5.0]), torch.tensor([1.0, 3.0, 4.0])
+    >>> worst, beyond, spread = Error.of(ours, truth, may)[1:]
+    >>> worst, beyond, round(spread**2, 2)      # (5² + 0² + 2²) / 3
+    (1.0, 0.5, 9.67)
+    """
 
     rms: float
     worst: float
+    beyond: float
+    spread: float
 
     @classmethod
-    def of(cls, ours: Tensor, truth: Tensor) -> Error:
+    def of(cls, ours: Tensor, truth: Tensor, may: Floor | None = None) -> Error:
         ours = ours.double()
-        difference = (ours - truth).abs().masked_fill(ours == truth, 0.0)  # also where both are infinite
-        return cls(difference.square().mean().sqrt().item(), difference.max().item())
+        off = (ours - truth).abs().masked_fill(ours == truth, 0.0)  # also where both are infinite
+        beyond, spread = off, off
+        if may is not None:
+            beyond = off.masked_fill(off <= may.each, 0.0)  # NaN stays
+            spread = (off / may.deviation).masked_fill(off == 0, 0.0)
+        rms = (x.square().mean().sqrt().item() for x in (off, spread))
+        return cls(next(rms), off.max().item(), beyond.max().item(), next(rms))
 
     @classmethod
     def worse(cls, a: Error, b: Error) -> Error:
-        return cls(larger(a.rms, b.rms), larger(a.worst, b.worst))
+        return cls(*map(larger, a, b))
+
+    @classmethod
+    def all_of(cls, parts: Sequence[Error]) -> Error:
+        """Of something whose equal parts have these errors."""
+        rms, spread = ((sum(x * x for x in found) / len(parts)) ** 0.5 for found in list(zip(*parts, strict=True))[::3])
+        worst = reduce(cls.worse, parts)
+        return cls(rms, worst.worst, worst.beyond, spread)
 
 
 def larger(a: float, b: float) -> float:
@@ -130,19 +153,19 @@ class Case:
 @dataclass
 class Data:
     """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None) and the float64 truth: by name the exact
-    results, SDPA's errors, and what float32 arithmetic may err whatever SDPA does; and each head's largest logit, if it
-    is asked for.
+    results, SDPA's errors, and what arithmetic may err whatever SDPA does (`rounding`); and each head's largest logit,
+    if it is asked for, and what may be returned for it at least.
 
-    dq and dk add up differences of dout·v and delta. Where a query sees one key the two cancel: the truth is zero, SDPA
-    returns a rounding error of theirs or, in shapes where it happens to add both up in one order, an exact zero.
-    So the floor of dq, dk and dv is one unit in the last place of the sums of the absolute values.
+    Why SDPA's errors are not enough: dq and dk add up differences of dout·v and delta. Where a query sees one key the
+    two cancel: the truth is zero, SDPA returns a rounding error of theirs or, in shapes where it happens to add both up
+    in one order, an exact zero.
     """
 
     inputs: list[Tensor | None]
     exact: dict[str, Tensor]
     yardstick: dict[str, Error]
-    floor: dict[str, Error]
-    largest: Tensor | None
+    floor: dict[str, Floor]
+    largest: tuple[Tensor, Tensor] | None
 
 
 def visible_pairs(case: Case) -> Tensor:
@@ -192,7 +215,7 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
     if case.sinks or case.lse:  # those are written out, with fewer roundings than flash attention has
         plain = [*inputs[:4], None, None]
         truths.append((plain, _dense(_as(plain, torch.float64), mask, case.scale)))
-    yardstick = dict.fromkeys(exact, Error(0.0, 0.0))
+    yardstick = dict.fromkeys(exact, Error(0.0, 0.0, 0.0, 0.0))
     for dtype, order in (
         (coarser(case), torch.arange(case.length)),
         (coarser(case), torch.randperm(case.length, generator=generator)),
@@ -204,7 +227,7 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
             for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale).items():
                 error = Error.of(x, true[name] if name == "dsinks" else true[name][:, :, order])
                 yardstick[name] = Error.worse(yardstick[name], error)
-    largest = _largest(case, _as(inputs, torch.float64), mask) if case.wants_largest else None
+    largest = _largest(case, inputs, mask) if case.wants_largest else None
     # float32 is enough for sizes of errors
     return Data(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float32), mask), largest)
 
@@ -221,42 +244,42 @@ def coarser(case: Case) -> torch.dtype:
     return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
 
 
-def _largest(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> Tensor:
-    q, k = (x for x in inputs[:2] if x is not None)
-    scores = q @ k.repeat_interleave(case.q_heads // case.kv_heads, 1).mT * (case.scale or case.head_dim**-0.5)
-    return scores.masked_fill_(~mask, float("-inf")).amax((0, 2, 3))
+def _largest(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Each head's largest logit, and the smallest that arithmetic may take for it: of two logits a and b, b may look as
+    large as a if a - b is no more than what both may err when they are computed."""
+    q, k = (x.to(coarser(case)).double() for x in inputs[:2] if x is not None)  # what travels is rounded
+    k, scale = k.repeat_interleave(case.q_heads // case.kv_heads, 1), case.scale or case.head_dim**-0.5
+    scores = (q @ k.mT * scale).masked_fill_(~mask, float("-inf"))
+    largest = scores.amax((0, 2, 3))
+    # n roundings of a sum of products, whatever their order, are at most n u of the sum of absolute values; a kernel
+    # for half precision may round the logit to that
+    errs = (case.head_dim + 1) * torch.finfo(accumulator(case.dtype)).eps / 2 * scale * (q.abs() @ k.abs().mT)
+    errs += torch.finfo(coarser(case)).eps / 2 * scores.nan_to_num(neginf=0.0).abs()
+    highest = (scores - errs).amax((0, 2, 3)).view(1, -1, 1, 1)
+    return largest, scores.masked_fill_(scores + errs < highest, float("inf")).amin((0, 2, 3))
 
 
-def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Error]:
+def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Floor]:
     q, k, v, dout, sinks, dlse = inputs
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    coarse = coarser(case)
-    unit = torch.finfo(accumulator(coarse)).eps
-    if accumulator(coarse) == torch.float64:  # where the truth errs as much as we do
-        unit *= 8
-    floor = FLOOR * unit * max(1.0, scale * case.head_dim**0.5)  # exp turns errors of the logits into relative ones
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks)
-    dweights = dout @ v.mT
-    delta = (weights * dweights).sum(-1, keepdim=True).abs()
-    if dlse is not None:
-        delta = delta + dlse.abs().unsqueeze(-1)
-    sizes = weights * (dweights.abs() + delta) * scale
-    sums = {"dq": sizes @ k.abs(), "dk": (sizes.mT @ q.abs()), "dv": weights.mT @ dout.abs()}
-    sums |= {name: sums[name].unflatten(1, (case.kv_heads, -1)).sum(2) for name in ("dk", "dv")}
-    if sinks is not None:
-        parts = (weights * dweights.abs()).sum(-1) + (delta.squeeze(-1) if dlse is not None else 0.0)
-        parts = parts * (1 + lse.nan_to_num(neginf=0.0).abs())  # the rounding of lse becomes one of its weight
-        sums["dsinks"] = ((sinks.view(1, -1, 1) - lse).exp() * parts).sum((0, 2))
-    if dlse is not None:
-        sums["lse"] = lse.nan_to_num(neginf=0.0).abs() + floor / unit
-    floors = {name: Error(floor / 5, floor) for name in ("out", "dq", "dk", "dv", "lse", "dsinks")}
-    if case.world > 1:  # partial sums of gradients are rounded to what travels, and may cancel
-        unit = max(unit, torch.finfo(coarse).eps / 2)
-    for name, total in sums.items():
-        last_place = Error(unit / 2 * total.square().mean().sqrt().item(), unit * total.max().item())
-        floors[name] = Error.worse(floors[name], last_place)
+    parts = 2 * case.world  # every rank has two runs of keys
+    call = Attention(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
+    coarse, wide = coarser(case), accumulator(coarser(case))
+    unit = torch.finfo(wide).eps / 2
+    if wide == torch.float64:
+        unit *= 2**0.5  # the truth is float64 as well: the variances of its errors and of ours add up
+    floors = {name: floor_of(variance, unit) for name, variance in call.variances().items()}
+    if case.world > 1 and coarse != wide:  # partial results are rounded to what travels, and may cancel
+        unit = torch.finfo(coarse).eps / 2
+        variance, total = call.travelled()
+        deviation, each = floor_of(variance, unit)
+        floors["out"] = Floor(deviation, each.minimum(unit * total).maximum(floors["out"].each))
+        for name, total in call.sizes().items():
+            deviation, each = floors[name]
+            floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(unit * total))
     return floors
 
 
@@ -267,7 +290,7 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | N
         scores = torch.cat([scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
     lse = scores.logsumexp(-1)
     blind = lse.isinf().unsqueeze(-1)
-    weights = torch.where(blind, 0.0, (scores - lse.unsqueeze(-1).masked_fill(blind, 0)).exp())
+    weights = torch.where(blind, 0.0, scores.masked_fill(blind, 0.0).softmax(-1))  # not by lse, which is rounded
     return weights[..., : k.shape[2]], lse
 
 

@@ -16,10 +16,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from startrail.agree import PATIENCE, Agreement, PeerError
+from startrail.agree import PATIENCE, Agreement
 from startrail.counters import Counters
 from startrail.kernels.streams import on_device
 from startrail.lanes import Comparison, Lanes, Message, over
+from startrail.peers import PeerError
 from startrail.schedule.build import Program
 
 DISAGREE = "ranks made different calls"

@@ -97,8 +97,10 @@ class Wire:
 
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` as the peers will see it. If own blocks took more digits, a backward pass that computes them elsewhere
-        would have other logits than those its lse is of, and other sums than those its delta is of."""
-        return x.to(self.travels) if self.travels.itemsize < self.dtype.itemsize else x
+        would have other logits than those its lse is of, and other sums than those its delta is of. bfloat16 and
+        float16 are of one size, but neither holds the other's numbers."""
+        holds_all = torch.promote_types(self.travels, self.dtype) == self.travels
+        return x if holds_all else x.to(self.travels)
 
     # --- key/value heads that are repeated
 

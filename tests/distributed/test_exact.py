@@ -47,13 +47,7 @@ def test_every_plan_is_exact_on_every_shape(world):
 
 @pytest.mark.parametrize("world", sorted(IN_PARTS))
 def test_rows_in_parts(world):
-    run(cases_in_parts(world))
-
-
-def cases_in_parts(world: int) -> list[Case]:
-    shapes = [{**shape, "batch": 2} if "groups" in plan else shape for plan in IN_PARTS[world] for shape in SHAPES[:8]]
-    plans = [plan for plan in IN_PARTS[world] for _ in SHAPES[:8]]
-    return [case_for(*pair, seed) for seed, pair in enumerate(zip(plans, [world] * len(plans), shapes, strict=True))]
+    run([case_for(plan, world, shape, seed) for plan in IN_PARTS[world] for seed, shape in enumerate(SHAPES[:8])])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -194,3 +194,15 @@ def test_gradients_that_ddp_has_reduced_are_not_summed_again():
     for reduced, different in run_local(on_rank, 2, deadline=60):
         assert "gradients are the same on all ranks before they are summed" in reduced
         assert "parameter 0 (2, 2) is not the same on all ranks" in different
+
+
+def test_a_sink_of_small_weight_has_all_digits_of_its_gradient():
+    """It is a multiple of 1 - w, w being what the sink leaves: of a w that was rounded, few digits would be left."""
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 2, 64, 16)
+    sequence, grads = startrail.SequenceParallel("1x1").sequence(64), []
+    for dtype in (torch.float32, torch.float64):
+        sinks = torch.tensor([-6.0, -9.0], dtype=dtype, requires_grad=True)
+        out = sequence.attention(*(x.to(dtype) for x in (q, k, v)), sinks=sinks)
+        grads += torch.autograd.grad(out, sinks, dout.to(dtype))
+    assert ((grads[0] - grads[1]) / grads[1]).abs().max() < 1e-5

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 import startrail
 from startrail import agree, executor, groups, under_way
+from startrail.first_steps import check_same_parameters
 from startrail.local import run_local
+from startrail.texts import gather_texts
 from tests import like_nccl
 from tests.helpers import dense, error_of, qkv, tensors, worst
 
@@ -244,6 +246,8 @@ def test_a_dead_peer_is_a_peer_error_in_every_collective():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=4)
         sequence, model = sp.sequence(24), torch.nn.Linear(2, 2)
+        ours = torch.ones(8, requires_grad=True)
+        whole, rolled = sequence.unshard(ours, 0).sum(), sequence.roll(ours, -1, 0).sum()
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -253,15 +257,19 @@ def test_a_dead_peer_is_a_peer_error_in_every_collective():
             for function in (
                 lambda: sequence.unshard(x, 0),
                 lambda: sequence.roll(x, -1, 0),
+                whole.backward,
+                rolled.backward,
                 lambda: sequence._largest_of_all(torch.zeros(1, 4)),
+                lambda: gather_texts("here"),
+                lambda: check_same_parameters(model.named_parameters()),
                 lambda: startrail.global_mean(x.sum(), 8),
-                lambda: startrail.sum_gradients(model.parameters()),
+                lambda: startrail.sum_gradients(model.parameters(), check=False),
             )
         ]
 
     for rank, found in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}), timeout=4)):
         for (text, seconds), what in zip(
-            found or (), ("tokens", "tokens", "logits", "mean", "gradients"), strict=rank != 1
+            found or (), (*["tokens"] * 4, "logits", "say", "parameters", "mean", "gradients"), strict=rank != 1
         ):
             assert text.startswith("PeerError: ") and f"{what}: a rank is gone, or late: " in text, text
             assert seconds < 10

@@ -19,6 +19,9 @@ def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) 
     >>> q = torch.tensor([[[[1.0], [2.0]]]])
     >>> largest_logits(q, q, [Tile(0, 2, 0, 2, "causal")], 0.5).item()      # 0.5 * 2 * 2
     2.0
+
+    Of the pair whose logit is the largest as the kernels compute it, the logit is worked out once more in float64: one
+    rounding, instead of as many as there are products.
     """
     batch, heads = q.shape[:2]
     found = q.new_full((batch, heads), float("-inf"), dtype=torch.float32)
@@ -32,8 +35,16 @@ def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) 
             rows = q[:, :, tile.q0 + part.start : tile.q0 + part.stop]
             seen = (keys >= low[part].unsqueeze(1)) & (keys < high[part].unsqueeze(1))
             logits = (rows @ k[:, :, tile.k0 : tile.k1].mT).mul_(scale).masked_fill_(~seen, float("-inf"))
-            found = torch.maximum(found, logits.amax((-2, -1)).float())
+            found = torch.maximum(found, _exactly(logits, rows, k[:, :, tile.k0 : tile.k1], scale))
     return found
+
+
+def _exactly(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(batch, heads) the largest logits, in float32 but rounded once; what is not finite stays what it is."""
+    largest, pair = logits.flatten(2).max(2)
+    row, key = (index.view(*pair.shape, 1, 1) for index in (pair // k.shape[2], pair % k.shape[2]))
+    chosen = (x.take_along_dim(index, 2).squeeze(2).double() for x, index in ((q, row), (k, key)))
+    return (torch.linalg.vecdot(*chosen) * scale).float().where(largest.isfinite(), largest.float())
 
 
 def _bounds(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:

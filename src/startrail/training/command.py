@@ -174,7 +174,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, pulse: Pulse) -> tupl
     """One rank's life: the exit code, and what to say if it is not 0."""
     import torch.distributed as dist
 
-    from startrail.agree import lost_peer
+    from startrail.peers import lost_peer
     from startrail.training.display import make_display
     from startrail.training.loop import Trainer
     from startrail.training.saving import TrainingError

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from startrail.agree import peer_errors
 from startrail.first_steps import STEPS, check_same_parameters, digest, unwatched, watch_gradients
+from startrail.peers import peer_errors
 
 BUCKET_BYTES = 32 * 2**20
 
