@@ -44,7 +44,8 @@ def random_case(seed: int) -> Case:
     plans = _variants(world, shared.choice([2, 3]))
     stars = [plan for plan in plans if plan.family is STAR]  # few among so many
     plan = shared.choice(stars if stars and shared.random() < 0.2 else plans)
-    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]), rows=2 if plan.allows_rows else 1)
+    rows = 2 if plan.allows_rows and seed // SHARED % 2 == 0 else 1
+    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]), rows=rows)
     unit = lcm(plan.heads, rng.choice([1, 2, 3]))
     q_heads = unit * rng.choice([1, 2, 4])
     kv_heads = rng.choice([h for h in range(1, q_heads + 1) if q_heads % h == 0])
@@ -243,7 +244,7 @@ def test_a_smaller_run():
 # Seeds of what was found, with what was wrong: largest logits of as many roundings as products (300320, 405208),
 # gradients of small sinks (402388, 406092, 407239), and bounds that went by a yardstick that is exact by luck: 2 tokens
 # (301978), a truth in float64 (401697), cotangents of lse (402385, 400505), few numbers of half precision (405033).
-# Own blocks with more digits than what travels (float16 and bfloat16: 700032, 700432); a truth by a rounded lse (700060).
+# Own blocks with more digits than what travels (700032 float16, 700432 bfloat16); a truth by a rounded lse (700060).
 FOUND = (300320, 405208, 402388, 406092, 407239, 301978, 401697, 402385, 400505, 405033, 700032, 700432, 700060)
 
 
@@ -267,6 +268,7 @@ def test_random_cases_cover_the_ground():
         lambda p: any(isinstance(level, Heads) for level in p.levels[1:-1]),
         lambda p: isinstance(p.levels[0], Heads) and p.family is STAR,
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
+        lambda p: p.rows > 1 and p.shard_levels,
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
     for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse"):
