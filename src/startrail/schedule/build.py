@@ -82,7 +82,8 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     place = plan.place(world, rank)
     groups, parts = range(plan.groups), range(plan.rows)
     bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
-    bodies = [[step.of_part(part) for step in body] for body in bodies for part in parts]
+    if plan.rows > 1:
+        bodies = [[step.of_part(part) for step in body] for body in bodies for part in parts]
     kept = [piece.of_part(n) for group in groups for n in parts for piece in plan.family.kept(plan, place, group)]
     own = _pieces_of(plan, place.shard, FORWARD.enters)
     if plan.heads > 1:  # what the exchange over heads brought is kept too: the backward pass exchanges only gradients

@@ -136,5 +136,5 @@ PASSES = (FORWARD, BACKWARD)
 
 
 def _pieces(kinds: Iterable[str], block: Block) -> list[Piece]:
-    shards = {kind: block.column if kind in BY_COLUMN else block.row for kind in kinds}
-    return [Piece(kind, shard, block.group).of_part(block.part) for kind, shard in shards.items()]
+    row, column, group, part = block
+    return [Piece(kind, column, group) if kind in BY_COLUMN else Piece(kind, row, group, part) for kind in kinds]
