@@ -20,7 +20,7 @@ from startrail.planning.hardware import Cluster
 from startrail.planning.step import Step, Training
 from startrail.planning.workload import Model, Run
 
-ALIKE = 0.05  # plans that differ by less than this share are alike: predictions err by as much
+ALIKE = 0.03  # plans that differ by less than this share are alike: predictions err by more
 PLAYED, PLAYED_IN_LARGE = 96, 12  # plans at most, beside the well-known ones
 Played = dict[tuple[Plan, Call, int], Prediction]
 
