@@ -243,7 +243,7 @@ def test_a_smaller_run():
 # Seeds of what was found, with what was wrong: largest logits of as many roundings as products (300320, 405208),
 # gradients of small sinks (402388, 406092, 407239), and bounds that went by a yardstick that is exact by luck: 2 tokens
 # (301978), a truth in float64 (401697), cotangents of lse (402385, 400505), few numbers of half precision (405033).
-# Own blocks with more digits than what travels (float16 and bfloat16: 700032, 700432); a truth by a rounded lse (700060).
+# Own blocks with more digits than what travels (float16, bfloat16: 700032, 700432); a truth by a rounded lse (700060).
 FOUND = (300320, 405208, 402388, 406092, 407239, 301978, 401697, 402385, 400505, 405033, 700032, 700432, 700060)
 
 
