@@ -23,8 +23,8 @@ EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 
 @cache
 def families() -> dict[str, tuple[type, Any]]:
-    """Model class and config: plain and grouped heads, windows, alternating windows, learned positions, sinks, chunks,
-    experts, and values of another width than keys."""
+    """Model class and config: plain and grouped heads, windows, alternating windows, softcaps, learned positions,
+    sinks, chunks, experts, and values of another width than keys."""
     kinds = ["sliding_attention", "full_attention"]
     latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     latent |= dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
@@ -39,6 +39,10 @@ def families() -> dict[str, tuple[type, Any]]:
         "gemma3": (
             hf.Gemma3ForCausalLM,
             hf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=7, layer_types=kinds),
+        ),
+        "gemma2": (
+            hf.Gemma2ForCausalLM,
+            hf.Gemma2Config(**SMALL, head_dim=8, sliding_window=7, layer_types=kinds, attn_logit_softcapping=0.5),
         ),
         "gpt2": (hf.GPT2LMHeadModel, gpt2),
         "gpt-oss": (
