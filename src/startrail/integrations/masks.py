@@ -82,6 +82,11 @@ def _closure(function: Any) -> dict[str, Any]:
 
 def problem_of(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
     """Why a layer cannot be run, or None."""
+    if mask is None:
+        return (
+            "it attends without the mask that startrail made (accelerate's context parallelism takes it away: leave "
+            "cp_size at 1, startrail splits the sequence)"
+        )
     if not isinstance(mask, Seen):
         return f"it attends under {type(mask).__name__} in place of a mask that startrail made"
     if key.shape[2] != query.shape[2]:

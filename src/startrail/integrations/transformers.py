@@ -151,7 +151,10 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     ranks' parameters, and find out whether gradients are averaged that should be summed.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"attach needs a transformers model, got {type(model).__name__}")
+        hint = ""
+        if type(model).__module__.startswith("diffusers."):
+            hint = " of diffusers: give its attention modules a processor of your own that calls sequence.attention"
+        raise ValueError(f"attach needs a transformers model, got {type(model).__name__}{hint}")
     if hasattr(model, "_startrail"):
         raise ValueError(f"the model is attached already, to {model._startrail.sp}; detach(model) first")
     _warn_of_version()
