@@ -75,6 +75,7 @@ def random_case(seed: int) -> Case:
         value_dim=rng.choice([None, None, None, 1, 24]),
         sinks=rng.random() < 0.2,
         lse=rng.random() < 0.2,
+        softcap=rng.choice([None] * 6 + [0.5, 3.0]),
         seed=seed,
         use=rng.choice([*USES, "plain"]),
         **layer,
@@ -112,7 +113,7 @@ def run(first_seed: int, count: int, progress: bool = False) -> list[str]:
 
 def not_finite(first_seed: int, count: int, progress: bool = False) -> list[str]:
     """The same with NaN and infinities in q, k, v and dout: they come out where they do in one process."""
-    cases = [replace(random_case(seed), slices=()) for seed in range(first_seed, first_seed + count)]
+    cases = [replace(random_case(seed), slices=(), softcap=None) for seed in range(first_seed, first_seed + count)]
     return _search(_wrong_if_spoilt, cases, progress)
 
 
@@ -271,7 +272,7 @@ def test_random_cases_cover_the_ground():
         lambda p: p.rows > 1 and p.shard_levels,
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
-    for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse"):
+    for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse", "softcap"):
         assert sum(bool(getattr(case, name)) for case in cases) > 15, name
     assert all(sum(case.use == use for case in cases) > 15 for use in USES)
     assert {case.use for case in cases} == set(USES) and {case.wire_dtype for case in cases} == {None, *DTYPES}

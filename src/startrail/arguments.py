@@ -32,6 +32,7 @@ class Call:
     chunk: int | None = None
     steps: tuple[Segment, ...] = ()  # a staircase of slices
     largest: bool = False  # whether the largest logit of each head is wanted
+    softcap: float | None = None
 
     def __str__(self) -> str:
         text = f"causal={self.causal}, window={self.window}, scale={self.scale}"
@@ -39,13 +40,15 @@ class Call:
             text += f", chunk={self.chunk}"
         if self.steps:
             text += ", steps=" + " ".join(":".join(map(str, step)) for step in self.steps)
+        if self.softcap is not None:
+            text += f", softcap={self.softcap}"
         return text + (", largest=True" if self.largest else "")
 
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Call:
         said = dict(part.split("=") for part in text.split(", "))
-        window, scale, chunk = said["window"], said["scale"], said.get("chunk")
+        window, scale, chunk, softcap = said["window"], said["scale"], said.get("chunk"), said.get("softcap")
         steps = (map(int, step.split(":")) for step in said.get("steps", "").split())
         return Call(
             said["causal"] == "True",
@@ -54,6 +57,7 @@ class Call:
             None if chunk is None else int(chunk),
             tuple(Segment(*step) for step in steps),
             "largest" in said,
+            None if softcap is None else float(softcap),
         )
 
     def mask(self, documents: tuple[int, ...] | None, blocks: tuple[tuple[int, int], ...] = ()) -> Mask:
@@ -121,7 +125,7 @@ def wrong_kind(
         return f"causal={causal!r} must be True or False"
     if window is not None and not is_whole(window):
         return f"window={window!r} must be a whole number of tokens"
-    if scale is not None and not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
+    if scale is not None and not _is_positive(scale):
         return f"scale={scale!r} must be a number of more than 0"
     return None
 
@@ -130,11 +134,8 @@ def wrong_option(q: Tensor, chunk: object, sinks: object, softcap: object, mask:
     """The same for what not every model needs."""
     if chunk is not None and not is_whole(chunk):
         return f"chunk={chunk!r} must be a whole number of tokens"
-    if softcap is not None:
-        return (
-            f"softcap={softcap!r}: no kernel here bends its logits (flash-attn's could, but not for tiles under a "
-            "mask); set it to None if the model allows"
-        )
+    if softcap is not None and not _is_positive(softcap):
+        return f"softcap={softcap!r} must be a number of more than 0; None bends no logits"
     if sinks is not None and not isinstance(sinks, Tensor):
         return f"sinks must be a tensor with a number for each head, got {type(sinks).__name__}"
     if isinstance(sinks, Tensor) and (
@@ -146,6 +147,10 @@ def wrong_option(q: Tensor, chunk: object, sinks: object, softcap: object, mask:
     if isinstance(mask, Mask) and (mask.documents is not None or mask.blocks):
         return "documents and blocks belong to the sequence: sp.sequence(length, documents=..., blocks=...)"
     return None
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0 and math.isfinite(number)
 
 
 def is_whole(number: object) -> bool:

@@ -103,7 +103,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.use, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
     mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    attend = partial(sequence.attention, mask=mask, scale=case.scale, return_lse=True)
+    attend = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
     given = [(q, k, v, sinks, dout, dlse)]
     if case.use in TWO_CALLS:
         other = _mirrored(q, -1), _mirrored(k, -1), _mirrored(v, -2), _mirrored(sinks), _mirrored(dout, 0.5)

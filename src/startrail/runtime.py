@@ -262,7 +262,7 @@ class Runtime:
         settings, layout = self.settings, tokens.layout
         try:
             check_tensors(q, k, v)
-            kernel = kernel_for(q.device, q.dtype, q.shape[3])
+            kernel = kernel_for(q.device, q.dtype, max(q.shape[3], v.shape[3]), call.softcap)
             call.mask(None, tokens.blocks).check_length(layout.length)  # a window must be one
             if q.shape[2] != layout.local:
                 raise ValueError(

@@ -241,11 +241,12 @@ class Sequence:
         Who sees whom: ``window`` w, a query i sees keys j with i-j < w when causal, |i-j| < w otherwise; ``chunk`` c,
         they lie in the same run of c tokens; or ``mask``, a ``startrail.Mask`` made from slices. Documents and blocks
         are the sequence's. ``sinks``: for each head the logit of one more key whose value is zero; it gets this rank's
-        share of its gradient.
+        share of its gradient. ``softcap`` c: a logit x counts as c * tanh(x / c), but for the sink's; refused where no
+        kernel has it (GPUs without flash-attn).
 
         With ``return_lse`` it returns (out, lse); lse (batch, heads, local tokens), the logarithm of the sum of all
         exponentials (the sink's too), has gradients. With ``return_largest``, (out, largest): each head's largest
-        logit over the whole batch and all ranks, without gradient. With both, (out, lse, largest).
+        logit over the whole batch and all ranks, before any softcap, without gradient. With both, (out, lse, largest).
         """
         problem = wrong_kind(q, k, v, causal, window, scale, others, unknown)
         if problem := problem or wrong_option(q, chunk, sinks, softcap, mask):
@@ -261,9 +262,8 @@ class Sequence:
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
         if mask is None:
             mask = Mask(causal, window, chunk=chunk)
-        call = Call(
-            mask.causal, mask.window, None if scale is None else float(scale), mask.chunk, mask.steps, return_largest
-        )
+        scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
+        call = Call(mask.causal, mask.window, scale, mask.chunk, mask.steps, return_largest, softcap)
         out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, self._known_as, self._name, str(call))
         if sinks is not None:
             out, lse = _with_sinks(out, lse, sinks)

@@ -101,6 +101,7 @@ class Case:
     slices: tuple[tuple[int, ...], ...] = ()
     value_dim: int | None = None
     sinks: bool = False
+    softcap: float | None = None
     lse: bool = False  # whether lse is used too, with a cotangent of its own
     seed: int = 0
     use: str = "plain"  # of USES
@@ -210,9 +211,9 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
     if case.use == "expanded":  # written out: the kernels behind the truth may not know such strides
         inputs[3] = random(*case.repeated).expand(*rows, value_dim).contiguous()
     mask = visible_pairs(case).to(device)
-    exact = _dense(_as(inputs, torch.float64), mask, case.scale)
+    exact = _dense(_as(inputs, torch.float64), mask, case.scale, case.softcap)
     truths = [(inputs, exact)]
-    if case.sinks or case.lse:  # those are written out, with fewer roundings than flash attention has
+    if case.sinks or case.lse or case.softcap:  # those are written out, with fewer roundings than flash attention has
         plain = [*inputs[:4], None, None]
         truths.append((plain, _dense(_as(plain, torch.float64), mask, case.scale)))
     yardstick = dict.fromkeys(exact, Error(0.0, 0.0, 0.0, 0.0))
@@ -224,7 +225,8 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
         order = order.to(device)
         for given, true in truths:
             ordered = [x if x is None or x.dim() == 1 else x[:, :, order] for x in given]
-            for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale).items():
+            softcap = case.softcap if true is exact else None
+            for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale, softcap).items():
                 error = Error.of(x, true[name] if name == "dsinks" else true[name][:, :, order])
                 yardstick[name] = Error.worse(yardstick[name], error)
     largest = _largest(case, inputs, mask) if case.wants_largest else None
@@ -264,7 +266,7 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
-    weights, lse = _softmax(q, k, mask, scale, sinks)
+    weights, lse = _softmax(q, k, mask, scale, sinks, case.softcap)
     parts = 2 * case.world  # every rank has two runs of keys
     call = Attention(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
     coarse, wide = coarser(case), accumulator(coarser(case))
@@ -283,9 +285,14 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     return floors
 
 
-def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax(
+    q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """The weights of the keys, and lse; rows that see nothing have weights 0."""
-    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
     lse = scores.logsumexp(-1)
@@ -294,11 +301,13 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | N
     return weights[..., : k.shape[2]], lse
 
 
-def _dense(inputs: Sequence[Tensor | None], mask: Tensor, scale: float | None) -> dict[str, Tensor]:
+def _dense(
+    inputs: Sequence[Tensor | None], mask: Tensor, scale: float | None, softcap: float | None = None
+) -> dict[str, Tensor]:
     """Everything that attention returns, and every gradient, on one process."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3] if x is not None)
     dout, sinks, dlse = inputs[3:]
-    if sinks is None and dlse is None:
+    if sinks is None and dlse is None and softcap is None:
         widest, width = max(q.shape[3], v.shape[3]), v.shape[3]
         wq, wk, wv = (F.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))  # or it is not flash attention
         scale, grouped = scale or q.shape[3] ** -0.5, q.shape[1] != k.shape[1]
@@ -307,7 +316,7 @@ def _dense(inputs: Sequence[Tensor | None], mask: Tensor, scale: float | None) -
         return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
     sinks = None if sinks is None else sinks.detach().requires_grad_()
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    weights, lse = _softmax(q, keys, mask, q.shape[3] ** -0.5 if scale is None else scale, sinks)
+    weights, lse = _softmax(q, keys, mask, q.shape[3] ** -0.5 if scale is None else scale, sinks, softcap)
     made = {"out": weights @ values} | ({} if dlse is None else {"lse": lse})
     wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
     cotangents = [dout] if dlse is None else [dout, dlse.to(lse.dtype)]

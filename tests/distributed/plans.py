@@ -52,7 +52,7 @@ IN_PARTS = {  # rows in two parts, for which a rank needs the two chunks of a zi
     8: ["u4/2x1,keep=all,rows=2", "u2/2x1/u2,rows=2", "u2/2x1/2x1,keep=queries,rows=2"],
     16: ["u16,rows=2", "u4/4x1,rows=2"],
 }
-OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries"]  # of 4 ranks
+OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries", "star2"]  # of 4 ranks
 # what single tests ask for beside all these
 OTHERS = {
     2: ["1x2,keep=all"],

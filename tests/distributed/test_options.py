@@ -21,6 +21,11 @@ OPTIONS = {
     "sinks and lse": dict(sinks=True, lse=True, dtype=torch.bfloat16),
     "narrow values": dict(causal=True, value_dim=8, kv_heads=2),
     "wide values": dict(causal=True, value_dim=40, sinks=True, lse=True),
+    "softcap": dict(causal=True, softcap=1.5, kv_heads=2),
+    "softcap, window, documents": dict(causal=True, softcap=0.7, window=30, documents=(0, 40, 101), kv_heads=4),
+    "softcap, sinks, lse": dict(softcap=2.0, sinks=True, lse=True, value_dim=8, scale=1.0),
+    "softcap in half precision": dict(causal=True, softcap=1.5, dtype=torch.bfloat16),
+    "softcap in float64": dict(causal=True, softcap=1.5, kv_heads=2, sinks=True, lse=True, dtype=torch.float64),
     "float64": dict(causal=True, value_dim=8, sinks=True, lse=True, chunk=64, dtype=torch.float64),
 }
 
@@ -140,7 +145,10 @@ def test_mistakes_with_options_are_refused():
     for options, message in [
         (dict(chunk=2.5), "chunk=2.5 must be a whole number"),
         (dict(chunk=0), "chunk=0 must be at least 1"),
-        (dict(softcap=50.0), "softcap=50.0: no kernel here"),
+        (dict(softcap=0.0), "softcap=0.0 must be a number of more than 0"),
+        (dict(softcap=float("inf")), "softcap=inf must be"),
+        (dict(softcap="50"), "softcap='50' must be"),
+        (dict(softcap=True), "softcap=True must be"),
         (dict(sinks=torch.zeros(3)), "sinks must be a number for each of the 4 query heads"),
         (dict(sinks=[1.0] * 4), "sinks must be a tensor"),
         (dict(mask=mask, causal=True), "give causal, window and chunk to it"),

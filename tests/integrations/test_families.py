@@ -16,7 +16,7 @@ def test_families_of_every_kind_run_or_say_why_not(capsys):
     assert " yes causal" in shown["llama"] and " yes causal window 4096" in shown["mistral"]
     assert "causal window 128" in shown["gpt_oss"] and "causal chunk 8192" in shown["llama4_text"]
     assert " yes causal" in shown["deepseek_v3"]
-    assert "no  model.layers.0.self_attn: softcap" in shown["gemma2"]
+    assert " yes causal, causal window 4096, softcap 50.0 (on GPUs: flash-attn's)" in shown["gemma2"]
     assert "its state would have to pass from rank to rank" in shown["mamba"]
     assert "a layer calculates with its mask" in shown["bloom"]
     assert "no  model.layers.0.temporal_block.conv_1d: a token's result depends on other" in shown["recurrent_gemma"]

@@ -21,6 +21,7 @@ from startrail.check import Case, check_cases
 from startrail.counters import Counters, Stopwatch
 from startrail.executor import Executor, Job
 from startrail.kernels import base, cuda, kernel_for
+from startrail.kernels.flash_ops import ops_of_package
 from startrail.lanes import Lanes, Message
 from startrail.plan import Plan
 from startrail.schedule.values import Piece
@@ -146,15 +147,24 @@ def cuda_backend(monkeypatch):
     """The engine's CUDA backend on CPU tensors: stand-ins that compute as flash attention does, in half precision."""
     for op in ("flash_forward", "flash_backward", "bands_forward", "bands_backward"):
         monkeypatch.setattr(cuda, f"_{op}", getattr(stand_ins, op))
-    monkeypatch.setattr("startrail.runtime.kernel_for", lambda device, dtype, dim: cuda.AtenFlashKernel(dtype))
+
+    def kernel_for(device, dtype, dim, softcap):
+        if softcap is None:
+            return cuda.FlashKernel(dtype)
+        return cuda.FlashKernel(dtype, ops_of_package(stand_ins.PACKAGE, softcap), "attn", softcap)
+
+    monkeypatch.setattr("startrail.runtime.kernel_for", kernel_for)
 
 
 def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
     """lse and delta are one number a row, and stay in float32; rounded to bfloat16 they made gradients four times as
-    wrong, and more where logits are as large as here. Also windows and documents as flash attention's own."""
+    wrong, and more where logits are as large as here. Also windows and documents as flash attention's own, and a
+    softcap as flash-attn's."""
     shape = dict(world=2, length=192, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, causal=True, scale=1.0)
     cases = [Case("1x2", **shape), Case("u2", **shape), Case("2x1", **shape, window=20)]
     cases += [
+        Case("1x2", **shape, softcap=1.5),
+        Case("1x2", **shape, softcap=1.5, window=9, documents=(0, 30, 31, 100, 192), sinks=True),
         Case("1x2", **shape, documents=(0, 30, 31, 100, 192)),
         Case("1x2", **shape, window=9, documents=(0, 100, 192)),
         Case("1x2", **shape, window=100),  # over whole chunks, where FlashAttention 2 reads some windows differently

@@ -20,7 +20,7 @@ LISTED = """
     planning.chosen planning.command
     view.text view
     kernels.triton_kernels kernels.streams kernels.fused kernels.accumulate kernels.base kernels.reference
-    kernels.cpu kernels.fa4 kernels.cuda kernels.largest kernels peers first_steps texts
+    kernels.cpu kernels.fa4 kernels.flash_ops kernels.cuda kernels.largest kernels peers first_steps texts
     ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
     op sequence live auto parallel checkpoint
     local rounding truth check first_look doctor

@@ -11,14 +11,16 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from startrail.bands import bands_of
+from startrail.bench import fake_flash_attn
 from startrail.kernels import CpuKernel, Partial, cuda, kernel_for
 from startrail.kernels.base import Look
+from startrail.kernels.flash_ops import ops_of_package
 from startrail.kernels.reference import ReferenceKernel
 from startrail.mask import Mask, Segment, Tile, segments_of, tiles_of
 from tests.unit.test_mask import as_fa2_reads
 
 REFERENCE = ReferenceKernel()
-SCALE = 0.3
+SCALE, SOFTCAP = 0.3, 1.5
 HALF = (torch.float16, torch.bfloat16)
 HEADS = [(4, 4), (4, 2), (4, 1)]
 KINDS = {"full": (17, 33), "causal": (33, 33), "masked": (17, 33), "aligned": (64, 32)}
@@ -54,23 +56,26 @@ def wide(*tensors):
     return [x.double() for x in tensors]
 
 
-def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+def flash_forward(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None,
+    kernel=REFERENCE,
+):  # fmt: skip
     check_sides(query, key, value)
     assert (dropout_p, return_debug_mask) == (0.0, False)
-    out, lse = REFERENCE.forward_tile(*wide(query, key, value), Look(is_causal, None, scale))
+    out, lse = kernel.forward_tile(*wide(query, key, value), Look(is_causal, None, scale))
     empty = torch.empty(0)
     return out.to(query.dtype), lse.float(), None, None, query.shape[2], key.shape[2], empty, empty, empty
 
 
 def flash_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-    philox_seed, philox_offset, *, scale=None,
+    philox_seed, philox_offset, *, scale=None, kernel=REFERENCE,
 ):  # fmt: skip
     check_sides(query, key, value, grad_out, out)
     check_flash_lse(logsumexp, query)
     assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
     sides = wide(grad_out, query, key, value, out, logsumexp)
-    return tuple(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, Look(is_causal, None, scale)))
+    return tuple(grad.to(query.dtype) for grad in kernel.backward_tile(*sides, Look(is_causal, None, scale)))
 
 
 def check_bands(q, k, v, *others):
@@ -105,7 +110,7 @@ def band_blocks(q, k, cum_seq_q, cum_seq_k, max_q, max_k, left, right):
 
 def bands_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
-    window_size_left, window_size_right,
+    window_size_left, window_size_right, kernel=REFERENCE,
 ):  # fmt: skip
     check_bands(query, key, value)
     assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
@@ -115,7 +120,7 @@ def bands_forward(
         sides = query[..., rows, :, :], key[..., keys, :, :], value[..., keys, :, :]
         sides = [x.transpose(-2, -3).double().view(-1, x.shape[-2], x.shape[-3], x.shape[-1]) if x.dim() == 4
                  else x.transpose(0, 1).double().unsqueeze(0) for x in sides]  # fmt: skip
-        part, sums = REFERENCE.forward_tile(*sides, Look(False, seen, scale))
+        part, sums = kernel.forward_tile(*sides, Look(False, seen, scale))
         out[..., rows, :, :] = (part if query.dim() == 4 else part[0]).transpose(-2, -3).to(query.dtype)
         sums = sums.masked_fill(sums.isneginf(), float("inf"))  # so it says that a row saw nothing
         lse[..., rows] = (sums if query.dim() == 4 else sums[0]).float()
@@ -124,7 +129,7 @@ def bands_forward(
 
 def bands_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-    unused, *, scale, window_size_left, window_size_right,
+    unused, *, scale, window_size_left, window_size_right, kernel=REFERENCE,
 ):  # fmt: skip
     check_bands(query, key, value, grad_out, out)
     assert logsumexp.dtype == torch.float32 and logsumexp.is_contiguous()
@@ -138,7 +143,7 @@ def bands_backward(
     blocks = band_blocks(query, key, cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right)
     for rows, keys, seen in blocks:
         side = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], sums[:, :, rows]
-        found = REFERENCE.backward_tile(*side, Look(False, seen, scale))
+        found = kernel.backward_tile(*side, Look(False, seen, scale))
         for grad, part, where in zip(grads, found, (rows, keys, keys), strict=True):
             grad[:, :, where] += part
     grads = [grad.transpose(1, 2).to(query.dtype) for grad in grads]
@@ -194,41 +199,67 @@ def swap(*tensors):
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-    return_softmax,
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
 ):  # fmt: skip
-    """The signature of flash-attn 2.7 to 2.8; layout (batch, rows, heads, dim)."""
-    assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-    out, lse, *_ = flash_forward(*swap(q, k, v), dropout_p, causal, return_softmax, scale=softmax_scale)
-    return out.transpose(1, 2).contiguous(), lse, torch.empty(0), torch.empty(2)
+    """The signatures of flash-attn 2.7 to 2.8; layout (batch, rows, heads, dim). A softcap of zero is none."""
+    assert alibi_slopes is None
+    cuts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    window = dict(window_size_left=window_size_left, window_size_right=window_size_right)
+    options = dict(scale=softmax_scale, kernel=ReferenceKernel(softcap or None))
+    if cu_seqlens_q is None and window == dict(window_size_left=-1, window_size_right=-1):
+        out, lse, *_ = flash_forward(*swap(q, k, v), dropout_p, causal, return_softmax, **options)
+        out = out.transpose(1, 2).contiguous()
+    else:
+        out, lse, *_ = bands_forward(q, k, v, *cuts, dropout_p, causal, return_softmax, **options, **window)
+    return out, lse, torch.empty(0), torch.empty(2)
 
 
-def _flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+def _flash_attn_forward(q, k, v, **options):
+    return _flash_attn_varlen_forward(q, k, v, None, None, q.shape[1], k.shape[1], **options)
+
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    assert (window_size_left, window_size_right, softcap, alibi_slopes, rng_state) == (-1, -1, 0.0, None, None)
+    assert (alibi_slopes, rng_state) == (None, None)
     assert deterministic == torch.are_deterministic_algorithms_enabled()
-    seed, rows, keys = torch.empty(2), q.shape[1], k.shape[1]
-    grads = flash_backward(
-        *swap(dout, q, k, v, out), softmax_lse, None, None, rows, keys, dropout_p, causal, seed, seed,
-        scale=softmax_scale,
-    )  # fmt: skip
+    seed, cuts = torch.empty(2), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    rest = (*cuts, dropout_p, causal, seed, seed)
+    window = dict(window_size_left=window_size_left, window_size_right=window_size_right)
+    options = dict(scale=softmax_scale, kernel=ReferenceKernel(softcap or None))
+    if cu_seqlens_q is None and window == dict(window_size_left=-1, window_size_right=-1):
+        grads = swap(*flash_backward(*swap(dout, q, k, v, out), softmax_lse, *rest, **options))
+    else:
+        grads = bands_backward(dout, q, k, v, out, softmax_lse, *rest, **options, **window)
     for given, side, grad in zip((dq, dk, dv), (q, k, v), grads, strict=True):
         assert (given.shape, given.dtype, given.stride(-1)) == (side.shape, side.dtype, 1)
-        given.copy_(grad.transpose(1, 2))
+        given.copy_(grad)
     return torch.empty(0)
 
 
-PACKAGE = types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, **options):
+    cuts = None, None, q.shape[1], k.shape[1]
+    return _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *cuts, **options)
+
+
+PACKAGE = types.SimpleNamespace(
+    _flash_attn_forward=_flash_attn_forward,
+    _flash_attn_backward=_flash_attn_backward,
+    _flash_attn_varlen_forward=_flash_attn_varlen_forward,
+    _flash_attn_varlen_backward=_flash_attn_varlen_backward,
+)
 
 
 def make(name, dtype):
     """A backend by name."""
     if name == "flash-attn":
-        return cuda.FlashAttnKernel(dtype, PACKAGE)
-    return {"efficient": cuda.EfficientKernel, "flash": cuda.AtenFlashKernel}[name](dtype)
+        return cuda.FlashKernel(dtype, ops_of_package(PACKAGE), "attn")
+    if name == "softcap":
+        return cuda.FlashKernel(dtype, ops_of_package(PACKAGE, SOFTCAP), "attn", SOFTCAP)
+    return {"efficient": cuda.EfficientKernel, "flash": cuda.FlashKernel}[name](dtype)
 
 
 @pytest.fixture
@@ -388,14 +419,15 @@ def test_whole_blocks(name, stand_ins):
 
 def check_blocks(kernel, sides, tiles):
     """A block and its gradients against the reference, which sees bands as masks."""
+    reference = ReferenceKernel(kernel.softcap)
     q, k, v, dout = (kernel.prepare(x) for x in sides)
     exact = [tile._replace(form="masked") if tile.form == "bands" else tile for tile in tiles]
     total = kernel.forward(q, k, v, tiles, SCALE)
-    expected = REFERENCE.forward(*wide(q, k, v), exact, SCALE)
+    expected = reference.forward(*wide(q, k, v), exact, SCALE)
     torch.testing.assert_close(total.out.double(), expected.out, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(total.lse.double(), expected.lse, atol=5e-6, rtol=5e-6)
     grads = kernel.backward(dout, q, k, v, total.out, total.lse, tiles, SCALE)
-    expected_grads = REFERENCE.backward(*wide(dout, q, k, v), expected.out, expected.lse, exact, SCALE)
+    expected_grads = reference.backward(*wide(dout, q, k, v), expected.out, expected.lse, exact, SCALE)
     for grad, value in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad.value.double(), value.value, atol=1e-5, rtol=1e-5)
 
@@ -438,7 +470,7 @@ def test_blocks_that_do_not_fit_are_refused(name, shape):
 def select(monkeypatch):
     """Select a backend as if flash-attn of some version were installed, on a device of some capability."""
 
-    def chosen(dtype, head_dim=64, installed=None, capability=None):
+    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None):
         parent = None
         if installed is not None:
             parent = types.ModuleType("flash_attn")
@@ -449,7 +481,8 @@ def select(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         cuda._flash_attn.cache_clear()
         cuda._newer_flash.cache_clear()
-        kernel = kernel_for(torch.device("cuda"), dtype, head_dim)
+        kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
+        assert kernel.softcap == softcap
         assert kernel.why
         chosen.why = kernel.why
         return kernel.name
@@ -491,7 +524,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["flash", "flash-attn", "softcap"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_documents_and_windows_are_flash_attentions_own(name, block, stand_ins):
     """A shard with itself, and with another: as bands they are few calls, and the same numbers."""
@@ -549,6 +582,37 @@ def test_torchs_adapter_for_flash_attention_3_is_what_we_call():
         assert callable(getattr(_fa3, f"_fa3_{op}_forward_impl_default"))
         assert callable(getattr(_fa3, f"_fa3_{op}_backward_impl"))
     assert callable(_fa3._fa3_import_module)
+
+
+@pytest.mark.parametrize("form", ["full", "causal", "anticausal"])
+def test_softcap_is_flash_attns_own(form, stand_ins):
+    """Whole rectangles; windows and documents are above. Its reference is held to float64 in test_options."""
+    tiles = [Tile(0, 30, 0, 30, form), Tile(30, 40, 0, 30, "full")]
+    check_blocks(make("softcap", torch.float32), tensors(40, 30, 4, 2, 20, torch.float64), tiles)
+
+
+def test_the_benchs_stand_in_has_a_softcap_and_refuses_windows():
+    kernel = cuda.FlashKernel(torch.float32, ops_of_package(fake_flash_attn, SOFTCAP), "attn", SOFTCAP)
+    sides = tensors(40, 40, 4, 2, 16, torch.float64)
+    check_blocks(kernel, sides, [Tile(0, 40, 0, 40, "causal")])
+    with pytest.raises(NotImplementedError, match="no windows"):
+        check_blocks(kernel, sides, bands_of(segments_of(Mask(True, 7), ((0, 40),), ((0, 40),))))
+
+
+def test_who_has_a_softcap_is_chosen_or_why_nobody_has_is_said(select):
+    assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0), softcap=50.0) == "cuda-flash-attn"
+    assert select.why == "softcap=50.0: flash-attn has it, other kernels for GPUs do not"
+    assert select(torch.float64, softcap=50.0) == "reference"
+    only = r"softcap=50.0: of the kernels for GPUs only flash-attn from 2.7 on has it, "
+    for options, problem in [
+        (dict(dtype=torch.bfloat16), r"and is not installed \(pip install flash-attn\)"),
+        (dict(dtype=torch.bfloat16, installed="2.6.3"), "and is not installed"),
+        (dict(dtype=torch.float32, installed="2.8.3"), "but takes half precision, not float32"),
+        (dict(dtype=torch.float16, installed="2.8.3", head_dim=264), "but ends at head dim 256, this is 264"),
+        (dict(dtype=torch.float16, installed="2.8.3", capability=(7, 5)), r"but begins at compute capability \(8, 0\)"),
+    ]:
+        with pytest.raises(ValueError, match=only + problem):
+            select(**options, softcap=50.0)
 
 
 def test_flash_needs_ampere(select):

@@ -118,7 +118,7 @@ def fused_kernels(monkeypatch):
     fused = Fused()
     for module in (accumulate, base):
         monkeypatch.setattr(module, "fused_on", lambda device: fused)
-    monkeypatch.setattr("startrail.runtime.kernel_for", lambda device, dtype, dim: cuda.AtenFlashKernel(dtype))
+    monkeypatch.setattr("startrail.runtime.kernel_for", lambda device, dtype, dim, softcap: cuda.FlashKernel(dtype))
     cuda._cuts_on.cache_clear()
     yield
     cuda._cuts_on.cache_clear()  # fake ones

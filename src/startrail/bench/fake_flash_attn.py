@@ -1,7 +1,7 @@
 """A stand-in for the flash-attn package, which needs a GPU, for peers that are written around it.
 
 ring-flash-attn and yunchang import ``flash_attn``. Here they find a module of that name with the two functions that
-they call, on ATen's CPU flash op. Everything that they send and when they send it stays their own.
+they call, on the engine's kernel for CPUs. Everything that they send and when they send it stays their own.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-aten = torch.ops.aten
+from startrail.kernels.base import Look
+from startrail.kernels.cpu import CpuKernel
 
 
 def _flash_attn_forward(
@@ -31,9 +31,12 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:
     """flash-attn's own signature, whose names its callers inspect; tensors are (batch, tokens, heads, dim)."""
+    _no_window(window_size_left, window_size_right)
+    kernel, dtype = CpuKernel(q.dtype, softcap or None), q.dtype
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=softmax_scale)
-    return out.transpose(1, 2), lse, None, None
+    forward = kernel.forward_of(q, k) if softcap else kernel.forward_tile  # nobody looks for NaN at a peer's cost
+    out, lse = forward(q, k, v, Look(causal, None, softmax_scale))
+    return out.transpose(1, 2).to(dtype), lse.float(), None, None
 
 
 def _flash_attn_backward(
@@ -57,12 +60,18 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> None:
     """Writes dq, dk, dv in place, as flash-attn does."""
+    _no_window(window_size_left, window_size_right)
+    kernel = CpuKernel(q.dtype, softcap or None)
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, softmax_lse, 0.0, causal, scale=softmax_scale
-    )
+    backward = kernel.backward_of(out, softmax_lse) if softcap else kernel.backward_tile
+    gradients = backward(dout, q, k, v, out, softmax_lse, Look(causal, None, softmax_scale))
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient.transpose(1, 2))
+
+
+def _no_window(left: int, right: int) -> None:
+    if (left, right) != (-1, -1):
+        raise NotImplementedError(f"the stand-in for flash_attn has no windows, got ({left}, {right})")
 
 
 def _not_here(*arguments: Any, **options: Any) -> None:

@@ -60,7 +60,7 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime,
     """A user's call of attention on rank 0, and its backward pass through autograd."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with mock.patch("startrail.runtime.kernel_for", lambda device, dtype, dim: _Nothing(dtype)):
+        with mock.patch("startrail.runtime.kernel_for", lambda device, dtype, dim, softcap: _Nothing(dtype)):
             return _measure(SequenceParallel(plan), heads, calls)
     finally:
         dist.destroy_process_group()

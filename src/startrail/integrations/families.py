@@ -70,7 +70,9 @@ def _family(name: str) -> Family:
             text = _first_line(error)
             unknown = "meta" in text or "nonzero" in text  # it looks at numbers, of which there are none here
             return Family(name, (), f"not tried: {text}" if unknown else text)
-        kinds = tuple(dict.fromkeys(str(kind) for kind in model._startrail.kinds.values()))
+        attached = model._startrail
+        kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
+        kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn's)" for softcap in sorted(attached.softcaps))
         detach(model)
         return Family(name, kinds, None)
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from startrail.arguments import wrong_option
 from startrail.integrations.batches import Shared
+from startrail.kernels import kernel_for
 
 # What models pass on to every layer although it is not attention's business.
 IRRELEVANT = {
@@ -81,6 +82,11 @@ def _closure(function: Any) -> dict[str, Any]:
 
 def problem_of(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
     """Why a layer cannot be run, or None."""
+    if mask is None:
+        return (
+            "it attends without the mask that startrail made (accelerate's context parallelism takes it away: leave "
+            "cp_size at 1, startrail splits the sequence)"
+        )
     if not isinstance(mask, Seen):
         return f"it attends under {type(mask).__name__} in place of a mask that startrail made"
     if key.shape[2] != query.shape[2]:
@@ -95,9 +101,24 @@ def problem_of(query: Tensor, key: Tensor, mask: object, dropout: float, others:
             continue
         if name == "is_causal" and given == kind.causal:
             continue
-        if name == "softcap":
-            return wrong_option(query, None, None, given, None)
         if name == "position_bias":
             return "position_bias: no kernel here adds to its logits"
         return f"it passes {name}={given if not isinstance(given, Tensor) else tuple(given.shape)} to attention"
+    return None
+
+
+def softcap_problem(query: Tensor, softcap: float) -> str | None:
+    """Why no kernel bends the logits of these queries, or None. On the meta device nobody knows yet.
+
+    >>> softcap_problem(torch.zeros(1, 2, 4, 8), 50.0) is None
+    True
+    """
+    if query.device.type == "meta":
+        return None
+    # autocast may narrow what is float32 here; a call that stays in float32 is refused itself
+    dtype = torch.bfloat16 if query.dtype == torch.float32 else query.dtype
+    try:
+        kernel_for(query.device, dtype, query.shape[3], softcap)
+    except ValueError as error:
+        return str(error)
     return None

@@ -10,6 +10,7 @@ global one: summed over all labels of all ranks and accumulation steps, divided 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from startrail.integrations.batches import count_labels, shard_batch
 from startrail.integrations.transformers import attach
@@ -32,6 +33,9 @@ class StarTrailMixin:
     sp: SequenceParallel
 
     def __init__(self, *arguments: Any, sp: SequenceParallel, **options: Any) -> None:
+        for given in (*arguments, *options.values()):
+            if isinstance(given, TrainingArguments):
+                _refuse_other_splits(given)
         self.sp = sp
         self._data_ranks, self._data_rank = _data_ranks(sp)
         super().__init__(*arguments, **options)
@@ -113,6 +117,15 @@ class StarTrailMixin:
 
 class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
     """``Trainer`` on sequences that are split over the ranks of ``sp``."""
+
+
+def _refuse_other_splits(arguments: TrainingArguments) -> None:
+    """Whatever else would split sequences: accelerate is told by ``parallelism_config``, or by the environment."""
+    config = arguments.parallelism_config
+    for name in ("cp_size", "sp_size"):
+        said = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if config is None else getattr(config, name)
+        if int(said) > 1:
+            raise ValueError(f"parallelism_config has {name}={said}, but sp splits the sequences: leave {name} at 1")
 
 
 def _data_ranks(sp: SequenceParallel) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from startrail.checkpoint import checkpoint_context
 from startrail.first_steps import STEPS, check_same_parameters, unwatched, watch_gradients
 from startrail.integrations.batches import IGNORE, Shared, shard_batch
-from startrail.integrations.masks import Kind, Seen, kind_of, problem_of
+from startrail.integrations.masks import Kind, Seen, kind_of, problem_of, softcap_problem
 from startrail.integrations.neighbours import seen_by_neighbours
 from startrail.parallel import SequenceParallel
 from startrail.training.loss import gradient_factor
@@ -53,13 +53,14 @@ _warned: set[str] = set()
 
 class Attached:
     """What a model, its copies, and its functions share. ``kinds`` are those of its masks, by what tells them apart
-    when they are made; ``asked`` is what the layers ask for while the model is tried, else None; ``before`` is how its
-    modules attended."""
+    when they are made, ``softcaps`` those of its layers; ``asked`` is what the layers ask for while the model is tried,
+    else None; ``before`` is how its modules attended."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
         self.name = f"startrail-{next(_numbers)}"
         self.kinds: dict[tuple[object, ...], Kind] = {}
+        self.softcaps: set[float] = set()
         self.shared: Shared | None = None
         self.asked: list[tuple[str, str | None]] | None = None
         self.before: dict[str, str | None] = {}
@@ -89,31 +90,41 @@ class Attached:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: object,
+        attention_mask: Any,
         dropout: float = 0.0,
         scaling: float | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Attention of one layer: (batch, heads, tokens, dim) in, (batch, tokens, heads, dim) out."""
+        problem = problem_of(query, key, attention_mask, dropout, others)
         if self.asked is not None:
-            problem = problem_of(query, key, attention_mask, dropout, others)
+            if softcap is not None:
+                self.softcaps.add(softcap)
+                problem = problem or softcap_problem(query, softcap)
             self.asked.append((str(getattr(module, "_startrail_name", type(module).__name__)), problem))
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-        problem = problem_of(query, key, attention_mask, dropout, others)
-        if problem is None and attention_mask.shared is None:  # type: ignore[attr-defined]
-            problem = "the model was called without a batch: model(**shard_batch(sp, ...))"
+        problem = problem or self._problem_with_batch(attention_mask, s_aux)
         if problem is not None:
             raise ValueError(f"{getattr(module, '_startrail_name', type(module).__name__)}: {problem}")
-        assert isinstance(attention_mask, Seen) and attention_mask.shared is not None
         kind, shared = attention_mask.kind, attention_mask.shared
         sequence, chunk = shared.chunked(kind.chunk)
-        out = sequence.attention(
-            query, key, value, causal=kind.causal, window=kind.window, chunk=chunk, scale=scaling, sinks=s_aux
-        )
+        options: dict[str, Any] = dict(scale=scaling, sinks=s_aux, softcap=softcap)
+        out = sequence.attention(query, key, value, causal=kind.causal, window=kind.window, chunk=chunk, **options)
         if shared.blind is not None:
             out = out.masked_fill(shared.blind.view(1, 1, -1, 1), 0)
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
+
+    def _problem_with_batch(self, seen: Seen, sinks: Tensor | None) -> str | None:
+        if seen.shared is None:
+            return "the model was called without a batch: model(**shard_batch(sp, ...))"
+        if seen.shared.blind is not None and sinks is None and "eager" in self.before.values():
+            return (
+                "a label is learnt from padding on the left, which attends to everything in transformers' eager "
+                "attention: give the first token of each row the label -100"
+            )
+        return None
 
     def before_forward(
         self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -140,7 +151,10 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     ranks' parameters, and find out whether gradients are averaged that should be summed.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"attach needs a transformers model, got {type(model).__name__}")
+        hint = ""
+        if type(model).__module__.startswith("diffusers."):
+            hint = " of diffusers: give its attention modules a processor of your own that calls sequence.attention"
+        raise ValueError(f"attach needs a transformers model, got {type(model).__name__}{hint}")
     if hasattr(model, "_startrail"):
         raise ValueError(f"the model is attached already, to {model._startrail.sp}; detach(model) first")
     _warn_of_version()

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
     """The fastest backend for these tensors, which says ``why`` it is; ``ValueError`` names what has none.
 
     >>> kernel = kernel_for(torch.device("cpu"), torch.bfloat16, 64)
@@ -31,9 +31,9 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
     cpu: ATen's flash attention for CPUs, in float32
     """
     if device.type == "cpu":
-        return CpuKernel(dtype)
+        return CpuKernel(dtype, softcap)
     if device.type == "cuda":
         from startrail.kernels.cuda import cuda_kernel
 
-        return cuda_kernel(device, dtype, head_dim)
+        return cuda_kernel(device, dtype, head_dim, softcap)
     raise ValueError(f"no attention kernel for device {device}; startrail runs on cpu and cuda")

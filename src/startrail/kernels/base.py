@@ -34,17 +34,20 @@ class Look(NamedTuple):
 
 
 WIDE_COPY = 2**18  # elements that are widened to float64 at once
+PAIRS = 2**22  # logits that exist at once, where they are written out
 
 
 class Kernel(ABC):
     """A backend. Shapes: q, dout, out (batch, heads, rows, dim); k, v (batch, kv heads, keys, dim); lse (batch, heads,
     rows), float32 or wider. ``heads`` is a multiple of ``kv heads``; no side is ever empty.
 
-    ``costs`` say how its blocks are best cut into tiles; ``why`` says why this backend was chosen."""
+    ``costs`` say how its blocks are best cut into tiles; ``why`` says why this backend was chosen. ``softcap`` c, of
+    backends that have it: a logit x counts as c * tanh(x / c); lse and gradients are those of the bent logits."""
 
     name: str
     costs = Costs()
     why = ""
+    softcap: float | None = None
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
@@ -121,6 +124,17 @@ class Kernel(ABC):
             for total, grad, part, width in zip(into, grads, (rows, keys, keys), widths, strict=True):
                 total.add((grad.flip(2) if flip else grad)[..., :width], part, fresh=True)
         return into
+
+
+def few_rows(q: Tensor, keys: int) -> Iterator[slice]:
+    """The rows of ``q`` in parts whose logits may be written out.
+
+    >>> list(few_rows(torch.zeros(1, 2, 5, 8), keys=2**20))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    batch, heads, rows, _ = q.shape
+    step = max(1, PAIRS // (batch * heads * keys))
+    return (slice(row, min(row + step, rows)) for row in range(0, rows, step))
 
 
 def _part(x: Tensor, rows: slice) -> Tensor:

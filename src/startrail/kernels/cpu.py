@@ -7,7 +7,7 @@ Traps of the ATen op, all kept away from it here or by the caller: an empty side
 dimension and a head ratio that is not whole give wrong numbers without a word, and a row that sees nothing returns
 lse = 0. ``prepare`` closes the gaps, ``check_block`` refuses the rest, and tiles never contain a row that sees nothing.
 It also returns lse = 0 for logits that are all -inf, and loses NaN: blocks with such values take plain math, and so do
-their gradients.
+their gradients. So does everything under a softcap, which it does not have.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 class CpuKernel(Kernel):
     name = "cpu"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = accumulator(dtype)
+    def __init__(self, dtype: torch.dtype, softcap: float | None = None) -> None:
+        self.dtype, self.softcap = accumulator(dtype), softcap
         self.why = f"ATen's flash attention for CPUs, in {str(self.dtype).removeprefix('torch.')}"
+        if softcap is not None:
+            self.why = f"softcap={softcap}: plain math in float64, since ATen's flash attention for CPUs has none"
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
@@ -40,15 +42,15 @@ class CpuKernel(Kernel):
         return x
 
     def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor]]:
-        return self.forward_tile if _finite(q) and _finite(k) else _plain_math
+        return self.forward_tile if self.softcap is None and _finite(q) and _finite(k) else self._plain_math
 
     def backward_of(
         self, out: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
         """A query, or a key that it sees, that is not finite shows in its lse; a value, or a gradient, in its sum of
         dout * out. So keys and values that pass by need not be looked at again."""
-        finite = _finite(out) and _finite(lse.clamp(min=0))  # padding has lse = -inf
-        return self.backward_tile if finite else _plain_math_backward
+        finite = self.softcap is None and _finite(out) and _finite(lse.clamp(min=0))  # padding has lse = -inf
+        return self.backward_tile if finite else self._plain_math_backward
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
@@ -61,6 +63,15 @@ class CpuKernel(Kernel):
         mask = _additive(look.mask, q.dtype)
         return _backward(dout, q, k, v, out, lse, 0.0, look.causal, attn_mask=mask, scale=look.scale)
 
+    def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        return ReferenceKernel(self.softcap).forward_tile(q.double(), k.double(), v.double(), look)
+
+    def _plain_math_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = (x.double() for x in (dout, q, k, v, out, lse))
+        return ReferenceKernel(self.softcap).backward_tile(dout, q, k, v, out, lse, look)
+
 
 def _finite(x: Tensor) -> bool:
     """Whether all numbers are finite (a sum that overflows is no harm); remembered by what ``prepare`` made."""
@@ -70,17 +81,6 @@ def _finite(x: Tensor) -> bool:
         if hasattr(x, "is_finite"):
             x.is_finite = known
     return known
-
-
-def _plain_math(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
-    return ReferenceKernel().forward_tile(q.double(), k.double(), v.double(), look)
-
-
-def _plain_math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out, lse = (x.double() for x in (dout, q, k, v, out, lse))
-    return ReferenceKernel().backward_tile(dout, q, k, v, out, lse, look)
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:

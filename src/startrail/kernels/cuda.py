@@ -23,7 +23,7 @@ import importlib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch import Tensor
 from startrail.kernels.base import Kernel, Look
 from startrail.kernels.cpu import check_block
 from startrail.kernels.fa4 import fa4_ops
+from startrail.kernels.flash_ops import FlashOps, ops_of_package
 from startrail.kernels.reference import ReferenceKernel
 from startrail.kernels.streams import numbers_on, stream_of
 from startrail.mask import Costs
@@ -48,14 +49,17 @@ _FLASH_HEAD_DIM = 256
 _HEAD_DIM, _BIAS_ROW, _LSE_ROWS = 8, 16, 32  # sizes that must be multiples of these
 
 
-def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
     """The fastest backend for a CUDA device. What torch was told to use comes first, then the newest FlashAttention
-    that is installed and made for this GPU."""
+    that is installed and made for this GPU. A softcap is flash-attn's alone: ATen's kernels have none, nor have
+    torch's adapters for newer ones."""
     if dtype == torch.float64:
-        return _because(ReferenceKernel(), "float64: no flash attention computes in it")
+        return _because(ReferenceKernel(softcap), "float64: no flash attention computes in it")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"no CUDA attention kernel for {dtype}; use float16, bfloat16, float32 or float64")
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    if softcap is not None:
+        return _with_softcap(dtype, head_dim, softcap, capability)
     if dtype == torch.float32:
         return _because(EfficientKernel(dtype), "float32: flash attention takes half precision only")
     if head_dim > _FLASH_HEAD_DIM:
@@ -66,31 +70,40 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kern
         if head_dim > (most := _LARGEST.get(chosen, _FLASH_HEAD_DIM)):  # there is no other flash attention then
             why = f"head dim {head_dim}: {chosen}, which torch was told to use, is known to be right up to {most}"
             return _because(EfficientKernel(dtype), why)
-        return _because(AtenFlashKernel(dtype), f"{chosen}, which torch was told to use")
+        return _because(FlashKernel(dtype), f"{chosen}, which torch was told to use")
     for name, path, generations in _NEWER:
         if capability is None or capability[0] not in generations or head_dim > _LARGEST.get(name, _FLASH_HEAD_DIM):
             continue
         if (ops := _newer_flash(name, path)) is not None:
-            return _because(AtenFlashKernel(dtype, ops, name), f"{name} is installed, and made for {capability}")
+            return _because(FlashKernel(dtype, ops, name), f"{name} is installed, and made for {capability}")
     hint = "; FlashAttention 3 or 4 would be faster here" if capability is not None and capability >= (9, 0) else ""
     package = _flash_attn()
     if package is None:
-        return _because(AtenFlashKernel(dtype), f"FlashAttention 2 of torch: no newer one is installed{hint}")
-    return _because(FlashAttnKernel(dtype, package), f"flash-attn {package.__version__} is installed{hint}")
+        return _because(FlashKernel(dtype), f"FlashAttention 2 of torch: no newer one is installed{hint}")
+    kernel = FlashKernel(dtype, ops_of_package(package), "attn")
+    return _because(kernel, f"flash-attn {package.__version__} is installed{hint}")
+
+
+def _with_softcap(dtype: torch.dtype, head_dim: int, softcap: float, capability: tuple[int, int] | None) -> Kernel:
+    problem = None
+    if dtype == torch.float32:
+        problem = "but takes half precision, not float32"
+    elif head_dim > _FLASH_HEAD_DIM:
+        problem = f"but ends at head dim {_FLASH_HEAD_DIM}, this is {head_dim}"
+    elif capability is not None and capability < (8, 0):
+        problem = f"but begins at compute capability (8, 0), this is {capability}"
+    package = _flash_attn()
+    if package is None:
+        problem = "and is not installed (pip install flash-attn)"
+    if problem is not None:
+        raise ValueError(f"softcap={softcap}: of the kernels for GPUs only flash-attn from 2.7 on has it, {problem}")
+    kernel = FlashKernel(dtype, ops_of_package(package, softcap), "attn", softcap)
+    return _because(kernel, f"softcap={softcap}: flash-attn has it, other kernels for GPUs do not")
 
 
 def _because(kernel: Kernel, why: str) -> Kernel:
     kernel.why = why
     return kernel
-
-
-class FlashOps(NamedTuple):
-    """Ops with the signatures of ATen's: of whole rectangles, and of bands."""
-
-    forward: Any
-    backward: Any
-    bands_forward: Any
-    bands_backward: Any
 
 
 # By preference: packages, where they are found, and the generations of GPUs that they run on.
@@ -152,7 +165,7 @@ class EfficientKernel(Kernel):
         if look.packs:
             out, lse = self._bands_forward(q, k, v, look)
         elif look.mask is None:
-            out, lse = self._forward(q, k, v, look.causal, look.scale)
+            out, lse = self._forward(q, k, v, look)
         else:
             out, lse = _masked_forward(q, k, v, look)
         return out.narrow(-1, 0, dim), lse
@@ -168,18 +181,18 @@ class EfficientKernel(Kernel):
         if look.packs:
             dq, dk, dv = self._bands_backward(dout, q, k, v, out, lse, look)
         elif look.mask is None:
-            dq, dk, dv = self._backward(dout, q, k, v, out, lse, look.causal, look.scale)
+            dq, dk, dv = self._backward(dout, q, k, v, out, lse, look)
         else:
             dq, dk, dv = _masked_backward(dout, q, k, v, out, lse, look)
         return dq.narrow(-1, 0, dim), dk.narrow(-1, 0, dim), dv.narrow(-1, 0, dim)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return _masked_forward(q, k, v, Look(causal, None, scale))
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        return _masked_forward(q, k, v, look)
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _masked_backward(dout, q, k, v, out, lse, Look(causal, None, scale))
+        return _masked_backward(dout, q, k, v, out, lse, look)
 
     def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{self.name} takes no bands")
@@ -190,27 +203,31 @@ class EfficientKernel(Kernel):
         raise NotImplementedError(f"{self.name} takes no bands")
 
 
-class AtenFlashKernel(EfficientKernel):
+class FlashKernel(EfficientKernel):
     """Flash attention by ATen's signatures: FlashAttention 2 inside torch, whatever torch was told to use instead, or
-    the ``ops`` of a newer one. Windows and packed documents are its own business: no tile is masked."""
+    the ``ops`` of a newer one or of flash-attn. Windows and packed documents are its own business: no tile is masked.
+    """
 
     costs = Costs(call=_CALL, bands=True)
 
-    def __init__(self, dtype: torch.dtype, ops: FlashOps | None = None, name: str = "") -> None:
+    def __init__(
+        self, dtype: torch.dtype, ops: FlashOps | None = None, name: str = "", softcap: float | None = None
+    ) -> None:
         super().__init__(dtype)
+        self.softcap = softcap
         self.ops = FlashOps(_flash_forward, _flash_backward, _bands_forward, _bands_backward) if ops is None else ops
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.ops.forward(q, k, v, 0.0, causal, scale=scale)
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.ops.forward(q, k, v, 0.0, look.causal, scale=look.scale)
         return out, lse
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, keys = q.shape[2], k.shape[2]
         seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
-        return self.ops.backward(dout, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale)
+        rest = (None, None, q.shape[2], k.shape[2], 0.0, look.causal, seed, seed)
+        return self.ops.backward(dout, q, k, v, out, lse, *rest, scale=look.scale)
 
     def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
         """One rectangle under a window; or several, which a call takes for one batch entry, rows before heads."""
@@ -239,37 +256,6 @@ class AtenFlashKernel(EfficientKernel):
             grads = tuple(map(_batch, zip(*found, strict=True)))
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
-
-
-class FlashAttnKernel(AtenFlashKernel):
-    """The flash-attn package, whose layout is (batch, rows, heads, dim); bands are ATen's business."""
-
-    def __init__(self, dtype: torch.dtype, package: Any) -> None:
-        super().__init__(dtype)
-        self._package, self.name = package, "cuda-flash-attn"
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse, *_ = self._package._flash_attn_forward(
-            q, k, v, return_softmax=False, **_flash_attn_options(causal, scale)
-        )
-        return out.transpose(1, 2), lse
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        self._package._flash_attn_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, deterministic=deterministic, **_flash_attn_options(causal, scale)
-        )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _flash_attn_options(causal: bool, scale: float) -> dict[str, Any]:
-    window = dict(window_size_left=-1, window_size_right=-1)
-    return dict(dropout_p=0.0, softmax_scale=scale, causal=causal, softcap=0.0, alibi_slopes=None, **window)
 
 
 def _cuts(packs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from startrail.kernels.base import few_rows
 from startrail.mask import Tile
-
-PAIRS = 2**22  # logits that exist at once
 
 
 def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) -> Tensor:
-    """(batch, heads), -inf where nothing is visible. q (batch, heads, rows, dim); k may have fewer heads.
+    """(batch, heads), -inf where nothing is visible. q (batch, heads, rows, dim); k may have fewer heads. No
+    softcap bends these: QK-clip watches what it would hide.
 
     >>> q = torch.tensor([[[[1.0], [2.0]]]])
     >>> largest_logits(q, q, [Tile(0, 2, 0, 2, "causal")], 0.5).item()      # 0.5 * 2 * 2
@@ -29,13 +29,11 @@ def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) 
     for tile in visible:
         low, high = _bounds(tile, q.device)
         keys = torch.arange(tile.k0, tile.k1, device=q.device)
-        step = max(1, PAIRS // (batch * heads * len(keys)))
-        for row in range(0, tile.q1 - tile.q0, step):
-            part = slice(row, min(row + step, tile.q1 - tile.q0))
-            rows = q[:, :, tile.q0 + part.start : tile.q0 + part.stop]
+        rows = q[:, :, tile.q0 : tile.q1]
+        for part in few_rows(rows, len(keys)):
             seen = (keys >= low[part].unsqueeze(1)) & (keys < high[part].unsqueeze(1))
-            logits = (rows @ k[:, :, tile.k0 : tile.k1].mT).mul_(scale).masked_fill_(~seen, float("-inf"))
-            found = torch.maximum(found, _exactly(logits, rows, k[:, :, tile.k0 : tile.k1], scale))
+            logits = (rows[:, :, part] @ k[:, :, tile.k0 : tile.k1].mT).mul_(scale).masked_fill_(~seen, float("-inf"))
+            found = torch.maximum(found, _exactly(logits, rows[:, :, part], k[:, :, tile.k0 : tile.k1], scale))
     return found
 
 

@@ -1,37 +1,58 @@
-"""Reference: plain math in float64, for tests and for devices without a flash kernel for a dtype. Makes (rows, keys)
-matrices of one tile; never use it for speed."""
+"""Reference: plain math in float64, for tests, and for what a device has no flash kernel for: a dtype, or a softcap.
+Writes out the logits of a few rows at a time; never use it for speed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from startrail.kernels.base import Kernel, Look
+from startrail.kernels.base import Kernel, Look, few_rows
 
 
 class ReferenceKernel(Kernel):
     name = "reference"
 
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+
     def prepare(self, x: Tensor) -> Tensor:
         return x.double()
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, look)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
-        return weights @ _for_queries(v, q), lse
+        k, v = _for_queries(k, q), _for_queries(v, q)
+        outs, sums = [], []
+        for rows in few_rows(q, k.shape[2]):
+            scores = self._bent(q[:, :, rows], k, look).masked_fill_(_hidden(look, rows, k), float("-inf"))
+            lse = scores.logsumexp(-1)
+            weights = (scores - lse.unsqueeze(-1)).exp().masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
+            outs.append(weights @ v)
+            sums.append(lse)
+        return torch.cat(outs, 2), torch.cat(sums, 2)
 
     def backward_tile(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse = lse.masked_fill(lse.isposinf(), torch.nan)  # of no use to any weight of its row, as softmax has it
-        weights = (_scores(q, k, look) - lse.unsqueeze(-1)).exp()
         delta = (dout * out).sum(-1, keepdim=True)
-        dscores = weights * (dout @ _for_queries(v, q).mT - delta) * look.scale
         groups = (k.shape[1], q.shape[1] // k.shape[1])
-        dk = (dscores.mT @ q).unflatten(1, groups).sum(2)
-        dv = (weights.mT @ dout).unflatten(1, groups).sum(2)
-        return dscores @ _for_queries(k, q), dk, dv
+        k, v = _for_queries(k, q), _for_queries(v, q)
+        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for rows in few_rows(q, k.shape[2]):
+            bent = self._bent(q[:, :, rows], k, look)
+            scores = bent.masked_fill(_hidden(look, rows, k), float("-inf"))
+            weights = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
+            dscores = weights * (dout[:, :, rows] @ v.mT - delta[:, :, rows]) * look.scale
+            if self.softcap is not None:
+                dscores *= 1 - (bent / self.softcap).square()  # the slope of tanh
+            dq.append(dscores @ k)
+            dk += dscores.mT @ q[:, :, rows]
+            dv += weights.mT @ dout[:, :, rows]
+        return torch.cat(dq, 2), dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2)
+
+    def _bent(self, q: Tensor, k: Tensor, look: Look) -> Tensor:
+        """Logits as they count, those of hidden pairs too."""
+        logits = q @ k.mT * look.scale
+        return logits if self.softcap is None else (logits / self.softcap).tanh_().mul_(self.softcap)
 
 
 def _for_queries(x: Tensor, q: Tensor) -> Tensor:
@@ -39,8 +60,10 @@ def _for_queries(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _scores(q: Tensor, k: Tensor, look: Look) -> Tensor:
-    scores, mask = q @ _for_queries(k, q).mT * look.scale, look.mask
-    if look.causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+def _hidden(look: Look, rows: slice, k: Tensor) -> Tensor:
+    """(rows, keys), True where a row does not see a key."""
+    if look.mask is not None:
+        return ~look.mask[rows]
+    row = torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
+    keys = torch.arange(k.shape[2], device=k.device)
+    return (keys > row) if look.causal else torch.zeros_like(keys, dtype=torch.bool)
