@@ -56,7 +56,7 @@ def kernel(monkeypatch):
     for name, module in {**parents, PATH: package}.items():
         monkeypatch.setitem(sys.modules, name, module)
     cuda._newer_flash.cache_clear()
-    yield lambda dtype: cuda.AtenFlashKernel(dtype, cuda._newer_flash("FA4", PATH), "FA4")
+    yield lambda dtype: cuda.FlashKernel(dtype, cuda._newer_flash("FA4", PATH), "FA4")
     cuda._newer_flash.cache_clear()
     cuda._cuts_on.cache_clear()
 
