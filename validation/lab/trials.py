@@ -25,7 +25,7 @@ ALONE |= {(MHA, 32): 0.51, (FULL, 32): 0.25, (GQA_FULL, 32): 0.32}
 def trial(work: Work, pressure: float, plans: str, slow_node: bool = False) -> Trial:
     """Ring decides the links' rate, whether it takes part or not."""
     contenders = tuple(Contender(text, "heads", plan=text) for text in plans.split())
-    return Trial(work, contenders, pressure, repeats=3, seconds=25.0, slow_node=slow_node, at_least=2)
+    return Trial(work, contenders, pressure, repeats=5, seconds=32.0, slow_node=slow_node, at_least=2)
 
 
 # Machines of 8 ranks, which no prediction is made for.
