@@ -196,7 +196,7 @@ def masked(causal: int, full: int, batch: int = 1) -> tuple[Work, Work]:
 
 MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
 HEADLINE = masked(causal=1280, full=1088, batch=4)
-WIDE = masked(causal=1536, full=1408, batch=4)  # for more nodes, whose passes would be too short
+WIDE = masked(causal=1536, full=1664, batch=4)  # for more nodes and faster links, whose passes would be too short
 SHORT = masked(causal=1024, full=896, batch=4)  # for 16 ranks, which hold twice the tokens
 GROWING = tuple(replace(MHA, length=length, batch=2) for length in (768, 1536))
 EVEN = masked(causal=3584, full=3200)  # where ring takes as long as computing
@@ -267,13 +267,13 @@ def headline_trials(lineup: Lineup) -> list[Trial]:
     peers = (*RATIOS, "star2", *ULYSSES)  # the slower their links, the less their times vary: once is enough
     fewer = ("ring, textbook", "star4", "nested, keep", *ULYSSES)
     trials = [lineup.trial(work, (), steepest, 150.0, brief=peers) for work in HEADLINE]
-    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 40.0, brief=fewer) for work in HEADLINE]
+    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 60.0, brief=fewer) for work in WIDE]
     trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
     trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 3.0, 18.0, at_least=1) for work in HEADLINE]
     ungrouped = ("u4/u2/2x2,keep=all", "u4/2x4,keep=all")  # messages cost more than there is to hide
     trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 1.0, 24.0, at_least=1, plans=ungrouped) for work in EVEN]
     slowed = ("ring, textbook", "star4", "nested, keep")
-    trials += [lineup.trial(HEADLINE[1], slowed, BOUND_BY_LINKS, 14.0, slow_node=True, at_least=1)]
+    trials += [lineup.trial(WIDE[1], slowed, BOUND_BY_LINKS, 30.0, slow_node=True, at_least=1)]
     grouped = (*lineup.named("ring, textbook"), *grouped_contenders(lineup.nodes, lineup.ranks))
     return [*trials, Trial(replace(GQA, causal=True), grouped, BOUND_BY_LINKS, 2, 10.0)]
 
