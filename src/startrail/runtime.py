@@ -151,9 +151,13 @@ class Runtime:
 
     def sizes_of(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """The sizes of a call with such shards; ``ValueError`` if the plan cannot run it."""
-        wire = self.settings.wire_dtype or q.dtype
+        wire = self._travels(q.dtype)
         shape = (q.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3])
         return Sizes(self.plan, *shape, q.dtype.itemsize, wire.itemsize, None if v is None else v.shape[3])
+
+    def _travels(self, dtype: torch.dtype) -> torch.dtype:
+        """What is sent; one rank alone sends nothing, and need not round anything."""
+        return dtype if self.world == 1 else self.settings.wire_dtype or dtype
 
     def kept_bytes(self, sizes: Sizes) -> int:
         return sizes.kept_bytes(build_program(self.plan, self.world, self.rank, FORWARD).kept)
@@ -280,7 +284,7 @@ class Runtime:
             self._refuse(str(error))
         parts = (None, *range(self.plan.rows if self.plan.rows > 1 else 0))
         places = {part: tokens.places(part) for part in parts}
-        wire = Wire(sizes, q.dtype, settings.wire_dtype or q.dtype, layout.chunk, places)
+        wire = Wire(sizes, q.dtype, self._travels(q.dtype), layout.chunk, places)
         signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
         detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)

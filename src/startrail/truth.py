@@ -241,8 +241,8 @@ def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | No
 
 
 def coarser(case: Case) -> torch.dtype:
-    """What the results can be no better than: the inputs' dtype or the wire's."""
-    wire = case.wire_dtype or case.dtype
+    """What the results can be no better than: the inputs' dtype or the wire's, if there is one."""
+    wire = case.wire_dtype or case.dtype if case.world > 1 else case.dtype
     return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
 
 
