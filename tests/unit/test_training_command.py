@@ -370,6 +370,17 @@ def test_ranks_that_do_not_come_are_named(monkeypatch, capfd):
         agree_on_name(HashStore(), 1, 3, limit=0.1)
 
 
+def test_who_has_nothing_to_say_leaves_after_those_who_have(monkeypatch, capfd):
+    """A launcher ends everybody when the first has left: the line that says why would be lost."""
+    done = []
+    monkeypatch.setattr(watching.os, "_exit", lambda code: done.append(f"exit {code}"))
+    monkeypatch.setattr(watching.time, "sleep", lambda seconds: done.append(seconds))
+    watching.leave("rank 1 hangs")
+    assert done == ["exit 1"] and capfd.readouterr().err == "startrail train: rank 1 hangs\n"
+    watching.leave()
+    assert done[1:] == [watching.SAYING, "exit 1"] and watching.SAYING > 2 * watching.BEAT
+
+
 def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, capfd):
     """As under torchrun: rank 1 shows no more signs of life, which rank 0 sees in the store."""
     left = threading.Event()

@@ -32,6 +32,7 @@ PATIENCE = 5.0  # seconds before anybody is missed
 BEGINNING = 20.0  # seconds before a rank is missed that is still to begin: many may share few cores
 AGAIN = 60.0  # seconds between lines about the same ranks
 BEAT = 1.0  # seconds between signs of life
+SAYING = 3 * BEAT  # seconds until whoever says why has said it, on a busy machine too
 
 
 class Sign(NamedTuple):
@@ -199,9 +200,12 @@ def say(text: str) -> None:
 
 
 def leave(text: str = "") -> None:
-    """At once: the main thread is deep inside a collective, and cannot be told."""
+    """At once: the main thread is deep inside a collective, and cannot be told. Who has nothing to say goes after those
+    who have: a launcher ends everybody when the first has left."""
     if text:
         say(text)
+    else:
+        time.sleep(SAYING)
     os._exit(1)
 
 
