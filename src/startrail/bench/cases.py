@@ -267,13 +267,13 @@ def headline_trials(lineup: Lineup) -> list[Trial]:
     peers = (*RATIOS, "star2", *ULYSSES)  # the slower their links, the less their times vary: once is enough
     fewer = ("ring, textbook", "star4", "nested, keep", *ULYSSES)
     trials = [lineup.trial(work, (), steepest, 150.0, brief=peers) for work in HEADLINE]
-    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 60.0, brief=fewer) for work in WIDE]
+    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 52.0, brief=fewer) for work in WIDE]
     trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
     trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 3.0, 18.0, at_least=1) for work in HEADLINE]
     ungrouped = ("u4/u2/2x2,keep=all", "u4/2x4,keep=all")  # messages cost more than there is to hide
     trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 1.0, 24.0, at_least=1, plans=ungrouped) for work in EVEN]
     slowed = ("ring, textbook", "star4", "nested, keep")
-    trials += [lineup.trial(WIDE[1], slowed, BOUND_BY_LINKS, 30.0, slow_node=True, at_least=1)]
+    trials += [lineup.trial(WIDE[1], slowed, BOUND_BY_LINKS, 24.0, slow_node=True, at_least=1)]
     grouped = (*lineup.named("ring, textbook"), *grouped_contenders(lineup.nodes, lineup.ranks))
     return [*trials, Trial(replace(GQA, causal=True), grouped, BOUND_BY_LINKS, 2, 10.0)]
 
