@@ -267,7 +267,7 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks, case.softcap)
-    parts = 2 * case.world  # every rank has two runs of keys
+    parts = 2 * case.world  # every rank has two runs of keys; no more are counted where worlds share a truth
     call = Attention(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
     coarse, wide = coarser(case), accumulator(coarser(case))
     unit = torch.finfo(wide).eps / 2

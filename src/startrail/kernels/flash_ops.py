@@ -26,61 +26,31 @@ def ops_of_package(package: Any, softcap: float | None = None) -> FlashOps:
     """flash-attn 2.7 and newer."""
     always = dict(softcap=0.0 if softcap is None else softcap, alibi_slopes=None)
 
-    def bands_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cuts_q: Tensor | None,
-        cuts_k: Tensor | None,
-        longest_q: int,
-        longest_k: int,
-        dropout: float,
-        causal: bool,
-        debug: bool,
-        *,
-        scale: float,
-        **window: int,
-    ) -> tuple[Tensor, Tensor]:
+    def bands_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
+        *cuts, dropout, causal, debug = rest  # cuts: where rectangles end on both sides, and the longest sides
         options = dict(dropout_p=dropout, softmax_scale=scale, causal=causal, return_softmax=debug, **always, **window)
-        if cuts_q is None:
+        if cuts[0] is None:
             out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
         else:
-            cuts = cuts_q, cuts_k, longest_q, longest_k
             out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *cuts, **options)
         return out, lse
 
     def bands_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cuts_q: Tensor | None,
-        cuts_k: Tensor | None,
-        longest_q: int,
-        longest_k: int,
-        dropout: float,
-        causal: bool,
-        *seeds: Tensor,
-        scale: float,
-        **window: int,
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float, **window: int
     ) -> tuple[Tensor, ...]:
+        *cuts, dropout, causal = rest[:6]  # and seeds, of no use without dropout
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         options = dict(dropout_p=dropout, softmax_scale=scale, causal=causal, **always, **window)
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        if cuts_q is None:
+        if cuts[0] is None:
             package._flash_attn_backward(dout, q, k, v, out, lse, *grads, **options)
         else:
-            cuts = cuts_q, cuts_k, longest_q, longest_k
             package._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *cuts, **options)
         return grads
 
     whole: Any = dict(window_size_left=-1, window_size_right=-1)
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, scale: float) -> tuple[Tensor, ...]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = bands_forward(q, k, v, None, None, 0, 0, dropout, causal, False, scale=scale, **whole)
         return out.transpose(1, 2), lse
