@@ -22,7 +22,7 @@ setup-bench: .venv/ready-bench
 	touch $@
 
 # What runs ranks of its own and looks at the clock runs alone; the rest two at a time.
-ALONE := tests/distributed tests/lab tests/fuzz.py tests/chaos.py
+ALONE := tests/api tests/comm tests/engine tests/lab tests/bench tests/planner/test_auto.py tests/training/test_training.py tests/training/test_models_on_ranks.py tests/training/test_data_on_ranks.py tests/fuzz.py tests/chaos.py
 
 test: setup            ## every test
 	$(BIN)/python -m pytest -q -n 2 --durations=10 $(addprefix --ignore=,$(ALONE))
@@ -34,7 +34,7 @@ lint: setup            ## style and types
 	$(BIN)/mypy
 
 prove: setup           ## check every schedule of two levels and many of three up to 64 ranks (a quarter of an hour)
-	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q -rP -k promises tests/unit/test_schedule.py
+	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q -rP -k promises tests/schedule/test_proof.py
 
 fuzz: setup            ## 500 random plans x shapes x masks against float64 (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)

@@ -28,9 +28,9 @@ import torch
 from startrail import lab
 from startrail.cli import main as startrail
 from startrail.lab.namespaces import living_in
-from startrail.training import loop  # noqa: F401, once, rather than in every launcher
+from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
+from startrail.training.checkpoints.saving import path_of, steps_in
 from startrail.training.recipes import RECIPES
-from startrail.training.saving import path_of, steps_in
 from tests.helpers import eventually, holders_of, write_words
 
 NODES, RANKS = 2, 4

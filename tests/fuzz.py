@@ -20,15 +20,15 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from startrail.check import check_cases
-from startrail.cluster import Machine
-from startrail.local import RankError, run_local
-from startrail.plan import Plan, plans_for, variants_of
-from startrail.planner import auto_plan
-from startrail.schedule.family import Heads
-from startrail.schedule.star import STAR
-from startrail.truth import USES, Case, coarser, visible_pairs
-from startrail.wire import DTYPES
+from startrail.diagnostics.exactness import check_cases
+from startrail.diagnostics.reference import USES, Case, coarser, visible_pairs
+from startrail.engine.wire import DTYPES
+from startrail.launch.local import RankError, run_local
+from startrail.planner.fewest_bytes import auto_plan
+from startrail.planner.topology import Machine
+from startrail.schedule.families.base import Heads
+from startrail.schedule.families.star import STAR
+from startrail.schedule.plan import Plan, plans_for, variants_of
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12)
 BATCH = 50  # cases on one set of ranks

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import startrail
 from startrail.cli import main
-from startrail.plan import Plan
+from startrail.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 

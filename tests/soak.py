@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import startrail
-from startrail.local import run_local
+from startrail.launch.local import run_local
 
 WORLD = 4
 PLANS = ("1x4", "u2/1x2", "2x1/1x2,keep=all", "1x2/u2,groups=2", "star2")

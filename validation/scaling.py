@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from startrail.plan import Plan
-from startrail.planning.attention import predict
-from startrail.planning.hardware import find_cluster
-from startrail.planning.search import Row
-from startrail.planning.step import Training
-from startrail.planning.workload import Run, find_model
+from startrail.planner.cluster import find_cluster
+from startrail.planner.predict import predict
+from startrail.planner.search import Row
+from startrail.planner.step import Training
+from startrail.planner.workload import Run, find_model
+from startrail.schedule.plan import Plan
 
 TOKENS = 4096  # a GPU
 NODES = (2, 8, 32, 128, 512, 2048)

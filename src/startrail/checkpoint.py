@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from startrail import op as _op
+from startrail.engine import op as _op
 
 
 def checkpoint_context() -> Any:

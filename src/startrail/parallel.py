@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from startrail import op
-from startrail.arguments import blocks_of, documents_of, is_whole
-from startrail.auto import choose
-from startrail.cluster import Machine
-from startrail.groups import unbound
-from startrail.layout import check_layout
-from startrail.plan import Plan
-from startrail.planner import check_heads
-from startrail.planning.chosen import plan_for_heads, plan_for_job
-from startrail.planning.workload import Job
-from startrail.runtime import Runtime, Settings
-from startrail.schedule.build import closed_form, lane_names
+from startrail.comm.process_groups import unbound
+from startrail.engine import op
+from startrail.engine.batch import marks_of
+from startrail.engine.call import blocks_of, documents_of, is_whole
+from startrail.engine.runtime import Runtime, Settings
+from startrail.engine.wire import DTYPES
+from startrail.geometry.layout import check_layout
+from startrail.planner.auto import plan_for_heads, plan_for_job
+from startrail.planner.fewest_bytes import check_heads
+from startrail.planner.live.choose import choose
+from startrail.planner.topology import Machine
+from startrail.planner.workload import Job
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import closed_form, lane_names
+from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 from startrail.sequence import Sequence
-from startrail.sizes import Sizes
-from startrail.tokens import marks_of
-from startrail.wire import DTYPES
 
 LONGEST = 10**9  # seconds; timedelta takes no more than a few times that
 

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from startrail.geometry.layout import Layout
+from startrail.geometry.mask import Mask, Tile, tiles_of
 from startrail.kernels import Partial, accumulator, kernel_for
-from startrail.layout import Layout
-from startrail.mask import Mask, Tile, tiles_of
 
 PassOn = Callable[[Tensor], Callable[[], Tensor]]
 Visible = Sequence[Sequence[Tile]]

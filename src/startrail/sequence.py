@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from startrail.arguments import Call, wrong_kind, wrong_option
-from startrail.layout import Runs
-from startrail.mask import Mask
-from startrail.peers import peer_errors
+from startrail.comm.errors import peer_errors
+from startrail.engine.call import Call, wrong_kind, wrong_option
+from startrail.geometry.layout import Runs
+from startrail.geometry.mask import Mask
 
 if TYPE_CHECKING:
+    from startrail.engine.batch import Tokens
     from startrail.parallel import SequenceParallel
-    from startrail.tokens import Tokens
 
 IDS = (torch.int32, torch.int64)  # dtypes of tokens
 

@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 
-from startrail.local import run_local
+from startrail.launch.local import run_local
 from tests.helpers import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

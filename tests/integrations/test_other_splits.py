@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 import startrail
 from startrail.integrations.trainer import StarTrailMixin, StarTrailTrainer
 from startrail.integrations.transformers import attach, shard_batch
-from startrail.local import run_local
+from startrail.launch.local import run_local
 from tests.helpers import error_of
 from tests.integrations.tiny import families, tiny, tokens
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 import startrail
 from startrail.integrations.trainer import StarTrailTrainer
 from startrail.integrations.transformers import detach
-from startrail.local import run_local
+from startrail.launch.local import run_local
 from tests.helpers import error_of
 from tests.integrations.tiny import tiny, tokens
 

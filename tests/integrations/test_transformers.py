@@ -31,12 +31,12 @@ from transformers import (
 )
 
 import startrail
-from startrail.integrations import masks
+from startrail.integrations import layer_masks as masks
 from startrail.integrations import transformers as integration
-from startrail.integrations.masks import Kind
+from startrail.integrations.layer_masks import Kind
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.kernels import kernel_for
-from startrail.local import run_local
+from startrail.launch.local import run_local
 from tests.helpers import ROOT, error_of
 from tests.integrations.tiny import SMALL, InFloat64, differences, families, gradients, packed, padded, tiny, tokens
 

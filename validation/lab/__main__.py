@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import startrail
-from startrail.bench.findings import measured_trial
-from startrail.cluster import Machine
+from startrail.bench.report.findings import measured_trial
 from startrail.lab.cluster import available
+from startrail.planner.topology import Machine
 from validation.lab.compare import Compared, Verdict, fit, scatter
 from validation.lab.model import Case, cases_of, with_choice
 from validation.lab.trials import ALONE, CALIBRATION, PREDICTED, QUICK

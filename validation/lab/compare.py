@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from startrail.planning.hardware import find_cluster
-from startrail.planning.search import ALIKE
+from startrail.planner.cluster import find_cluster
+from startrail.planner.search import ALIKE
 from validation.lab.model import SPEED, Case, predicted
 
 FITTED = ("call", "post", "handle", "copy")  # and SPEED

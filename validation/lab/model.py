@@ -9,11 +9,11 @@ from typing import Any
 
 from startrail.bench.cases import Contender, Trial, Work
 from startrail.bench.sizes import ring_bytes
-from startrail.cluster import Machine, rate_for
-from startrail.plan import Plan
-from startrail.planning.attention import Call, Prediction, predict
-from startrail.planning.hardware import Cluster, Slow, find_cluster
-from startrail.planning.search import search_attention
+from startrail.planner.cluster import Cluster, Slow, find_cluster
+from startrail.planner.predict import Call, Prediction, predict
+from startrail.planner.search import search_attention
+from startrail.planner.topology import Machine, rate_for
+from startrail.schedule.plan import Plan
 
 CHOSEN = "chosen"  # the role of what the planner chooses
 SPEED = "speed"

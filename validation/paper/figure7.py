@@ -1,12 +1,12 @@
 """Figure 7's set-ups on 32 GPUs: star2 and star4 over Ring Attention as predicted, and our best plan."""
 
-from startrail.cluster import Machine
-from startrail.plan import Plan
-from startrail.planning.attention import predict
-from startrail.planning.hardware import find_cluster
-from startrail.planning.search import search
-from startrail.planning.step import Training
-from startrail.planning.workload import Run, find_model
+from startrail.planner.cluster import find_cluster
+from startrail.planner.predict import predict
+from startrail.planner.search import search
+from startrail.planner.step import Training
+from startrail.planner.topology import Machine
+from startrail.planner.workload import Run, find_model
+from startrail.schedule.plan import Plan
 
 SETUPS = [
     ("a100-2x16", "gpt-3b", 65_536),

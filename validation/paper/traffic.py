@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from startrail.plan import Plan
-from startrail.planning.workload import find_model
-from startrail.schedule.build import build_program
+from startrail.planner.workload import find_model
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import build_program
 from startrail.schedule.values import FORWARD
 
 MHA = {"q": 1.0, "kv": 2.0, "out": 1.0}  # in shards of the model's width

@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 from startrail.bench.cases import Contender, Trial, limited_trials, unlimited_trials
-from startrail.bench.claims import claims, right_claim
-from startrail.bench.findings import Json, measured_trial, pressure_text
 from startrail.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
 from startrail.bench.options import TOOLS, tools_text
-from startrail.bench.report import metadata, write
-from startrail.cluster import Machine
+from startrail.bench.report.claims import claims, right_claim
+from startrail.bench.report.findings import Json, measured_trial, pressure_text
+from startrail.bench.report.page import metadata, write
 from startrail.lab.cluster import available
 from startrail.lab.job import JobError
 from startrail.lab.launch import Parser
-from startrail.training.joining import device_of_rank, join
+from startrail.launch.torchrun import device_of_rank, join
+from startrail.planner.topology import Machine
 
 MACHINES = ("4x8", "8x4", "16x2", "4x4", "2x8")  # those of the claims first
 MINUTES = 25.0

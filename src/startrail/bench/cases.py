@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
 
-from startrail.cluster import Machine
-from startrail.plan import divisors
-from startrail.planner import auto_plan
+from startrail.planner.fewest_bytes import auto_plan
+from startrail.planner.topology import Machine
+from startrail.schedule.plan import divisors
 
 # How long textbook Ring Attention keeps a node's link busy, by closed form, in units of what computing takes.
 BOUND_BY_LINKS = 8.0

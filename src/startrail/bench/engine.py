@@ -24,9 +24,9 @@ from torch import Tensor
 import startrail
 from startrail.bench import host
 from startrail.bench.options import tool_parser
-from startrail.bench.peers import whole_attention, with_gradients
-from startrail.local import run_local
-from startrail.plan import Plan
+from startrail.bench.peers.ours import whole_attention, with_gradients
+from startrail.launch.local import run_local
+from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.training import process_memory
 

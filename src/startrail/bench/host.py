@@ -1,7 +1,7 @@
 """What a call costs the host: everything that a GPU would wait for, and nothing that it does itself.
 
 On a fake process group nothing is sent, and a kernel that does nothing stands for attention; tensors are so small that
-copies cost no more than to launch them. What NCCL needs beside (`startrail.under_way`) is done as if it were there.
+copies cost no more than to launch them. What NCCL needs beside (`startrail.comm.transfers`) is done as if it were there.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from startrail.comm.transfers import Transfer, Watch
 from startrail.kernels import Partial, Sum
 from startrail.kernels.cpu import CpuKernel
 from startrail.parallel import SequenceParallel
-from startrail.under_way import Transfer, Watch
 
 TOKENS, HEAD_DIM = 16, 8  # of a rank
 PLANS = "1x8,u8,u4/1x2"
@@ -60,7 +60,7 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime,
     """A user's call of attention on rank 0, and its backward pass through autograd."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with mock.patch("startrail.runtime.kernel_for", lambda device, dtype, dim, softcap: _Nothing(dtype)):
+        with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _Nothing(dtype)):
             return _measure(SequenceParallel(plan), heads, calls)
     finally:
         dist.destroy_process_group()

@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from startrail import SequenceParallel
 from startrail.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
-from startrail.bench.flash_peers import RingFlash, Yunchang, ring_flash_attn, yunchang
-from startrail.bench.peers import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
-from startrail.bench.ring import TextbookRing
+from startrail.bench.peers.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
+from startrail.bench.peers.ours import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
+from startrail.bench.peers.ring import TextbookRing
 from startrail.bench.sizes import piece_sizes, ring_bytes
-from startrail.cluster import Machine, rate_for
+from startrail.comm.gather import gather_texts
 from startrail.lab.cluster import Cluster, own_link_bytes
-from startrail.plan import Plan
-from startrail.texts import gather_texts
+from startrail.planner.topology import Machine, rate_for
+from startrail.schedule.plan import Plan
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
 WARM_UP = 4

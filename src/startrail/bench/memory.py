@@ -16,15 +16,15 @@ from collections.abc import Sequence
 import torch
 
 from startrail.bench.options import numbers, tool_parser
-from startrail.local import run_local
-from startrail.plan import Plan
-from startrail.planning.hardware import find_cluster
-from startrail.planning.step import Training
+from startrail.launch.local import run_local
+from startrail.launch.signals import Stop
+from startrail.planner.cluster import find_cluster
+from startrail.planner.step import Training
+from startrail.schedule.plan import Plan
 from startrail.training.display import Display, Summary
 from startrail.training.estimate import LIBRARIES, Estimate
-from startrail.training.loop import Trainer
 from startrail.training.recipes import Recipe, find
-from startrail.training.stopping import Stop
+from startrail.training.trainer import Trainer
 
 PLANS = {1: "1x1", 2: "2x1", 4: "2x2", 8: "2x4", 16: "4x4"}
 ALLOWED, ALLOWED_PLANNER = 0.15, 0.10  # differences, as shares of what was measured

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.bench.cases import Contender, Work
-from startrail.bench.peers import Attention, engine, own_device, whole_attention
-from startrail.bench.ring import TextbookRing
-from startrail.cluster import Machine
-from startrail.training.dit import DiT, flow_matching_loss
-from startrail.training.gpt import GPT
-from startrail.training.loss import chunked_cross_entropy, global_mean, sum_gradients
-from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS
+from startrail.bench.peers.ours import Attention, engine, own_device, whole_attention
+from startrail.bench.peers.ring import TextbookRing
+from startrail.losses import chunked_cross_entropy, global_mean, sum_gradients
+from startrail.planner.topology import Machine
+from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS
+from startrail.training.models.dit import DiT, flow_matching_loss
+from startrail.training.models.gpt import GPT
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of the loss: float32, or bfloat16 on GPUs
 GRADIENTS = {"cpu": 1e-3, "cuda": 5e-2}  # of the largest gradient of each parameter

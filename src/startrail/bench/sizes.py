@@ -1,16 +1,16 @@
-"""How many bytes the benchmark's work must send over each node's link: `startrail.cluster`'s closed forms, with the
+"""How many bytes the benchmark's work must send over each node's link: `startrail.planner.topology`'s closed forms, with the
 sizes of the work's pieces filled in."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from startrail import cluster
 from startrail.bench.cases import Work
-from startrail.cluster import LinkBytes, Machine
-from startrail.layout import zigzag
-from startrail.plan import Plan
-from startrail.sizes import Sizes
+from startrail.geometry.layout import zigzag
+from startrail.planner import topology as cluster
+from startrail.planner.topology import LinkBytes, Machine
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
 
 
 def piece_sizes(plan: Plan, machine: Machine, work: Work) -> dict[str, int]:

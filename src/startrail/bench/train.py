@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 
 from startrail.bench.options import tool_parser
-from startrail.cluster import Machine
-from startrail.live import measure as measure_cluster
-from startrail.local import run_local
-from startrail.plan import Plan
-from startrail.planning.attention import predict
-from startrail.planning.hardware import Cluster
-from startrail.planning.step import Training
+from startrail.launch.local import run_local
+from startrail.launch.signals import Stop
+from startrail.planner.cluster import Cluster
+from startrail.planner.live.measure import measure as measure_cluster
+from startrail.planner.predict import predict
+from startrail.planner.step import Training
+from startrail.planner.topology import Machine
+from startrail.schedule.plan import Plan
 from startrail.training.display import Display, Summary
-from startrail.training.loop import Trainer
+from startrail.training.metrics import Metrics
 from startrail.training.recipes import Recipe, find
-from startrail.training.records import Metrics
-from startrail.training.stopping import Stop
+from startrail.training.trainer import Trainer
 
 
 class Collected(Display):

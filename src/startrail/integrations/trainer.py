@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from startrail.integrations.batches import count_labels, shard_batch
+from startrail.integrations.batch import count_labels, shard_batch
 from startrail.integrations.transformers import attach
 from startrail.parallel import SequenceParallel
 

@@ -35,12 +35,12 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.first_steps import STEPS, check_same_parameters, unwatched, watch_gradients
-from startrail.integrations.batches import IGNORE, Shared, shard_batch
-from startrail.integrations.masks import Kind, Seen, kind_of, problem_of, softcap_problem
-from startrail.integrations.neighbours import seen_by_neighbours
+from startrail.comm.sanity import STEPS, check_same_parameters, unwatched, watch_gradients
+from startrail.integrations.batch import IGNORE, Shared, shard_batch
+from startrail.integrations.layer_masks import Kind, Seen, kind_of, problem_of, softcap_problem
+from startrail.integrations.token_mixing import seen_by_neighbours
+from startrail.losses import gradient_factor
 from startrail.parallel import SequenceParallel
-from startrail.training.loss import gradient_factor
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 

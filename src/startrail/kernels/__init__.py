@@ -7,7 +7,7 @@ import torch
 from startrail.kernels.accumulate import Partial, Sum, Sums, accumulator
 from startrail.kernels.base import Kernel, lifted_rows, row_sums, stand_in_out
 from startrail.kernels.cpu import CpuKernel
-from startrail.kernels.largest import largest_logits
+from startrail.kernels.max_logits import largest_logits
 
 __all__ = [
     "Kernel",

@@ -1,6 +1,6 @@
 """The block kernel: attention of one query shard to one key/value shard, forward and backward.
 
-``visible`` is the block's list of tiles (see ``startrail.mask``). A backend computes one tile: full, causal or under
+``visible`` is the block's list of tiles (see ``startrail.geometry.mask``). A backend computes one tile: full, causal or under
 a boolean mask; everything else is here: slicing, anticausal squares by reversing both sides, and adding up tiles.
 
 The backward of a block takes the *global* out and lse of its rows, so block gradients simply add up.
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.geometry.mask import Costs, Tile
 from startrail.kernels.accumulate import Partial, Sum, accumulator
+from startrail.kernels.device import on_device
 from startrail.kernels.fused import fused_on
-from startrail.kernels.streams import on_device
-from startrail.mask import Costs, Tile
 
 
 class Look(NamedTuple):

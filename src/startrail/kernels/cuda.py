@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.geometry.mask import Costs
 from startrail.kernels.base import Kernel, Look
 from startrail.kernels.cpu import check_block
+from startrail.kernels.device import numbers_on, stream_of
 from startrail.kernels.fa4 import fa4_ops
 from startrail.kernels.flash_ops import FlashOps, ops_of_package
 from startrail.kernels.reference import ReferenceKernel
-from startrail.kernels.streams import numbers_on, stream_of
-from startrail.mask import Costs
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

@@ -4,7 +4,7 @@
 """
 
 from startrail.lab.cluster import Cluster, available, own_link_bytes
-from startrail.lab.holder import LabError
 from startrail.lab.job import JobError
+from startrail.lab.supervisor import LabError
 
 __all__ = ["Cluster", "JobError", "LabError", "available", "own_link_bytes"]

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from startrail.cluster import Machine
-from startrail.lab.holder import Holder, LabError
+from startrail.lab.cleanup import MARK, new_folder
 from startrail.lab.job import Job, Program
 from startrail.lab.namespaces import die_with, enter_held_network, kill_all, signal_all
-from startrail.lab.remains import MARK, new_folder
+from startrail.lab.supervisor import Holder, LabError
 from startrail.lab.wiring import LINK, Wiring, parse_rate
+from startrail.planner.topology import Machine
 
 if TYPE_CHECKING:
-    from startrail.lab.call import Call
+    from startrail.lab.forked import Call
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
@@ -164,7 +164,7 @@ class Cluster:
 
         ``expendable`` ranks are not waited for and may die, in tests of what the others then do; they return None.
         """
-        from startrail.lab.call import Call  # here, so that whoever only runs programs does not wait for torch
+        from startrail.lab.forked import Call  # here, so that whoever only runs programs does not wait for torch
 
         self._be_free()
         environments = [{**variables, **(env or {})} for variables in self._environments()]
@@ -179,7 +179,7 @@ class Cluster:
         """Fork this process once a rank into the nodes, join the ranks with gloo, and return each ``function(rank)``.
 
         Forking shares what is imported and loaded, so 32 ranks start in a second where programs take 40. As in
-        `startrail.local.run_local`, the parent must not have used its OpenMP threads: ``torch.set_num_threads(1)``.
+        `startrail.launch.local.run_local`, the parent must not have used its OpenMP threads: ``torch.set_num_threads(1)``.
         """
         return self.fork(function, deadline, env).wait()
 

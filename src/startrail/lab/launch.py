@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from startrail.lab.cluster import Cluster
-from startrail.lab.holder import LabError
 from startrail.lab.job import JobError
+from startrail.lab.supervisor import LabError
 
 EXAMPLE = """example, a program of 32 ranks on 4 nodes whose links carry 100 Mbit/s each way, node 3 half as much:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from startrail.cluster import Machine, check_counts
+from startrail.planner.topology import Machine, check_counts
 
 LINK = "eth0"  # the interface of every node's link, as the node sees it
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

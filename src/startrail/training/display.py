@@ -7,8 +7,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from startrail.training.metrics import Metrics
 from startrail.training.recipes import Recipe
-from startrail.training.records import Metrics
 
 LINE_EVERY = 5.0  # seconds between plain lines
 

@@ -25,10 +25,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from startrail.layout import check_layout
-from startrail.plan import Plan
-from startrail.planning.workload import Job, Model, Run
-from startrail.training.model_configs import DIT_CONFIGS, GPT_CONFIGS, DiTConfig, GPTConfig
+from startrail.geometry.layout import check_layout
+from startrail.planner.workload import Job, Model, Run
+from startrail.schedule.plan import Plan
+from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS, DiTConfig, GPTConfig
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 2, 3),

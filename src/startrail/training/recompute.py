@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from startrail.checkpoint import checkpoint_context
-from startrail.training.dit import DiT
-from startrail.training.gpt import GPT
+from startrail.training.models.dit import DiT
+from startrail.training.models.gpt import GPT
 from startrail.training.offload import saved_in_host_memory
 
 

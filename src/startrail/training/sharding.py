@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from startrail.training.dit import DiT
-from startrail.training.gpt import GPT
-from startrail.training.loss import sum_gradients
+from startrail.losses import sum_gradients
+from startrail.training.data.seeds import generator_of
+from startrail.training.models.dit import DiT
+from startrail.training.models.gpt import GPT
 from startrail.training.recipes import Recipe
 from startrail.training.recompute import recompute_blocks
-from startrail.training.seeds import generator_of
 from startrail.training.tasks import compute_dtype, make_model
 
 

@@ -18,16 +18,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.losses import chunked_cross_entropy
 from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence
-from startrail.training.dit import DiT, flow_matching_loss, sample, unpatchify
-from startrail.training.gpt import GPT
-from startrail.training.images import ImageData, draw_noise, save_grid
-from startrail.training.loss import chunked_cross_entropy
-from startrail.training.model_configs import DiTConfig, GPTConfig
+from startrail.training.data.images import ImageData, draw_noise, save_grid
+from startrail.training.data.seeds import generator_of
+from startrail.training.data.text import TextBatch, TextData
+from startrail.training.models.configs import DiTConfig, GPTConfig
+from startrail.training.models.dit import DiT, flow_matching_loss, sample, unpatchify
+from startrail.training.models.gpt import GPT
 from startrail.training.recipes import Recipe
-from startrail.training.seeds import generator_of
-from startrail.training.text import TextBatch, TextData
 
 PROMPT = 64  # tokens
 TEMPERATURE = 0.8

@@ -18,8 +18,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from startrail.plan import Plan
-from startrail.schedule.build import Program, build_program, lane_names, stated_pieces
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program, build_program, lane_names, stated_pieces
 from startrail.schedule.values import INPUTS, Pass, Piece
 
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}

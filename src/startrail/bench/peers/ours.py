@@ -1,0 +1,276 @@
+"""How each contender is called: one small adapter a way of doing the work.
+
+``shard`` gives this rank's part of a tensor that is the same everywhere; ``attend`` runs forward and backward on such
+parts and returns out, dq, dk, dv of the same tokens. Adapters of peers call the peer's own code; ``DISCLOSURES`` says
+what a figure is of.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from startrail import SequenceParallel
+from startrail.bench.cases import Contender, Work
+from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
+from startrail.geometry.mask import Mask, tiles_of
+from startrail.kernels import kernel_for
+from startrail.planner.live import measure as live
+from startrail.planner.topology import Machine
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Tolerance(NamedTuple):
+    """As torch.allclose has it."""
+
+    relative: float
+    absolute: float
+
+    def allows(self, ours: Tensor, right: Tensor) -> bool:
+        return torch.allclose(ours, right, rtol=self.relative, atol=self.absolute)
+
+
+TOLERANCE = Tolerance(relative=1e-3, absolute=2e-5)
+HALF = Tolerance(relative=3e-2, absolute=3e-2)  # where bfloat16 is measured
+aten = torch.ops.aten
+
+DISCLOSURES = {
+    "plan": "our engine",
+    "compute": "every rank attends its own queries to the whole sequence with the same kernel; nothing is sent",
+    "textbook ring": "Ring Attention written out plainly on the same kernel, gradients travelling with their keys",
+    "torch ring": "torch's _templated_ring_attention(_backward), unmodified, with ATen's CPU flash op, rotating by "
+    "all-to-all",
+    "torch gather": "the same with torch's default rotation, all-gather, which holds all keys and values at once",
+    "ring-flash-attn": "ring-flash-attn's communication code, unmodified, on a substitute kernel: "
+    "zigzag_ring_flash_attn (causal) and ring_flash_attn (full) find a stand-in for flash_attn that calls ATen's CPU "
+    "flash op. flash-attn takes half precision only: so that float32 works, .to(float32) is made to copy in its "
+    "backward pass, as it does there. Its package's __init__, which imports transformers, is passed over. "
+    "With a full mask it returns dq in bfloat16, and is checked to that precision",
+    "yunchang": "yunchang's LongContextAttention (USP: Ulysses in a node, a ring over nodes), unmodified, on the same "
+    "substitute kernel, in float32 and checked in the same way",
+    "yunchang across": "the same with use_ulysses_low=False: Ulysses over the nodes, a ring in each",
+    "deepspeed": "DeepSpeed's DistributedAttention, unmodified, around torch's scaled_dot_product_attention (its "
+    "shared-memory all-reduce, which plays no part, is not built)",
+}
+
+
+@dataclass
+class Data:
+    """Inputs, and the answers of one process that has all of the sequence."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    answers: Results
+
+    def to(self, device: torch.device) -> Data:
+        q, k, v, dout = (x.to(device, own_dtype(device)) for x in self.inputs)
+        out, dq, dk, dv = (x.to(device) for x in self.answers)
+        return Data((q, k, v, dout), (out, dq, dk, dv))
+
+
+def own_device() -> torch.device:
+    """Where this rank computes. What is not a rank yet will fork some, for which it must not have used a GPU."""
+    return live.own_device() if dist.is_initialized() else torch.device("cpu")
+
+
+def own_dtype(device: torch.device) -> torch.dtype:
+    """What is measured: bfloat16 on GPUs, as everybody trains there and flash attention needs; float32 on CPUs."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def make_data(work: Work, seed: int = 0) -> Data:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(heads: int) -> Tensor:
+        x = torch.randn(work.batch, heads, work.length, work.head_dim, generator=generator)
+        return x.to(own_dtype(own_device())).float()
+
+    q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
+    attention = partial(whole_attention, causal=work.causal)
+    return Data((q, k, v, dout), with_gradients(attention, q, k, v, dout))
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """By one process that has all the keys of all the queries' heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def with_gradients(attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+    """What ``attention`` returns, and the gradients of q, k and v that autograd finds for ``dout``."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return out.detach(), dq, dk, dv
+
+
+class Attender(ABC):
+    """A contender on this rank, with its part of the inputs. Unless it shards in a way of its own, it holds tokens as
+    ``layout`` says: zigzag by rank, so that all have the same work under a causal mask."""
+
+    def __init__(self, contender: Contender, machine: Machine, work: Work, data: Data | None) -> None:
+        self.contender, self.machine, self.work = contender, machine, work
+        self.layout = zigzag(range(machine.world), work.length)
+        self.set_up()
+        if data is not None:  # else the caller has inputs of its own
+            self.data = data.to(own_device())
+            self.inputs = [self.shard(x) for x in self.data.inputs]
+
+    @abstractmethod
+    def set_up(self) -> None: ...
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
+
+    def shard(self, x: Tensor) -> Tensor:
+        return held(x, self.layout, dist.get_rank())
+
+    def step(self) -> None:
+        self.attend(*self.inputs)
+
+    def mistake(self) -> str | None:
+        """What is wrong with the results, if anything is: nothing wrong is ever timed."""
+        results = self.attend(*self.inputs)
+        for name, ours, whole in zip(("out", "dq", "dk", "dv"), results, self.data.answers, strict=True):
+            ours, right = ours.float(), self.shard(whole)
+            if not self.tolerance(name).allows(ours, right):
+                return f"wrong {name}: off by up to {(ours - right).abs().max().item():.1e}"
+        return None
+
+    def tolerance(self, name: str) -> Tolerance:
+        """How far one of out, dq, dk, dv may be off."""
+        return TOLERANCE if own_dtype(own_device()) == torch.float32 else HALF
+
+    def waiting(self) -> float | None:
+        """Seconds that this rank has waited for transfers since it was last asked; None where that is not known."""
+        return None
+
+
+def held(x: Tensor, layout: Layout, rank: int) -> Tensor:
+    """What ``rank`` holds of a tensor (batch, heads, tokens, dim)."""
+    return torch.cat([x[:, :, start : start + count] for start, count in layout.runs(rank)], 2)
+
+
+def masked_layout(places: int, work: Work) -> Layout:
+    """The peers' rule: zigzag where the mask is causal, else contiguous."""
+    return LAYOUTS["zigzag" if work.causal else "contiguous"](range(places), work.length)
+
+
+@cache
+def engine(plan: str, machine: Machine, across: bool = False) -> SequenceParallel:
+    """One a plan, for all the work that it does: each connects process groups of its own."""
+    group = dist.new_group(list(machine.interleaved()), sort_ranks=False) if across else None
+    return SequenceParallel(plan, group)
+
+
+class Planned(Attender):
+    """Our engine with one plan, whose slots say who holds what; with ``across``, places are dealt out to nodes in
+    turn."""
+
+    def set_up(self) -> None:
+        self.sp = engine(self.contender.plan, self.machine, self.contender.across)
+        self.sequence = self.sp.sequence(self.work.length)
+
+    def shard(self, x: Tensor) -> Tensor:
+        return self.sequence.shard(x, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        return with_gradients(partial(self.sequence.attention, causal=self.work.causal), q, k, v, dout)
+
+    def waiting(self) -> float | None:
+        seconds = self.sp.timings()["waiting"]
+        self.sp.reset_counters()
+        return seconds
+
+
+class Alone(Attender):
+    """The work without the network: this rank's queries against the whole sequence, key gradients not summed."""
+
+    def set_up(self) -> None:
+        own, whole = self.layout.runs(dist.get_rank()), ((0, self.work.length),)
+        self.visible = tiles_of(Mask(self.work.causal), own, whole)
+        device = own_device()
+        self.kernel = kernel_for(device, own_dtype(device), self.work.head_dim)
+        self.scale = self.work.head_dim**-0.5
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        _, k, v, _ = self.data.inputs
+        result = self.kernel.forward(q, k, v, self.visible, self.scale)
+        out, lse = result.out, result.lse.float()
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, out, lse, self.visible, self.scale)
+        return out, dq.value, dk.value, dv.value
+
+    def mistake(self) -> str | None:
+        out, dq, *_ = self.attend(*self.inputs)
+        for name, ours, whole in (("out", out, self.data.answers[0]), ("dq", dq, self.data.answers[1])):
+            if not self.tolerance(name).allows(ours.float(), self.shard(whole)):
+                return f"wrong {name}"
+        return None
+
+    def waiting(self) -> float | None:
+        return 0.0
+
+
+class TorchRing(Attender):
+    """torch's own ring attention; causal with its round-robin balance, which is the zigzag layout."""
+
+    def set_up(self) -> None:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        assert dist.group.WORLD is not None
+        self.cp, self.group = _attention, dist.group.WORLD
+        self.method = "alltoall" if self.contender.way == "torch ring" else "allgather"
+        self.layout = masked_layout(self.machine.world, self.work)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        self.cp._cp_options.enable_load_balance = self.work.causal
+        self.cp.set_rotate_method(self.method)
+        options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": self.work.causal}
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **options)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        saved: dict[str, Any] = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
+        dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(
+            self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **options
+        )
+        return out, dq, dk, dv
+
+
+@cache
+def deepspeed() -> tuple[Any, Any]:
+    """DeepSpeed's comm module and its DistributedAttention."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every rank warns that it found no other
+    comm, layer = import_module("deepspeed.comm"), import_module("deepspeed.sequence.layer")
+    # Its shared-memory all-reduce plays no part here, and would be compiled for a minute on first use.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return comm, layer.DistributedAttention
+
+
+class DeepSpeed(Attender):
+    """DeepSpeed's Ulysses. It takes (batch, tokens, heads, dim) with contiguous shards."""
+
+    def set_up(self) -> None:
+        comm, distributed_attention = deepspeed()
+        comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.layout = contiguous(range(self.machine.world), self.work.length)
+        self.distributed = distributed_attention(self.local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def local(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return whole_attention(q, k, v, self.work.causal).transpose(1, 2)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.distributed(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        return with_gradients(self.attention, q, k, v, dout)

@@ -1,0 +1,272 @@
+"""The report: one self-contained page, the data behind it, and the pictures."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import startrail
+from startrail.bench.cases import BOUND_BY_LINKS, OURS, Work
+from startrail.bench.report.claims import Claim, claims
+from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
+from startrail.bench.peers.ours import DISCLOSURES
+from startrail.bench.report.plots import pictures
+
+EMULATED = (
+    "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
+    "ranks of one thread each talk gloo and share the machine's cores. A link has a rate but no latency of its own. "
+    "Bytes carry over to a real cluster, ratios as far as bandwidth and not latency decides, seconds do not."
+)
+JUDGED = (
+    "Ratios and shares of the bound are judged by medians on the slowest links, where ring is measured at 8 times its "
+    "compute or more, and one ratio on faster ones. There the cores that emulate all the ranks limit everybody, too: "
+    "the other ratios, which are then often lower, are shown unjudged. 'Best plan of ours' is the fastest of those "
+    "with heads outermost, of nested rings, with keep and without."
+)
+WHO = (
+    "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run on links "
+    "for ring at 8x its compute. Ulysses and DeepSpeed need as many heads as ranks and run where heads suffice."
+)
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --bad: #c0392b; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
+.wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
+.yes { color: var(--good); font-weight: 600; } .no { color: var(--bad); font-weight: 600; }
+tr.ours td:first-child { font-weight: 600; }
+img { max-width: 100%; height: auto; background: white; } figure { margin: 1rem 0; }
+figcaption, .note { font-size: .85rem; opacity: .8; }
+"""
+GROWING = ("ring, textbook", "USP", "star4", "nested", "nested, keep")
+COLUMNS = (
+    ("contender", "who, and the plan if it is one of our engine's"),
+    ("median s", "slowest rank of each repeat, median over repeats"),
+    ("spread", "fastest and slowest repeat"),
+    ("n", "repeats"),
+    ("x ring", "throughput relative to the fastest flat ring in the same trial: textbook, or ours where it takes part"),
+    ("link MB", "measured bytes of the busiest direction of the busiest node link, barriers subtracted"),
+    ("closed MB", "the same by closed form, read off the schedule"),
+    ("off", "measured against closed form, the worst of all links and directions; TCP's headers are about 1 %"),
+    ("bound s", "the larger of compute alone and bytes over rate"),
+    ("of bound", "bound / median"),
+    ("exposed s", "median minus compute alone"),
+    ("waiting", "share of its time that a rank waits for transfers, mean over ranks"),
+)
+
+
+def metadata(argv: Sequence[str], started: float) -> Json:
+    """Everything needed to know what was run, on what, and of which version."""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "arguments": list(argv),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "startrail": startrail.__version__,
+        **{name: _version(name) for name in ("ring-flash-attn", "yunchang", "deepspeed", "pyroute2", "matplotlib")},
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted": _git("status", "--porcelain", "--", "src").splitlines(),
+        "load_at_start": os.getloadavg(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as lines:
+        return next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+        )
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).resolve().parent
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def write(report: Json, folder: Path) -> None:
+    """report.json, report.html and the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    verdicts = claims(report)
+    recorded = {**report, "claims": [vars(claim) for claim in verdicts]}
+    folder.joinpath("report.json").write_text(json.dumps(recorded, indent=1))
+    made = pictures(report)
+    for name, (png, _) in made.items():
+        folder.joinpath(name).write_bytes(png)
+    folder.joinpath("report.html").write_text(page(report, verdicts, made))
+
+
+def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, str]]) -> str:
+    meta = report["meta"]
+    blocks = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>StarTrail benchmark</title><style>{STYLE}</style></head><body>",
+        "<h1>StarTrail: sequence-parallel attention, measured side by side</h1>",
+        f"<p>{escape(_summary(meta))}</p>",
+        f"<p class='note'>{escape(EMULATED)}</p>" if any(map(is_emulated, report["trials"])) else "",
+        "<h2>What must be shown, and whether it was</h2>",
+        f"<p class='note'>{escape(JUDGED)}</p>",
+        _claims_table(verdicts),
+        "<h2>Pictures</h2>" if made else "",
+        *(_figure(png, caption) for png, caption in made.values()),
+        "<h2>How costs grow</h2>",
+        _growth(report["trials"]),
+        "<h2>Every trial</h2><p class='note'>Attention forward + backward with random cotangents, float32, unless a "
+        "training step is named. Every contender's results, gradients included, were checked against one process "
+        "before it was timed. Repeats are interleaved. The link rate is chosen so that textbook Ring Attention's bytes "
+        "take the stated multiple of the compute time as first measured.</p>",
+        _legend(),
+        *(_trial(trial) for trial in report["trials"]),
+        "<h2>Left out</h2>",
+        f"<p class='note'>{escape(WHO)}</p>",
+        _left_out(report),
+        "<h2>What each figure is of</h2><ul>",
+        *(f"<li><b>{escape(way)}</b>: {escape(text)}</li>" for way, text in DISCLOSURES.items()),
+        "</ul><h2>Machine and versions</h2><div class='wide'><table>",
+        *(
+            f"<tr><td>{escape(key)}</td><td class='text'>{escape(_plain(value))}</td></tr>"
+            for key, value in meta.items()
+        ),
+        "</table></div></body></html>",
+    ]
+    return "\n".join(blocks)
+
+
+def _summary(meta: Json) -> str:
+    return (
+        f"{meta['cores']} cores of {meta['processor']}, torch {meta['torch']}, startrail {meta['startrail']} at "
+        f"{meta['commit'][:10] or 'no commit'}, {meta['date']}, {meta['seconds'] / 60:.1f} minutes."
+    )
+
+
+def _plain(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _claims_table(verdicts: Sequence[Claim]) -> str:
+    words = {True: "<span class='yes'>met</span>", False: "<span class='no'>not met</span>", None: "–"}
+    rows = [
+        f"<tr><td class='text'>{escape(claim.text)}</td><td>{words[claim.met]}</td>"
+        f"<td class='text'>{escape(claim.found)}</td></tr>"
+        for claim in verdicts
+    ]
+    return f"<div class='wide'><table><tr><th>claim</th><th></th><th>found</th></tr>{''.join(rows)}</table></div>"
+
+
+def _figure(png: bytes, caption: str) -> str:
+    data = base64.b64encode(png).decode()
+    image = f"<img alt='{escape(caption)}' src='data:image/png;base64,{data}'>"
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _legend() -> str:
+    terms = "; ".join(f"<b>{escape(name)}</b>: {escape(meaning)}" for name, meaning in COLUMNS)
+    return f"<p class='note'>{terms}.</p>"
+
+
+def _trial(trial: Json) -> str:
+    unset = "not limited" if is_emulated(trial) else "as they are"
+    rates = ", ".join(sorted({unset if rate is None else f"{rate / 1e6:.1f} Mbit/s" for rate in trial["rates"]}))
+    head = "".join(f"<th title='{escape(meaning)}'>{escape(name)}</th>" for name, meaning in COLUMNS)
+    rows = "".join(_row(line) for line in sorted(lines_of(trial), key=lambda line: line.seconds))
+    table = f"<div class='wide'><table><tr>{head}</tr>{rows}</table></div>"
+    return f"<h3>{escape(title(trial))}</h3><p class='note'>Links: {rates}</p>{table}"
+
+
+def _row(line: Line) -> str:
+    def number(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    mega = [None if value is None else value / 1e6 for value in (line.bytes_measured, line.bytes_closed)]
+    name = line.name + (f" ({line.plan})" if line.plan and line.plan not in line.name else "")
+    cells = [
+        escape(name),
+        f"{line.seconds:.3f}",
+        f"{line.spread[0]:.3f}–{line.spread[1]:.3f}",
+        str(line.repeats),
+        number(line.against_ring, ".2f"),
+        number(mega[0], ".2f"),
+        number(mega[1], ".2f"),
+        number(line.bytes_off, "+.1%"),
+        f"{line.bound:.3f}",
+        f"{line.share_of_bound:.0%}",
+        f"{line.exposed:.3f}",
+        number(line.waiting, ".0%"),
+    ]
+    ours = " class='ours'" if line.role in OURS else ""
+    return f"<tr{ours}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _growth(trials: Sequence[Json]) -> str:
+    """Bytes, time and exposed communication of a few, by ranks and by tokens: full mask, MHA, communication-bound."""
+    rows = []
+    for trial in trials:
+        work = Work(**trial["work"])
+        if work.name != "MHA" or work.causal or trial["pressure"] != BOUND_BY_LINKS or trial["slow_node"]:
+            continue
+        for line in lines_of(trial):
+            if (line.name in GROWING or line.role == "heads") and line.bytes_measured:
+                ranks, place = trial["nodes"] * trial["ranks_per_node"], (*GROWING, line.name).index(line.name)
+                rows.append((place, ranks, trial["machine"], work.batch * work.length, line.bytes_measured, line))
+    if not rows:
+        return "<p>Not measured in this run.</p>"
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB a token", "s", "exposed s")
+    )
+    body = "".join(
+        f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{tokens}</td>"
+        f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / tokens:.2f}</td>"
+        f"<td>{line.seconds:.3f}</td><td>{line.exposed:.3f}</td></tr>"
+        for _, ranks, machine, tokens, measured, line in sorted(rows, key=lambda row: row[:4])
+    )
+    note = f"MHA, full mask, {pressure_text(BOUND_BY_LINKS)}. One node's link."
+    return f"<p class='note'>{note}</p><div class='wide'><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _left_out(report: Json) -> str:
+    """Who could not take part, and why: by reason, since one reason often holds for many trials."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for entry in report.get("left_out", []):
+        reasons.setdefault((entry["name"], entry["why"]), []).append(entry["where"])
+    for trial in report["trials"]:
+        work = Work(**trial["work"])
+        for row in trial["rows"]:
+            if row["refused"]:
+                where = f"{trial['machine']} {work.name} {work.mask}"
+                reasons.setdefault((row["name"], row["refused"]), []).append(where)
+    if not reasons:
+        return "<p>Nobody.</p>"
+    items = [
+        f"<li><b>{escape(name)}</b> ({escape(', '.join(dict.fromkeys(where)))}): {escape(why)}</li>"
+        for (name, why), where in reasons.items()
+    ]
+    return f"<ul>{''.join(items)}</ul>"

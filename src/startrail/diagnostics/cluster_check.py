@@ -1,0 +1,109 @@
+"""A first look at a cluster: `check` on the ranks and devices that torchrun has started, several plans and dtypes in
+one table to paste into an issue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from startrail.comm.gather import gather_texts
+from startrail.diagnostics.exactness import Plans, Report, check_on_rank, merge, parallel_for
+from startrail.diagnostics.reference import Case, Data, Error, make_data
+from startrail.geometry.mask import Mask
+
+
+def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
+    """Run cases on the ranks of the default process group, each on its own ``device``; every rank gets the reports.
+    A case that raises, such as by a kernel that a GPU does not have, is a report, too: the others are worth having."""
+    plans: Plans = {}
+    return [_merged(_everyones(case, device, plans)) for case in cases]
+
+
+def _everyones(case: Case, device: torch.device, plans: Plans) -> list[Report]:
+    """All ranks' reports of one case. They begin it together, or not at all: nobody waits for one that could not."""
+
+    def tried(function: Callable[[], Report | Data]) -> tuple[Report | Data | None, str]:
+        try:
+            return function(), ""
+        except Exception as error:
+            return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+    data, problem = tried(lambda: make_data(case, device))
+    problems = gather_texts(problem, device=device)
+    if any(problems):
+        return [_failed([text] if text else []) for text in problems]
+    assert isinstance(data, Data)
+    report, problem = tried(lambda: check_on_rank(case, data, parallel_for(case, plans)))
+    mine = report if isinstance(report, Report) else _failed([problem])
+    return [_report(json.loads(text)) for text in gather_texts(json.dumps(asdict(mine)), device=device)]
+
+
+def _failed(problems: list[str]) -> Report:
+    """Of a case that has no results."""
+    return Report({}, {}, {}, {}, {}, 0.0, 0.0, problems)
+
+
+def _merged(reports: Sequence[Report]) -> Report:
+    if all(report.errors for report in reports):
+        return merge(reports)
+    told: dict[str, list[str]] = {}
+    for rank, report in enumerate(reports):
+        for problem in report.problems:
+            told.setdefault(problem, []).append(str(rank))
+    return _failed([f"rank {', '.join(ranks)}: {problem}" for problem, ranks in told.items()])
+
+
+def _report(fields: dict[str, Any]) -> Report:
+    errors = {name: {key: Error(*found) for key, found in fields[name].items()} for name in ("errors", "yardstick")}
+    return Report(**{**fields, **errors})
+
+
+def typical_cases(case: Case) -> list[Case]:
+    """``case``, causal, in float32 and bfloat16 with the plans that fit its ranks: a ring, heads, teams and rings, both
+    together, and what keeps and groups; and with a ring and with heads in float16, with packed documents, with a
+    window that reaches over whole shards, and with fewer key/value heads."""
+    world, ring, heads = case.world, f"1x{case.world}", f"u{case.world}"
+    texts = [ring, heads]
+    if world % 2 == 0:
+        half = world // 2
+        texts += [f"2x{half}", f"u2/1x{half}", f"1x{half}/u2,keep=all,groups=2"]
+    plain = replace(case, causal=True, window=None, documents=None, dtype=torch.bfloat16)
+    found = [replace(plain, plan=text, dtype=dtype) for text in texts for dtype in (torch.float32, torch.bfloat16)]
+    documents = (0, case.length // 3, case.length // 2, case.length)
+    shared = next(case.q_heads // n for n in (4, 2, case.q_heads) if case.q_heads % n == 0)
+    for text in (ring, heads):
+        one = replace(plain, plan=text)
+        found += [replace(one, dtype=torch.float16), replace(one, documents=documents)]
+        found += [replace(one, window=case.length // 3 + 1), replace(one, kv_heads=shared)]
+    return [case for case in found if _runs(case)]
+
+
+def _runs(case: Case) -> bool:
+    """Whether the plan can: it may need more heads than there are."""
+    try:
+        case.validate()
+    except ValueError:
+        return False
+    return True
+
+
+def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
+    """One line a case: the worst of our errors by the worst allowed, and the bytes."""
+    lines = [
+        f"{'plan':28s} {'dtype':9s} {'heads':>7s} {'mask':20s} {'rms of SDPA':>12s} {'worst':>8s} {'bytes sent':>14s}"
+    ]
+    for case, report in zip(cases, reports, strict=True):
+        pairs = [(report.errors[name], report.yardstick[name]) for name in report.errors]
+        rms = max((ours.rms / max(sdpa.rms, 1e-30) for ours, sdpa in pairs), default=float("nan"))
+        worst = max((ours.worst / max(sdpa.worst, 1e-30) for ours, sdpa in pairs), default=float("nan"))
+        mask = str(Mask(case.causal, case.window, case.documents))
+        wrong = report.verdict()
+        lines.append(
+            f"{case.plan:28s} {str(case.dtype).removeprefix('torch.'):9s} {f'{case.q_heads}:{case.kv_heads}':>7s} "
+            f"{mask:20s} {rms:11.2f}x {worst:7.2f}x {sum(report.sent.values()):14,d}  {'; '.join(wrong) or 'ok'}"
+        )
+    return "\n".join(lines)

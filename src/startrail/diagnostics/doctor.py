@@ -1,0 +1,158 @@
+"""``startrail doctor``: what this machine, or under torchrun all ranks, have and reach, and what is odd about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from startrail import __version__
+from startrail.kernels import kernel_for
+from startrail.launch.local import RankError, check_ranks, run_local
+from startrail.planner.answer import seconds_text
+from startrail.planner.cluster import cluster_text
+from startrail.planner.live.measure import Measured, cpu_name, measure, no_progress, own_device
+from startrail.planner.topology import Machine
+
+DEADLINE = 120.0  # seconds that any one wait may take
+PACKAGES = ("torch", "flash-attn", "triton", "transformers", "diffusers", "pyroute2", "matplotlib")
+FEW_FILES = 4096  # open files: each pair of ranks has a connection, for every level
+
+
+def doctor_command(out: str | None, ranks: int) -> int:
+    """The exit code. ``ValueError`` is the caller's to show."""
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} must be at least 1")
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {Path(out).absolute().parent}")
+    if "RANK" in os.environ:
+        return _under_torchrun(out)
+    check_ranks(ranks)
+    torch.set_num_threads(1)
+    print(facts())
+    if ranks == 1:
+        _report(measure(None, Machine(1, 1), _bar), out)
+        return 0
+
+    def on_rank(rank: int) -> Measured:
+        return measure(dist.group.WORLD, Machine(1, ranks), no_progress if rank else _bar)
+
+    try:
+        found = run_local(on_rank, ranks)
+    except RankError as error:
+        print(f"startrail doctor: {error}", file=sys.stderr)
+        return 1
+    assert found[0] is not None
+    _report(found[0], out)
+    return 0
+
+
+def _under_torchrun(out: str | None) -> int:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(timeout=timedelta(seconds=DEADLINE))
+    lead = dist.get_rank() == 0
+    world = dist.get_world_size()
+    machine = Machine.of_ranks(range(world), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    if lead:
+        print(facts())
+        nodes = f"{machine.nodes} nodes of {machine.ranks_per_node}"
+        print(f"process group: {world} ranks, {nodes}, {dist.get_backend_config()}")
+    found = measure(dist.group.WORLD, machine, _bar if lead else no_progress)
+    if lead:
+        _report(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def facts() -> str:
+    """What can be said without measuring."""
+    lines = [f"startrail {__version__}, Python {platform.python_version()}, {platform.platform()}"]
+    lines.append("packages: " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU that torch can use"
+    lines.append(f"devices: {names}; {os.cpu_count()} cores, {cpu_name()}")
+    lines += [f"kernels: {line}" for line in _kernels()]
+    lines.append(f"backends of torch.distributed: {', '.join(_backends())}")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+    lines.append(
+        f"limits: {files} open files{' (few: raise it with ulimit -n)' if files < FEW_FILES else ''}, locked memory "
+        f"{'unlimited' if locked < 0 else f'{locked / 2**20:.0f} MiB'}, {shared / 2**30:.1f} GiB free in /dev/shm"
+    )
+    set_ = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_", "STARTRAIL_"))
+    }
+    lines.append("environment: " + (", ".join(f"{name}={value}" for name, value in set_.items()) or "nothing set"))
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _kernels() -> list[str]:
+    """Which kernel would compute what, and why."""
+    device = own_device()
+    dtypes = (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
+    lines = []
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        try:
+            kernel = kernel_for(device, dtype, 128)
+            lines.append(f"{name} on {device.type}: {kernel.name} ({kernel.why})")
+        except ValueError as error:
+            lines.append(f"{name} on {device.type}: none ({error})")
+    return lines
+
+
+def _backends() -> list[str]:
+    names = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, there in names.items() if there]
+
+
+def _bar(text: str, share: float) -> None:
+    if sys.stderr.isatty():
+        filled = int(30 * share)
+        end = "\n" if share >= 1 else ""
+        print(f"\rmeasuring [{'#' * filled}{'.' * (30 - filled)}] {text:10s}", end=end, file=sys.stderr, flush=True)
+
+
+def _report(found: Measured, out: str | None) -> None:
+    cluster, device = found.cluster, found.cluster.device
+    for dtype, rates in device.rates.items():
+        curves = ", ".join(
+            f"{name} {', '.join(f'{speed / 1e9:.1f} GFLOP/s at {tokens:.0f} tokens' for tokens, speed in curve.points)}"
+            for name, curve in (("forward", rates.forward), ("backward", rates.backward))
+        )
+        print(f"measured, {dtype}: products {rates.matmul / 1e9:.1f} GFLOP/s; attention {curves}")
+    print(f"measured: copies {device.copy / 1e9:.1f} GB/s, a kernel call {seconds_text(device.call)}")
+    for level in cluster.levels:
+        if level.size > 1:
+            whose = "one link for all ranks of a " + level.name if level.shared else "one link a rank"
+            print(
+                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({whose}), "
+                f"latency {seconds_text(level.latency)}"
+            )
+    for line in found.odd:
+        print(f"odd: {line}")
+    if not found.odd:
+        print("odd: nothing")
+    if out is not None:
+        about = f"Measured by startrail doctor on {time.strftime('%Y-%m-%d %H:%M')}, {platform.node()}"
+        Path(out).write_text(cluster_text(cluster, about))
+        print(f"written: {out}; now: startrail plan --cluster {out} --model ... --length ...")

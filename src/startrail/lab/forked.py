@@ -1,0 +1,73 @@
+"""Calls: a function on forked ranks. Imports torch, so that the ranks find it imported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from startrail.lab.job import Job, JobError
+from startrail.launch.local import RankError, collect, serve
+
+
+class Call(Job):
+    """A function called on forked ranks that share a gloo process group."""
+
+    def __init__(
+        self,
+        function: Callable[[int], Any],
+        environments: Sequence[Mapping[str, str]],
+        enter: Callable[[int], None],
+        store: Path,
+        deadline: float,
+        expendable: frozenset[int],
+        sweep: Callable[[], None],
+    ) -> None:
+        super().__init__(deadline, sweep)
+        self._expendable = expendable
+        self._pipes: list[Connection] = []
+        context = multiprocessing.get_context("fork")
+        try:
+            for rank, environment in enumerate(environments):
+                ours, theirs = context.Pipe(duplex=False)
+                join = partial(_join, rank, environment, enter, store, deadline)
+                process = context.Process(target=serve, args=(function, rank, join, theirs, not expendable))
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait(self) -> list[Any]:
+        """What the function returned, by rank."""
+        self._be_running()
+        with self:
+            try:
+                return collect(self._pipes, self._processes, self._expendable, self._end)
+            except RankError as error:
+                raise JobError(str(error)) from None
+            finally:
+                for pipe in self._pipes:
+                    pipe.close()
+
+
+def _join(
+    rank: int, environment: Mapping[str, str], enter: Callable[[int], None], store: Path, deadline: float
+) -> None:
+    os.setsid()  # Ctrl-C is the parent's to handle
+    enter(rank)
+    os.environ.update(environment)
+    world = int(environment["WORLD_SIZE"])
+    # Forked ranks share a disk, so they meet in a file and the links carry nothing but gloo.
+    files, timeout = FileStore(str(store), world), timedelta(seconds=deadline)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timeout)

@@ -1,0 +1,291 @@
+"""Losses over a sequence that is split over ranks: sums and counts, normalised once, by all that all ranks counted.
+
+The usual mistake is to average on each rank and then over ranks. Say one rank counts 3 tokens with losses 1, 2, 3 and
+the other, mostly padding, 1 token with loss 6. The mean loss is 12 / 4 = 3, but the mean of means is (2 + 6) / 2 = 4,
+and it weighs the last token's gradient three times as much as each of the others. A rank without any token gives 0 / 0.
+The right way, with or without our trainer::
+
+    loss_sum, count = chunked_cross_entropy(hidden, weight, labels, chunk=1024)
+    loss = global_mean(loss_sum, count, group)          # 3.0 on both ranks
+    loss.backward()
+    sum_gradients(model.parameters(), group)            # now the gradients of one process with all 4 tokens
+
+``group`` is all ranks whose gradients are summed: the sequence axis, times the data axis if there is one.
+
+FSDP and DDP reduce gradients themselves and divide the sum by their number of ranks W. So with them, leave out
+``sum_gradients`` and call ``(gradient_factor(model) * loss).backward()``, which multiplies by W. (FSDP2's
+``set_gradient_divide_factor(1.0)`` would do as well, but counts only for the module it is called on, not for those
+inside that are sharded on their own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from startrail.comm.errors import peer_errors
+from startrail.comm.sanity import STEPS, check_same_parameters, digest, unwatched, watch_gradients
+
+BUCKET_BYTES = 32 * 2**20
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of ``hidden @ weight.T``, summed over the tokens, and the number of tokens with a label.
+
+    Only ``chunk`` tokens' logits exist at a time, forward and backward: their gradients are taken on the spot, while
+    the logits are there, and the backward pass only scales them. hidden (..., width), weight (vocab, width),
+    labels (...).
+
+    >>> hidden, weight = torch.zeros(3, 2, requires_grad=True), torch.eye(2)
+    >>> loss_sum, count = chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, -100]), chunk=2)
+    >>> round(loss_sum.item(), 4), count.item()      # each of the two even choices costs ln 2 = 0.6931
+    (1.3863, 2)
+    >>> loss_sum.backward()
+    >>> hidden.grad.tolist()                         # probabilities (0.5, 0.5) minus the label; nothing for the last
+    [[-0.5, 0.5], [0.5, -0.5], [0.0, 0.0]]
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk {chunk} must be at least 1")
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
+            "need (..., width), (vocab, width), (...)"
+        )
+    loss_sum = _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, ignore_index)
+    return loss_sum, (labels != ignore_index).sum()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, ignore_index: int) -> Tensor:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        loss_sum = hidden.new_zeros((), dtype=precise)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if need_weight else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            ignored = (labels[rows] == ignore_index).unsqueeze(1)
+            target = labels[rows].unsqueeze(1).masked_fill(ignored, 0)
+            logits = (hidden[rows] @ weight.T).to(precise)
+            log_total = logits.logsumexp(1, keepdim=True)
+            loss_sum += (log_total - logits.gather(1, target)).masked_fill(ignored, 0).sum()
+            if grad_hidden is None and grad_weight is None:
+                continue
+            # in place, from here on the gradient of the logits: probabilities minus 1 at the label
+            logits.sub_(log_total).exp_().scatter_add_(1, target, logits.new_full((), -1).expand(target.shape))
+            gradient = logits.masked_fill_(ignored, 0).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = gradient @ weight
+            if grad_weight is not None:
+                grad_weight += gradient.T @ hidden[rows]
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grads = (None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors)
+        return (*grads, None, None, None)
+
+
+class NextTokens(NamedTuple):
+    """One number a token, 0 where the label is ignored. ``kl`` is KL(policy || reference), exact over the vocabulary,
+    or None without a reference."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    kl: Tensor | None
+
+
+def next_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    reference: tuple[Tensor, Tensor] | None = None,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> NextTokens:
+    """Of the logits ``hidden @ weight.T / temperature``: the log-probability of each label, and the entropy, with
+    gradients. hidden (..., width), weight (vocab, width), labels (...): those of ``seq.shard_labels``. ``reference`` is
+    the (hidden, weight) of another policy, which gets no gradient.
+
+    >>> seen = next_tokens(torch.zeros(1, 2, 4), torch.randn(8, 4), torch.tensor([[3, -100]]))
+    >>> [round(x, 4) for x in (*seen.log_probs[0].tolist(), *seen.entropy[0].tolist())]     # ln 8 = 2.0794
+    [-2.0794, 0.0, 2.0794, 0.0]
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk {chunk} must be at least 1")
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature} must be more than 0")
+    shapes = [hidden.shape[:-1], *([reference[0].shape[:-1]] if reference else [])]
+    if any(shape != labels.shape for shape in shapes) or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
+            "need (..., width), (vocab, width), (...), and a reference hidden like them"
+        )
+    flat, targets = hidden.flatten(0, -2), labels.flatten()
+    other = None if reference is None else (reference[0].detach().flatten(0, -2), reference[1].detach())
+    parts = []
+    for start in range(0, len(flat), chunk):
+        rows = slice(start, start + chunk)
+        theirs = (None, None) if other is None else (other[0][rows], other[1])
+        parts.append(
+            checkpoint(
+                _of_chunk,
+                flat[rows],
+                weight,
+                targets[rows],
+                *theirs,
+                temperature,
+                ignore_index,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
+    log_probs, entropy, kl = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
+    return NextTokens(log_probs, entropy, None if reference is None else kl)
+
+
+def _of_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    other_hidden: Tensor | None,
+    other_weight: Tensor | None,
+    temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    log_p = ((hidden @ weight.T).to(precise) / temperature).log_softmax(-1)
+    counts = labels != ignore_index
+    chosen = log_p.gather(1, labels.masked_fill(~counts, 0).unsqueeze(1)).squeeze(1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1)
+    kl = torch.zeros_like(entropy)
+    if other_hidden is not None and other_weight is not None:
+        log_q = ((other_hidden @ other_weight.T).to(precise) / temperature).log_softmax(-1)
+        kl = (p * (log_p - log_q)).sum(-1)
+    zero = torch.zeros((), dtype=precise, device=hidden.device)
+    chosen, entropy, kl = (torch.where(counts, x, zero) for x in (chosen, entropy, kl))
+    return chosen, entropy, kl
+
+
+def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean loss over everything that all ranks of ``group`` counted, to call ``backward`` on.
+
+    Its value is that mean, the same on every rank. Its gradient is this rank's share: *sum* the gradients over the
+    group (``sum_gradients``) for those of one process. Ranks that counted nothing take part with shares of zero; if
+    none counted anything, the loss is 0. ``group=None`` is the whole world, or one process if there is no world.
+
+    In the first two steps, ``ValueError`` when the optimizer finds gradients that were averaged, or never summed.
+
+    >>> w = torch.tensor(2.0, requires_grad=True)
+    >>> losses = w * torch.tensor([1.0, 2.0, 3.0])
+    >>> loss = global_mean(losses.sum(), 3)
+    >>> loss.backward()
+    >>> loss.item(), w.grad.item()
+    (4.0, 2.0)
+    """
+    alone = not (dist.is_available() and dist.is_initialized())
+    new = [] if alone else unwatched(loss_sum)
+    numbers = (loss_sum, count, bool(new))
+    totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
+    if not alone:
+        with peer_errors("global_mean"):
+            dist.all_reduce(totals, group=group)
+    everywhere, counted = totals[0], totals[1].clamp(min=1)
+    share = loss_sum / counted.to(loss_sum.dtype)
+    mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
+    if not alone and mean.requires_grad:
+        watch_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group)
+    return mean
+
+
+def gradient_factor(model: torch.nn.Module) -> int:
+    """What to multiply the loss by before ``backward``, so that gradients come out summed over ranks: the number of
+    ranks that DDP or FSDP averages over, 1 for a model that is wrapped in neither (then call ``sum_gradients``).
+
+    >>> gradient_factor(torch.nn.Linear(2, 2))
+    1
+    """
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            return int(dist.get_world_size(module.process_group))  # type: ignore[arg-type]
+    meshes = {x.device_mesh.size() for x in model.parameters() if hasattr(x, "device_mesh")}
+    return max(meshes, default=1)
+
+
+@peer_errors("sum_gradients")
+def sum_gradients(
+    parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None, check: bool = True
+) -> None:
+    """Replace every gradient by its sum over the ranks of ``group``, in buckets of about 32 MiB.
+
+    A parameter without a gradient takes part as zero, since another rank may have one. ``check``: the first two times,
+    make sure that the parameters are the same on all ranks, and that nobody has reduced the gradients already.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    parameters = list(parameters)
+    if check and parameters and _seen.setdefault(parameters[0], 0) < STEPS:
+        _seen[parameters[0]] += 1
+        _check_gradients(parameters, group)
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket = buckets.setdefault((parameter.dtype, parameter.device), [])
+        bucket.append(parameter.grad)
+        if sum(grad.nbytes for grad in bucket) >= BUCKET_BYTES:
+            _sum_bucket(bucket, group)
+            bucket.clear()
+    for bucket in buckets.values():
+        if bucket:
+            _sum_bucket(bucket, group)
+
+
+# How often a model's gradients were summed, by its first parameter.
+_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    world = dist.get_world_size(group)
+    if any(hasattr(x, "device_mesh") for x in parameters):
+        raise ValueError(
+            "these parameters are sharded by FSDP, which reduces their gradients itself: leave out sum_gradients, and "
+            "call (startrail.gradient_factor(model) * loss).backward()"
+        )
+    check_same_parameters(((f"{i} {tuple(x.shape)}", x) for i, x in enumerate(parameters)), group)
+    grads = [x.grad for x in parameters if x.grad is not None]
+    mine = torch.stack([digest(grad) for grad in grads]).sum() if grads else torch.zeros((), dtype=torch.long)
+    size = torch.stack([grad.abs().max().double() for grad in grads]).max() if grads else torch.zeros(())
+    both = torch.stack([mine, (size > 0).long()])
+    everyone = [torch.empty_like(both) for _ in range(world)]
+    dist.all_gather(everyone, both, group=group)
+    if world > 1 and all(bool(x[1]) and x[0] == everyone[0][0] for x in everyone):
+        raise ValueError(
+            "gradients are the same on all ranks before they are summed: DDP has averaged them already, or every rank "
+            "has the same tokens. With DDP leave out sum_gradients, and call (startrail.gradient_factor(model) * loss)"
+            ".backward()"
+        )
+
+
+def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))

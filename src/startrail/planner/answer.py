@@ -1,0 +1,280 @@
+"""What the planner found, said in a table, a paragraph or JSON; and ``plan``, the planner as a call.
+
+>>> answer = plan(cluster="a100-4x8", model="gpt-3b", length="128k")
+>>> row = answer.rows[0]
+>>> sorted(row)[:6]
+['bytes', 'data_parallel', 'exposed', 'high', 'low', 'memory']
+>>> "ring" in str(answer) and "would change the answer" in answer.why
+True
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from startrail.planner.candidates import LARGE, Known
+from startrail.planner.cluster import Cluster, find_cluster
+from startrail.planner.predict import predict
+from startrail.planner.search import ALIKE, DoesNotFitError, Found, Row, search
+from startrail.planner.units import measured, read_file
+from startrail.planner.workload import Model, find_model, read_run
+from startrail.schedule.families.base import Heads
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``rows`` are the plans, fastest first, as plain data; at their end the well-known ones that cannot be used, with
+    ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
+
+    found: Found
+
+    @property
+    def best(self) -> str:
+        """The text form of the best plan."""
+        return str(self.found.best.plan)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [_as_data(row) for row in self.found.rows] + [_without_data(known) for known in self.found.missing]
+
+    def json(self) -> str:
+        return json.dumps(self.rows, indent=1)
+
+    @property
+    def table(self) -> str:
+        names = [level.name for level in self.found.cluster.levels]
+        head = [
+            "plan",
+            "",
+            "step",
+            "interval",
+            "tokens/s",
+            "MFU",
+            "exposed",
+            *(f"GB/{name}" for name in names),
+            "memory",
+        ]
+        lines = [head, *(_cells(row) for row in self.found.rows)]
+        missing = [(known.plan, known.role, f"cannot be used: {known.why_not}") for known in self.found.missing]
+        widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
+        for at in range(2):  # the reasons may run on
+            widths[at] = max(widths[at], *(len(line[at]) for line in missing), 0)
+        pad = [str.ljust, str.ljust] + [str.rjust] * (len(head) - 2)
+        text = [
+            "  ".join(align(cell, width) for align, cell, width in zip(pad, line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        text += [f"{plan:{widths[0]}s}  {role:{widths[1]}s}  {why}" for plan, role, why in missing]
+        return "\n".join(text)
+
+    @cached_property
+    def why(self) -> str:
+        return _why(self.found)
+
+    def __str__(self) -> str:
+        found = self.found
+        head = (
+            f"{found.model.name} ({found.model.parameters / 1e9:.1f} G parameters), {found.run.batch} x "
+            f"{found.run.length} tokens, {found.run.dtype}, ZeRO-{found.run.zero}, "
+            f"{'all but attention recomputed' if found.run.recompute else 'nothing recomputed'}, on {found.cluster}: "
+            f"{found.cluster.world} x {found.cluster.device.name}"
+        )
+        notes = [f"dropped: {number} plans: {reason}" for reason, number in found.dropped.items()]
+        played = f"{found.tried} arrangements of levels were bounded, {found.played} plans were played"
+        left = f"; no other can be more than {found.unsure:.1%} faster than the best" if found.unsure > 0.005 else ""
+        return "\n".join([head, "", self.table, "", *notes, played + left, "", self.why])
+
+
+def _as_data(row: Row) -> dict[str, Any]:
+    levels = row.training.cluster.levels
+    return {
+        "plan": str(row.plan),
+        "role": row.role,
+        "data_parallel": row.training.data_parallel,
+        "seconds": row.seconds,
+        "low": row.low,
+        "high": row.high,
+        "tokens_per_second": row.tokens_per_second,
+        "mfu": row.mfu,
+        "exposed": row.exposed,
+        "bytes": {level.name: round(nbytes) for level, nbytes in zip(levels, row.step.sent, strict=True)},
+        "memory": round(row.step.memory.total),
+        "why_not": None,
+    }
+
+
+def _without_data(known: Known) -> dict[str, Any]:
+    names = ("data_parallel", "seconds", "low", "high", "tokens_per_second", "mfu", "exposed", "bytes", "memory")
+    return {"plan": known.plan, "role": known.role, **dict.fromkeys(names), "why_not": known.why_not}
+
+
+def seconds_text(seconds: float) -> str:
+    """
+    >>> seconds_text(12.345), seconds_text(0.0123), seconds_text(0.00045)
+    ('12.35 s', '12.3 ms', '450.0 us')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}" if unit == "s" else f"{seconds / size:.1f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _cells(row: Row) -> list[str]:
+    sent = [f"{nbytes / 1e9:.3g}" for nbytes in row.step.sent]
+    interval = f"{seconds_text(row.low)} - {seconds_text(row.high)}"
+    speed = f"{row.tokens_per_second:,.0f}"
+    memory = f"{row.step.memory.total / 1e9:.1f} GB"
+    return [row.name, row.role, seconds_text(row.seconds), interval, speed, f"{row.mfu:.1%}", f"{row.exposed:.1%}"] + [
+        *sent,
+        memory,
+    ]
+
+
+def _why(found: Found) -> str:
+    best, cluster = found.best, found.cluster
+    outer = cluster.levels[0]
+    sent = best.step.sent[0]
+    sentences = [f"{best.name} wins: {_shape(best)}"]
+    ring = next((row for row in found.rows if row.role == "ring"), None)
+    if ring is not None and ring is not best and sent:
+        ratio = ring.seconds / best.seconds
+        sentences.append(
+            f"a rank sends {sent / 1e9:.3g} GB a step over the {outer.name}s' links, where Ring Attention sends "
+            f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ratio:.2f} times as long"
+        )
+    sentences.append(f"{best.exposed:.1%} of its step is waiting for transfers")
+    text = ["; ".join(sentences) + "."]
+    other = next((row for row in found.rows if row.plan.levels != best.plan.levels), None)
+    if other is not None:
+        text.append(f"The runner-up, {other.name}, {_lacks(other, best)}.")
+    if cluster.slow:
+        text.append(_about_slow_members(found))
+    text.append(f"What would change the answer: {_what_if(found)}.")
+    text.append(
+        f"Times may be off by {cluster.accuracy:.0%} on {cluster}, whose file says what is measured and what assumed; "
+        "the order of plans is surer than the times, since all are priced alike."
+    )
+    return " ".join(text)
+
+
+def _shape(row: Row) -> str:
+    """What the plan does at each level of the cluster, in words."""
+    parts = []
+    for level in row.plan.levels:
+        if isinstance(level, Heads):
+            parts.append(f"heads over {level.size}")
+        elif hasattr(level, "ring"):
+            team, ring = getattr(level, "team", 1), getattr(level, "ring", 1)
+            parts.append(
+                " and ".join([f"teams of {team}"] * (team > 1) + [f"rings of {ring}"] * (ring > 1)) or "one rank"
+            )
+        else:
+            parts.append(f"the paper's teams of {getattr(level, 'team', 1)}")
+    options = [f"keep={row.plan.keep} spares the backward pass what the forward received"] * (row.plan.keep != "none")
+    options += [f"{row.plan.groups} groups hide one's transfers under the other's compute"] * (row.plan.groups > 1)
+    options += ["half of the queries' transfers hide under the other half's compute"] * (row.plan.rows > 1)
+    return ", then inside that ".join(parts) + "".join(f"; {option}" for option in options)
+
+
+def _lacks(other: Row, best: Row) -> str:
+    slower = other.seconds / best.seconds - 1
+    text = f"is {slower:.1%} slower" if slower >= 0.001 else "is as fast"
+    for level, ours, theirs in zip(best.training.cluster.levels, best.step.sent, other.step.sent, strict=True):
+        if theirs > 1.02 * ours and theirs > 1e6:
+            return f"{text}: it sends {theirs / 1e9:.3g} GB over the {level.name}s' links, not {ours / 1e9:.3g}"
+    if other.exposed > best.exposed + 0.002:
+        return f"{text}: {other.exposed:.1%} of its step is exposed"
+    if other.step.memory.total > 1.02 * best.step.memory.total:
+        return f"{text} and needs {other.step.memory.total / 1e9:.1f} GB, not {best.step.memory.total / 1e9:.1f}"
+    return f"{text}, with more or smaller messages and blocks"
+
+
+def _what_if(found: Found) -> str:
+    """Twice the bandwidth, half of it, half the memory: searched anew."""
+    cluster, best = found.cluster, found.best
+    said = []
+    for factor, words in ((2.0, "twice"), (0.5, "half")):
+        changed = cluster.faster(0, factor)
+        then, same = search(changed, found.model, found.run, top=1, known=False).best, _again(best, changed)
+        alike = same <= (1 + ALIKE) * then.seconds
+        who = (
+            f"still {best.name} ({seconds_text(same)})" if alike else f"then {then.name} ({seconds_text(then.seconds)})"
+        )
+        said.append(f"with {words} the {cluster.levels[0].name}s' bandwidth {who}")
+    half = best.step.memory.limit / 2
+    if best.step.memory.total <= half:
+        said.append(f"with half the memory still {best.name}")
+    else:
+        try:
+            then = search(cluster, found.model, found.run, top=1, memory=half, known=False).best
+            said.append(f"with half the memory then {then.name} ({seconds_text(then.seconds)})")
+        except DoesNotFitError as error:
+            said.append(f"with half the memory nothing fits: {error.needs}")
+    return ", ".join(said)
+
+
+def _about_slow_members(found: Found) -> str:
+    """What slow members cost, and whether to go on without one."""
+    cluster, best = found.cluster, found.best
+    healthy = _again(best, replace(cluster, slow=()))
+    named = ", ".join(
+        f"{cluster.levels[slow.level].name} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
+        for slow in cluster.slow
+    )
+    text = f"Everybody waits for {named}: if it were as fast as the others, a step would take {seconds_text(healthy)}"
+    outer = cluster.levels[0]
+    if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or cluster.world > LARGE:
+        return f"{text}."
+    smaller = replace(cluster, slow=()).resized([outer.size - 1, *(level.size for level in cluster.levels[1:])])
+    try:
+        without = search(smaller, found.model, found.run, top=1, known=False).best
+    except ValueError as error:
+        return f"{text}; the others alone cannot do it ({str(error).partition(';')[0]})."
+    advice = "leave it out" if without.seconds < best.seconds else "keep it"
+    others = f"the other {outer.size - 1} {outer.name}s alone take {seconds_text(without.seconds)} with {without.name}"
+    return f"{text}; {others}: {advice}."
+
+
+def _again(row: Row, cluster: Cluster) -> float:
+    training = replace(row.training, cluster=cluster)
+    return training.step(row.plan, lambda call: predict(training.group, row.plan, call)).seconds
+
+
+def plan(
+    cluster: str | Cluster,
+    model: str | Model,
+    length: int | str | None = None,
+    *,
+    batch: int | str | None = None,
+    dtype: str | None = None,
+    memory: str | None = None,
+    recompute: bool | None = None,
+    zero: int | None = None,
+    gather: str | None = None,
+    loss_chunk: int | str | None = None,
+    run: str | None = None,
+    top: int = 5,
+) -> Answer:
+    """Which plan for this model on this cluster: names of descriptions that come along, or files.
+
+    ``memory`` ("30 GB") limits what a device may use. ``run`` is a file with length, batch, dtype, recompute, zero,
+    gather and loss_chunk; such an argument that is given beside it wins over the file's.
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise ValueError(f"top = {top!r} is not a whole number of at least 1")
+    found = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    what = find_model(model) if isinstance(model, str) else model
+    given = dict(
+        length=length, batch=batch, dtype=dtype, recompute=recompute, zero=zero, gather=gather, loss_chunk=loss_chunk
+    )
+    table = read_file(Path(run)) if run is not None else {}
+    table |= {name: value for name, value in given.items() if value is not None}
+    if "length" not in table:
+        raise ValueError("length is missing: how many tokens a sequence has, such as 131072 or 128k")
+    how = read_run(table, "the run" if run is None else run)
+    limit = None if memory is None else measured({"memory": memory}, "memory", "the run", "bytes")
+    return Answer(search(found, what, how, top, limit))

@@ -1,0 +1,104 @@
+"""What a plan cannot beat: its arithmetic, its messages, its bytes over every link, the exchange that nothing hides.
+
+All of it is by closed form, a hundred times faster than playing the programs, and never more than what the clock finds:
+so a plan whose bound is above the best time that was found need not be played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+from startrail.planner.cluster import Cluster
+from startrail.planner.predict import Call
+from startrail.planner.pricing import Prices
+from startrail.schedule.compose import exchange_is_far
+from startrail.schedule.places import Place
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import traffic_at
+from startrail.schedule.values import BACKWARD, FORWARD, KINDS, Pass
+
+ONE_EACH = dict.fromkeys(KINDS, 1.0)
+
+
+class Bound(NamedTuple):
+    """Of one pass: seconds, and those of every level's busiest link."""
+
+    seconds: float
+    busy: tuple[float, ...]
+
+
+class Bounds:
+    """For plans whose levels follow the cluster's: every lane is then over one level's links."""
+
+    def __init__(self, cluster: Cluster, call: Call) -> None:
+        self.cluster, self.call, self.world = cluster, call, cluster.world
+        self._lanes: dict[int, tuple[float, ...]] = {}
+        self._sizes: dict[tuple[int, int, int, tuple[str, ...]], tuple[dict[str, int], dict[Pass, float]]] = {}
+        self.slowness = 1 / min((slow.compute for slow in cluster.slow), default=1.0)
+        if cluster.cores:
+            self.slowness *= max(1.0, cluster.world / cluster.cores)
+        self.rates = tuple(
+            (span if level.shared else 1)
+            * (1 if level.duplex else 2)
+            / (level.ways * level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0))
+            for at, (level, span) in enumerate(zip(cluster.levels, cluster.spans, strict=True))
+        )  # seconds that a byte of every rank takes at each level
+
+    def lane(self, stride: int) -> tuple[float, ...]:
+        """Seconds a byte by level, for a lane between ranks that are ``stride`` apart."""
+        if stride not in self._lanes:
+            levels = self.cluster.crossed(0, stride) if stride < self.world else ()
+            self._lanes[stride] = tuple(rate if at in levels else 0.0 for at, rate in enumerate(self.rates))
+        return self._lanes[stride]
+
+    def sizes(self, plan: Plan) -> tuple[dict[str, int], dict[Pass, float]]:
+        """Bytes by kind, and the arithmetic of each pass: the same for all plans that split heads alike."""
+        key = plan.heads, plan.groups, plan.rows, plan.running_sums
+        if key not in self._sizes:
+            sizes = self.call.sizes(plan, self.world)
+            prices = Prices(self.cluster, sizes, self.call.causal, None, self.call.dtype)
+            self._sizes[key] = sizes.by_kind, {pass_: self.work(prices, pass_) for pass_ in (FORWARD, BACKWARD)}
+        return self._sizes[key]
+
+    def work(self, prices: Prices, pass_: Pass) -> float:
+        """Seconds of a rank's blocks; where blocks differ, as under a window, of the average rank's at the best
+        speed."""
+        plan = prices.sizes.plan
+        shards = self.world // plan.heads
+        if self.call.window is None and plan.rows == 1:
+            return plan.groups * shards * prices.block(pass_, 0, 0, 1) * self.slowness
+        return plan.groups * prices.at_best(pass_, self.call.pairs / shards) * self.slowness
+
+    def of_plan(self, plan: Plan) -> tuple[Bound, Bound]:
+        """Forward and backward, of a plan with its options."""
+        return self.of_levels(plan, [plan], plan.groups * plan.rows)
+
+    def of_levels(self, plan: Plan, variants: Iterable[Plan], groups: int) -> tuple[Bound, Bound]:
+        """Of a plan's levels: none of the ``variants``, and no fewer ``groups``, can do better."""
+        place = plan.place(self.world, 0)
+        sizes, computing = self.sizes(plan)
+        forward = traffic_at(plan, place, FORWARD, sizes)
+        backwards = [traffic_at(variant, place, BACKWARD, sizes) for variant in variants]
+        backward = tuple(map(min, *backwards)) if len(backwards) > 1 else backwards[0]
+        pieces = traffic_at(plan, place, FORWARD, ONE_EACH)  # the backward pass never has fewer messages
+        messages = sum(n for n, heads in zip(pieces, place.by_heads, strict=True) if not heads)
+        messages += 2 * (plan.heads - 1) * plan.groups * plan.rows  # one a peer, for all that goes in or comes out
+        device = self.cluster.device
+        work = device.start + 2 * messages * device.post * self.slowness
+        far = plan.heads > 1 and exchange_is_far(place)
+        return (
+            self._bound(place, work + computing[FORWARD], forward, groups if far else 0),
+            self._bound(place, work + computing[BACKWARD], backward, groups if far else 0),
+        )
+
+    def _bound(self, place: Place, work: float, traffic: Sequence[float], far_groups: int) -> Bound:
+        """If heads are exchanged far away: the first group's exchange, then all blocks, then the last's."""
+        lanes = [self.lane(prod(place.sizes[at + 1 :])) for at in range(len(place.sizes))]
+        levels = range(len(self.rates))
+        busy = tuple(sum(n * lane[at] for n, lane in zip(traffic, lanes, strict=True)) for at in levels)
+        if far_groups:
+            over_heads = [(n, lane) for n, lane, heads in zip(traffic, lanes, place.by_heads, strict=True) if heads]
+            work += max(sum(n * lane[at] for n, lane in over_heads) for at in levels) / far_groups
+        return Bound(max(work, *busy), busy)

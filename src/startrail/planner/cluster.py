@@ -1,0 +1,375 @@
+"""A cluster as data: levels of links, devices and their rates. ``clusters/*.toml`` are the ones that come along.
+
+>>> cluster = find_cluster("a100-4x8")
+>>> str(cluster), cluster.world, [level.name for level in cluster.levels]
+('a100-4x8', 32, ['node', 'gpu'])
+>>> cluster.crossed(3, 9), cluster.crossed(3, 5)           # the levels whose links a message between two ranks uses
+((0,), (1,))
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import log, prod
+
+from startrail.planner.units import (
+    MOST,
+    Table,
+    check_keys,
+    choice,
+    find_file,
+    measured,
+    number,
+    quantity,
+    read_file,
+    shown,
+    whole,
+    words,
+    yes_or_no,
+)
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TRANSPORTS = ("nccl", "gloo")
+MOST_RANKS = 2**16
+LEAST_SHARE = 0.001  # of the others' speed that a slow member has
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A speed by size: straight lines between points whose sizes are on a logarithmic scale, flat outside them.
+
+    >>> Curve(((256, 100.0), (1024, 200.0))).at(512), Curve(((256, 100.0),)).at(1)
+    (150.0, 100.0)
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, size: float) -> float:
+        points = self.points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (x0, y0), (x1, y1) in pairwise(points):
+            if size <= x1:
+                share = (log(size) - log(x0)) / (log(x1) - log(x0))
+                return y0 + share * (y1 - y0)
+        return points[-1][1]
+
+    def scaled(self, factor: float) -> Curve:
+        return Curve(tuple((x, y * factor) for x, y in self.points))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches in one dtype, FLOP/s: ``peak`` is the data sheet's, for MFU; attention by the tokens at a
+    side of a block."""
+
+    peak: float
+    matmul: float
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True)
+class Device:
+    """``copy`` bytes/s of memory when tensors are copied or added; ``call`` seconds that a kernel call costs whatever
+    its size; ``post`` seconds that a rank's own thread needs for a message, and ``handle`` seconds and ``socket``
+    bytes/s that a core is busy with it in the background on both sides (0: the hardware does it); ``start`` seconds to
+    begin and end a pass of attention."""
+
+    name: str
+    memory: float
+    reserved: float
+    copy: float
+    call: float
+    post: float
+    handle: float
+    socket: float
+    start: float
+    rates: dict[str, Rates]
+
+    def of(self, dtype: str) -> Rates:
+        if dtype not in self.rates:
+            raise ValueError(f"device {self.name} has no rates in {dtype}; it has {', '.join(self.rates)}")
+        return self.rates[dtype]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One layer of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: a
+    member has one link for all its devices, otherwise every device has one of its own; ``peer``: it has one to every
+    other device of the level, which no other uses."""
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float
+    shared: bool
+    duplex: bool
+    peer: bool = False
+
+    @property
+    def ways(self) -> int:
+        """Links that one device can use at once."""
+        return max(self.size - 1, 1) if self.peer else 1
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A member of a level, by number, whose link or devices have only a share of the others' speed."""
+
+    level: int
+    member: int
+    bandwidth: float = 1.0
+    compute: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``accuracy``: how far predictions may be off here, as a share. ``cores`` are those that all ranks share, 0 if
+    every rank computes on a device of its own."""
+
+    name: str
+    levels: tuple[Level, ...]
+    device: Device
+    transport: str = "nccl"
+    accuracy: float = 0.25
+    cores: int = 0
+    slow: tuple[Slow, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def world(self) -> int:
+        return prod(level.size for level in self.levels)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Ranks of one member, by level: ``(8, 1)`` for nodes of 8."""
+        sizes = [level.size for level in self.levels]
+        return tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
+
+    def crossed(self, rank: int, peer: int) -> tuple[int, ...]:
+        """A message uses the links of the outermost level at which its ends differ, and of the levels inside that but
+        the innermost: what leaves a node does not use the links between its devices."""
+        for level, span in enumerate(self.spans):
+            if rank // span != peer // span:
+                return tuple(range(level, max(level + 1, len(self.levels) - 1)))
+        return ()
+
+    def part(self, ranks: int) -> Cluster:
+        """One group of ``ranks`` neighbours of several that work side by side. They wait for each other at every
+        layer, so its links and devices are as slow as the slowest at that place of any group.
+
+        >>> cluster = replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, bandwidth=0.5),))
+        >>> [level.size for level in cluster.part(16).levels], cluster.part(16).slow
+        ([2, 8], (Slow(level=0, member=1, bandwidth=0.5, compute=1.0),))
+        """
+        if ranks == self.world:
+            return self
+        sizes, left = [], ranks
+        for level in reversed(self.levels):
+            here = min(level.size, left)
+            if level.size % here or left % here:
+                raise ValueError(f"{ranks} ranks are not whole members of cluster {self.name}'s levels")
+            sizes.append(here)
+            left //= here
+        if left != 1:
+            raise ValueError(f"cluster {self.name} has {self.world} ranks, not {ranks}")
+        group = self._with_sizes(sizes[::-1], ())
+        slow: dict[tuple[int, int], Slow] = {}
+        for one in self.slow:
+            member = one.member * self.spans[one.level] % ranks // group.spans[one.level]
+            other = slow.get((one.level, member), one)
+            shares = min(one.bandwidth, other.bandwidth), min(one.compute, other.compute)
+            slow[one.level, member] = Slow(one.level, member, *shares)
+        return replace(group, slow=tuple(slow.values()))
+
+    def faster(self, level: int, factor: float) -> Cluster:
+        """The same with other links at one level."""
+        levels = list(self.levels)
+        levels[level] = replace(levels[level], bandwidth=levels[level].bandwidth * factor)
+        return replace(self, levels=tuple(levels))
+
+    def resized(self, sizes: Sequence[int]) -> Cluster:
+        """The same kind of cluster with other numbers of members; ``ValueError`` if a slow one is then none of them.
+
+        >>> replace(find_cluster("a100-4x8"), slow=(Slow(0, 3),)).resized([2, 8])
+        Traceback (most recent call last):
+        ValueError: cluster a100-4x8 with sizes 2x8 has no node 3, which its description calls slow
+        """
+        shape = "x".join(map(str, sizes))
+        for slow in self.slow:
+            inside = [level.size for level in self.levels[1 : slow.level + 1]]
+            if inside != list(sizes[1 : slow.level + 1]) or slow.member >= prod(sizes[: slow.level + 1]):
+                name = f"{self.levels[slow.level].name} {slow.member}"
+                raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which its description calls slow")
+        return self._with_sizes(sizes, self.slow)
+
+    def _with_sizes(self, sizes: Sequence[int], slow: tuple[Slow, ...]) -> Cluster:
+        pairs = zip(self.levels, sizes, strict=True)
+        return replace(self, levels=tuple(replace(level, size=size) for level, size in pairs), slow=slow)
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster of that name, or in the file of that name (.toml, .json); ``h100-8x8@2048x8`` has other sizes.
+
+    >>> find_cluster("h100-8x8@64x8").world
+    512
+    """
+    base, at, shape = name.partition("@")
+    path = find_file(base, "clusters", "cluster")
+    cluster = read_cluster(read_file(path), path.stem, str(path.name))
+    if not at:
+        return cluster
+    sizes = shape.split("x")
+    if len(sizes) != len(cluster.levels) or not all(re.fullmatch(r"[1-9]\d{0,8}", size, re.ASCII) for size in sizes):
+        names, example = "x".join(level.name.upper() for level in cluster.levels), "x".join("4" * len(cluster.levels))
+        raise ValueError(f"cluster {shown(name)}: {shown(shape)} is not {names}, such as {base}@{example}")
+    _check_ranks([int(size) for size in sizes], f"cluster {name!r}")
+    return replace(cluster.resized([int(size) for size in sizes]), name=name)
+
+
+def _check_ranks(sizes: Sequence[int], where: str) -> None:
+    if prod(sizes) > MOST_RANKS:
+        product = f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
+        raise ValueError(f"{where}: size: {product} ranks are more than the {MOST_RANKS} that are planned for")
+
+
+def read_cluster(table: Table, name: str, where: str) -> Cluster:
+    """A cluster from the table of its file."""
+    known = ("description", "transport", "accuracy", "cores", "device", "levels", "slow")
+    check_keys(table, known, ("device", "levels"), where)
+    found = table["levels"]
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{where}: levels must be a list of tables, [[levels]], outermost first")
+    levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(found))
+    for at, level in enumerate(levels):
+        if level.name in [other.name for other in levels[:at]]:
+            raise ValueError(f"{where}: levels[{at}]: name: there is a level {level.name!r} already")
+        if level.peer and level is not levels[-1]:
+            raise ValueError(f"{where}: levels[{at}]: links = 'peer' is for the innermost level")
+    _check_ranks([level.size for level in levels], where)
+    slow = table.get("slow", [])
+    if not isinstance(slow, list):
+        raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
+    return Cluster(
+        name,
+        levels,
+        _device(table["device"], f"{where}: device"),
+        choice(table, "transport", where, TRANSPORTS, "nccl"),
+        number(table, "accuracy", where, least=0.0, most=0.9, default=0.25),
+        whole(table, "cores", where, least=0, most=MOST_RANKS),
+        tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow)),
+    )
+
+
+def _level(table: object, where: str) -> Level:
+    known = ("name", "size", "bandwidth", "latency", "links", "duplex")
+    table = check_keys(table, known, ("name", "size", "bandwidth"), where)
+    links = choice(table, "links", where, ("device", "member", "peer"), "device")
+    return Level(
+        words(table, "name", where),
+        whole(table, "size", where, most=MOST_RANKS),
+        measured(table, "bandwidth", where, "bytes/s"),
+        measured(table, "latency", where, "s", "0 s"),
+        links == "member",
+        yes_or_no(table, "duplex", where, True),
+        links == "peer",
+    )
+
+
+def _device(table: object, where: str) -> Device:
+    times = ("call", "post", "handle", "start")
+    known = ("name", "memory", "reserved", "copy", "socket", *times, *DTYPES)
+    table = check_keys(table, known, ("name", "memory", "copy"), where)
+    rates = {dtype: _rates(table[dtype], f"{where}.{dtype}") for dtype in DTYPES if dtype in table}
+    if not rates:
+        raise ValueError(f"{where}: no rates; give a table for at least one of {', '.join(DTYPES)}")
+    memory, reserved = measured(table, "memory", where, "bytes"), measured(table, "reserved", where, "bytes", "0 B")
+    if reserved >= memory:
+        raise ValueError(f"{where}: reserved = {table['reserved']!r} leaves nothing of memory = {table['memory']!r}")
+    return Device(
+        words(table, "name", where),
+        memory,
+        reserved,
+        measured(table, "copy", where, "bytes/s"),
+        rates=rates,
+        socket=measured(table, "socket", where, "bytes/s") if "socket" in table else 0.0,
+        **{key: measured(table, key, where, "s", "0 s") for key in times},
+    )
+
+
+def _rates(table: object, where: str) -> Rates:
+    known = ("peak", "matmul", "forward", "backward")
+    table = check_keys(table, known, known, where)
+    return Rates(
+        measured(table, "peak", where, "flop/s"),
+        measured(table, "matmul", where, "flop/s"),
+        _curve(table["forward"], f"{where}: forward"),
+        _curve(table["backward"], f"{where}: backward"),
+    )
+
+
+def _curve(value: object, where: str) -> Curve:
+    """A speed, or a list of [tokens, speed]."""
+    pairs = [[1, value]] if isinstance(value, str) else value
+    if not isinstance(pairs, list) or not pairs or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
+        raise ValueError(f"{where} = {shown(value)} is neither a speed nor a list of [tokens, speed]")
+    points: list[tuple[float, float]] = []
+    for size, speed in pairs:
+        fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST
+        if not fits or (points and size <= points[-1][0]):
+            raise ValueError(f"{where}: {shown(size)} is not a number of tokens that grows from point to point")
+        try:
+            points.append((float(size), quantity(speed, "flop/s")))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return Curve(tuple(points))
+
+
+def _slow(table: object, levels: tuple[Level, ...], where: str) -> Slow:
+    table = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
+    names = [level.name for level in levels]
+    if table["level"] not in names:
+        raise ValueError(f"{where}: level = {shown(table['level'])} is not one of {', '.join(names)}")
+    at = names.index(table["level"])
+    members, member = prod(level.size for level in levels[: at + 1]), whole(table, "member", where, least=0)
+    if member >= members:
+        raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
+    shares = [number(table, key, where, least=LEAST_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute")]
+    return Slow(at, member, *shares)
+
+
+def cluster_text(cluster: Cluster, comment: str) -> str:
+    """A file that ``read_cluster`` reads back."""
+    device, lines = cluster.device, [f"# {line}" for line in comment.splitlines()]
+    lines += [f'transport = "{cluster.transport}"', f"accuracy = {cluster.accuracy:g}", f"cores = {cluster.cores}", ""]
+    lines += ["[device]", f"name = {json.dumps(device.name)}", f'memory = "{device.memory / 1e9:.3f} GB"']
+    lines += [f'reserved = "{device.reserved / 1e9:.3f} GB"'] if device.reserved else []
+    lines += [f'copy = "{device.copy / 1e9:.3f} GB/s"']
+    lines += [f'socket = "{device.socket / 1e9:.4f} GB/s"'] if device.socket else []
+    for key in ("call", "post", "handle", "start"):
+        lines += [f'{key} = "{getattr(device, key) * 1e6:.2f} us"'] if getattr(device, key) else []
+    for dtype, rates in device.rates.items():
+        lines += ["", f"[device.{dtype}]", f'peak = "{rates.peak / 1e12:.4f} TFLOP/s"']
+        lines += [f'matmul = "{rates.matmul / 1e12:.4f} TFLOP/s"']
+        for key in ("forward", "backward"):
+            points = (f'[{x:.0f}, "{y / 1e12:.5f} TFLOP/s"]' for x, y in getattr(rates, key).points)
+            lines += [f"{key} = [{', '.join(points)}]"]
+    for level in cluster.levels:
+        links = "peer" if level.peer else "member" if level.shared else "device"
+        lines += ["", "[[levels]]", f"name = {json.dumps(level.name)}", f"size = {level.size}"]
+        lines += [f'bandwidth = "{level.bandwidth / 1e9:.5f} GB/s"']
+        lines += [f'latency = "{level.latency * 1e6:.2f} us"'] if level.latency else []
+        lines += [f'links = "{links}"', f"duplex = {str(level.duplex).lower()}"]
+    for slow in cluster.slow:
+        name = json.dumps(cluster.levels[slow.level].name)
+        lines += ["", "[[slow]]", f"level = {name}", f"member = {slow.member}"]
+        lines += [f"bandwidth = {slow.bandwidth:g}", f"compute = {slow.compute:g}"]
+    return "\n".join(lines) + "\n"

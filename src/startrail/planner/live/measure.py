@@ -1,0 +1,309 @@
+"""Measuring the cluster that this process group runs on: kernels, copies, and links by level, in a few seconds.
+
+All ranks measure at the same time, as they will work: cores and links that they share are then slower by themselves.
+The result is a `Cluster`, the same on every rank, and is remembered by topology in ``~/.cache/startrail``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from startrail.comm.gather import gather_texts
+from startrail.geometry.mask import Tile
+from startrail.kernels import kernel_for
+from startrail.planner.cluster import (
+    LEAST_SHARE,
+    Cluster,
+    Curve,
+    Device,
+    Level,
+    Rates,
+    Slow,
+    cluster_text,
+    read_cluster,
+)
+from startrail.planner.topology import Machine
+from startrail.planner.units import parse_text
+
+BLOCKS = (128, 512)  # tokens at a side
+HEADS, HEAD_DIM = 4, 64
+REPEATS = 5
+SLOW = 0.5  # of the median: slower than that is odd
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``odd``: what differs from its like, by name."""
+
+    cluster: Cluster
+    odd: tuple[str, ...]
+
+
+def own_device() -> torch.device:
+    """Where this rank computes: on its GPU, if NCCL joins the ranks, which emulated nodes never do, or if it is
+    alone. Without a choice torch's backend is called 'undefined', and is that of each kind of device."""
+    if torch.cuda.is_available() and (not dist.is_initialized() or "cuda:nccl" in dist.get_backend_config()):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"one thread of {cpu_name()}"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def memory_of(device: torch.device, local_ranks: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(local_ranks, 1)
+
+
+def no_progress(text: str, share: float) -> None:
+    """Where nobody watches."""
+
+
+def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progress = no_progress) -> Measured:
+    """Called by all ranks of ``group`` together, or by one process without any."""
+    device = own_device()
+    progress("kernels", 0.0)
+    mine: dict[str, Any] = {"host": platform.node(), **_rates(device)}
+    if group is not None:
+        progress("links", 0.4)
+        mine |= _links(group, machine, device)
+    everyone: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(mine), group, own_device())]
+    progress("done", 1.0)
+    about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
+    return describe(machine, everyone, *about)
+
+
+def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[Cluster, str]:
+    """The cluster as it was measured before, or as it is measured now; how it is known."""
+    device = own_device()
+    backend = dist.get_backend_config(group) if group is not None else "none"
+    key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
+    path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+    first = group is None or dist.get_rank(group) == 0
+    remembered = gather_texts(_remembered(path) if first else "", group, own_device())[0]
+    if remembered:
+        try:
+            return read_cluster(parse_text(remembered, path), "this cluster", path.name), f"measured before, {path}"
+        except ValueError:
+            pass  # written by another version: measure again
+    cluster = measure(group, machine).cluster
+    if first:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(cluster_text(cluster, f"Measured by startrail on {time.strftime('%Y-%m-%d')}: {key}"))
+        except OSError as error:
+            print(f"startrail: the measured cluster cannot be remembered: {error}", file=sys.stderr)
+    return cluster, "measured now"
+
+
+def _remembered(path: Path) -> str:
+    """What was measured before; nothing if that cannot be read, since all other ranks wait for an answer."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "startrail"
+
+
+# --- one rank
+
+
+def _rates(device: torch.device) -> dict[str, Any]:
+    """FLOP/s of kernels and products, bytes/s of copies, seconds of a call."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernel = kernel_for(device, dtype, HEAD_DIM)
+    found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
+    for tokens in BLOCKS if device.type == "cpu" else tuple(4 * tokens for tokens in BLOCKS):
+        q, k, v, dout = (torch.randn(1, HEADS, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(4))
+        tiles = (Tile(0, tokens, 0, tokens, "full"),)
+        scale = HEAD_DIM**-0.5
+        result = kernel.forward(q, k, v, tiles, scale)
+        out, lse = result.out.to(dtype), result.lse.float()
+        pairs = tokens * tokens * HEADS * HEAD_DIM
+        forward = partial(kernel.forward, q, k, v, tiles, scale)
+        backward = partial(kernel.backward, dout, q, k, v, out, lse, tiles, scale)
+        found["forward"][tokens] = 4 * pairs / _seconds(forward, device)
+        found["backward"][tokens] = 10 * pairs / _seconds(backward, device)
+    a = torch.randn(512, 512, device=device, dtype=dtype)
+    found["matmul"] = 2 * 512**3 / _seconds(lambda: a @ a, device)
+    whole = torch.zeros(2**21, device=device)
+    found["copy"] = 2 * whole.nbytes / _seconds(whole.clone, device)
+    tiny = torch.zeros(8, device=device)
+    found["call"] = 4 * _seconds(lambda: tiny.add_(1), device)
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times[1:]), 1e-9)
+
+
+# --- links
+
+
+def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> dict[str, Any]:
+    """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node at
+    once, and to the next rank of the node."""
+    rank, world, inside = dist.get_rank(group), machine.world, machine.ranks_per_node
+    size = 2**18 if device.type == "cpu" else 2**25
+    node, place = divmod(rank, inside)
+    found: dict[str, Any] = {}
+    if machine.nodes > 1:
+        to, source = (rank + inside) % world, (rank - inside) % world
+        found["latency 0"] = _exchange(group, to, source, 1, device)
+        found["alone 0"] = size / _exchange(group, to, source, size, device, takes_part=place == 0)
+        found["all 0"] = size / _exchange(group, to, source, size, device)
+    if inside > 1:
+        to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
+        found["latency 1"] = _exchange(group, to, source, 1, device)
+        found["all 1"] = size / _exchange(group, to, source, size, device)
+    return found
+
+
+def _exchange(
+    group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device, takes_part: bool = True
+) -> float:
+    """Seconds until what I send is away and what I receive is here; the median of a few times."""
+    send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    ranks = dist.get_process_group_ranks(group)
+    times = []
+    for _ in range(REPEATS):
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        if takes_part:
+            ops = [
+                dist.P2POp(dist.isend, send, ranks[to], group),
+                dist.P2POp(dist.irecv, receive, ranks[source], group),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times[1:]), 1e-9)
+
+
+# --- all ranks
+
+
+def describe(
+    machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, transport: str
+) -> Measured:
+    """A cluster from what every rank measured: the medians, and who is far from them."""
+
+    def typical(key: str) -> float:
+        return statistics.median(found[key] for found in everyone if key in found)
+
+    levels = []
+    if machine.nodes > 1:
+        alone = statistics.median(everyone[node * machine.ranks_per_node]["alone 0"] for node in range(machine.nodes))
+        together = typical("all 0")
+        shared = together * machine.ranks_per_node < 1.5 * alone  # all of a node's ranks get no more than one
+        rate = max(alone, together * machine.ranks_per_node) if shared else together
+        levels.append(Level("node", machine.nodes, rate, typical("latency 0"), shared, True))
+    if machine.ranks_per_node > 1 or not levels:
+        inside = machine.ranks_per_node > 1
+        rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
+        levels.append(Level("rank", machine.ranks_per_node, rate, latency, False, True))
+    dtype = everyone[0]["dtype"]
+
+    def curve(name: str) -> Curve:
+        sizes = everyone[0][name]  # numbers of tokens, which JSON has as texts
+        return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
+
+    matmul = typical("matmul")
+    best = max(y for name in ("forward", "backward") for _, y in curve(name).points)
+    rates = Rates(max(matmul, best), matmul, curve("forward"), curve("backward"))
+    call = typical("call")
+    about = Device(
+        name, memory, 0.0, typical("copy"),
+        call=call, post=2 * call, handle=0.0, socket=0.0, start=20 * call, rates={dtype: rates},
+    )  # fmt: skip
+    odd = list(_odd(everyone))
+    texts = (
+        f"rank {one.rank} (node {machine.node(one.rank)}, {everyone[one.rank]['host']}): {one.what} at "
+        f"{one.share:.0%} of the others'"
+        for one in odd
+    )
+    slow = _slow(machine, len(levels) - 1, odd)
+    return Measured(Cluster("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
+
+
+class Odd(NamedTuple):
+    """What of a rank has only a ``share`` of the others' speed."""
+
+    rank: int
+    key: str
+    what: str
+    share: float
+
+
+def _odd(everyone: Sequence[dict[str, Any]]) -> Iterator[Odd]:
+    """Ranks and links that are much slower than their like."""
+    names = {
+        "matmul": "products of matrices",
+        "copy": "copies in memory",
+        "all 0": "its link to the next node",
+        "all 1": "its link to the next rank of its node",
+    }
+    for key, what in names.items():
+        values = [found.get(key) for found in everyone]
+        known = [value for value in values if value is not None]
+        if len(known) < 2:
+            continue
+        middle = statistics.median(known)
+        for rank, value in enumerate(values):
+            if value is not None and value < SLOW * middle:
+                yield Odd(rank, key, what, value / middle)
+
+
+def _slow(machine: Machine, innermost: int, odd: Iterable[Odd]) -> tuple[Slow, ...]:
+    """The odd ones as a description has them. Copies are a small part of a rank's work: those are only told."""
+    found: dict[tuple[int, int], Slow] = {}
+    for one in odd:
+        if one.key == "copy":
+            continue
+        at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
+        share = max(round(one.share, 3), LEAST_SHARE)
+        before = found.get(at, Slow(*at))
+        if one.key == "matmul":
+            found[at] = replace(before, compute=min(before.compute, share))
+        else:
+            found[at] = replace(before, bandwidth=min(before.bandwidth, share))
+    return tuple(found[at] for at in sorted(found))

@@ -1,0 +1,366 @@
+"""How long one attention call takes under a plan on a cluster, forward and backward: the clock with routes and prices.
+
+>>> from startrail.schedule.plan import Plan
+>>> from startrail.planner.cluster import find_cluster
+>>> call = Call(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
+>>> cluster = find_cluster("a100-4x8")
+>>> ring, heads = (predict(cluster, Plan.parse(text), call) for text in ("1x32", "u4/1x8"))
+>>> ring.seconds > 2 * heads.seconds                          # one link of 100 Gbit/s a node: ring waits for it
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from startrail.planner.cluster import DTYPES, Cluster
+from startrail.planner.pricing import Message, Post, Prices, Task, Work, call_tasks
+from startrail.planner.simulator import Clock, Path, Played, Route
+from startrail.schedule.families.nested import Rings, is_plain_ring
+from startrail.schedule.families.star import team_of
+from startrail.schedule.plan import Plan, divisors
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import PASSES, Pass
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call of one layer: sizes, mask and dtype."""
+
+    length: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bfloat16"
+    window: int | None = None
+
+    def local(self, world: int) -> int:
+        """Tokens of one rank, as zigzag has them."""
+        return 2 * -(-self.length // (2 * world)) if world > 1 else self.length
+
+    def sizes(self, plan: Plan, world: int) -> Sizes:
+        return Sizes(plan, self.local(world), self.batch, self.heads, self.kv_heads, self.head_dim, DTYPES[self.dtype])
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tokens of one sequence that see each other.
+
+        >>> Call(4, 1, 1, 1, 1, causal=True).pairs, Call(4, 1, 1, 1, 1, causal=True, window=2).pairs
+        (10, 7)
+        """
+        window = min(self.window or self.length, self.length)
+        behind = window * self.length - window * (window - 1) // 2  # a token itself and window - 1 before it
+        return behind if self.causal else 2 * behind - self.length
+
+
+@dataclass(frozen=True)
+class Prediction:
+    forward: Played
+    backward: Played
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def waiting(self) -> float:
+        return self.forward.waiting + self.backward.waiting
+
+    @property
+    def sent(self) -> tuple[float, ...]:
+        """Bytes of the average rank by level of the cluster."""
+        return tuple(a + b for a, b in zip(self.forward.sent, self.backward.sent, strict=True))
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of the busiest link of every level."""
+        return tuple(a + b for a, b in zip(self.forward.busy, self.backward.busy, strict=True))
+
+
+def predict(
+    cluster: Cluster, plan: Plan, call: Call, everybody: bool = False, order: Sequence[int] | None = None
+) -> Prediction:
+    """Forward and backward. ``everybody`` plays all ranks; otherwise one stands for all. ``order``: the rank at each
+    place of the plan, if that is not the same number (then everybody is played)."""
+    if everybody or order is not None:
+        prices = _prices(cluster, plan, call)
+        return Prediction(*(_play_everybody(cluster, prices, pass_, order) for pass_ in PASSES))
+    smaller = _smaller(cluster, plan, call)
+    if smaller is None:
+        prices = _prices(cluster, plan, call)
+        return Prediction(*(_play_one(cluster, prices, pass_) for pass_ in PASSES))
+    return _longer(*smaller)
+
+
+def _prices(cluster: Cluster, plan: Plan, call: Call) -> Prices:
+    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype)
+
+
+# --- very long rings
+
+MANY = 1024  # blocks of a program that is played whole
+ALL_LOOKED_AT = 256  # ranks: in larger worlds not all programs of a member are looked at,
+INSIDE = 3  # but so many of those that stand between its first and its last
+Scaled = tuple[Cluster, Plan, Call]
+
+
+def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, int, int] | None:
+    """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces
+    of the same size, and to go on in a straight line. A window stays as it is, so that the blocks that it reaches stay
+    as many; one that is wider than the shorter sequence shrinks with it. None if that is not needed, or not possible;
+    otherwise both, and how many times longer than the first the second and the ring itself are."""
+    if plan.family.open_ended:  # which of its messages leave a node depends on the number of ranks
+        return None
+    shards = cluster.world // plan.heads
+    aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
+    limit = MANY if aligned else MANY // 4  # where all ranks of a member are looked at
+    found: tuple[Scaled, Scaled, int, int] | None = None
+    for factor in divisors(cluster.levels[0].size)[1:] if shards > limit else ():
+        for times in (2, 3):
+            part = times * factor
+            wide = call.window is not None and 2 * call.window > call.length // part
+            first, second = (_scaled(cluster, plan, call, n, n if wide else 1) for n in (part, factor))
+            if first is not None and second is not None:
+                found = first, second, times, part
+                break
+        if found is not None and shards // factor <= limit:
+            break
+    return found
+
+
+def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int, narrower: int) -> Scaled | None:
+    """The same with the longest ring ``factor`` times shorter, on as much smaller a cluster, and a window so many times
+    ``narrower``."""
+    outer = cluster.levels[0].size
+    if outer % factor or outer // factor < 2:
+        return None
+    levels = list(plan.levels)
+    rings = {at: level.ring for at, level in enumerate(levels) if isinstance(level, Rings)}
+    longest = max(rings, key=lambda at: rings[at])
+    level = levels[longest]
+    assert isinstance(level, Rings)
+    if level.ring % factor or level.ring // factor < 4:
+        return None
+    levels[longest] = Rings(level.team, level.ring // factor)
+    smaller = cluster.part(cluster.world // factor)
+    shorter = replace(plan, levels=tuple(levels))
+    try:
+        shorter.check_world(smaller.world)
+    except ValueError:
+        return None
+    window = None if call.window is None else max(call.window // narrower, 1)
+    return smaller, shorter, replace(call, length=call.local(cluster.world) * smaller.world, window=window)
+
+
+def _longer(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction:
+    """The straight line through two predictions, the second at ``times`` the first's length, at ``whole`` times it."""
+    passes = []
+    priced = [(cluster, _prices(cluster, plan, call)) for cluster, plan, call in (first, second)]
+    for pass_ in PASSES:
+        a, b = (_play_one(cluster, prices, pass_) for cluster, prices in priced)
+
+        def line(x: float, y: float) -> float:
+            return x + (y - x) * (whole - 1) / (times - 1)
+
+        def lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
+            return tuple(line(x, y) for x, y in zip(xs, ys, strict=True))
+
+        passes.append(
+            Played(line(a.seconds, b.seconds), line(a.waiting, b.waiting), lines(a.sent, b.sent), lines(a.busy, b.busy))
+        )
+    return Prediction(*passes)
+
+
+# --- everybody
+
+
+def _play_everybody(cluster: Cluster, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
+    world = cluster.world
+    tasks = [call_tasks(prices, world, place, pass_) for place in range(world)]
+    wires = _Wires(cluster, order or range(world))
+    clock = Clock(cluster, tasks, wires.capacity, wires.route, [wires.speed(place) for place in range(world)], False)
+    seconds = clock.play()
+    waiting = sum(rank.waiting for rank in clock.ranks) / world
+    sent = tuple(nbytes / world for nbytes in clock.sent)
+    return Played(seconds, waiting, sent, wires.busiest(clock.carried))
+
+
+class _Wires:
+    """All links of a cluster, each a number: by level, member (or device) and way."""
+
+    def __init__(self, cluster: Cluster, order: Sequence[int]) -> None:
+        self.cluster, self.order = cluster, order
+        self.first: list[int] = []
+        self.capacity: list[float] = []
+        for at, level in enumerate(cluster.levels):
+            self.first.append(len(self.capacity))
+            if level.peer:  # one from every device to every other, numbered by both
+                for rank in range(cluster.world):
+                    others = (rank - rank % level.size + place for place in range(level.size))
+                    shares = (min(_share(cluster, at, rank), _share(cluster, at, other)) for other in others)
+                    self.capacity += [level.bandwidth * share for share in shares]
+                continue
+            span = cluster.spans[at] if level.shared else 1
+            for link in range(cluster.world // span):
+                share = _share(cluster, at, link * span)
+                self.capacity += [level.bandwidth * share] * (2 if level.duplex else 1)
+        self.paths: dict[tuple[int, int], tuple[tuple[tuple[int, float], ...], float, tuple[int, ...]]] = {}
+
+    def route(self, place: int, message: Message) -> Path:
+        key = self.order[place], self.order[message.peer]
+        if key not in self.paths:
+            levels = self.cluster.crossed(*key)
+            links = tuple((link, 1.0) for level in levels for link in self.links(level, *key))
+            latency = max((self.cluster.levels[level].latency for level in levels), default=0.0)
+            self.paths[key] = links, latency, levels
+        links, latency, levels = self.paths[key]
+        nbytes = tuple(message.nbytes if at in levels else 0.0 for at in range(len(self.cluster.levels)))
+        return Path(links, latency, nbytes)
+
+    def links(self, at: int, rank: int, peer: int) -> tuple[int, ...]:
+        """Out of the one, into the other; peers have one link for both, each way or, if it is not duplex, in all."""
+        level, span = self.cluster.levels[at], self.cluster.spans[at]
+        if level.peer:
+            one, other = (rank, peer) if level.duplex else (min(rank, peer), max(rank, peer))
+            return (self.first[at] + one * level.size + other % level.size,)
+        ways = 2 if level.duplex else 1
+        out, into = (end // span if level.shared else end for end in (rank, peer))
+        return self.first[at] + out * ways, self.first[at] + into * ways + ways - 1
+
+    def speed(self, place: int) -> float:
+        return _speed(self.cluster, self.order[place])
+
+    def busiest(self, carried: Sequence[float]) -> tuple[float, ...]:
+        ends = [*self.first[1:], len(self.capacity)]
+        return tuple(
+            max(carried[link] / self.capacity[link] for link in range(start, stop))
+            for start, stop in zip(self.first, ends, strict=True)
+        )
+
+
+def _share(cluster: Cluster, level: int, rank: int) -> float:
+    """Of a link's bandwidth that a slow member leaves; ``rank`` is the first one behind the link."""
+    shares = [s.bandwidth for s in cluster.slow if s.level == level and rank // cluster.spans[level] == s.member]
+    return min(shares, default=1.0)
+
+
+def _speed(cluster: Cluster, rank: int) -> float:
+    return min((s.compute for s in cluster.slow if rank // cluster.spans[s.level] == s.member), default=1.0)
+
+
+# --- one for all
+
+
+def _play_one(cluster: Cluster, prices: Prices, pass_: Pass) -> Played:
+    """Ranks run in step, so a slow member slows everybody: links and devices are as fast as the slowest. There is one
+    link a level; between peers, one for each, behind all those."""
+    tasks, paths = _one_for_all(cluster, prices, pass_)
+    levels = len(cluster.levels)
+    capacity = [
+        level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0)
+        for at, level in enumerate(cluster.levels)
+    ]
+    if cluster.levels[-1].peer:
+        capacity += [capacity[-1]] * cluster.levels[-1].size
+    speed = min((s.compute for s in cluster.slow), default=1.0)
+    clock = Clock(cluster, [tasks], capacity, paths, [speed], True)
+    seconds = clock.play()
+    carried = [nbytes / rate for nbytes, rate in zip(clock.carried, capacity, strict=True)]
+    busy = (*carried[: levels - 1], max(carried[levels - 1 :]))
+    return Played(seconds, clock.ranks[0].waiting, tuple(clock.sent), busy)
+
+
+def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:
+    """The tasks of the rank that stands for all, and the way of its messages: with how many of its neighbours' it
+    shares each link. Where a lane's ranks are all on one side of a link or all on different ones, that is known;
+    where they are not (Ring Attention over nodes), the programs of all ranks of a member are looked at."""
+    world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
+    known = _known_lanes(cluster, prices.sizes.plan)
+    if len(known) == len(prices.sizes.plan.levels):
+        tasks, counted = call_tasks(prices, world, prices.busiest, pass_), {}
+    else:
+        looked_at = _looked_at(cluster, prices.sizes.plan)
+        member = [call_tasks(prices, world, rank, pass_) for rank in looked_at]
+        sends = [[m for task in own if isinstance(task, Post) for m in task.messages if m.send] for own in member]
+        works = [sum(task.seconds for task in own if isinstance(task, Work)) for own in member]
+        chosen = max(range(len(member)), key=lambda rank: (len(sends[rank]), works[rank]))
+        tasks = member[chosen]
+        alike = [(rank, own) for rank, own in zip(looked_at, sends, strict=True) if len(own) == len(sends[chosen])]
+        counted = {
+            message.number: _counted_path(cluster, [(rank, own[at].peer, looked_at[rank]) for rank, own in alike])
+            for at, message in enumerate(sends[chosen])
+            if message.lane not in known
+        }
+
+    def route(_: int, message: Message) -> Path:
+        links, latency, shares = known[message.lane] if message.lane in known else counted[message.number]
+        if inner.peer and links and links[-1][0] == last:
+            links = (*links[:-1], (last + 1 + message.peer % inner.size, links[-1][1]))
+        return Path(links, latency, tuple(share * message.nbytes for share in shares))
+
+    return tasks, route
+
+
+def _known_lanes(cluster: Cluster, plan: Plan) -> dict[int, Way]:
+    """Lanes whose ranks are all behind the same links, or all behind different ones, and the way of their messages."""
+    sizes = plan.sizes(cluster.world)
+    strides = [prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
+    return {
+        lane: _full_path(cluster, stride)
+        for lane, (size, stride) in enumerate(zip(sizes, strides, strict=True))
+        if all(stride % span == 0 or span % (stride * size) == 0 for span in cluster.spans)
+    }
+
+
+Way = tuple[tuple[tuple[int, float], ...], float, tuple[float, ...]]  # links, latency, share of messages by level
+
+
+def _full_path(cluster: Cluster, stride: int) -> Way:
+    levels = cluster.crossed(0, stride) if stride < cluster.world else ()
+    return _way(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
+
+
+def _looked_at(cluster: Cluster, plan: Plan) -> dict[int, float]:
+    """Ranks of the middle member (at the ends, starC has ranks whose placement is their own place) whose programs are
+    looked at, and for how many each stands. In small worlds that is everybody. In large ones it is one of a team of
+    starC's, which pass on side by side, each time in another seat; and, in a ring or between such teams, where only the
+    last leave the member and only the first are reached, a few of those inside. Times come out the same; of starC's
+    placements, which differ inside a member, up to a quarter more or fewer may seem to leave it."""
+    span = cluster.spans[0]
+    first = cluster.levels[0].size // 2 * span
+    team = team_of(plan) if plan.family.open_ended else 1
+    follow = span % team == 0 and (plan.family.open_ended or is_plain_ring(plan))
+    if not follow or cluster.world <= ALL_LOOKED_AT:
+        return dict.fromkeys(range(first, first + span), 1.0)
+    units, inside = span // team, span // team - 2
+    weights = dict.fromkeys(range(units), 1.0)
+    if inside > INSIDE and len(cluster.levels) <= 2:
+        some = {1 + inside * (2 * at + 1) // (2 * INSIDE): inside / INSIDE for at in range(INSIDE)}
+        weights = {0: 1.0, **some, units - 1: 1.0}
+    return {first + unit * team + at % team: weight * team for at, (unit, weight) in enumerate(weights.items())}
+
+
+def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int, float]]) -> Way:
+    """Of the messages that the ranks of one member send at the same time: from, to, and how many like that."""
+    crossing: dict[int, dict[int, float]] = {}
+    for rank, peer, number in pairs:
+        for at in cluster.crossed(rank, peer):
+            members = crossing.setdefault(at, {})
+            members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + number
+    every = sum(number for *_, number in pairs)
+    shares = {at: sum(members.values()) / every for at, members in crossing.items()}
+    return _way(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
+
+
+def _way(cluster: Cluster, crossing: dict[int, float], shares: dict[int, float]) -> Way:
+    """``crossing``: how many messages of a member cross each level at the same time; ``shares``: of all messages."""
+    links = tuple(
+        (at, (number if cluster.levels[at].shared else 1.0) * (1 if cluster.levels[at].duplex else 2))
+        for at, number in crossing.items()
+    )
+    latency = max((cluster.levels[at].latency for at in crossing), default=0.0)
+    return links, latency, tuple(shares.get(at, 0.0) for at in range(len(cluster.levels)))

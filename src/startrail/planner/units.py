@@ -1,0 +1,218 @@
+"""Descriptions as data: TOML (or JSON) files whose every key is known, and whose numbers carry units.
+
+>>> quantity("100 Gbit/s", "bytes/s"), quantity("40 GB", "bytes"), quantity("2 ms", "s")
+(12500000000.0, 40000000000.0, 0.002)
+>>> quantity("100 Gbit", "bytes/s")
+Traceback (most recent call last):
+ValueError: '100 Gbit' is not a rate; write a number and a unit, such as '100 Gbit/s' or '300 GB/s'
+>>> quantity("1e999 s", "s")                        # every number has a range, so that no sum of them overflows
+Traceback (most recent call last):
+ValueError: '1e999 s' is not between 0 s and 1 h
+>>> count("512k"), count("1M"), count("131072")
+(524288, 1048576, 131072)
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Table = Mapping[str, Any]
+_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+
+class _Kind(NamedTuple):
+    """What numbers of one kind are called, an example, what each unit counts for, and their range, also in words."""
+
+    name: str
+    example: str
+    units: dict[str, float]
+    least: float
+    most: float
+    range: str
+
+
+# The ranges are far wider than any hardware's: what is outside them is a slip, or would overflow or never end.
+_KINDS = {
+    "bytes/s": _Kind(
+        "a rate",
+        "'100 Gbit/s' or '300 GB/s'",
+        {f"{p}{unit}/s": x * size for p, x in _PREFIXES.items() for unit, size in (("B", 1.0), ("bit", 0.125))},
+        *(1e3, 1e18, "between 1 kB/s and 1000 PB/s"),
+    ),
+    "bytes": _Kind(
+        "an amount of memory",
+        "'40 GB' or '80 GiB'",
+        {f"{p}B": x for p, x in (_PREFIXES | _BINARY).items()},
+        *(1e6, 1e18, "between 1 MB and 1000 PB"),
+    ),
+    "s": _Kind(
+        "a time",
+        "'5 us' or '0.1 ms'",
+        {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+        *(0.0, 3600.0, "between 0 s and 1 h"),
+    ),
+    "flop/s": _Kind(
+        "a speed",
+        "'312 TFLOP/s'",
+        {f"{p}FLOP/s": x for p, x in _PREFIXES.items()},
+        *(1e6, 1e21, "between 1 MFLOP/s and 1000000 PFLOP/s"),
+    ),
+}
+MOST_COUNTED = 2**40  # tokens or sequences
+MOST = 2**24  # of what a model or a cluster has
+
+
+def shown(value: object) -> str:
+    """What was given, as an error shows it: on one line that can be read.
+
+    >>> shown("x"), shown("9" * 400)
+    ("'x'", "'9999999999999999999999999999999999999999999999999999999...")
+    """
+    text = repr(value)
+    return text if len(text) <= 59 else f"{text[:56]}..."
+
+
+def quantity(value: object, unit: str, least: float | None = None) -> float:
+    """The number that a text such as ``"100 Gbit/s"`` stands for, in ``unit``, and in the range of its kind (from
+    ``least`` on, if that is given)."""
+    kind = _KINDS[unit]
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
+    if found is None or found[2] not in kind.units:
+        raise ValueError(f"{shown(value)} is not {kind.name}; write a number and a unit, such as {kind.example}")
+    try:
+        number = float(found[1]) * kind.units[found[2]]
+    except ValueError:
+        raise ValueError(f"{shown(value)} is not {kind.name}; {shown(found[1])} is not a number") from None
+    if not (kind.least if least is None else least) <= number <= kind.most:
+        raise ValueError(f"{shown(value)} is not {kind.range}")
+    return number
+
+
+def count(value: object) -> int:
+    """Tokens, sequences or ranks; ``k`` and ``M`` are binary, as context lengths are written."""
+    fits = isinstance(value, int | str) and not isinstance(value, bool)
+    found = re.fullmatch(r"\s*0*([1-9]\d{0,14})\s*([kKmM]?)\s*", str(value), re.ASCII) if fits else None
+    number = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0
+    if not 1 <= number <= MOST_COUNTED:
+        raise ValueError(
+            f"{shown(value)} is not a whole number of at least 1 and at most {MOST_COUNTED}, such as 131072, 128k or 1M"
+        )
+    return number
+
+
+def nearest(name: str, names: Iterable[str], what: str) -> str:
+    """``; did you mean 'x'?``, or the names that there are."""
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=1) or [n for n in names if name and n.startswith(name)]
+    return f"; did you mean {near[0]!r}?" if near else f"; {what} {', '.join(names)}"
+
+
+def check_keys(table: object, known: Iterable[str], required: Iterable[str], where: str) -> Table:
+    """``table``, if it has no key but the known ones and all that it must have."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} must be a table of keys, not {shown(table)}")
+    known = list(known)
+    for key in table:
+        if key not in known:
+            raise ValueError(f"{where}: no key {shown(key)}{nearest(str(key), known, 'keys are')}")
+    for key in required:
+        if key not in table:
+            raise ValueError(f"{where}: {key!r} is missing")
+    if "description" in table:
+        words(table, "description", where)
+    return table
+
+
+def number(table: Table, key: str, where: str, *, least: float, most: float, default: float) -> float:
+    """A plain number between two limits."""
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{where}: {key} = {shown(value)} is not a number between {least:g} and {most:g}")
+    return float(value)
+
+
+def whole(table: Table, key: str, where: str, *, least: int = 1, most: int = MOST, default: int = 0) -> int:
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(
+            f"{where}: {key} = {shown(value)} is not a whole number of at least {least} and at most {most}"
+        )
+    return value
+
+
+def measured(table: Table, key: str, where: str, unit: str, default: str = "") -> float:
+    """A number with a unit; its default, such as ``"0 B"``, may be less than what else is allowed."""
+    least = quantity(default, unit, 0.0) if default else None
+    try:
+        return quantity(table.get(key, default), unit, least)
+    except ValueError as error:
+        raise ValueError(f"{where}: {key} = {error}") from None
+
+
+def choice(table: Table, key: str, where: str, choices: tuple[str, ...], default: str) -> str:
+    value = table.get(key, default)
+    if value not in choices:
+        raise ValueError(f"{where}: {key} = {shown(value)} is not one of {', '.join(choices)}")
+    return str(value)
+
+
+def yes_or_no(table: Table, key: str, where: str, default: bool) -> bool:
+    value = table.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} = {shown(value)} is not true or false")
+    return value
+
+
+def words(table: Table, key: str, where: str) -> str:
+    value = table[key]
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError(f"{where}: {key} = {shown(value)} is not a text of one line")
+    return value
+
+
+def shipped(folder: str) -> dict[str, Path]:
+    """The files that come with the package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / folder).glob("*.toml"))}
+
+
+def find_file(name: str, folder: str, what: str) -> Path:
+    """The shipped file of that name, or the file at that path."""
+    known = shipped(folder)
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.suffix in (".toml", ".json") or "/" in name:
+        return path
+    raise ValueError(f"no {what} {name!r}{nearest(name, known, 'there are')} (or give a file)")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    try:
+        return parse_text(path.read_text(), path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file") from None
+
+
+def parse_text(text: str, path: Path) -> dict[str, Any]:
+    """The table that the text of a file at ``path`` is."""
+    try:
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: a description is a table of keys")
+    return found

@@ -1,0 +1,264 @@
+"""What is to be trained: a model and a run, as data. ``models/*.toml`` come along; Hugging Face's config.json is read.
+
+>>> model = find_model("gpt-7b")
+>>> round(model.parameters / 1e9, 1), model.layer_kinds           # 32 layers with full attention
+(6.9, {None: 32})
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from startrail.planner.cluster import DTYPES
+from startrail.planner.fewest_bytes import MOST_HEADS
+from startrail.planner.units import (
+    MOST,
+    MOST_COUNTED,
+    Table,
+    check_keys,
+    choice,
+    count,
+    find_file,
+    nearest,
+    read_file,
+    shown,
+    whole,
+    yes_or_no,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_LAYERS = 10_000
+ZERO = (0, 2, 3)
+# Hugging Face's decoders whose layers are what is counted here, by the matrices of their MLP: gated or not. Others
+# (state spaces, encoders, experts) would be read without a complaint and counted wrongly.
+GATED = frozenset(
+    ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2")
+    + ("olmo3", "cohere", "cohere2", "granite", "glm", "glm4", "smollm3", "exaone4", "seed_oss", "helium", "stablelm")
+    + ("hunyuan_v1_dense", "ernie4_5")
+)
+PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "nemotron", "arcee", "apertus"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer's sizes. ``matrices`` of width x hidden in an MLP: 3 if it is gated, else 2. ``windows``: by layer,
+    how far a token sees, None if it sees everything. ``modulated``: a DiT, whose blocks have 6 x width more."""
+
+    name: str
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    matrices: int
+    tied: bool
+    causal: bool
+    windows: tuple[int | None, ...]
+    modulated: bool = False
+
+    @property
+    def layer_kinds(self) -> dict[int | None, int]:
+        """How many layers have each window."""
+        return dict(Counter(self.windows))
+
+    @property
+    def projections(self) -> int:
+        """Numbers in the matrices of one layer's attention."""
+        return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mlp(self) -> int:
+        return self.matrices * self.width * self.hidden
+
+    @property
+    def per_layer(self) -> int:
+        """Parameters of one layer."""
+        return self.projections + self.mlp + (6 * self.width**2 if self.modulated else 0)
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside the layers."""
+        return self.vocab * self.width * (1 if self.tied or self.modulated else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.per_layer + self.outside
+
+
+@dataclass(frozen=True)
+class Run:
+    """How it is trained. ``batch``: sequences in one step, over all data-parallel groups. ``gather``: the dtype in
+    which FSDP's parameters and gradients travel. ``loss_chunk``: tokens whose logits exist at a time."""
+
+    length: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    recompute: bool = True
+    zero: int = 3
+    gather: str = "float32"
+    loss_chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch", "loss_chunk"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNTED:
+                raise ValueError(
+                    f"{name} = {shown(value)} is not a whole number of at least 1 and at most {MOST_COUNTED}"
+                )
+        for name in ("dtype", "gather"):
+            if getattr(self, name) not in tuple(DTYPES):
+                raise ValueError(f"{name} = {shown(getattr(self, name))} is not one of {', '.join(DTYPES)}")
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"recompute = {shown(self.recompute)} is not true or false")
+        if type(self.zero) is not int or self.zero not in ZERO:
+            raise ValueError(f"zero = {shown(self.zero)} is not one of {', '.join(map(str, ZERO))}")
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a running job knows about itself, so that ``auto`` asks what ``startrail plan`` asks. Its batch is that of
+    all ``data_parallel`` groups, which it has already."""
+
+    model: Model
+    run: Run
+    data_parallel: int = 1
+
+
+def read_run(table: Table, where: str) -> Run:
+    """A run from a table; ``where`` it is from begins an error."""
+    known = ("description", "length", "batch", "dtype", "recompute", "zero", "gather", "loss_chunk")
+    check_keys(table, known, ("length",), where)
+    values = {key: value for key, value in table.items() if key != "description"}
+    for key in ("length", "batch", "loss_chunk"):
+        if key in values:
+            try:
+                values[key] = count(values[key])
+            except ValueError as error:
+                raise ValueError(f"{where}: {key} = {error}") from None
+    try:
+        return Run(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def find_model(name: str) -> Model:
+    """The model of that name, or in that file: one of ours (.toml), or Hugging Face's config.json."""
+    path = find_file(name, "models", "model")
+    if path.is_dir():
+        path = path / "config.json"
+    table = read_file(path)
+    if path.suffix == ".json":
+        return from_hugging_face(table, path.parent.name or path.stem, str(path))
+    return read_model(table, path.stem, path.name)
+
+
+def read_model(table: Table, name: str, where: str) -> Model:
+    sizes = ("width", "layers", "heads", "hidden")
+    known = ("description", "kind", "vocab", "kv_heads", "tied", "window", "full_every", *sizes)
+    check_keys(table, known, ("kind", *sizes), where)
+    most = {"layers": MOST_LAYERS, "heads": MOST_HEADS}
+    width, layers, heads, hidden = (whole(table, key, where, most=most.get(key, MOST)) for key in sizes)
+    kind = choice(table, "kind", where, ("gpt", "dit"), "")
+    kv_heads = whole(table, "kv_heads", where, default=heads)
+    tied = yes_or_no(table, "tied", where, False)
+    if width % heads:
+        raise ValueError(f"{where}: width = {width} is not a multiple of heads = {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"{where}: heads = {heads} is not a multiple of kv_heads = {kv_heads}")
+    window = whole(table, "window", where, most=MOST_COUNTED) if "window" in table else None
+    every = whole(table, "full_every", where) if "full_every" in table else 0
+    windows = tuple(None if every and (at + 1) % every == 0 else window for at in range(layers))
+    vocab = whole(table, "vocab", where, least=0)
+    if kind == "gpt" and not vocab:
+        raise ValueError(f"{where}: 'vocab' is missing")
+    gated = 3 if kind == "gpt" else 2
+    return Model(
+        *(name, vocab, width, layers, heads, kv_heads, width // heads, hidden, gated, tied),
+        causal=kind == "gpt", windows=windows, modulated=kind == "dit",
+    )  # fmt: skip
+
+
+def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model:
+    """A decoder's sizes from its config.json; sliding and full layers are told apart.
+
+    >>> config = dict(model_type="llama", hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+    ...     num_key_value_heads=2, intermediate_size=96, vocab_size=100, sliding_window=16,
+    ...     layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+    >>> from_hugging_face(config, "mine", "config.json").layer_kinds
+    {16: 2, None: 1}
+    """
+    if config.get("text_config") is not None:
+        config = config["text_config"]
+        if not isinstance(config, Mapping):
+            raise ValueError(f"{where}: text_config = {shown(config)} is not a table of keys")
+    config = {key: value for key, value in config.items() if value is not None}
+    for key, what in (
+        ("num_local_experts", "mixtures of experts are"),
+        ("num_experts", "mixtures of experts are"),
+        ("n_routed_experts", "mixtures of experts are"),
+        ("kv_lora_rank", "latent attention is"),
+        ("linear_num_key_heads", "linear attention is"),
+    ):
+        if config.get(key):
+            raise ValueError(f"{where}: {key} = {shown(config[key])}: {what} not modelled")
+    kind = config.get("model_type", "")
+    if not isinstance(kind, str) or kind not in GATED | PLAIN:
+        near = nearest(str(kind), sorted(GATED | PLAIN), "those are")
+        raise ValueError(f"{where}: model_type = {shown(kind)} is not a decoder that is modelled{near}")
+
+    def size(*keys: str, default: int | None = None, most: int = MOST) -> int:
+        key = next((key for key in keys if key in config), None)
+        if key is None and default is None:
+            raise ValueError(f"{where}: {keys[0]!r} is missing")
+        return default if key is None and default is not None else whole(config, str(key), where, most=most)
+
+    width, layers, heads = (
+        size("hidden_size", "n_embd"),
+        size("num_hidden_layers", "n_layer", most=MOST_LAYERS),
+        size("num_attention_heads", "n_head", most=MOST_HEADS),
+    )
+    kv_heads = size("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ValueError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if width % heads and "head_dim" not in config:
+        raise ValueError(f"{where}: hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
+    head_dim = size("head_dim", default=width // heads)
+    return Model(
+        *(name, size("vocab_size"), width, layers, heads, kv_heads, head_dim),
+        *(size("intermediate_size", "n_inner", default=4 * width), 3 if kind in GATED else 2),
+        tied=yes_or_no(config, "tie_word_embeddings", where, False),
+        causal=True,
+        windows=_windows(config, layers, where),
+    )
+
+
+def _windows(config: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+    """By layer, the window that it has: newer configurations name every layer's kind, older ones give a rule."""
+    window = whole(config, "sliding_window", where, most=MOST_COUNTED) if "sliding_window" in config else None
+    sliding = yes_or_no(config, "use_sliding_window", where, window is not None)
+    pattern = whole(config, "sliding_window_pattern", where, default=MOST)  # layers between full ones
+    first = whole(config, "max_window_layers", where, least=0)
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ValueError(f"{where}: layer_types must name each of the {layers} layers")
+        for kind in kinds:
+            if kind not in (FULL, SLIDING):
+                raise ValueError(f"{where}: layer_types: layers of type {shown(kind)} are not modelled")
+        if SLIDING in kinds and window is None:
+            raise ValueError(f"{where}: {SLIDING} layers need sliding_window")
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    if window is None or not sliding:
+        return (None,) * layers
+    if "use_sliding_window" not in config:
+        first = 0
+    return tuple(window if at >= first and (at + 1) % pattern else None for at in range(layers))

@@ -1,0 +1,258 @@
+"""Plan: which ranks share queries, which pass keys and values round, and where heads are split.
+
+The text form reads outermost level first, ``/`` between levels, each ``CxT`` (teams of C, rings of T) or ``uU`` (heads
+over U ranks), then options:
+
+>>> plan = Plan.parse("u4/2x4")
+>>> plan.levels, plan.heads
+((Heads(size=4), Rings(team=2, ring=4)), 4)
+>>> str(plan), plan.size
+('u4/2x4', 32)
+>>> str(Plan.parse("1x4, keep=all, groups=2"))
+'1x4,keep=all,groups=2'
+
+``1x16`` is Ring Attention, ``u8`` is Ulysses, ``1x4/u8`` is USP, ``1x4/1x8`` is a double ring and ``star2`` is the
+schedule of the StarTrail paper with teams of 2, whose ring length follows from the number of ranks. Heads may be split
+at any level, any number of times: ``u4/1x8``, ``u2/2x2/u4``, ``u4/star2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from math import prod
+
+from startrail.schedule.families import FAMILIES
+from startrail.schedule.families.base import Family, Heads, Level
+from startrail.schedule.places import Place
+from startrail.schedule.values import BY_COLUMN
+
+BACKWARDS = ("keys", "queries")
+KEEPS = ("none", "queries", "all")
+NUMBERS = ("groups", "rows")
+OPTIONS = ("backward", "keep", *NUMBERS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice of levels and options; see the module's text for its written form.
+
+    ``backward`` says what travels round the ring in the backward pass. ``keep`` says what the forward pass keeps of
+    what it received, so that the backward pass need not receive it again. ``groups`` runs the heads (or the batch) in
+    that many parts, one behind the other; ``rows=2``, for one head and one sequence a rank, does so with the two chunks
+    of queries that a rank owns.
+    """
+
+    levels: tuple[Level, ...] = (Heads(1),)
+    backward: str = ""
+    keep: str = "none"
+    groups: int = 1
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError("a plan has at least one level; u1 is one rank alone")
+        if len({type(level) for level in self.shard_levels}) > 1:
+            raise ValueError(f"plan {self.body}: {' and '.join(map(str, self.shard_levels))} cannot be combined")
+        if not self.backward:
+            object.__setattr__(self, "backward", self.family.backwards[0])
+        if self.groups < 1:
+            raise ValueError(f"plan {self}: groups={self.groups} must be at least 1")
+        if self.backward not in BACKWARDS:
+            raise ValueError(f"backward={self.backward!r} is not one of {', '.join(BACKWARDS)}")
+        if self.keep not in KEEPS:
+            raise ValueError(f"keep={self.keep!r} is not one of {', '.join(KEEPS)}")
+        if self.backward not in self.family.backwards:
+            forms = " or ".join(f"backward={form}" for form in self.family.backwards)
+            raise ValueError(f"plan {self}: {self.shard_levels[0]} has one backward form, {forms}")
+        if self.rows not in (1, 2):
+            raise ValueError(f"plan {self}: rows={self.rows} must be 1 or 2, the chunks that a rank owns")
+        if self.rows > 1 and not self.allows_rows:
+            raise ValueError(
+                f"plan {self}: rows={self.rows} needs heads outermost and keys that stay, as in u16 or u16/2x1"
+            )
+        self.family.check(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan that ``text`` spells; ``ValueError`` says which part cannot be read."""
+        body, *options = (part.strip() for part in text.split(","))
+        levels = tuple(_level(part, text) for part in body.split("/"))
+        chosen: dict[str, str | int] = {}
+        for option in options:
+            name, equals, value = (piece.strip() for piece in option.partition("="))
+            if not equals or name not in OPTIONS or name in chosen:
+                raise ValueError(f"plan {text!r}: cannot read option {option!r}; options are {'=, '.join(OPTIONS)}=")
+            if name in NUMBERS and not value.isdecimal():
+                raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
+            chosen[name] = int(value) if name in NUMBERS else value
+        return cls(levels, **chosen)  # type: ignore[arg-type]
+
+    @property
+    def body(self) -> str:
+        """The levels without the options."""
+        return "/".join(map(str, self.levels))
+
+    def __str__(self) -> str:
+        default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1, "rows": 1}
+        options = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != default[name]]
+        return ",".join([self.body, *options])
+
+    @cached_property
+    def shard_levels(self) -> tuple[Level, ...]:
+        """The levels that share out the sequence, without those of heads."""
+        return tuple(level for level in self.levels if not isinstance(level, Heads))
+
+    @cached_property
+    def head_levels(self) -> tuple[Heads, ...]:
+        return tuple(level for level in self.levels if isinstance(level, Heads))
+
+    @cached_property
+    def heads(self) -> int:
+        """Ranks that the heads are split over."""
+        return prod(level.size for level in self.head_levels)
+
+    @property
+    def allows_rows(self) -> bool:
+        """Whether rows can be split: heads are exchanged over the outermost links, and only queries move inside."""
+        outermost = next((level for level in self.levels if str(level) not in ("u1", "1x1")), None)
+        return isinstance(outermost, Heads) and self.family.keys_stay(self)
+
+    def pieces_of(self, kind: str) -> int:
+        """How many pieces of a kind a shard is cut into.
+
+        >>> plan = Plan.parse("u4,rows=2")
+        >>> plan.pieces_of("q"), plan.pieces_of("kv")
+        (2, 1)
+        """
+        return self.groups * (1 if kind in BY_COLUMN else self.rows)
+
+    @cached_property
+    def family(self) -> Family:
+        if not self.shard_levels:
+            return FAMILIES[0]
+        return next(family for family in FAMILIES if isinstance(self.shard_levels[0], family.level))
+
+    @property
+    def running_sums(self) -> tuple[str, ...]:
+        """Gradients that are added up from rank to rank while they travel, and so are rounded at each hop if at all.
+
+        >>> Plan.parse("1x8").running_sums, Plan.parse("star2").running_sums, Plan.parse("2x4").running_sums
+        (('dkv',), ('dq',), ())
+        """
+        return self.family.running_sums(self)
+
+    @property
+    def size(self) -> int:
+        """Ranks that the plan needs; a star plan fits several world sizes and has none of its own."""
+        unit = self.family.unit(self) * self.heads
+        if self.family.open_ended:
+            raise ValueError(f"plan {self} fits any world size that {unit} divides")
+        return unit
+
+    def check_world(self, world: int) -> None:
+        """Raise the equation that fails, and the plans that would fit, unless the plan fits ``world`` ranks."""
+        if world % self.heads == 0 and self.family.sizes(self, world // self.heads) is not None:
+            return
+        fits = [str(plan) for plan in plans_for(world, max_levels=2)]
+        shown = ", ".join(fits[:12]) + (f", ... ({len(fits)} of up to two levels)" if len(fits) > 12 else "")
+        raise ValueError(f"plan {self}: {self.family.equation(self, world)}; plans that fit {world} ranks: {shown}")
+
+    def place(self, world: int, rank: int) -> Place:
+        """Where ``rank`` stands.
+
+        >>> Plan.parse("2x2/u2").place(8, 5).shard
+        2
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not in a world of {world}")
+        return Place(rank, self.sizes(world), tuple(isinstance(level, Heads) for level in self.levels))
+
+    def sizes(self, world: int) -> tuple[int, ...]:
+        """Ranks at every level, outermost first."""
+        self.check_world(world)
+        of_shards = iter(self.family.sizes(self, world // self.heads) or ())
+        return tuple(level.size if isinstance(level, Heads) else next(of_shards) for level in self.levels)
+
+    def slots(self, world: int) -> tuple[int, ...]:
+        """Every rank's place in the order of tokens: ranks that share a piece by heads stand side by side.
+
+        >>> Plan.parse("u2/1x2").slots(4)                        # ranks 0 and 2 share one piece, 1 and 3 the other
+        (0, 2, 1, 3)
+        """
+        pairs = [(0, 0)]  # shard and head
+        for size, level in zip(self.sizes(world), self.levels, strict=True):
+            if isinstance(level, Heads):
+                pairs = [(shard, head * size + digit) for shard, head in pairs for digit in range(size)]
+            else:
+                pairs = [(shard * size + digit, head) for shard, head in pairs for digit in range(size)]
+        return tuple(shard * self.heads + head for shard, head in pairs)
+
+
+def _level(part: str, text: str) -> Level:
+    if part.startswith("u") and part[1:].isdecimal():
+        return Heads(int(part[1:]))
+    for family in FAMILIES:
+        if (level := family.read(part)) is not None:
+            return level
+    raise ValueError(
+        f"plan {text!r}: cannot read {part!r}; write levels as TEAMxRING, heads as uN, or starC: "
+        "for example 2x2/u8, u4/1x8, 1x16, u8, star4"
+    )
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def plans_for(world: int, max_levels: int = 1) -> Iterator[Plan]:
+    """Every plan of at most ``max_levels`` levels on ``world`` ranks, heads anywhere, default options.
+
+    >>> [str(plan) for plan in plans_for(4)]
+    ['1x4', '2x2', '4x1', 'star2', 'u4']
+    >>> [str(plan) for plan in plans_for(4, max_levels=2)][5:]
+    ['1x2/1x2', '2x1/1x2', '1x2/2x1', '2x1/2x1', 'u2/1x2', '1x2/u2', 'u2/2x1', '2x1/u2', 'u2/u2']
+    """
+    if world < 1:
+        raise ValueError(f"world size {world} must be at least 1")
+    if world == 1:
+        yield Plan()
+    for num_levels in range(1, max_levels + 1):
+        for num_heads in range(num_levels + 1):
+            yield from _plans(world, num_levels, num_heads)
+
+
+def _plans(world: int, num_levels: int, num_heads: int) -> Iterator[Plan]:
+    """Plans of ``num_levels`` levels of which ``num_heads`` split heads."""
+    for heads in divisors(world)[1:] if num_heads else (1,):
+        for sizes in _products(heads, num_heads):
+            for family in FAMILIES:
+                if num_levels == num_heads and family is not FAMILIES[0]:
+                    continue  # without levels of shards there is one family
+                for grid in family.grids(world // heads, num_levels - num_heads):
+                    for where in combinations(range(num_levels), num_heads):
+                        by_heads, others = iter(sizes), iter(grid)
+                        yield Plan(
+                            tuple(Heads(next(by_heads)) if at in where else next(others) for at in range(num_levels))
+                        )
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``number`` as a product of so many factors above 1, in order."""
+    if factors == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in divisors(number)[1:]:
+        for rest in _products(number // first, factors - 1):
+            yield (first, *rest)
+
+
+def variants_of(plan: Plan) -> Iterator[Plan]:
+    """``plan`` with every backward form and every ``keep`` that it allows."""
+    for keep in KEEPS:
+        yield replace(plan, keep=keep)
+    for backward in plan.family.backwards[1:] if plan.shard_levels else ():
+        yield replace(plan, backward=backward, keep="none")

@@ -1,0 +1,154 @@
+"""From a plan to the program of one rank, computed from the rank's place alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from startrail.schedule.compose import put_around
+from startrail.schedule.families.base import ByKind
+from startrail.schedule.places import Place
+from startrail.schedule.plan import Plan
+from startrail.schedule.values import BY_COLUMN, FORWARD, INPUTS, Block, Pass, Piece, Step, Transfer
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is built once
+class Program:
+    """What one rank does in one pass. ``own_inputs`` are the pieces that the caller's own tokens make, ``kept`` those
+    that the forward pass must still have at its end, and that the backward pass finds at its beginning."""
+
+    plan: Plan
+    place: Place
+    pass_: Pass
+    steps: tuple[Step, ...]
+    own_inputs: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
+
+    @property
+    def given(self) -> tuple[Piece, ...]:
+        """The input pieces that a rank has at the start."""
+        return self.own_inputs if self.pass_ is FORWARD else self.own_inputs + self.kept
+
+    def own(self, kinds: tuple[str, ...]) -> list[Piece]:
+        """Pieces of the rank's own shard."""
+        return _pieces_of(self.plan, self.place.shard, kinds)
+
+    def part_of(self, block: Block) -> int | None:
+        """Which part of its row a block is of; None if rows are whole."""
+        return block.part if self.plan.rows > 1 else None
+
+    def is_part(self, post: Transfer) -> bool:
+        """Whether a transfer carries one rank's part of a piece: it goes over heads."""
+        return self.place.by_heads[post.lane]
+
+    def sends(self, sizes: ByKind) -> Iterator[tuple[Transfer, float]]:
+        """Everything that is sent, with its size; ``sizes`` are those of whole pieces by kind."""
+        for step in self.steps:
+            for post in step.posts:
+                if post.send:
+                    yield post, sizes[post.piece.kind] / (self.place.num_heads if self.is_part(post) else 1)
+
+    @cached_property
+    def last_uses(self) -> tuple[tuple[Piece, ...], ...]:
+        """By step: the input pieces that are needed in it for the last time (received ones and own ones alike)."""
+        last: dict[Piece, int] = {}
+        for index, step in enumerate(self.steps):
+            needed = [piece for block in step.blocks for piece in self.pass_.needs(block)]
+            for piece in (*needed, *(post.piece for post in step.posts if post.piece.kind in INPUTS)):
+                last[piece] = index
+        done: list[list[Piece]] = [[] for _ in self.steps]
+        for piece, index in last.items():
+            if self.pass_ is not FORWARD or piece not in self.kept:
+                done[index].append(piece)
+        return tuple(map(tuple, done))
+
+    def __str__(self) -> str:
+        return f"{self.plan} {self.pass_}, rank {self.place.rank} of {self.place.world}"
+
+
+@lru_cache(maxsize=256)
+def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
+    """What ``rank`` does in one pass.
+
+    >>> program = build_program(Plan.parse("2x2"), 4, 0, FORWARD)
+    >>> for step in program.steps: print(step)
+    post q1<1@0 q0>1@0 kv2<2@0 kv0>2@0 | 0x0
+    1x0
+    1x2
+    post out0<1@0 out1>1@0 | 0x2
+    merge out0<1
+    """
+    place = plan.place(world, rank)
+    groups, parts = range(plan.groups), range(plan.rows)
+    bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
+    if plan.rows > 1:
+        bodies = [[step.of_part(part) for step in body] for body in bodies for part in parts]
+    kept = [piece.of_part(n) for group in groups for n in parts for piece in plan.family.kept(plan, place, group)]
+    own = _pieces_of(plan, place.shard, FORWARD.enters)
+    if plan.heads > 1:  # what the exchange over heads brought is kept too: the backward pass exchanges only gradients
+        kept = own + kept
+    inputs = own
+    if pass_ is not FORWARD:
+        entering = _pieces_of(plan, place.shard, pass_.enters)
+        inputs = entering if plan.heads > 1 else entering + own
+    return Program(plan, place, pass_, put_around(place, pass_, bodies, plan.rows), tuple(inputs), tuple(kept))
+
+
+def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
+    """All pieces of these kinds that a shard is cut into."""
+    return [
+        Piece(kind, shard, group, part)
+        for group in range(plan.groups)
+        for part in range(plan.rows)
+        for kind in kinds
+        if part == 0 or kind not in BY_COLUMN
+    ]
+
+
+def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
+    """What a rank must send over each level's links, outermost first, without building its program. Sizes are those of
+    a whole piece (a shard of one group), so a sum is exact for any head ratio, dtype and wire format.
+
+    >>> sizes = dict(q=1, kv=2, out=1, do=1, dq=1, dkv=2)                     # MHA, in shards
+    >>> closed_form(Plan.parse("1x16"), 16, 0, FORWARD, sizes)                # Ring Attention: 15 hops of K and V
+    (30.0,)
+    >>> closed_form(Plan.parse("2x2/u8"), 32, 0, FORWARD, sizes)              # 2 + 2, and the exchange
+    (4.0, 3.5)
+    >>> closed_form(Plan.parse("u4/u2"), 8, 0, FORWARD, sizes)                # 6 and 1 of 8 parts of 4 shards
+    (3.0, 0.5)
+    """
+    return traffic_at(plan, plan.place(world, rank), pass_, sizes)
+
+
+def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
+    """The closed form of the rank that stands at ``place``."""
+    whole = {kind: size * plan.pieces_of(kind) for kind, size in sizes.items()}
+    of_shards = iter(plan.family.traffic(plan, place, pass_, whole))
+    exchanged = sum(whole[kind] for kind in pass_.exchanged)
+    lanes, shared_by = [], 1  # heads levels so far split the parts: those that differ further out went there
+    for size, heads in zip(place.sizes, place.by_heads, strict=True):
+        if heads:
+            shared_by *= size
+            lanes.append((size - 1) / shared_by * exchanged)
+        else:
+            lanes.append(next(of_shards))
+    return tuple(map(float, lanes))
+
+
+def lane_names(place: Place) -> list[str]:
+    return [f"level {lane}" for lane in range(len(place.sizes))]
+
+
+def stated_pieces(plan: Plan, pass_: Pass) -> dict[str, int]:
+    """The most pieces of each kind that a rank holds at once beside its own, and under ``kind<`` those of results on
+    their way in: the memory that a plan promises to stay within.
+
+    >>> stated_pieces(Plan.parse("2x4"), FORWARD)["kv"]           # double buffering
+    2
+    >>> stated_pieces(Plan.parse("2x4,keep=all"), FORWARD)["kv"]  # all four columns but its own
+    3
+    """
+    stated = plan.family.pieces(plan, pass_)
+    kinds = (*pass_.inputs, *pass_.results, *(f"{kind}<" for kind in pass_.results))
+    return {kind: stated.get(kind, 0) * plan.pieces_of(kind.rstrip("<")) for kind in kinds}

@@ -1,0 +1,189 @@
+"""Sizes: how large the pieces of one attention call are, and what a pass holds at most. Numbers only, no tensors.
+
+>>> from startrail.schedule.plan import Plan
+>>> sizes = Sizes(Plan.parse("u8"), local=8, batch=1, q_heads=16, kv_heads=2, head_dim=64)
+>>> sizes.copies                                     # 2 key/value heads on 8 ranks: each is repeated 4 times
+4
+>>> sizes.fields("out", 8)                           # lse, and the outputs of a rank's 2 heads
+(Field(shape=(1, 2, 8), wide=True), Field(shape=(1, 2, 8, 64), wide=False))
+>>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and those of 8 tokens
+(32768, 4096)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from startrail.schedule.plan import Plan, divisors
+from startrail.schedule.program import stated_pieces
+from startrail.schedule.values import BY_COLUMN, FORWARD, KINDS, Pass, Piece
+
+ALIGN = 64  # kept pieces start at multiples of this many bytes, so that every dtype may be viewed there
+
+
+class Field(NamedTuple):
+    """One tensor of a piece: its shape, and whether it is as wide as sums are (else as what travels)."""
+
+    shape: tuple[int, ...]
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``local`` tokens are those of one rank; ``kv_heads`` are the user's, ``copies`` how often each is repeated so
+    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels. ``value_dim`` is
+    the width of values and outputs where it is not that of queries and keys."""
+
+    plan: Plan
+    local: int
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int = 4
+    wire_itemsize: int | None = None
+    value_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+        if self.q_heads % plan.heads:
+            fits = ", ".join(f"u{d}" for d in divisors(self.q_heads))
+            raise ValueError(f"plan {plan}: {self.q_heads} query heads cannot be split over u{plan.heads}; use {fits}")
+        if plan.groups > 1 and not self.split_heads and self.batch % plan.groups:
+            raise ValueError(
+                f"plan {plan}: groups={plan.groups} divides neither the {self.q_heads // plan.heads} query and "
+                f"{self.kv_heads * self.copies // plan.heads} key/value heads of a rank nor the batch of {self.batch}"
+                + ("; rows=2 splits the queries" if plan.allows_rows else "")
+            )
+
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @cached_property
+    def copies(self) -> int:
+        return key_copies(self.q_heads, self.kv_heads, self.plan.heads)
+
+    @cached_property
+    def split_heads(self) -> bool:
+        """Whether groups share out the heads; otherwise they share out the batch."""
+        shares = self.plan.heads * self.plan.groups
+        return self.q_heads % shares == 0 and self.kv_heads * self.copies % shares == 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a whole piece: those of all ranks that share it by heads."""
+        return self.local * self.plan.heads
+
+    def bytes_of(self, field: Field) -> int:
+        return prod(field.shape) * (self._wide if field.wide else self._narrow)
+
+    @property
+    def _wide(self) -> int:
+        return max(self.itemsize, 4)
+
+    @property
+    def _narrow(self) -> int:
+        return self.itemsize if self.wire_itemsize is None else self.wire_itemsize
+
+    def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
+        """The tensors of a piece of ``tokens`` tokens, or of a part of its rows."""
+        groups = self.plan.groups
+        if kind not in BY_COLUMN:
+            tokens //= self.plan.rows
+        batch = self.batch if self.split_heads else self.batch // groups
+        share = self.plan.heads * (groups if self.split_heads else 1)
+        rows = (batch, self.q_heads // share, tokens)
+        wide = kind in self.plan.running_sums  # a sum that would be rounded at every hop travels as it is kept
+        keys = (batch, self.kv_heads * self.copies // share, tokens)
+        query, output = Field((*rows, self.head_dim), wide), Field((*rows, self.out_dim), wide)
+        by_key = Field((*keys, self.head_dim), wide), Field((*keys, self.out_dim), wide)
+        number = Field(rows, True)
+        by_kind = {
+            "q": (query,),
+            "dq": (query,),
+            "out": (number, output),  # lse, out
+            "do": (number, number, output),  # lse, delta, dout
+            "kv": by_key,
+            "dkv": by_key,
+        }
+        return by_kind[kind]
+
+    def nbytes(self, kind: str) -> int:
+        """Of a whole piece."""
+        return self.by_kind[kind]
+
+    def part_bytes(self, kind: str) -> int:
+        """Of the part of a piece that one head rank's tokens are."""
+        return self._sum(self.fields(kind, self.local))
+
+    def _sum(self, fields: Sequence[Field]) -> int:
+        return sum(self.bytes_of(field) for field in fields)
+
+    @cached_property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of a whole piece of every kind."""
+        return {kind: self._sum(self.fields(kind, self.tokens)) for kind in KINDS}
+
+    def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
+        """Where each kept piece lies in one buffer of bytes."""
+        slices, start = {}, 0
+        for piece in pieces:
+            stop = start + self.nbytes(piece.kind)
+            slices[piece] = slice(start, stop)
+            start = aligned(stop)
+        return slices
+
+    def kept_bytes(self, pieces: Sequence[Piece]) -> int:
+        return max((part.stop for part in self.kept_slices(pieces).values()), default=0)
+
+    def peak_bytes(self, pass_: Pass, world: int) -> int:
+        """What one pass holds at most beside the tensors that the user gives: pieces that come in, own pieces packed
+        for sending, sums, partial results on their way in and out, one block's result, and the final ones."""
+        stated = stated_pieces(self.plan, pass_)
+        total = 0
+        for kind in pass_.inputs:
+            total += (stated[kind] + (1 if world > 1 else 0)) * self.nbytes(kind)
+            if self._narrow != self._wide:  # kernels may compute in a wider dtype than travels
+                total += (stated[kind] + 1) * self._wide_bytes(kind)
+        for kind in pass_.results:
+            moving = stated[f"{kind}<"] + 1 if world > 1 else 0
+            total += moving * self.nbytes(kind) + (stated[kind] + 2) * self._wide_bytes(kind)
+        if self.plan.heads > 1:  # parts for and from the other heads, and the whole pieces that they make
+            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+        if pass_ is not FORWARD:  # the stand-ins for the rows' outputs
+            total += (stated["do"] + 1) * self._wide_bytes("out")
+        return total
+
+    def pooled_bytes(self, pass_: Pass, world: int) -> int:
+        """The part of ``peak_bytes`` that stays from call to call: buffers of what travels, in and out."""
+        if world == 1:
+            return 0
+        stated = stated_pieces(self.plan, pass_)
+        total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
+        total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
+        if self.plan.heads > 1:
+            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+        return total
+
+    def _wide_bytes(self, kind: str) -> int:
+        return sum(prod(field.shape) for field in self.fields(kind, self.tokens)) * self._wide
+
+
+def key_copies(q_heads: int, kv_heads: int, split_over: int) -> int:
+    """How often key/value heads are repeated, so that each of ``split_over`` ranks gets whole ones.
+
+    >>> key_copies(16, 2, 8), key_copies(16, 16, 8)
+    (4, 1)
+    """
+    return next(copies for copies in divisors(q_heads // kv_heads) if kv_heads * copies % split_over == 0)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

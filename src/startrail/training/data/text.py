@@ -1,0 +1,174 @@
+"""Text for a GPT: any files as bytes, or as a tokenizer's ids; every rank reads its own part of every sequence only.
+
+Which tokens a batch has depends on the arguments and the batch's index alone, so to resume is to go on with the next
+index, on any number of ranks. Labels are the *next* tokens of the whole sequence, found before it is cut: the last
+token of a rank's part has its successor on another rank.
+
+>>> import pathlib, tempfile
+>>> from startrail import SequenceParallel
+>>> with tempfile.TemporaryDirectory() as folder:
+...     _ = pathlib.Path(folder, "text").write_text("abcdefghijklmnopqrstuvwxyz")
+...     sequence = SequenceParallel("1x1").sequence(6)
+...     data = TextData(folder, sequence)                      # the last twentieth, "z", is held out
+...     [data.decode(data.batch(index).tokens[0]) for index in range(data.num_samples)]
+...     data.decode(data.batch(0).labels[0])
+['ghijkl', 'abcdef', 'mnopqr', 'stuvwx']
+'hijklm'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from startrail.comm.sanity import digest
+from startrail.sequence import Sequence
+from startrail.training.data.seeds import generator_of
+from startrail.training.data.sources import check_count, check_split, find_files, names_of
+from startrail.training.data.streams import Stream, bytes_of, split_stream
+from startrail.training.data.tokenizing import load_tokenizer, tokens_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+IGNORE = -100
+ENTROPY_TOKENS = 2**26  # enough for a baseline; more would only delay the start
+READ_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """This rank's part of a batch of sequences, which all are as ``sequence`` says: for positions and attention."""
+
+    tokens: Tensor  # (batch, local tokens) int64; padding is 0
+    labels: Tensor  # the same shape; -100 where there is nothing to predict
+    counted: int  # labels that are not -100: what the loss is divided by
+    sequence: Sequence  # cut into its documents, if packed
+
+
+class TextData:
+    """Sequences like ``sequence`` from the files of ``source``: a folder, a file, a glob, or ``"stdlib"``.
+
+    The files follow one another in the order of their paths, and each window of the sequence's length is one sample;
+    every epoch has its own order of windows. With ``packed``, every epoch has its own order of files too, each file is
+    a document, and the documents of a window neither see each other (the batch's ``sequence`` is cut into them) nor
+    predict each other. A document that crosses the end of a window is cut there. What is left after the last whole
+    window is not used in that epoch.
+
+    ``split`` is ``"train"`` or ``"held-out"``: about a twentieth, in whole files if that can be, otherwise the
+    end of every file. ``tokenizer`` is a Hugging Face ``tokenizers`` file (.json); without one, tokens are bytes.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        sequence: Sequence,
+        *,
+        batch: int = 1,
+        seed: int = 0,
+        packed: bool = False,
+        tokenizer: str | None = None,
+        split: str = "train",
+    ) -> None:
+        check_count("batch", batch)
+        check_split(split)
+        if packed and batch != 1:
+            raise ValueError(
+                f"packed documents have boundaries of their own in every sequence: batch {batch} must be 1"
+            )
+        files = find_files(source)
+        self._tokenizer: Tokenizer | None = None
+        self.vocab, self._unit = 256, "byte"
+        if tokenizer is None:
+            whole = bytes_of(files)
+        else:
+            self._tokenizer = load_tokenizer(tokenizer)
+            self.vocab, self._unit = 1 + max(self._tokenizer.get_vocab().values()), "token"
+            whole = tokens_of(files, tokenizer, self._tokenizer)
+        self._stream = split_stream(whole, names_of(files), split)
+        self.num_tokens = self._stream.length
+        self.num_samples = self.num_tokens // sequence.length
+        self._source, self._sequence, self._split = source, sequence, split
+        self._batch, self._seed, self._packed = batch, seed, packed
+        if self.num_samples == 0:
+            raise ValueError(f"a sequence needs {sequence.length:,} tokens, but there are too few: {self._what()}")
+        self._epoch = -1, self._stream, torch.empty(0)
+
+    def batch(self, index: int) -> TextBatch:
+        """The ``index``-th batch, from 0 on without end: after the last sequence the next epoch begins."""
+        check_count("index", index, least=0)
+        sequence, length = self._sequence, self._sequence.length
+        tokens = torch.zeros(self._batch, sequence.local, dtype=torch.long)
+        labels = torch.full_like(tokens, IGNORE)
+        for row in range(self._batch):
+            epoch, place = divmod(index * self._batch + row, self.num_samples)
+            stream, order = self._in_epoch(epoch)
+            start = int(order[place]) * length
+            self._fill(tokens[row], labels[row], stream, start)
+            if self._packed:
+                ends = stream.ends_within(start, start + length - 1)
+                sequence = sequence.packed((0, *(end - start for end in ends), length))
+        return TextBatch(tokens, labels, int((labels != IGNORE).sum()), sequence)
+
+    def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int) -> None:
+        """One sequence. A rank's padding has the highest positions, so its real tokens come first."""
+        filled = 0
+        for first, count in self._sequence.runs:
+            start = window + first
+            read = stream.read(start, min(start + count + 1, self.num_tokens))  # one more, for the last label
+            tokens[filled : filled + count] = read[:count]
+            labels[filled : filled + len(read) - 1] = read[1:]
+            if self._packed:
+                for end in stream.ends_within(start, start + count):
+                    labels[filled + end - 1 - start] = IGNORE
+            filled += count
+
+    def _in_epoch(self, epoch: int) -> tuple[Stream, Tensor]:
+        """The stream of an epoch, and the order of its windows; the last one is remembered, since the next batch is
+        almost always of the same epoch."""
+        if self._epoch[0] != epoch:
+            generator, stream = generator_of(self._seed, epoch), self._stream
+            if self._packed:
+                order = torch.randperm(len(stream.documents), generator=generator).tolist()
+                stream = Stream(tuple(stream.documents[number] for number in order), stream.dtype)
+            self._epoch = epoch, stream, torch.randperm(self.num_samples, generator=generator)
+        return self._epoch[1:]
+
+    def decode(self, tokens: SequenceOf[int] | Tensor) -> str:
+        """Text again; bytes that are no UTF-8, such as a character cut in half, become U+FFFD."""
+        ids = [int(token) for token in tokens]
+        strange = [token for token in ids if not 0 <= token < self.vocab]
+        if strange:
+            raise ValueError(f"token {strange[0]} is not one of 0 to {self.vocab - 1}")
+        if self._tokenizer is None:
+            return bytes(ids).decode("utf-8", errors="replace")
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def describe(self) -> str:
+        """One line: the files, the tokens, and as a baseline what it costs to guess each token from its frequency.
+
+        Reads up to 67 million tokens: for one rank, once.
+        """
+        counts = torch.zeros(self.vocab, dtype=torch.long)
+        counted = min(self.num_tokens, ENTROPY_TOKENS)
+        for start in range(0, counted, READ_TOKENS):
+            counts += self._stream.read(start, min(start + READ_TOKENS, counted)).bincount(minlength=self.vocab)
+        share = counts[counts > 0].double() / counted
+        entropy = -(share * share.log()).sum().item()
+        of = "" if counted == self.num_tokens else f" (of the first {counted:,})"
+        return f"{self._what()}, unigram entropy {entropy:.3f} nats/{self._unit}{of}"
+
+    def digest(self) -> int:
+        """A number that other tokens would hardly ever have; looks at some in 16 places."""
+        apart = -(-self.num_tokens // 16)
+        places = range(0, self.num_tokens, apart)
+        found = [self._stream.read(start, min(start + min(apart, 4096), self.num_tokens)) for start in places]
+        return int(digest(torch.cat(found)))
+
+    def _what(self) -> str:
+        files = len({(document.path, document.start) for document in self._stream.documents})
+        return f"{self._source}, {self._split}: {files:,} files, {self.num_tokens:,} {self._unit}s"

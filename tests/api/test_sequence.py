@@ -1,0 +1,128 @@
+"""What a sequence shares between layers is worked out once, and ranks that mean different sequences are told."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import startrail
+import startrail.engine.batch
+from startrail.comm.consensus import Board
+from startrail.launch.local import run_local
+from tests.helpers import dense, error_of, qkv, tensors, worst
+
+
+@pytest.mark.parametrize("plan", ["2x2/u2", "u2/2x2", "1x8", "star2/u2"])
+def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice(plan):
+    def on_rank(rank):
+        asked, tiles = [], []
+        for name in ("put", "differs", "complete", "read", "given_up"):
+            original = getattr(Board, name)
+
+            def counted(self, *arguments, original=original, name=name, **options):
+                asked.append(name)
+                return original(self, *arguments, **options)
+
+            setattr(Board, name, counted)
+        tiles_of = startrail.engine.batch.tiles_of
+
+        def counted_tiles(*block):
+            tiles.append(block)
+            return tiles_of(*block)
+
+        startrail.engine.batch.tiles_of = counted_tiles
+        sp = startrail.SequenceParallel(plan)
+
+        def step(sequence):
+            """Two layers, forward and backward."""
+            x = [y.requires_grad_() for y in qkv(sequence.local)]
+            first = sequence.attention(*x, causal=True)
+            sequence.attention(first, *x[1:], causal=True).square().sum().backward()
+
+        counts = []
+        for documents in (None, None, [0, 5, 128], [0, 5, 128], [0, 77, 128]):
+            step(sp.sequence(128, documents))
+            dist.barrier()
+            counts.append((len(asked), len(tiles), len(set(tiles))))
+            asked.clear()
+            tiles.clear()
+        return counts
+
+    for first, again, packed, packed_again, others in run_local(on_rank, 8):
+        assert first[0] > 0 and first[1] == first[2] > 0
+        assert again == packed_again == (0, 0, 0), "nothing is asked, and no tile worked out"
+        assert packed[0] > 0 and packed[1] == packed[2] > 0, "documents that are new: compared once, tiles once"
+        assert others[1] == others[2] > 0
+
+
+def test_a_sequence_is_compared_once_however_many_layers_see_it():
+    def on_rank(rank):
+        puts = []
+        put = Board.put
+
+        def counted(self, *arguments, **options):
+            puts.append(arguments[0])
+            put(self, *arguments, **options)
+
+        Board.put = counted
+        sp = startrail.SequenceParallel("u2/1x2")
+        sp.sequence(64).attention(*qkv(16))
+        counts = []
+        for end in (3, 4, 5):
+            puts.clear()
+            sequence = sp.sequence(64, [0, end, 64])
+            for _ in range(4):
+                sequence.attention(*qkv(16))
+            counts.append(len(puts))
+        return counts
+
+    assert run_local(on_rank, 4) == [[1, 1, 1]] * 4
+
+
+def test_ranks_with_other_documents_are_told_before_anything_is_sent():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2", timeout=30)
+        sp.sequence(32).attention(*qkv(16))
+        sp.reset_counters()
+        text = error_of(lambda: sp.sequence(32, [0, 8 + rank, 32]).attention(*qkv(16)))
+        return text, sp.traffic()
+
+    for text, traffic in run_local(on_rank, 2, deadline=60):
+        assert "rank 0: forward" in text and "documents (0, 8, 32)" in text and "documents (0, 9, 32)" in text
+        assert traffic == {}
+
+
+def test_sequences_of_several_lengths_are_used_in_turn():
+    lengths = (40, 64, 17)
+    data = {length: tensors(length) for length in lengths}
+    truth = {length: dense(*data[length], is_causal=True) for length in lengths}
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/2x1")
+        sequences = {length: sp.sequence(length) for length in lengths}
+        outs, errors = {}, []
+        for length in lengths:  # all forward passes, then all backward passes in another order
+            inputs = [sequences[length].shard(x, 2).requires_grad_() for x in data[length][:3]]
+            outs[length] = inputs, sequences[length].attention(*inputs, causal=True)
+        for length in sorted(lengths):
+            inputs, out = outs[length]
+            grads = torch.autograd.grad(out, inputs, sequences[length].shard(data[length][3], 2))
+            errors.append(worst([out, *grads], [sequences[length].shard(x, 2) for x in truth[length]]))
+        return max(errors)
+
+    assert max(run_local(on_rank, 4)) < 2e-6
+
+
+def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2", timeout=30)
+        sequence = sp.sequence(32, [0, 7, 32])
+        sequence.attention(*qkv(16))
+        for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
+            sp.sequence(length)
+        put, puts = Board.put, []
+        Board.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
+        sequence.attention(*qkv(16))
+        sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
+        return len(puts)
+
+    assert run_local(on_rank, 2, deadline=60) == [0, 0]

@@ -1,0 +1,472 @@
+"""Recipes, the command line and checkpoints: what a user can get wrong is one line, and nothing is lost."""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from startrail.cli import main
+from startrail.cli.train import overrides
+from startrail.launch import heartbeat as watching
+from startrail.launch.torchrun import JoinError, StoreBoard, agree_on_name
+from startrail.training.checkpoints.saving import read_state
+from startrail.training.recipes import RECIPES, find
+from tests.helpers import ROOT, refusal
+
+TINY = ["--ranks", "1", "--plan", "1x1", "--zero", "0", "--width", "16", "--layers", "1", "--heads", "2"]
+TINY += [
+    "--kv_heads",
+    "1",
+    "--hidden",
+    "16",
+    "--length",
+    "64",
+    "--steps",
+    "2",
+    "--sample",
+    "4",
+    "--evaluate_batches",
+    "1",
+]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the ring turns, the team waits, the ring turns on\n" * 100)
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes_can_be_written_down_and_read_again(name):
+    recipe = RECIPES[name]
+    fields = {key: value for key, value in recipe.as_dict().items() if key != "name"}
+    assert recipe.with_(fields) == recipe
+    assert json.loads(json.dumps(recipe.as_dict())) == recipe.as_dict()
+    recipe.check_world(recipe.ranks)
+
+
+def test_recipe_files(tmp_path):
+    (tmp_path / "long.json").write_text(json.dumps({"recipe": "dit-tiny", "steps": 7, "patch": 4, "learning_rate": 1}))
+    recipe = find(str(tmp_path / "long.json"))
+    assert (recipe.name, recipe.out, recipe.steps, recipe.config.patch) == ("long", "runs/long", 7, 4)
+    assert recipe.learning_rate == 1.0
+    (tmp_path / "odd.json").write_text(json.dumps({"recipe": ["gpt-tiny"]}))
+    with pytest.raises(ValueError, match=r"recipe \['gpt-tiny'\] is not one of gpt-tiny"):
+        find(str(tmp_path / "odd.json"))
+    pytest.importorskip("tomllib")
+    (tmp_path / "short.toml").write_text('plan = "1x8"\npacked = true\n')
+    recipe = find(str(tmp_path / "short.toml"))
+    assert (recipe.plan, recipe.packed, recipe.config) == ("1x8", True, RECIPES["gpt-tiny"].config)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["gpt-tine"], "no recipe 'gpt-tine'; did you mean 'gpt-tiny'?"),
+        (["nothing"], "no recipe 'nothing'; there are gpt-tiny, dit-tiny"),
+        (["missing.toml"], "missing.toml: No such file or directory"),
+        (["--learning-rat", "1"], "no field 'learning_rat'; did you mean 'learning_rate'?"),
+        (["--steps", "many"], "steps 'many' is not a whole number"),
+        (["--steps", "0"], "steps 0 must be at least 1"),
+        (["--packed", "maybe"], "packed 'maybe' is not true or false"),
+        (["--learning_rate", "nan"], "learning_rate nan must be a number of at least 0"),
+        (["--zero", "1"], "zero 1 is not one of 0, 2, 3"),
+        (["--on_nan", "ignore"], "on_nan 'ignore' is not one of stop, skip"),
+        (["--plan", "2y4"], "cannot read '2y4'"),
+        (["--plan", "2x2", "--ranks", "8"], "world size 8 is not teams 2 x ring 2 x heads 1 = 4"),
+        (["--plan", "u2/3x1"], "world size 8 is not heads 2 x teams 3 x ring 1 = 6"),
+        ([*TINY, "--ranks", "3", "--plan", "u3/1x1"], "2 query heads cannot be split over u3; use u1, u2"),
+        (["--data_parallel", "3"], "8 ranks are not a multiple of data_parallel 3"),
+        (["--heads", "7"], "width 128 is not a multiple of 7 heads"),
+        (["--offload"], "offload moves what recomputing starts from: it needs recompute"),
+        (["dit-tiny", "--length", "64"], "length is for text"),
+        (["dit-tiny", "--rows", "8"], "rows 8 = columns 16"),
+        (["--layout", "spiral"], "layout 'spiral' is not one of"),
+        (["--keep", "3"], "no field 'keep'; did you mean 'keep_checkpoints'?"),
+        (["gpt-tiny", "extra"], "cannot read 'extra'; fields are set as --field value"),
+        ([*TINY, "--data", "/nowhere/at/all"], "/nowhere/at/all"),
+        ([*TINY, "--out", "/proc/x"], "cannot write to out '/proc/x': No such file or directory; choose another --out"),
+        (["--wait_minutes", "0"], "wait_minutes 0 would end the run at once"),
+        ([*TINY, "--data", "."], "out 'runs/gpt-tiny' lies inside data '.'"),
+        (["--device", "cuda"], "8 ranks need as many GPUs, here are 0"),
+        ([*TINY, "--vocab", "100"], "the data has 256 tokens, the model a vocab of 100 only"),
+        ([*TINY, "--length", "1000000000"], "a sequence needs 1,000,000,000 tokens"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    error = refusal(["train", *argv], capfd)
+    assert message in error
+    assert error.startswith("startrail train: ")
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_overrides_that_cannot_be_read():
+    with pytest.raises(ValueError, match="cannot read '-x'"):
+        overrides(["-x", "1"])
+
+
+def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
+    safetensors = pytest.importorskip("safetensors.torch")
+    out = tmp_path / "run"
+    argv = ["train", *TINY, "--data", str(text), "--out", str(out)]
+    assert main(argv) == 0
+    said = capfd.readouterr().out
+    for part in (
+        "memory, estimated: ",
+        "step 2/2",
+        "held-out loss",
+        "unigram entropy",
+        "ln 256 = 5.55",
+        "peak memory",
+        "continued by",
+    ):
+        assert part in said
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {"loss", "gradient_norm", "learning_rate", "tokens_per_second", "waiting", "held_out"} <= lines[-1].keys()
+    assert (out / "sample.txt").read_text()
+
+    assert main(argv) == 0
+    said = capfd.readouterr().out
+    assert f"{out} has all 2 steps already" in said
+    assert "held-out loss" not in said and "continued by" not in said, "what is finished is not evaluated again"
+    assert "has checkpoints up to step 2: resume, or choose another out" in refusal([*argv, "--resume", "false"], capfd)
+    assert "is of a model with hidden 16, not 32" in refusal([*argv, "--hidden", "32"], capfd)
+    text.write_text("less\n" * 400)
+    assert main([*argv, "--steps", "3", "--warmup", "2", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
+    said = capfd.readouterr().err
+    assert "seed was 0, is 1: other samples from here on" in said
+    assert "sequences in a step was 1, is 2" in said
+    assert "data_size was" in said
+    assert "steps was 2, is 3, warmup was 20, is 2: the learning rate of step 3 is 0.0015 instead of 0.000225" in said
+
+    assert "cannot export" in refusal(["export", str(out), str(tmp_path / "nowhere" / "model.safetensors")], capfd)
+    file = tmp_path / "model.safetensors"
+    assert main(["export", str(out), str(file)]) == 0
+    assert "tensors of step 3" in capfd.readouterr().out
+    tensors = safetensors.load_file(file)
+    assert tensors["embedding.weight"].shape == (256, 16)
+    assert "exists already" in refusal(["export", str(out), str(file)], capfd)
+    assert "is not a whole checkpoint of startrail" in refusal(
+        ["export", str(tmp_path), str(tmp_path / "other")], capfd
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps with a checkpoint of each, and the command that continues it."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the ring turns, the team waits, the ring turns on\n" * 100)
+    argv = ["train", *TINY, "--data", str(folder / "text.txt"), "--save_every", "1", "--sample", "0"]
+    assert main([*argv, "--out", str(folder / "run")]) == 0
+    return folder / "run", argv
+
+
+def copy_of(trained, tmp_path):
+    run, argv = trained
+    shutil.copytree(run, tmp_path / "run")
+    out = tmp_path / "run"
+    return out / "checkpoints", [*argv, "--out", str(out), "--steps", "4"]
+
+
+def flip(path, chance):
+    """Change one bit of a file."""
+    contents = bytearray(path.read_bytes())
+    contents[chance.randrange(len(contents))] ^= 1 << chance.randrange(8)
+    path.write_bytes(contents)
+
+
+def test_every_flipped_bit_is_found(trained, tmp_path):
+    folder, _ = copy_of(trained, tmp_path)
+    path = folder / "step-00000002"
+    assert read_state(path)["step"] == 2
+    chance = random.Random(0)
+    for file in [*path.iterdir()] * 25:
+        whole = file.read_bytes()
+        flip(file, chance)
+        with pytest.raises(ValueError, match="step-00000002"):
+            read_state(path)
+        file.write_bytes(whole)
+    assert read_state(path)["step"] == 2
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_path, capfd):
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder, argv = copy_of(trained, tmp_path)
+    chance = random.Random(1)
+    flip(folder / "step-00000002" / "part-00000.bin", chance)
+    problem = f"checkpoint {folder / 'step-00000002'} is damaged: part-00000.bin has other contents than were written"
+    capfd.readouterr()
+    file = tmp_path / "model.safetensors"
+    assert problem in refusal(["export", str(folder / "step-00000002"), str(file)], capfd)
+    assert main(["export", str(folder.parent), str(file)]) == 0
+    said = capfd.readouterr().out
+    assert f"{problem}; took the one before it" in said and "tensors of step 1" in said
+    assert safetensors.load_file(file)["embedding.weight"].shape == (256, 16)
+    assert main(argv) == 0
+    out, error = capfd.readouterr()
+    assert f"{problem}; it is unusable-00000002 now, and the run continues from step 1" in error
+    assert "after step 1" in out
+    lines = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
+    assert lines[1]["loss"] == lines[2]["loss"], "the step that is repeated is the same"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004", "unusable-00000002"]
+
+
+def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(trained, tmp_path, capfd):
+    folder, argv = copy_of(trained, tmp_path)
+    shutil.rmtree(folder / "step-00000001")
+    folder = folder / "step-00000002"
+    capfd.readouterr()
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def refused(message):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        assert message in refusal(argv, capfd)
+        assert before == {path: path.read_bytes() for path in folder.iterdir()}
+        for path, contents in whole.items():
+            path.write_bytes(contents)
+
+    part = folder / "part-00000.bin"
+    part.write_bytes(whole[part][:-10])
+    refused("is damaged: part-00000.bin has other contents")
+    part.unlink()
+    refused("is damaged: part-00000.bin is missing")
+    (folder / "state.json").write_text('{"format": "other"}')
+    refused("is damaged: state.json has other contents")
+    (folder / "SHA256SUMS").unlink()
+    refused("is not a whole checkpoint of startrail: SHA256SUMS is missing")
+    state = '{"format": "startrail checkpoint 3"}'
+    (folder / "state.json").write_text(state)
+    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(state.encode()).hexdigest()}  state.json\n")
+    refused("is not a checkpoint that this version reads: need format 'startrail checkpoint 2'")
+    state = json.loads(whole[folder / "state.json"])
+    state["tensors"]["model.embedding.weight"]["pieces"][0][0] = "../../metrics.jsonl"
+    text = json.dumps(state)
+    (folder / "state.json").write_text(text)
+    sums = whole[folder / "SHA256SUMS"].decode().splitlines()
+    sums = [line for line in sums if "state.json" not in line] + [
+        f"{hashlib.sha256(text.encode()).hexdigest()}  state.json"
+    ]
+    (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+    refused("'../../metrics.jsonl', which is no file of this checkpoint")
+
+
+class Bomb:
+    """Whoever unpickles it writes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "part-00000.bin", "state.json", "SHA256SUMS"])
+def test_a_foreign_checkpoint_runs_no_code(name, trained, tmp_path, capfd):
+    """Also where it claims to be ours."""
+    folder, argv = copy_of(trained, tmp_path)
+    shutil.rmtree(folder / "step-00000001")
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    for path in (folder / "step-00000002").iterdir():
+        if name in (".metadata", "__0_0.distcp"):
+            path.unlink()
+    (folder / "step-00000002" / name).write_bytes(bomb)
+    if name.endswith(("data", "distcp")):
+        files = {path.name: path.stat().st_size for path in (folder / "step-00000002").iterdir()}
+        recipe = RECIPES["gpt-tiny"].as_dict()
+        state = {"format": "startrail checkpoint 1", "step": 2, "recipe": recipe, "files": files}
+        (folder / "step-00000002" / "state.json").write_text(json.dumps(state))
+    capfd.readouterr()
+    refusal(argv, capfd)
+    refusal(["export", str(folder.parent), str(tmp_path / "model.safetensors")], capfd)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_what_a_killed_run_left_half_written_is_removed(text, tmp_path, capfd):
+    out = tmp_path / "run"
+    argv = ["train", *TINY, "--data", str(text), "--out", str(out)]
+    assert main(argv) == 0
+    (out / "checkpoints" / ".writing-00000003").mkdir()
+    (out / "checkpoints" / ".writing-00000003" / "part").write_text("x")
+    with (out / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "lo')
+    assert main([*argv, "--steps", "3"]) == 0
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003"]
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert read_state(out / "checkpoints" / "step-00000003")["step"] == 3
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_start(text, tmp_path, monkeypatch, capfd):
+    from startrail.training.checkpoints import saving
+
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage)
+    assert "has 0.00 GB left, a checkpoint needs about" in refusal(
+        ["train", *TINY, "--data", str(text), "--out", str(tmp_path / "run")], capfd
+    )
+
+
+class Usage:
+    free = 10
+
+
+def test_tensorboard(text, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert main(["train", *TINY, "--data", str(text), "--out", str(tmp_path / "run"), "--tensorboard"]) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_gpus_are_left_to_torchrun(monkeypatch):
+    called = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv) or exit(0))
+    with pytest.raises(SystemExit):
+        main(["train", "--device", "cuda", "--ranks", "4", "--plan", "2x2"])
+    command = " ".join(called[0])
+    assert "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train --device cuda" in command
+
+
+def test_restarted_ranks_agree_on_a_new_name_whatever_is_left_in_the_store():
+    store = HashStore()
+    store.set("startrail/hello/2", "a word of a rank that died")
+    names = []
+    for _ in range(2):
+        found = [None] * 3
+
+        def on_rank(rank, found=found):
+            found[rank] = agree_on_name(store, rank, 3)
+
+        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in (2, 0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+        assert found[0] is not None and len(set(found)) == 1
+        names.append(found[0])
+    assert names[0] != names[1]
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch, capfd):
+    monkeypatch.setattr("startrail.launch.torchrun.PATIENCE", 0.1)
+    store = HashStore()
+    store.set("startrail/hello/2", "a word of a rank that died")
+    with pytest.raises(JoinError, match=r"ranks 1, 2 did not come within 0.01 minutes \(wait_minutes\)"):
+        agree_on_name(store, 0, 3, limit=0.6)
+    assert capfd.readouterr().err == "startrail train: still waiting for ranks 1, 2 (not there yet)\n"
+    with pytest.raises(JoinError, match="rank 0 did not answer rank 1"):
+        agree_on_name(HashStore(), 1, 3, limit=0.1)
+
+
+def test_who_has_nothing_to_say_leaves_after_those_who_have(monkeypatch, capfd):
+    """A launcher ends everybody when the first has left: the line that says why would be lost."""
+    done = []
+    monkeypatch.setattr(watching.os, "_exit", lambda code: done.append(f"exit {code}"))
+    monkeypatch.setattr(watching.time, "sleep", lambda seconds: done.append(seconds))
+    watching.leave("rank 1 hangs")
+    assert done == ["exit 1"] and capfd.readouterr().err == "startrail train: rank 1 hangs\n"
+    watching.leave()
+    assert done[1:] == [watching.SAYING, "exit 1"] and watching.SAYING > 2 * watching.BEAT
+
+
+def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, capfd):
+    """As under torchrun: rank 1 shows no more signs of life, which rank 0 sees in the store."""
+    left = threading.Event()
+    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2)):
+        monkeypatch.setattr(watching, name, seconds)
+    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
+    store = HashStore()
+    boards = [StoreBoard(store, rank, 2) for rank in range(2)]
+    boards[1].write(1, beats=7, passed=20, step=5)
+    watch = watching.Watch(boards[0], limit=0.6)
+    pulse = watching.Pulse(boards[0], 0, lambda: watching.say_or_leave(watch, 0))
+    pulse.passed(5)
+    assert left.wait(20)
+    pulse.end()
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "startrail train: still waiting for rank 1 (silent for 0 s, in step 5)"
+    assert "startrail train: rank 1 did not go on within 0.01 minutes (wait_minutes): silent for 1 s, in step 5" in said
+
+
+class Slow:
+    """A board in a store whose host can be stopped."""
+
+    world = 2
+
+    def __init__(self):
+        self.goes, self.signs = threading.Event(), []
+        self.goes.set()
+
+    def write(self, rank, beats, passed, step):
+        if beats > 0:
+            self.goes.wait()
+        self.signs.append(beats)
+
+
+def test_a_store_that_is_silent_is_named_and_left(monkeypatch, capfd):
+    left = threading.Event()
+    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2), ("AT_THE_END", 0.1)):
+        monkeypatch.setattr(watching, name, seconds)
+    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
+    board = Slow()
+    pulse = watching.Pulse(board, 1, None, "rank 0", limit=0.6)
+    for step in range(60):  # a rank that gets on does not mind
+        pulse.passed(step)
+        if step == 10:
+            board.goes.clear()
+        time.sleep(0.02)
+    assert capfd.readouterr().err == "" and not left.is_set()
+    assert left.wait(20)
+    pulse.end()
+    assert -1 not in board.signs
+    board.goes.set()
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("startrail train: still waiting for rank 0, which holds the store (silent for ")
+    assert said[1].startswith(
+        "startrail train: rank 0, which holds the store, did not go on within 0.01 minutes (wait_minutes): silent for "
+    )
+
+
+def test_the_last_sign_of_a_rank_is_that_it_has_ended():
+    """A beat that is under way meanwhile comes first, or a rank that has finished would look silent."""
+    board = Slow()
+    board.goes.clear()
+    threading.Timer(0.1, board.goes.set).start()
+    watching.Pulse(board, 0).end()
+    time.sleep(0.2)
+    assert board.signs[-1] == -1, board.signs
+
+
+WITHOUT = """
+import json, sys
+for name in ("numpy", "rich", "safetensors", "PIL", "skimage", "tokenizers", "tensorboard", "pyroute2", "matplotlib"):
+    sys.modules[name] = None
+from startrail.cli import main
+for argv in json.loads(sys.argv[1]):
+    assert main(argv) == 0, argv
+"""
+
+
+def test_torch_alone_is_enough(text, tmp_path):
+    """No numpy, and none of the extras. Training twice: to write a checkpoint and to read it."""
+    train = ["train", *TINY, "--ranks", "2", "--plan", "1x2", "--zero", "2", "--data", str(text)]
+    train += ["--out", str(tmp_path / "run")]
+    bench = ["bench", "engine", "--plans", "1x2", "--ranks", "2", "--rounds", "1", "--length", "256"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps([train, [*train, "--steps", "3"], bench])],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "after step 2" in done.stdout and "single-process SDPA" in done.stdout

@@ -1,0 +1,315 @@
+"""Wrong arguments end in a ValueError on every rank, dead and slow peers in an error that names them; nothing hangs."""
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import startrail
+from startrail.engine.call import Call
+from startrail.launch.local import run_local
+from tests.helpers import error_of, qkv
+
+
+def attend(sp, q, k, v, documents=None, length=None, **options):
+    """Attention over a sequence that fits q, unless told otherwise."""
+    sequence = sp.sequence(q.shape[2] * sp.world if length is None else length, documents)
+    return sequence.attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    "plan, arguments, options, message",
+    [
+        ("1x2", qkv(tokens=15), {}, r"length 32 on 2 ranks gives 16 local tokens a rank .*, but this rank has 15"),
+        ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens a rank"),
+        ("1x2", qkv(), dict(length=0), "length=0 must be a whole number of tokens, length >= 1"),
+        ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
+        ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
+        ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
+        ("1x2", qkv(), dict(documents=[0, 9.5, 32]), "documents must be whole numbers"),
+        ("1x2", qkv(), dict(documents=[[0, 9, 32]]), "documents must be whole numbers in one dimension"),
+        ("1x2", qkv(), dict(documents=torch.tensor(32)), "documents must be whole numbers in one dimension"),
+        ("1x2", qkv(), dict(documents=[0, "a"]), "documents must be whole numbers in one dimension"),
+        ("1x2", qkv(), dict(window=2.5), "window=2.5 must be a whole number"),
+        ("1x2", qkv(), dict(window=2**70), "must be a whole number of tokens"),
+        ("1x2", qkv(), dict(length=32.0), "length=32.0 must be a whole number"),
+        ("1x2", qkv(), dict(causal=1.0), "causal=1.0 must be True or False"),
+        ("1x2", [qkv()[0], qkv()[1].numpy(), qkv()[2]], {}, "k must be a tensor, got ndarray"),
+        ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be a number of more than 0"),
+        ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be a number of more than 0"),
+        ("1x2", [qkv()[0], qkv()[1].to("meta"), qkv()[2]], {}, "q, k, v must be on one device"),
+        ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
+        ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
+        ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
+        ("1x2", qkv(dim=300), {}, "head dim 300 is more than 256"),
+        ("1x2", qkv(dtype=torch.int64), {}, "must share one dtype"),
+        ("1x2", [*qkv()[:2], qkv(tokens=18)[2]], {}, "k, v of one shape"),
+        ("1x2", [qkv()[0], *qkv(dim=4)[1:]], {}, "must agree in batch, local tokens and head dim"),
+        ("1x2", [x[0] for x in qkv()], {}, r"need q \(batch, heads, tokens, dim\)"),
+        ("1x2", [x[:0] for x in qkv()], {}, "no dimension may be empty"),
+        ("1x2", [qkv()[0].double(), *qkv()[1:]], {}, "must share one dtype"),
+    ],
+)
+def test_the_same_mistake_everywhere(plan, arguments, options, message):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel(plan, timeout=20)
+        with pytest.raises(ValueError, match=message):
+            attend(sp, *arguments, **{"length": 32, **options})
+        assert not sp.traffic(), "nothing was sent"
+        return attend(sp, *qkv(heads=6, kv_heads=6)).shape == (1, 6, 16, 8)  # and the next call works
+
+    assert all(run_local(on_rank, 2, deadline=60))
+
+
+def test_one_rank_with_other_arguments_is_named_on_every_rank():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x2", timeout=20)
+        return [
+            error_of(lambda: attend(sp, *qkv(tokens=16 if rank != 2 else 18))),
+            error_of(lambda: attend(sp, *qkv(dim=8 if rank != 1 else 300))),
+            error_of(lambda: attend(sp, *qkv(), causal=rank == 3)),
+            error_of(lambda: attend(sp, *qkv(), documents=[0, 5 if rank else 6, 64])),
+            error_of(lambda: attend(sp, *qkv(), window=2.5 if rank == 2 else 2)),
+            error_of(lambda: attend(sp, *qkv())),
+            sp.traffic()["level 0"]["hops"],
+        ]
+
+    for shapes, dim, causal, documents, window, good, hops in run_local(on_rank, 4, deadline=60):
+        assert shapes.startswith(
+            "ValueError: ranks disagree about one attention call: ranks 0, 1, 3: forward: q (1, 4, 16, 8)"
+        )
+        assert "rank 2: forward: q (1, 4, 18, 8)" in shapes
+        assert dim.startswith("ValueError: rank 1: head dim 300 is more than 256")
+        assert "rank 3: " in causal
+        assert "causal=True" in causal
+        assert "(0, 6, 64)" in documents
+        assert "(0, 5, 64)" in documents
+        assert window == "ValueError: rank 2: window=2.5 must be a whole number of tokens"
+        assert good == "no error"
+        assert hops == 3, "nothing was sent by the calls that failed"
+
+
+def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
+    """Both kinds of call are known, so nobody asks beforehand: the ranks find out while they wait."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        for tokens in (16, 32):
+            attend(sp, *qkv(tokens=tokens))
+        start = time.monotonic()
+        known = error_of(lambda: attend(sp, *qkv(tokens=16 + 16 * rank)))
+        seconds = time.monotonic() - start
+        dist.barrier()
+        return known, seconds, error_of(lambda: attend(sp, *qkv(tokens=16)))
+
+    for known, seconds, after in run_local(on_rank, 2, deadline=100):
+        assert known.startswith("ValueError: ranks disagree about one attention call: rank 0: forward: q (1, 4, 16, 8)")
+        assert "rank 1: forward: q (1, 4, 32, 8)" in known
+        assert seconds < 15, "well before the timeout"
+        assert after == "no error"
+
+
+def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_first():
+    """Ranks look at the board at different times, so the first to find out has closed what the others hold on to."""
+
+    def on_rank(rank):
+        dist.barrier()
+        time.sleep((0.1, 0.0, 0.3, 0.2)[rank])  # its watching thread starts with the instance
+        sp = startrail.SequenceParallel("1x4", timeout=20)
+        inputs = [x.requires_grad_() for x in qkv()]
+        for _ in range(2):
+            attend(sp, *inputs).square().sum().backward()
+        out = attend(sp, *inputs)
+        dist.barrier()
+        start = time.monotonic()
+        text = error_of(lambda: attend(sp, *inputs) if rank == 1 else out.square().sum().backward())
+        return text, time.monotonic() - start
+
+    for text, seconds in run_local(on_rank, 4, deadline=60):
+        assert text.startswith("ValueError: ranks disagree"), text
+        assert seconds < 15
+
+
+def test_threads_must_not_share_an_instance():
+    sp = startrail.SequenceParallel("1x1")
+    with sp._runtime._alone(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
+        attend(sp, *qkv())
+
+
+def test_a_new_shape_on_one_rank_only_is_told_too():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=30)
+        attend(sp, *qkv(tokens=16))
+        return error_of(lambda: attend(sp, *qkv(tokens=16 if rank else 20)))
+
+    for text in run_local(on_rank, 3, deadline=60):
+        assert text.startswith("ValueError: ranks disagree about one attention call")
+        assert "rank 0: forward: q (1, 4, 20, 8)" in text
+
+
+def test_documents_that_differ_in_the_steady_state_do_not_leak():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x1", timeout=30)
+        attend(sp, *qkv(), documents=[0, 7, 32])
+        return error_of(lambda: attend(sp, *qkv(), documents=[0, 8 + rank, 32]))
+
+    for text in run_local(on_rank, 2, deadline=60):
+        assert "(0, 8, 32)" in text
+        assert "(0, 9, 32)" in text
+
+
+def test_every_call_is_compared_when_asked(monkeypatch):
+    monkeypatch.setenv("STARTRAIL_CHECK_EVERY_CALL", "1")
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        attend(sp, *qkv(tokens=16))
+        attend(sp, *qkv(tokens=32))
+        start = time.monotonic()
+        text = error_of(lambda: attend(sp, *qkv(tokens=16 + 16 * rank)))
+        return text, time.monotonic() - start, sp.traffic()["level 0"]["hops"]
+
+    for text, seconds, hops in run_local(on_rank, 2, deadline=60):
+        assert "ranks disagree" in text
+        assert seconds < 1.5 and hops == 2, "before anything was sent"
+
+
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_a_peer_that_dies_or_stalls_is_named_with_the_step(how):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=6)
+        inputs = qkv()
+        attend(sp, *inputs)
+        if rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)
+        start = time.monotonic()
+        text = error_of(lambda: attend(sp, *inputs))
+        return text, time.monotonic() - start
+
+    results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
+    texts = [result[0] for rank, result in enumerate(results) if rank != 1]
+    assert all(text.startswith("PeerError: rank ") for text in texts), texts
+    assert all(", forward step " in text and " of plan 1x3: " in text for text in texts), texts
+    assert any("kv1 from rank 1 (global rank 1) over level 0" in text for text in texts), texts
+    assert all(result[1] < 15 for rank, result in enumerate(results) if rank != 1)
+
+
+def test_wrong_constructor_arguments():
+    for arguments, message in [
+        (dict(plan="2x2"), "world size 1 is not teams 2 x ring 2 x heads 1 = 4"),
+        (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
+        (dict(plan="1x1", wire_dtype=torch.int8), "wire_dtype torch.int8"),
+        (dict(plan="1x1", timeout=0), "timeout=0"),
+        (dict(plan="1x1", timeout="3"), "timeout='3' must be a number of seconds, more than 0"),
+        (dict(plan="1x1", timeout=timedelta(seconds=3)), r"timeout=datetime.timedelta\(seconds=3\) must be a number"),
+        (dict(plan="1x1", timeout=float("inf")), "timeout=inf must be a number of seconds"),
+        (dict(plan=4), "plan 4 must be a Plan or its text form"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            startrail.SequenceParallel(**arguments)
+    sp = startrail.SequenceParallel("1x1")
+    with pytest.raises(ValueError, match='plan "auto" needs the model\'s heads'):
+        startrail.SequenceParallel("auto")
+    sequence = sp.sequence(2)
+    with pytest.raises(ValueError, match="dim 3 is not a dimension"):
+        sequence.shard(torch.zeros(2, 2), 3)
+    with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but the sequence has 2"):
+        sequence.shard(torch.zeros(2, 3), 1)
+    with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but a rank holds 2"):
+        sequence.unshard(torch.zeros(2, 3), 1)
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        sequence.length = 3
+
+
+def test_a_backward_on_one_rank_never_meets_a_forward_on_another():
+    """A rank that skips its backward pass is told; nobody takes the other's messages for its own."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2,keep=all", timeout=30)
+        inputs = [x.requires_grad_() for x in qkv()]
+        for _ in range(2):
+            out = attend(sp, *inputs)
+            torch.autograd.grad(out, inputs, torch.randn_like(out))
+        out = attend(sp, *inputs)
+        step = (lambda: attend(sp, *inputs)) if rank else (lambda: torch.autograd.grad(out, inputs, out))
+        return error_of(step)
+
+    for text in run_local(on_rank, 2, deadline=60):
+        assert "rank 0: backward: q" in text
+        assert "rank 1: forward: q" in text
+
+
+def test_ranks_may_have_made_different_numbers_of_groups():
+    def on_rank(rank):
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            attend(startrail.SequenceParallel("1x2", group=pair, timeout=20), *qkv())
+        return attend(startrail.SequenceParallel("2x2", timeout=20), *qkv()).shape == (1, 4, 16, 8)
+
+    assert all(run_local(on_rank, 4, deadline=60))
+
+
+def test_instances_that_are_dropped_leave_nothing_behind():
+    def on_rank(rank):
+        def use():
+            sp = startrail.SequenceParallel("2x1", timeout=20)
+            attend(sp, *(x.requires_grad_() for x in qkv())).square().sum().backward()
+
+        gc.disable()  # nothing is left for it to find
+        use()
+        dist.barrier()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            use()
+            dist.barrier()
+        return len(os.listdir("/proc/self/fd")) - before
+
+    assert max(run_local(on_rank, 2, deadline=60)) <= 2
+
+
+def test_a_process_group_must_come_first_under_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2: call"):
+        startrail.SequenceParallel("auto", heads=4)
+
+
+def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
+    def on_rank(rank):
+        os.environ["LOCAL_WORLD_SIZE"] = "4" if rank < 4 else "2"
+        sp = startrail.SequenceParallel("auto", heads=6, timeout=20)
+        return error_of(lambda: attend(sp, *qkv(heads=6, kv_heads=6)))
+
+    for text in run_local(on_rank, 6, deadline=60):
+        assert text == "no error" or "plan u6" in text, text
+
+
+def test_forward_mode_derivatives_are_refused_not_zero():
+    sp, x = startrail.SequenceParallel("1x1"), torch.randn(1, 2, 8, 4)
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: attend(sp, q, x, x), (x,), (torch.ones_like(x),))
+
+
+def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
+    sp = startrail.SequenceParallel("1x1")
+    assert copy.deepcopy({"sp": sp})["sp"] is sp
+    with pytest.raises(ValueError, match="cannot be pickled"):
+        pickle.dumps(sp)
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    sequence = sp.sequence(4)
+    out, name = sequence.attention(q, q, q), sp._name
+    del sp, sequence
+    gc.collect()
+    out.square().sum().backward()  # a graph keeps what it needs
+    del out
+    gc.collect()
+    with pytest.raises(ValueError, match="no longer exists; keep it with the model"):
+        torch.ops.startrail.attention(q, q, q, torch.tensor([0, 4]), name, str(Call()))

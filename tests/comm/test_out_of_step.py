@@ -1,0 +1,392 @@
+"""Ranks that are not at the same call, or not all alive, are told so at once; and after any error all can go on."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import startrail
+from startrail.comm import consensus as agree
+from startrail.comm import process_groups as groups
+from startrail.comm import transfers as under_way
+from startrail.comm.gather import gather_texts
+from startrail.comm.sanity import check_same_parameters
+from startrail.engine import executor
+from startrail.launch.local import run_local
+from tests import like_nccl
+from tests.helpers import dense, error_of, qkv, tensors, worst
+
+
+def timed(function):
+    start = time.monotonic()
+    return error_of(function), time.monotonic() - start
+
+
+def exact(sp, length=24):
+    """Whether a forward and a backward pass are right."""
+    q, k, v, dout = tensors(length)
+    truth = dense(q, k, v, dout, is_causal=True)
+    sequence = sp.sequence(length)
+    inputs = [sequence.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    out = sequence.attention(*inputs, causal=True)
+    grads = torch.autograd.grad(out, inputs, sequence.shard(dout, 2))
+    return worst([out, *grads], [sequence.shard(x, 2) for x in truth]) < 2e-6
+
+
+@pytest.mark.parametrize("every_call", [False, True])
+def test_backward_passes_in_another_order(every_call):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30, check_every_call=every_call)
+        inputs = [x.requires_grad_() for x in qkv()]
+        exact(sp)  # nothing is new any more
+        sequence = sp.sequence(32)
+        outs = [sequence.attention(*inputs) for _ in range(2)]
+        for out in outs:
+            out.square().sum().backward()
+        first, second = (sequence.attention(*inputs) for _ in range(2))
+        text, seconds = timed((second if rank else first).square().sum().backward)
+        return text, seconds, exact(sp)
+
+    for text, seconds, after in run_local(on_rank, 2, deadline=60):
+        assert text.startswith("ValueError: ranks disagree about one attention call: rank 0: backward"), text
+        assert text.count("backward of call 0.") == 2
+        assert seconds < 15
+        assert after, "the same instance goes on"
+
+
+def test_a_rank_that_leaves_out_a_batch_is_told_at_its_next_call():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("2x1", timeout=30)
+        texts = []
+        for batch in range(3):
+            sequence = sp.sequence(32)
+            if (rank, batch) == (1, 1):
+                continue  # its own error, caught by its user
+            texts.append(timed(lambda sequence=sequence: sequence.attention(*qkv())))
+            if texts[-1][0] != "no error":
+                break
+        return texts
+
+    ranks = run_local(on_rank, 2, deadline=60)
+    for texts in ranks:
+        assert texts[0][0] == "no error"
+        assert "sequence 2 of that kind" in texts[1][0] and "sequence 3 of that kind" in texts[1][0], texts
+        assert texts[1][1] < 15
+
+
+def batches(rank, sp, reused, layers, leaves_out):
+    """What a rank is told that trains on batches of ids; it leaves out the layers, or the batches, that it is to."""
+    one = sp.sequence(32)
+    inputs = [x.requires_grad_() for x in qkv()]
+    for batch in range(4):
+        if (rank, batch) in leaves_out:
+            continue  # before it makes the sequence, so that it counts as if there were no such batch
+        sequence = one if reused else sp.sequence(32)
+        sequence.shard(torch.arange(32) * batch, 0)
+        for layer in range(layers):
+            if (rank, batch, layer) not in leaves_out:
+                text, seconds = timed(lambda sequence=sequence: sequence.attention(*inputs))
+                if text != "no error":
+                    return (batch, layer), text, seconds
+    return (4, 0), "no error", 0.0
+
+
+def loaded_ahead(rank, sp):
+    """A loader's thread that is ahead of its rank by more on some ranks is no mistake."""
+    ready, sequences, texts = queue.Queue(maxsize=1 + 2 * rank), [sp.sequence(32) for _ in range(2)], []
+
+    def load():
+        for batch in range(6):
+            sequences[batch % 2].shard(torch.arange(32) + batch, 0)
+            ready.put(sequences[batch % 2])
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    for batch in range(6):
+        sequence = ready.get()
+        sequence.shard(torch.arange(32) * (batch + 2), 0)  # labels, by this thread
+        texts += [error_of(lambda sequence=sequence: sequence.attention(*qkv())) for _ in range(2)]
+    thread.join()
+    return (6, 0), "; ".join(sorted(set(texts))), 0.0
+
+
+def in_another_order(rank, sp):
+    sequence, inputs = sp.sequence(32), [x.requires_grad_() for x in qkv()]
+    outs = [sequence.attention(*inputs) for _ in range(2)]
+    return (0, 0), *timed(outs[rank].square().sum().backward)
+
+
+@pytest.mark.parametrize("backend", ["gloo", like_nccl.NAME])
+def test_whatever_a_rank_leaves_out_ends_with_the_first_call_that_is_not_the_same(backend, monkeypatch):
+    """Also where shapes, documents and the number of sequences are those of the others: batches differ in their ids."""
+    if backend == like_nccl.NAME:
+        like_nccl.register()
+        monkeypatch.setattr(groups, "backend_for", lambda device: backend)
+    for module in (agree, executor, under_way):
+        monkeypatch.setattr(module, "PATIENCE", 0.4)
+
+    def on_rank(rank):
+        found = []
+        for what in (
+            lambda sp: batches(rank, sp, reused=False, layers=1, leaves_out={(1, 1)}),
+            lambda sp: batches(rank, sp, reused=True, layers=1, leaves_out={(1, 1)}),
+            lambda sp: batches(rank, sp, reused=True, layers=3, leaves_out={(1, 1, 1)}),
+            lambda sp: in_another_order(rank, sp),
+            lambda sp: batches(rank, sp, reused=True, layers=2, leaves_out={(0, 3), (1, 3)}),
+            lambda sp: loaded_ahead(rank, sp),
+        ):
+            found.append(what(startrail.SequenceParallel("1x2", timeout=30)))
+            dist.barrier()
+        return found
+
+    for rank, (batch, reused, layer, order, well, ahead) in enumerate(run_local(on_rank, 2, deadline=90)):
+        assert [found[0] for found in (batch, reused, layer)] == ([(2, 0)] * 3 if rank else [(1, 0), (1, 0), (1, 2)])
+        for _, text, seconds in (batch, reused, layer):
+            assert "they were given different data: all must shard the same batches" in text, text
+            assert text.startswith("ValueError: ranks disagree about one attention call") and seconds < 10
+        assert order[1].count("backward of call 0.") == 2 and order[2] < 10, order
+        assert well[1] == ahead[1] == "no error", "and nobody is told so without need"
+
+
+class BrokenError(Exception):
+    pass
+
+
+def test_an_error_on_one_rank_ends_the_call_on_all_and_all_go_on():
+    """Twice: the second time in the steady state, in the backward pass."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/1x2", timeout=30)
+        texts = []
+        for what in ("forward", "backward"):
+            kernel = type(startrail.kernels.kernel_for(torch.device("cpu"), torch.float32, 16))
+            method, calls = getattr(kernel, what), []
+
+            def fails(self, *arguments, method=method, calls=calls, **options):
+                calls.append(1)
+                if rank == 2:
+                    raise BrokenError("out of memory")
+                return method(self, *arguments, **options)
+
+            setattr(kernel, what, fails)
+            try:
+                texts.append(timed(lambda: exact(sp)))
+            except BrokenError:
+                texts.append(("Broken", 0.0))
+            setattr(kernel, what, method)
+            texts.append(exact(sp))
+        return texts
+
+    for rank, (forward, well, backward, again) in enumerate(run_local(on_rank, 4, deadline=90)):
+        assert well and again
+        for (text, seconds), pass_ in ((forward, "forward"), (backward, "backward")):
+            if rank == 2:
+                assert text == "Broken"
+            else:
+                assert text.startswith("PeerError: rank"), text
+                assert "rank 2 gave up: BrokenError: out of memory" in text or f"{pass_} step" in text, text
+                assert seconds < 15
+
+
+def test_a_rank_that_is_late_for_its_first_call_does_not_spoil_the_instance():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=4)
+        if rank:
+            time.sleep(6)
+        texts = [error_of(lambda: exact(sp))]
+        while texts[-1] != "no error" and len(texts) < 8:
+            texts.append(error_of(lambda: exact(sp)))
+        return texts, exact(sp)
+
+    for texts, well in run_local(on_rank, 2, deadline=60):
+        assert texts[0].startswith("PeerError: rank 1 did not start attention call 1 (forward: "), texts
+        assert texts[-1] == "no error" and well, texts
+
+
+def test_a_new_instance_on_one_rank_only_is_told_so():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=40)
+        assert exact(sp)
+        error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))
+        if rank:
+            sp = startrail.SequenceParallel("1x2", timeout=40)
+        return timed(lambda: exact(sp))
+
+    for text, seconds in run_local(on_rank, 2, deadline=60):
+        assert text.startswith("ValueError: rank ") and "of number 1 of their SequenceParallels" in text, text
+        assert "make a new SequenceParallel on all of these ranks, or on none" in text
+        assert seconds < 12
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+def test_a_dead_peer_is_a_peer_error(when):
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=4)
+        if when == "after it":
+            exact(sp)
+            dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [error_of(lambda: exact(sp)) for _ in range(2)]
+
+    for rank, texts in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))):
+        for text in texts if rank != 1 else ():
+            assert text.startswith("PeerError: "), text
+        if rank != 1:
+            assert "rank 1 did not start" in texts[1]
+
+
+def test_a_dead_peer_is_a_peer_error_in_every_collective():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=4)
+        sequence, model = sp.sequence(24), torch.nn.Linear(2, 2)
+        ours = torch.ones(8, requires_grad=True)
+        whole, rolled = sequence.unshard(ours, 0).sum(), sequence.roll(ours, -1, 0).sum()
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.ones(8)
+        return [
+            timed(function)
+            for function in (
+                lambda: sequence.unshard(x, 0),
+                lambda: sequence.roll(x, -1, 0),
+                whole.backward,
+                rolled.backward,
+                lambda: sequence._largest_of_all(torch.zeros(1, 4)),
+                lambda: gather_texts("here"),
+                lambda: check_same_parameters(model.named_parameters()),
+                lambda: startrail.global_mean(x.sum(), 8),
+                lambda: startrail.sum_gradients(model.parameters(), check=False),
+            )
+        ]
+
+    for rank, found in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}), timeout=4)):
+        for (text, seconds), what in zip(
+            found or (), (*["tokens"] * 4, "logits", "say", "parameters", "mean", "gradients"), strict=rank != 1
+        ):
+            assert text.startswith("PeerError: ") and f"{what}: a rank is gone, or late: " in text, text
+            assert seconds < 10
+
+
+def test_whoever_does_not_connect_again_is_missed_within_the_timeout():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=2)
+        exact(sp)
+        error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))  # on all ranks: their lanes are of no use any more
+        if rank:
+            time.sleep(8)
+            return "late", 0.0
+        return timed(lambda: sp._runtime.executor_on(torch.device("cpu")))
+
+    text, seconds = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))[0]
+    assert text.startswith("PeerError: global rank 0: no connection to ranks [0, 1] within 0:00:02"), text
+    assert seconds < 6
+
+
+STORE_HOST = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist, startrail
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, how = dist.get_rank(), sys.argv[1]
+    sp = startrail.SequenceParallel("1x2", timeout=3)
+    x = torch.randn(1, 2, 8, 8)
+    sp.sequence(16).attention(x, x, x)
+    dist.barrier()
+    if rank == 0:
+        print("pid", os.getpid(), flush=True)
+        time.sleep(60)
+    time.sleep(1)
+    start = time.monotonic()
+    try:
+        sp.sequence(16).attention(x, x, x, causal=True)  # new: compared
+    except startrail.PeerError as error:
+        print(f"PeerError after {time.monotonic() - start:.0f} s: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_store_host_that_dies_or_hangs_is_a_peer_error_and_nobody_aborts(tmp_path, how):
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(STORE_HOST))
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    env["MASTER_PORT"] = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), how],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        line = next(line for line in ranks[0].stdout if line.startswith("pid"))
+        os.kill(int(line.split()[1]), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        text, _ = ranks[1].communicate(timeout=40)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert "PeerError after" in text, text
+    assert ranks[1].returncode == 0, text
+    assert "terminate called" not in text
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_long_waits_say_what_they_wait_for():
+    def on_rank(rank):
+        import logging
+
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("startrail").addHandler(handler)
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        exact(sp)
+        dist.barrier()
+        if rank:
+            time.sleep(7)
+        exact(sp)
+        return lines
+
+    waiting, _ = run_local(on_rank, 2, deadline=60)
+    assert len(waiting) == 1, waiting
+    what = r"rank 0 still waits after \d+ seconds: forward step \d, receiving kv1 from rank 1 \(global rank 1\)"
+    assert re.match(what, waiting[0]), waiting
+
+
+def test_calls_of_many_kinds_leave_nothing_behind():
+    """A short soak; `python -m tests.soak` runs 20,000 calls."""
+    from tests.soak import PLANS, WORLD, grown, soak
+
+    for before, after in run_local(lambda rank: soak(calls=40 * len(PLANS), warm=20 * len(PLANS)), WORLD, deadline=120):
+        assert not grown(before, after), (before, after)
+
+
+def test_a_refusal_in_a_loader_thread_is_raised_there():
+    sp = startrail.SequenceParallel("1x1")
+    texts = []
+    with sp._runtime._alone():
+        thread = threading.Thread(target=lambda: texts.append(error_of(lambda: sp.sequence(0))))
+        thread.start()
+        thread.join()
+    assert texts == ["ValueError: length=0 must be a whole number of tokens, length >= 1"]

@@ -1,0 +1,102 @@
+"""What doctor makes of numbers that ranks measured: the description, and who is odd. No rank runs here."""
+
+from pathlib import Path
+
+import pytest
+
+from startrail.planner.cluster import Slow, cluster_text, read_cluster
+from startrail.planner.live import measure as live
+from startrail.planner.live.measure import Measured, describe
+from startrail.planner.topology import Machine
+from startrail.planner.units import parse_text
+
+
+def ranks(machine: Machine, **changes: dict[int, float]) -> list[dict]:
+    """What every rank would say; ``changes``: by measurement, a factor for some ranks."""
+    found = []
+    for rank in range(machine.world):
+        mine = {"host": f"host{machine.node(rank)}", "dtype": "float32", "matmul": 80e9, "copy": 6e9, "call": 5e-6}
+        mine |= {"forward": {"128": 20e9, "512": 30e9}, "backward": {"128": 15e9, "512": 25e9}}
+        if machine.nodes > 1:
+            mine |= {"latency 0": 50e-6, "alone 0": 1e9, "all 0": 1e9 / machine.ranks_per_node}
+        if machine.ranks_per_node > 1:
+            mine |= {"latency 1": 20e-6, "all 1": 4e9}
+        for key, factors in changes.items():
+            mine[key.replace("_", " ")] *= factors.get(rank, 1.0)
+        found.append(mine)
+    return found
+
+
+def described(machine: Machine, **changes: dict[int, float]) -> Measured:
+    return describe(machine, ranks(machine, **changes), "a CPU", 8e9, "gloo")
+
+
+def test_nodes_that_share_a_link_and_ranks_that_do_not():
+    found = described(Machine(4, 2))
+    node, rank = found.cluster.levels
+    assert (node.name, node.size, node.bandwidth, node.latency, node.shared) == ("node", 4, 1e9, 50e-6, True)
+    assert (rank.name, rank.size, rank.bandwidth, rank.latency, rank.shared) == ("rank", 2, 4e9, 20e-6, False)
+    assert found.odd == () and found.cluster.slow == ()
+    device = found.cluster.device
+    assert (device.memory, device.copy, device.call, device.of("float32").matmul) == (8e9, 6e9, 5e-6, 80e9)
+    assert device.of("float32").forward.points == ((128.0, 20e9), (512.0, 30e9))
+
+
+def test_a_link_for_every_rank_shows_in_that_all_get_as_much_as_one_alone():
+    own = described(Machine(4, 2), all_0=dict.fromkeys(range(8), 2.0))
+    assert not own.cluster.levels[0].shared
+    assert own.cluster.levels[0].bandwidth == 1e9
+
+
+@pytest.mark.parametrize(
+    "machine, names", [("1x4", ["rank"]), ("4x1", ["node"]), ("1x1", ["rank"]), ("2x3", ["node", "rank"])]
+)
+def test_levels_are_those_with_several_members(machine, names):
+    found = described(Machine.parse(machine)).cluster
+    assert [level.name for level in found.levels] == names
+    assert found.world == Machine.parse(machine).world
+
+
+@pytest.mark.parametrize(
+    "changes, texts, slow",
+    [
+        (
+            {"matmul": {5: 0.3}},
+            ["rank 5 (node 2, host2): products of matrices at 30% of the others'"],
+            [Slow(1, 5, 1.0, 0.3)],
+        ),
+        ({"all_0": {6: 0.4, 7: 0.2}}, ["rank 6 (node 3", "rank 7 (node 3"], [Slow(0, 3, 0.2)]),
+        ({"all_1": {1: 0.25}}, ["its link to the next rank of its node at 25%"], [Slow(1, 1, 0.25)]),
+        ({"matmul": {2: 0.4}, "all_1": {2: 0.1}}, ["products", "its link"], [Slow(1, 2, 0.1, 0.4)]),
+        ({"copy": {0: 0.1}}, ["copies in memory at 10%"], []),
+        ({"matmul": {3: 1e-9}}, ["at 0%"], [Slow(1, 3, 1.0, 0.001)]),
+        ({"matmul": {3: 0.6}}, [], []),
+    ],
+)
+def test_the_odd_are_named_and_written_as_slow_members(changes, texts, slow):
+    found = described(Machine(4, 2), **changes)
+    assert len(found.odd) == len(texts)
+    for line, text in zip(found.odd, texts, strict=True):
+        assert text in line
+    assert found.cluster.slow == tuple(slow)
+    read = read_cluster(parse_text(cluster_text(found.cluster, "odd"), Path("a.toml")), "a", "a.toml")
+    assert read.slow == found.cluster.slow
+
+
+def test_an_odd_rank_where_every_node_has_one():
+    assert described(Machine(4, 1), matmul={2: 0.2}, all_0={1: 0.3}).cluster.slow == (
+        Slow(0, 1, 0.3),
+        Slow(0, 2, 1.0, 0.2),
+    )
+
+
+@pytest.mark.parametrize(
+    "backends, where", [("cpu:gloo,cuda:nccl", "cuda"), ("cuda:nccl", "cuda"), ("cpu:gloo", "cpu")]
+)
+def test_a_group_without_a_named_backend_computes_where_nccl_is(backends, where, monkeypatch):
+    monkeypatch.setattr(live.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(live.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(live.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(live.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(live.dist, "get_backend_config", lambda: backends)
+    assert live.own_device().type == where

@@ -1,0 +1,330 @@
+"""What a first run on GPUs would hit, found without one: with fake tensors, stand-ins and fake process groups."""
+
+import threading
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import startrail.engine.op  # noqa: F401, registers the ops
+from startrail.bench.cases import Work
+from startrail.bench.peers import ours as peers
+from startrail.comm import process_groups as groups
+from startrail.comm import watchdog as watch
+from startrail.comm.consensus import Agreement
+from startrail.comm.counters import Counters, Stopwatch
+from startrail.comm.lanes import Lanes, Message
+from startrail.comm.transfers import Waits, Watch
+from startrail.diagnostics import doctor
+from startrail.diagnostics.exactness import Case, check_cases
+from startrail.engine import buffers, wire
+from startrail.engine.buffers import BufferPool
+from startrail.engine.call import describe, wrong_kind
+from startrail.engine.executor import Executor, Job
+from startrail.engine.wire import Wire
+from startrail.kernels import base, cuda, kernel_for
+from startrail.kernels.flash_ops import ops_of_package
+from startrail.planner.live import measure as live
+from startrail.schedule.plan import Plan
+from startrail.schedule.values import Piece
+from tests.helpers import eventually
+from tests.kernels import test_cuda as stand_ins
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_ranks_agree_about_tensors_on_their_own_gpus():
+    with FakeTensorMode():
+        first, second = (torch.empty(1, 2, 4, 8, device=f"cuda:{index}") for index in range(2))
+    assert describe(first) == describe(second) == "(1, 2, 4, 8) float32 cuda"
+    assert wrong_kind(first, second, first, False, None, None) == (
+        "q, k, v must be on one device, got q on cuda:0, k on cuda:1, v on cuda:0"
+    )
+
+
+def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
+    stream = 1
+    monkeypatch.setattr(buffers, "stream_of", lambda device: stream)
+    pool = BufferPool()
+    buffer = pool.get(64, torch.device("cpu"))
+    pool.put(buffer)
+    stream = 2
+    other = pool.get(64, torch.device("cpu"))
+    assert other is not buffer
+    assert pool.get(48, torch.device("cpu")).flat.data_ptr() != buffer.flat.data_ptr(), "nor the beginning of it"
+    stream = 1
+    assert pool.get(64, torch.device("cpu")) is buffer
+
+
+def test_numbers_on_a_gpu_are_those_of_its_current_stream(monkeypatch):
+    """Another stream may be ahead of the copy that brings them."""
+    stream, cpu = 1, torch.device("cpu")
+    for module in (cuda, wire):
+        monkeypatch.setattr(module, "stream_of", lambda device: stream)
+    made = Wire(SimpleNamespace(plan=Plan()), torch.float32, torch.float32, 2, {None: ((0, 1), (2, 3))})
+    whole, parts = torch.arange(8.0).view(1, 1, 8, 1), torch.empty(2, 1, 1, 4, 1)
+    packs = ((2, 2), (3, 3))
+    first = cuda._cuts(packs, cpu)
+    made.split(Piece("q", 0, 0), whole, parts)
+    assert torch.equal(parts.flatten(), whole.flatten())
+    assert cuda._cuts(packs, cpu) is first and len(made._places) == 1
+    stream = 2
+    made.split(Piece("q", 0, 0), whole, parts)
+    assert cuda._cuts(packs, cpu) is not first and len(made._places) == 2
+    cuda._cuts_on.cache_clear()
+
+
+class Current:
+    """Stands for torch.cuda.device: which device is the current one."""
+
+    index = 0
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        self.before, Current.index = Current.index, self.device.index
+
+    def __exit__(self, *error):
+        Current.index = self.before
+
+
+@pytest.fixture
+def current(monkeypatch):
+    Current.index = 0
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    return Current
+
+
+def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
+    """Triton's launches, events and the question about graphs are about the current device, whatever tensors say."""
+    seen = []
+
+    def capturing():
+        seen.append(current.index)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    executor = Executor(None, Agreement(None, None, False), Counters())
+    with pytest.raises(ValueError, match="cannot be captured"):
+        executor.run(Job(None, {}, None, None, 1.0, 0, torch.device("cuda", 1)), None, {}, None)
+    assert (seen, current.index) == ([1], 0)
+
+
+def test_row_sums_are_launched_on_their_own_gpu(current, monkeypatch):
+    launched = []
+    fused = SimpleNamespace(row_sums=lambda *arguments: launched.append(current.index))
+    monkeypatch.setattr(base, "fused_on", lambda device: fused)
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 4, 8, device="cuda:1")
+        base.row_sums(x, x, torch.float32)
+    assert launched == [1]
+
+
+def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current):
+    """Or asking for an event would make every rank use memory on GPU 0."""
+    asked = []
+    work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
+    lanes = SimpleNamespace(device=torch.device("cuda", 1), ended=None)
+    look = Watch(Waits(lanes, SimpleNamespace(reason=lambda: None), Counters()))
+    look.under_way.append(SimpleNamespace(work=work, posted=0.0))
+    look.look()
+    assert (asked, current.index) == ([1], 0)
+
+
+def test_cuda_graphs_are_refused(current, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    executor = Executor(None, Agreement(None, None, False), Counters())
+    job = Job(None, {}, None, None, 1.0, 0, CUDA)
+    with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
+        executor.run(job, None, {}, None)
+    for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
+        assert torch.Tag.cudagraph_unsafe in op.tags
+
+
+@pytest.fixture
+def cuda_backend(monkeypatch):
+    """The engine's CUDA backend on CPU tensors: stand-ins that compute as flash attention does, in half precision."""
+    for op in ("flash_forward", "flash_backward", "bands_forward", "bands_backward"):
+        monkeypatch.setattr(cuda, f"_{op}", getattr(stand_ins, op))
+
+    def kernel_for(device, dtype, dim, softcap):
+        if softcap is None:
+            return cuda.FlashKernel(dtype)
+        return cuda.FlashKernel(dtype, ops_of_package(stand_ins.PACKAGE, softcap), "attn", softcap)
+
+    monkeypatch.setattr("startrail.engine.runtime.kernel_for", kernel_for)
+
+
+def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
+    """lse and delta are one number a row, and stay in float32; rounded to bfloat16 they made gradients four times as
+    wrong, and more where logits are as large as here. Also windows and documents as flash attention's own, and a
+    softcap as flash-attn's."""
+    shape = dict(world=2, length=192, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, causal=True, scale=1.0)
+    cases = [Case("1x2", **shape), Case("u2", **shape), Case("2x1", **shape, window=20)]
+    cases += [
+        Case("1x2", **shape, softcap=1.5),
+        Case("1x2", **shape, softcap=1.5, window=9, documents=(0, 30, 31, 100, 192), sinks=True),
+        Case("1x2", **shape, documents=(0, 30, 31, 100, 192)),
+        Case("1x2", **shape, window=9, documents=(0, 100, 192)),
+        Case("1x2", **shape, window=100),  # over whole chunks, where FlashAttention 2 reads some windows differently
+    ]
+    wrong = []
+    for case, report in zip(cases, check_cases(cases), strict=True):
+        wrong += [f"{case}: {text}" for text in report.verdict()]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_whatever_one_abort_does_the_others_are_not_kept_from_theirs(monkeypatch):
+    """One raises, one hangs; and one ends only together with another, as two communicators that hang on one GPU do."""
+    monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(groups, "ABORTED_WITHIN", 1.0)
+    together, hangs = threading.Barrier(2), threading.Event()
+    aborted = []
+
+    def raises():
+        raise ValueError("no such communicator")
+
+    def with_another():
+        together.wait(timeout=30)
+        aborted.append("one of two")
+
+    ways = (raises, hangs.wait, with_another, lambda: aborted.append("alone"), with_another)
+    start = time.monotonic()
+    groups.abort([SimpleNamespace(abort=way) for way in ways])
+    assert sorted(aborted) == ["alone", "one of two", "one of two"]
+    assert time.monotonic() - start < 20, "nobody waits for ever for the one that hangs"
+    hangs.set()
+
+
+def test_the_watching_thread_survives_whatever_a_look_raises():
+    looked = []
+
+    class Looks:
+        def __init__(self, error):
+            self.error = error
+
+        def look(self):
+            looked.append(self)
+            if self.error is not None:
+                raise self.error
+
+    bad, good = Looks(KeyError("gone")), Looks(None)
+    watcher = watch._Watcher(0.01)
+    watcher.watched |= {bad, good}
+    assert eventually(lambda: bad in looked and looked.count(good) > 3)
+    watcher.end()
+    assert looked.count(bad) == 1
+
+
+class Event:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __init__(self, device, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.time = Event.now
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        Event.synchronized = True
+
+    def elapsed_time(self, end):
+        return 1000 * (end.time - self.time)
+
+
+def test_time_on_a_gpu_is_taken_by_events_and_read_when_asked(monkeypatch):
+    monkeypatch.setattr(torch, "Event", Event)
+    Event.now, Event.synchronized = 0.0, False
+    stopwatch = Stopwatch()
+    for _ in range(1000):
+        start = stopwatch.start(CUDA)
+        Event.now += 0.5
+        stopwatch.stop(start, CUDA)
+    assert not Event.synchronized
+    assert len(stopwatch._unread) < 1000, "those long over are read on the way"
+    assert stopwatch.seconds() == 500.0
+    assert Event.synchronized
+
+
+def test_what_torchrun_starts_measures_gpus_in_bfloat16(monkeypatch):
+    """Without a choice torch's backend is called 'undefined', and GPUs were taken for CPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(live.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(live.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(live.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = peers.own_device()
+    assert device == live.own_device() == torch.device("cuda", 1)
+    line = next(line for line in doctor._kernels() if "bfloat16" in line)
+    assert line == "bfloat16 on cuda: cuda-flash (FlashAttention 2 of torch: no newer one is installed)"
+    assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
+    data = peers.make_data(Work(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
+    assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
+    monkeypatch.setattr(live.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert peers.own_device() == live.own_device() == torch.device("cpu")
+    monkeypatch.setattr(live.dist, "is_initialized", lambda: False)
+    assert live.own_device().type == "cuda"
+    assert peers.own_device().type == "cpu", "it forks ranks, which could not use a GPU that it has used"
+
+
+class NcclOptions:
+    def __init__(self, is_high_priority_stream=False):
+        self.high = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+def test_lanes_on_nccl_have_their_settings_in_one_place(monkeypatch):
+    """Streams of high priority, few channels, and a watchdog that comes after our own deadline."""
+    made = []
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    monkeypatch.setattr(groups, "PrefixStore", lambda name, store: name)
+    monkeypatch.setattr(groups.c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(groups, "unbound", nullcontext)
+    monkeypatch.setattr(
+        groups.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
+    )
+    monkeypatch.setattr(groups.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5))
+    ((size, index, members, backend, _, name, options, timeout),) = made
+    assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
+    assert options.high and options.config.max_ctas == groups.CHANNELS
+    assert timeout == options._timeout == timedelta(seconds=5) + groups.GRACE
+
+
+class Recorded:
+    def __init__(self, lane, calls):
+        self.lane, self.calls = lane, calls
+
+    def _start_coalescing(self, device):
+        self.calls.append(self.lane)
+
+    def _end_coalescing(self, device):
+        return f"work {self.lane}"
+
+    def send(self, tensors, peer, tag):
+        pass
+
+    recv = send
+
+
+def test_a_step_posts_on_its_lanes_in_one_order_on_all_ranks():
+    """Two communicators whose kernels do not fit on a GPU together would wait for each other; a work a lane."""
+    lanes, calls = object.__new__(Lanes), []
+    lanes.tagged, lanes.device, lanes.places = False, CUDA, [{1: 0}, {1: 0}]
+    lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]
+    messages = [Message(send, lane, 1, (), False, 0) for lane in (1, 0) for send in (True, False)]
+    assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]
+    assert calls == [0, 1]

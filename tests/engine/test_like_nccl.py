@@ -1,0 +1,272 @@
+"""The engine on a backend that behaves like NCCL (``tests/like_nccl.py``), and what NCCL would make of mistakes."""
+
+import gc
+import os
+import signal
+import subprocess
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+import startrail
+from startrail.cli import main
+from startrail.comm import process_groups as groups
+from startrail.comm.lanes import Link
+from startrail.diagnostics import cluster_check as first_look
+from startrail.diagnostics.reference import Case
+from startrail.kernels import CpuKernel
+from startrail.launch import torchrun as joining
+from startrail.launch.local import run_local
+from tests import like_nccl
+from tests.engine import plans
+from tests.engine.test_exact import case_for
+from tests.helpers import ROOT, error_of, eventually, qkv, torchrun
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def lanes_like_nccl(monkeypatch):
+    like_nccl.register()
+    monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
+
+
+# Windows and documents, so that blocks have many forms; and what is uneven, shared and rounded.
+SHAPES = [
+    dict(length=200, causal=False, window=64, documents=(0, 3, 90, 91, 200), batch=2),
+    dict(length=301, causal=True, kv=2, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("world", sorted(plans.PLANS.keys() - {1}))
+def test_every_plan_is_exact_on_it(world):
+    """Every plan of the distributed tests, with all variants. Reads before a wait give NaN, writes before a send has
+    been waited for raise, and tags help nobody."""
+    cases = [
+        case_for(plan, world, shape, seed)
+        for plan in plans.every_plan(world)
+        for seed, shape in enumerate(SHAPES if world <= 8 and plan in plans.PLANS[world] else SHAPES[:1], 1)
+    ]
+    plans.run(cases)
+
+
+def closed(made):
+    """Whether all groups were aborted and then shut down; the watching thread may still hold them for a moment."""
+    return eventually(lambda: all(group.story == ["abort", "shutdown"] for group in made))
+
+
+def test_ranks_with_other_documents_of_the_same_sizes_are_told():
+    """Both sequences are known, so nobody asks beforehand; every message fits, and every number would be wrong."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=30)
+        known = [sp.sequence(48, [0, cut, 48]) for cut in (8, 9)]
+        for sequence in known:
+            sequence.attention(*qkv())
+        start = time.monotonic()
+        text = error_of(lambda: known[rank == 2].attention(*qkv()))
+        return text, time.monotonic() - start
+
+    for text, seconds in run_local(on_rank, 3, deadline=60):
+        assert text.startswith("ValueError: ranks disagree about one attention call"), text
+        assert "(0, 8, 48)" in text
+        assert "(0, 9, 48)" in text
+        assert seconds < 15, "well before the timeout"
+
+
+@pytest.mark.parametrize(
+    "plan, how, pass_",
+    [
+        ("1x3", "killed", "forward"),
+        ("u3", "stalled", "forward"),
+        ("1x3", "stalled", "backward"),
+        ("u3", "killed", "backward"),
+    ],
+)
+def test_a_peer_that_dies_or_stalls_ends_every_other_rank_within_the_timeout(plan, how, pass_):
+    """Two communicators of a rank hang then, the lane's and that of the comparison: one after the other could not be
+    ended (``like_nccl.abort``)."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel(plan, timeout=3)
+        inputs = [x.requires_grad_() for x in qkv(heads=3, kv_heads=3)]
+        sequence = sp.sequence(48)
+        sequence.attention(*inputs).sum().backward()  # so that nobody asks whether the ranks agree
+        out = sequence.attention(*inputs)
+        if rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)
+        start = time.monotonic()
+        text = error_of(lambda: sequence.attention(*inputs) if pass_ == "forward" else out.sum().backward())
+        return text, time.monotonic() - start, closed(like_nccl.GROUPS)
+
+    results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
+    for rank in (0, 2):
+        text, seconds, ended = results[rank]
+        assert text.startswith(f"PeerError: rank {rank}, {pass_} step ") and f" of plan {plan}: " in text, text
+        assert "did not end within 0:00:03" in text
+        assert "comparing calls failed" not in text, "it is raised by the wait, not at the end of the pass"
+        assert seconds < 8
+        assert ended, "closed, and not before their transfers were ended"
+    assert any("rank 1 (global rank 1) over level 0" in results[rank][0] for rank in (0, 2)), results
+
+
+def test_a_transfer_that_failed_is_not_taken_for_one_that_arrived():
+    """NCCL counts a work with an error as completed, and its wait says nothing: the bytes never came."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=30)
+        sequence = sp.sequence(48)
+        sequence.attention(*qkv())
+        if rank == 1:
+            for group in sp._runtime._executor.lanes.groups:
+                group.break_with("NCCL error: remote process exited\nand so on")
+        start = time.monotonic()
+        text = error_of(lambda: [sequence.attention(*qkv()) for _ in range(2)])
+        return text, time.monotonic() - start
+
+    results = run_local(on_rank, 3, deadline=60)
+    assert results[1][0].startswith("PeerError: rank 1, forward step ") and "kv0 from rank 0" in results[1][0], results
+    for text, seconds in results:
+        assert text.startswith("PeerError: ") and text.endswith("failed: NCCL error: remote process exited"), text
+        assert seconds < 15, "well before the timeout"
+
+
+def test_after_a_local_error_lanes_are_ended_and_freed_at_once():
+    """A kernel raises in the midst of a pass. Closing the lanes would wait for transfers that never end, and as long as
+    something under way knew the executor, nobody closed them before garbage was collected."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=30)
+        sequence, inputs = sp.sequence(48), qkv()
+        before = sequence.attention(*inputs, causal=True)
+        gc.disable()
+        executor, made = weakref.ref(sp._runtime._executor), list(like_nccl.GROUPS)
+
+        def forward(kernel, *arguments):
+            if rank == 1:  # what it has received so far goes no further
+                raise MemoryError("out of memory")
+            return plain(kernel, *arguments)
+
+        plain, CpuKernel.forward = CpuKernel.forward, forward
+        try:
+            sequence.attention(*inputs, causal=True)
+            text = "no error"
+        except (MemoryError, startrail.PeerError) as error:
+            text = f"{type(error).__name__}: {error}"
+        CpuKernel.forward = plain
+        found = text, executor() is None, closed(made)
+        gc.enable()
+        return *found, torch.equal(sequence.attention(*inputs, causal=True), before)
+
+    for rank, (text, freed, ended, same) in enumerate(run_local(on_rank, 3, deadline=60)):
+        assert "out of memory" in text and text.startswith("MemoryError" if rank == 1 else "PeerError: "), text
+        assert freed and ended, "without a collection of garbage"
+        assert same, "and the ranks go on"
+
+
+def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world():
+    def on_rank(rank):
+        def split(group):
+            raise AssertionError("a lane was split off the world's communicator")
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+        c10d._get_split_source = split
+        dist.group.WORLD.bound_device_id = torch.device("cuda", rank)  # as init_process_group(device_id=...) does
+        startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # which makes a group of all that are in the mesh
+        sp = startrail.SequenceParallel("1x2/2x1", timeout=20)
+        lanes = sp._runtime.executor_on(CPU).lanes
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", rank)
+        dist.group.WORLD.bound_device_id = None
+        used = {
+            Link(send, lane, peer)
+            for lane, group in enumerate(lanes.groups)
+            for peer, place in lanes.places[lane].items()
+            for send in (True, False)
+            if group.counts[send, place]
+        }
+        before = [{pair for pair, count in group.counts.items() if count} for group in lanes.groups]
+        dist.barrier()
+        sp.sequence(64).attention(*qkv())
+        after = [{pair for pair, count in group.counts.items() if count} for group in lanes.groups]
+        return used, before == after
+
+    for rank, (used, same) in enumerate(run_local(on_rank, 4, deadline=60)):
+        assert used == {Link(send, lane, rank ^ (2 - lane)) for lane in (0, 1) for send in (True, False)}
+        assert same, "the first pass connected nobody anew"
+
+
+def test_a_peer_that_never_makes_its_lanes_is_named():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=2)
+        if rank:
+            time.sleep(8)
+            return "late"
+        return error_of(lambda: sp._runtime.executor_on(CPU))
+
+    text, _ = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))
+    assert text.startswith("PeerError: global rank 0: no connection "), text
+
+
+def test_check_under_torchrun_uses_the_ranks_that_are_there():
+    """A first look at a cluster: several plans and dtypes in one table, by rank 0, and an exit code."""
+    command = [*torchrun(2), "-m", "startrail.cli", "check", "all", "--length", "64", "--heads", "4", "--head-dim", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"torch {torch.__version__}, 2 x ") and "gloo" in lines[0]
+    assert "float32: cpu (ATen's flash attention for CPUs, in float32)" in lines
+    table = [line for line in lines if line.endswith(" ok")]
+    plans = ["1x2", "1x2", "u2", "u2", "2x1", "2x1", "u2/1x1", "u2/1x1", *["1x1/u2,keep=all,groups=2"] * 2]
+    assert [line.split()[0] for line in table] == [*plans, *["1x2"] * 4, *["u2"] * 4]
+    for text in ("float16 ", "3 documents", "window 22", " 4:1 "):
+        assert sum(text in line for line in table) >= 2, "with a ring and with heads"
+
+
+def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
+    """Such as a kernel that this GPU does not have, or one rank without the memory for the truth: the rest of the
+    table is worth having."""
+    plain, forward = first_look.make_data, CpuKernel.forward
+
+    def on_rank(rank):
+        dtypes = []
+
+        def make_data(case, device):
+            dtypes.append(case.dtype)
+            if case.window is not None and rank == 1:
+                raise MemoryError("out of memory\nand so on")
+            return plain(case, device)
+
+        def refuse_half(kernel, *arguments):
+            if dtypes[-1] == torch.float16 and rank == 1:
+                raise RuntimeError("no kernel image is available")
+            return forward(kernel, *arguments)
+
+        first_look.make_data, CpuKernel.forward = make_data, refuse_half
+        cases = first_look.typical_cases(Case("auto", 2, length=64, q_heads=4, kv_heads=4, head_dim=8))[-5:]
+        reports = first_look.check_on_group(cases, CPU)
+        return cases, reports, first_look.table(cases, reports)
+
+    for cases, reports, text in run_local(on_rank, 2, deadline=60):
+        for case, report in zip(cases, reports, strict=True):
+            raises = case.dtype == torch.float16 or case.window is not None
+            assert bool(report.verdict()) == raises, report.verdict()
+        assert "rank 1: RuntimeError: no kernel image is available" in text
+        assert "rank 1: MemoryError: out of memory" in text
+
+
+def test_ranks_that_do_not_come_are_one_line(monkeypatch, capsys):
+    def join(device, limit):
+        raise joining.JoinError("rank 1 did not come within 0.1 minutes")
+
+    monkeypatch.setattr(joining, "join", join)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["check", "1x2"]) == 1
+    assert capsys.readouterr() == ("", "startrail check: rank 1 did not come within 0.1 minutes\n")

@@ -1,0 +1,149 @@
+"""Silly values for every key of a cluster, a model and a run: one line that names the key, and no hang."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from startrail.planner.answer import plan as ask
+from startrail.planner.cluster import find_cluster, read_cluster
+from startrail.planner.units import read_file, shipped
+from startrail.planner.workload import from_hugging_face, read_model, read_run
+from tests.helpers import error_of
+
+SILLY = [
+    *("", "x", "0", "-1", "1e999 s", "1e-320 B/s", "1e-300 GB/s", "1e400 GB/s", "inf GB", "1e999 GB", "0 GB", "nan s"),
+    *("0 FLOP/s", "-5 us", "9" * 320, "1.2.3 GB", "5 parsecs", "two\nlines", "\x00"),
+    *(-1, 0, 10**13, 10**30, 3.0, 1e308, float("inf"), float("nan")),
+    *(True, None, [], ["x"], {}, {"a": 1}, [[]], [["x", "1 TFLOP/s"]], [[128, "fast"]], [[0, "1 TFLOP/s"]]),
+]
+# What is not silly after all.
+TEXTS = ("name", "description")
+MAY_BE_0 = ("accuracy", "cores", "member", "max_window_layers", "zero")
+YES_OR_NO = ("duplex", "tied", "recompute", "use_sliding_window", "tie_word_embeddings")
+
+
+def fine(key: str, value: object) -> bool:
+    if key in TEXTS:
+        return isinstance(value, str) and value.strip() != "" and value.isprintable()
+    if key in MAY_BE_0 and type(value) is int and value == 0:
+        return True
+    return (key in YES_OR_NO and value is True) or (key, value) in (("slow", []), ("reserved", "0 GB"))
+
+
+CLUSTER = read_file(shipped("clusters")["a100-4x8"])
+CLUSTER |= {"cores": 2, "transport": "gloo"}
+CLUSTER["device"] |= {"handle": "1 us", "socket": "1 GB/s"}
+CLUSTER["levels"][0]["duplex"] = True
+CLUSTER["slow"] = [{"level": "node", "member": 1, "bandwidth": 0.5, "compute": 0.5}]
+MODEL = dict(
+    description="small", kind="gpt", vocab=9, width=8, layers=4, heads=4, kv_heads=2, hidden=8, tied=True, window=4,
+    full_every=2,
+)  # fmt: skip
+RUN = dict(
+    description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32", loss_chunk=64
+)
+CONFIG = dict(
+    model_type="qwen2", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=96, vocab_size=100, head_dim=16, sliding_window=16, use_sliding_window=True, max_window_layers=1,
+    sliding_window_pattern=2, tie_word_embeddings=True, layer_types=["sliding_attention", "full_attention"] * 2,
+)  # fmt: skip
+READERS = {
+    "cluster": (CLUSTER, lambda table: read_cluster(table, "a", "a.toml")),
+    "model": (MODEL, lambda table: read_model(table, "m", "m.toml")),
+    "run": (RUN, lambda table: read_run(table, "r.toml")),
+    "config": (CONFIG, lambda table: from_hugging_face(table, "h", "config.json")),
+}
+
+
+def places(table: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """The way to every key, also of tables inside."""
+    pairs = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
+    for key, value in pairs:
+        if isinstance(key, str):
+            yield *path, key
+        if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
+            yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_a_silly_value_is_one_line_that_names_its_key(what):
+    good, read = READERS[what]
+    read(good)
+    checked = 0
+    for path in places(good):
+        for value in SILLY:
+            if fine(path[-1], value) or (what == "config" and value is None):
+                continue
+            table = json.loads(json.dumps(good))
+            at = table
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = value
+            text = error_of(lambda table=table: read(table))
+            assert text.startswith("ValueError: "), (path, value, text)
+            assert path[-1] in text and "\n" not in text and len(text) < 600, (path, value, text)
+            checked += 1
+    assert checked > 200
+
+
+@pytest.mark.parametrize("value", ["x", "0 GB", "1e999 GB", "", 5, "-1 GB", "1 kB"])
+def test_a_silly_memory_limit_names_its_key(value):
+    with pytest.raises(ValueError, match="memory = "):
+        ask("a100-4x8", "gpt-3b", 65536, memory=value)
+
+
+def test_no_cluster_is_larger_than_what_is_planned_for():
+    with pytest.raises(ValueError, match=re.escape("size: 99999 x 8 = 799992 ranks are more than the 65536")):
+        find_cluster("a100-4x8@99999x8")
+
+
+def test_times_and_reserves_may_be_0_as_they_are_by_default():
+    table = json.loads(json.dumps(CLUSTER))
+    table["levels"][0]["latency"], table["device"]["reserved"], table["device"]["call"] = "0 us", "0 GB", "0 s"
+    cluster = read_cluster(table, "a", "a.toml")
+    assert (cluster.levels[0].latency, cluster.device.reserved, cluster.device.call) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", ["llama"], 7])
+def test_other_models_than_plain_decoders_are_refused(kind):
+    with pytest.raises(ValueError, match=r"model_type = .* is not a decoder that is modelled"):
+        from_hugging_face(CONFIG | {"model_type": kind}, "h", "config.json")
+
+
+def test_heads_must_divide_the_width_unless_their_own_is_given():
+    config = CONFIG | {"num_attention_heads": 6}
+    assert from_hugging_face(config, "h", "config.json").head_dim == 16
+    with pytest.raises(ValueError, match="hidden_size = 64 is not a multiple of num_attention_heads = 6"):
+        from_hugging_face(config | {"head_dim": None}, "h", "config.json")
+
+
+def test_options_win_over_the_file_of_a_run(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('length = "64k"\nbatch = 4\nzero = 2\n')
+    run = ask("a100-4x8", "gpt-3b", "32k", batch=8, run=str(file), top=1).found.run
+    assert (run.length, run.batch, run.zero) == (32768, 8, 2)
+    file.write_text('length = "64k"\nbatch = 0\n')
+    with pytest.raises(ValueError, match=r"run\.toml: batch = 0 is not a whole number"):
+        ask("a100-4x8", "gpt-3b", run=str(file))
+
+
+def test_every_figure_of_a_cluster_that_comes_along_has_its_source():
+    for name, path in shipped("clusters").items():
+        lines = path.read_text().splitlines()
+        for at, line in enumerate(lines):
+            if re.match(r"(memory|reserved|copy|call|post|handle|socket|start|peak|matmul|bandwidth|latency) =", line):
+                assert "#" in line or lines[at - 1].startswith("#"), f"{name}: {line}"
+            if line.startswith(("forward =", "backward =")):
+                assert any(above.startswith("#") for above in lines[at - 2 : at]), f"{name}: {line}"
+
+
+def test_shares_of_a_peak_that_are_said_to_be_the_same_are():
+    for name, other in (("b200", "h200"), ("nvl72", "h200"), ("pcie-8", "a100-4x8"), ("boxes-10gbe", "a100-4x8")):
+        ours, theirs = (find_cluster(one).device.of("bfloat16") for one in (name, other))
+        for curve in ("forward", "backward"):
+            pairs = zip(getattr(ours, curve).points, getattr(theirs, curve).points, strict=True)
+            for (tokens, speed), (same, like) in pairs:
+                assert tokens == same
+                assert speed / ours.peak == pytest.approx(like / theirs.peak, abs=0.005), (name, curve, tokens)

@@ -1,0 +1,121 @@
+import pytest
+
+from startrail.schedule.families.nested import Rings
+from startrail.schedule.plan import Plan, plans_for, variants_of
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1x16", "u8", "star4", "2x2/u8", "2x2/1x2/u4", "1x4/1x8", "star2/u4", "1x1", "u1", "u4/1x8", "u4/u8"]
+    + ["u2/2x2/u4", "u4/star2", "1x2/u4/2x1,keep=all", "u2/star2/u2,groups=2"]
+    + ["2x2/u8,keep=all", "4x4,backward=queries", "2x2,keep=queries,groups=2", "star2,keep=all,groups=3"]
+    + ["u16,rows=2", "u8/2x1,keep=all,groups=2,rows=2"],
+)
+def test_text_form_round_trips(text):
+    assert str(Plan.parse(text)) == text
+
+
+def test_every_plan_round_trips():
+    for world in (1, 4, 12, 16):
+        for plan in plans_for(world, max_levels=3):
+            for variant in variants_of(plan):
+                assert Plan.parse(str(variant)) == variant
+                variant.check_world(world)
+
+
+def test_defaults_are_not_written():
+    assert str(Plan.parse(" 2x2 , keep=none,backward=keys, groups=1")) == "2x2"
+    assert str(Plan.parse("star2,backward=queries")) == "star2"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "cannot read ''"),
+        ("2x", "cannot read '2x'"),
+        ("2x2/", "cannot read ''"),
+        ("u8/", "cannot read ''"),
+        ("u", "cannot read 'u'"),
+        ("0x4", "must be at least 1"),
+        ("u0", "must be at least 1"),
+        ("star0", "cannot read 'star0'"),
+        ("2x2/star2", "2x2 and star2 cannot be combined"),
+        ("star2/u2/2x2", "star2 and 2x2 cannot be combined"),
+        ("star2/star2", "star2 cannot be combined with levels other than uU"),
+        ("2x2,fast", "cannot read option 'fast'"),
+        ("2x2,keep=some", "keep='some' is not one of none, queries, all"),
+        ("2x2,backward=values", "backward='values' is not one of"),
+        ("2x2,groups=two", "groups='two' is not a whole number"),
+        ("2x2,groups=0", "must be at least 1"),
+        ("u4,rows=3", "rows=3 must be 1 or 2"),
+        ("u4/1x2,rows=2", "needs heads outermost and keys that stay, as in u16 or u16/2x1"),
+        ("2x1/u4,rows=2", "needs heads outermost"),
+        ("u4/2x1,rows=2,backward=queries", "needs heads outermost and keys that stay"),
+        ("u4,rows=x", "rows='x' is not a whole number"),
+        ("2x2,keep=all,keep=all", "cannot read option"),
+        ("2x2,keep=all,backward=queries", "keep=all needs backward=keys"),
+        ("star2,backward=keys", "one backward form"),
+        ("-2x2", "cannot read '-2x2'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        Plan.parse(text)
+
+
+def test_a_plan_that_does_not_fit_states_the_equation_and_lists_those_that_do():
+    with pytest.raises(ValueError) as caught:
+        Plan.parse("2x4/u2").check_world(12)
+    text = str(caught.value)
+    assert "world size 12 is not teams 2 x ring 4 x heads 2 = 16" in text
+    assert "plans that fit 12 ranks: 1x12, 2x6, 3x4" in text
+    with pytest.raises(ValueError, match="world size 12 is not heads 2 x teams 2 x ring 4 x heads 3 = 48"):
+        Plan.parse("u2/2x4/u3").check_world(12)
+    with pytest.raises(ValueError, match="world size 12 is not a multiple of team² 4² x heads 1 = 16"):
+        Plan.parse("star4").check_world(12)
+
+
+def test_sizes():
+    assert Plan.parse("2x2/1x2/u4").size == 32
+    assert Plan.parse("2x3").levels == (Rings(2, 3),)
+    assert Plan.parse("u4/2x2").heads == 4
+    with pytest.raises(ValueError, match="fits any world size that 16 divides"):
+        _ = Plan.parse("star4").size
+
+
+def test_every_plan_of_few_levels_is_enumerated_once():
+    """Against a search of our own: every product of levels that is the number of ranks."""
+    for world, most in ((8, 3), (12, 2)):
+        texts = [str(plan) for plan in plans_for(world, most)]
+        assert len(set(texts)) == len(texts)
+        assert set(texts) == {
+            "/".join(levels) for number in range(1, most + 1) for levels in _all_levels(world, number)
+        }
+
+
+def _all_levels(world, number):
+    if number == 0:
+        return [()] if world == 1 else []
+    found = []
+    for size in (d for d in range(2, world + 1) if world % d == 0):
+        here = [f"u{size}", *(f"{team}x{size // team}" for team in range(1, size + 1) if size % team == 0)]
+        here += [f"star{team}" for team in range(2, size) if size % team**2 == 0]
+        for rest in _all_levels(world // size, number - 1):
+            for level in here:
+                others = [other for other in rest if not other.startswith("u")]
+                if not (level.startswith("u") or not others) and ("star" in level or "star" in "".join(others)):
+                    continue  # a star stands alone, but for heads
+                found.append((level, *rest))
+    return found
+
+
+def test_ranks_that_share_a_piece_stand_side_by_side_in_the_order_of_tokens():
+    for text, world in (("u4/1x8", 32), ("u2/2x2/u4", 32), ("u2/star2", 8)):
+        plan = Plan.parse(text)
+        places = [plan.place(world, rank) for rank in range(world)]
+        assert plan.slots(world) == tuple(place.slot for place in places)
+        assert sorted(plan.slots(world)) == list(range(world))
+        for place in places:
+            together = [places[rank].slot for rank in place.shard_ranks(place.shard)]
+            assert together == list(range(together[0], together[0] + plan.heads))
+            assert place.rank_of(place.shard) == place.head_rank(place.head) == place.rank

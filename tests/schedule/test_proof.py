@@ -1,0 +1,249 @@
+"""The schedules' promises, proven without data; and the numbers that the paper states."""
+
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from startrail.schedule.plan import Plan, plans_for, variants_of
+from startrail.schedule.program import build_program, closed_form
+from startrail.schedule.proof import ScheduleError, prove_plan, prove_programs
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Piece, Step
+
+MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
+
+
+def prove(world: int, levels: int, every: int = 1) -> tuple[str, int, int]:
+    """Check plans of up to so many levels, heads anywhere, with every backward form and ``keep``; all have one forward
+    pass but for what it keeps. Of those with most levels take one in ``every``. The problem, how many, of how many."""
+    plans = list(plans_for(world, levels))
+    most = [plan for plan in plans if len(plan.levels) == levels]
+    taken = [plan for plan in plans if len(plan.levels) < levels] + most[world % every :: every]
+    try:
+        for plan in taken:
+            for variant in variants_of(plan):
+                changes_forward = variant == plan or (variant.keep != "none" and world <= 16)
+                prove_plan(variant, world, PASSES if changes_forward else (BACKWARD,))
+            if world <= 12:
+                prove_plan(replace(plan, groups=2), world)
+                prove_plan(replace(plan, groups=3, keep="all"), world)
+            if plan.allows_rows:
+                prove_plan(replace(plan, rows=2, keep="all"), world)
+            if plan.allows_rows and world <= 12:
+                prove_plan(replace(plan, rows=2, groups=2), world)
+    except ScheduleError as error:
+        return str(error), len(taken), len(plans)
+    return "", len(taken), len(plans)
+
+
+def prove_all(cases: list[tuple[int, ...]]) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        results = pool.starmap(prove, cases, chunksize=1)
+    assert not any(problem for problem, _, _ in results), "\n".join(problem for problem, _, _ in results)
+    proven, there_are = (sum(result[index] for result in results) for index in (1, 2))
+    print(f"{proven} of {there_are} plans proven, each with all its backward forms and keeps")
+
+
+def test_every_plan_of_one_level_up_to_32_ranks_and_on_64_keeps_its_promises():
+    """`make prove` has those in between."""
+    prove_all([(world, 1) for world in (64, *range(32, 0, -1))])
+
+
+def test_plans_of_more_levels_keep_their_promises():
+    prove_all([(16, 2), (12, 2), (8, 3), (9, 2), (6, 3), (4, 3), (18, 3, 40)])
+
+
+@pytest.mark.skipif(not os.environ.get("STARTRAIL_PROVE_ALL"), reason="make prove: takes a quarter of an hour")
+def test_every_plan_of_two_levels_and_many_of_three_up_to_64_ranks_keep_their_promises():
+    prove_all([(world, 3, 1 if world <= 16 else 16) for world in range(64, 0, -1)])
+
+
+def test_head_ranks_exchange_straight_with_each_other_over_the_lane_of_the_outermost_difference():
+    """u2/1x2/u2, rank 5 = (1, 0, 1): 0 and 1 are across the outer level, 4 across the inner one."""
+    program = build_program(Plan.parse("u2/1x2/u2"), 8, 5, FORWARD)
+    sent = {
+        (post.peer, post.lane) for step in program.steps for post in step.posts if post.send and program.is_part(post)
+    }
+    assert sent == {(0, 0), (1, 0), (4, 2)}
+
+
+@pytest.mark.parametrize(
+    "plan, world, shards",
+    [
+        ("u4/1x8", 32, (6.0, 42.0)),  # 2 x 3/4 x 4 over the nodes; kv, kv and dkv round inside
+        ("u4/u8", 32, (6.0, 1.75)),
+        ("u8/1x4", 32, (7.0, 18.0)),
+        ("u16/1x2", 32, (7.5, 6.0)),
+        ("u2/2x2/u4", 32, (4.0, 11.0, 3.0)),
+    ],
+)
+def test_what_heads_over_the_nodes_send(plan, world, shards):
+    """Forward + backward, MHA, by level: DESIGN section 4, under 8 over the nodes however many there are."""
+    forms = [closed_form(Plan.parse(plan), world, 3, pass_, MHA) for pass_ in PASSES]
+    assert tuple(map(sum, zip(*forms, strict=True))) == shards
+
+
+def test_a_far_exchange_travels_while_the_group_before_computes():
+    """A group's pieces are asked for before the one before it computes, whose results leave before it computes."""
+    steps = build_program(Plan.parse("u2/1x2,groups=3"), 4, 0, BACKWARD).steps
+
+    def first(test):
+        return next(index for index, step in enumerate(steps) if test(step))
+
+    for group in range(2):
+        asked = first(lambda step, g=group: any(str(post.piece) == f"do0.{g + 1}" for post in step.posts))
+        computed = first(lambda step, g=group: any(block.group == g for block in step.blocks))
+        left = first(
+            lambda step, g=group: any(post.piece == Piece("dkv", 0, g) and post.lane == 0 for post in step.posts)
+        )
+        following = first(lambda step, g=group: any(block.group == g + 1 for block in step.blocks))
+        assert asked < computed < left < following
+
+
+def test_the_papers_forward_traffic():
+    """P = 16, C = 2: 12 shards by ring P2P against Ring's 30, in 4 sub-rings of 4; collectives 4(C-1), placement 2C."""
+    program = build_program(Plan.parse("star2"), 16, 5, FORWARD)
+    place = program.place
+    team = {place.rank_of(place.shard // 2 * 2 + x) for x in range(2)}
+    by_use = {"team": 0.0, "placement": 0.0, "ring": 0.0}
+    for index, step in enumerate(program.steps):
+        for post in step.posts:
+            if post.send:
+                use = "team" if post.peer in team else "placement" if index == 1 else "ring"
+                by_use[use] += MHA[post.piece.kind]
+    assert by_use == {"team": 4.0, "placement": 4.0, "ring": 12.0}
+    assert closed_form(Plan.parse("1x16"), 16, 0, FORWARD, MHA)[0] == 30.0
+    peers = [{post.peer for step in build_program(Plan.parse("star2"), 16, rank, FORWARD).steps[2:-2]
+              for post in step.posts if post.send and post.piece.kind == "kv"} for rank in range(16)]  # fmt: skip
+    rings = set()
+    for start in range(16):
+        ring, rank = [start], next(iter(peers[start]))
+        while rank != start:
+            ring.append(rank)
+            (rank,) = peers[rank]
+        rings.add(frozenset(ring))
+    assert sorted(map(len, rings)) == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "plan, world, kinds, mates",
+    [
+        ("1x8", 8, ("kv", "dkv"), 0),
+        ("1x8,keep=all", 8, ("dkv",), 0),
+        ("1x8,backward=queries", 8, ("q", "do", "dq"), 0),
+        ("star2", 32, ("q", "do", "dq"), 1),
+    ],
+)
+def test_rings_talk_to_their_neighbours_only(plan, world, kinds, mates):
+    """Where a ring runs over several nodes, any other way home would cross more links. A star's team comes on top."""
+    program = build_program(Plan.parse(plan), world, 5, BACKWARD)
+    posts = [post for step in program.steps for post in step.posts if post.send and post.piece.kind in kinds]
+    assert {post.piece.kind for post in posts} == set(kinds)
+    assert len({post.peer for post in posts}) == 1 + mates
+
+
+def test_groups_run_one_behind_the_other():
+    """The second group's pieces are asked for before the first group computes, and its blocks come before the first
+    group's results are waited for."""
+    steps = build_program(Plan.parse("2x2/u2,groups=2"), 8, 0, BACKWARD).steps
+
+    first, second = ([i for i, step in enumerate(steps) if any(b.group == g for b in step.blocks)] for g in (0, 1))
+    asked = [i for i, step in enumerate(steps) if any(str(post) == "kv2.1<4@0" for post in step.posts)]
+    waited = [i for i, step in enumerate(steps) if any(merge.piece.group == 0 for merge in step.merges)]
+    assert max(asked) < min(first) <= max(first) < min(second) <= max(second) < min(waited)
+
+
+def test_the_papers_llama_30b_volumes():
+    """Width 6656, 65,536 tokens, P = 64, C = 4, bf16, one layer, in GiB: DESIGN section 3."""
+    shard = 65536 / 64 * 6656 * 2 / 2**30
+    ring = closed_form(Plan.parse("1x64"), 64, 0, FORWARD, MHA)[0] * shard
+    assert round(ring, 3) == 1.600
+    assert round(2 * 64 * shard, 3) == 1.625  # the paper's figure counts P hops
+    team, hops = 4, 64 // 16
+    collectives, p2p = 4 * (team - 1) * shard, 2 * team * (hops - 1) * shard
+    assert (round(collectives, 3), round(p2p, 3)) == (0.152, 0.305)
+    total = closed_form(Plan.parse("star4"), 64, 5, FORWARD, MHA)[0] * shard
+    assert abs(total - (collectives + p2p + 2 * team * shard)) < 1e-12
+    assert round(p2p + 2 * team * shard, 3) == 0.406
+
+
+@pytest.mark.parametrize(
+    "plan, world, shards",
+    [("1x4/u8", 32, 6 + 12), ("2x2/u8", 32, 4 + 7), ("2x2/u8,keep=all", 32, 4 + 4), ("4x1/u8", 32, 6 + 9)],
+)
+def test_node_shards_of_the_design(plan, world, shards):
+    """K = 4 nodes, forward + backward, MHA: USP 18, ours 11, with everything kept 8."""
+    passes = (closed_form(Plan.parse(plan), world, 0, pass_, MHA)[0] for pass_ in PASSES)
+    assert sum(passes) == shards
+
+
+def test_one_program_of_16384_ranks_builds_in_a_moment():
+    start = time.perf_counter()
+    program = build_program.__wrapped__(Plan.parse("64x32/u8"), 16384, 777, FORWARD)
+    assert time.perf_counter() - start < 0.5
+    assert sum(len(step.blocks) for step in program.steps) == 64 * 32
+    assert sum(size for post, size in program.sends(MHA) if post.lane == 0) == 63 * 2 + 31 * 2
+
+
+def broken(change):
+    programs = [build_program(Plan.parse("2x2"), 4, rank, FORWARD) for rank in range(4)]
+    steps = list(programs[1].steps)
+    programs[1] = replace(programs[1], steps=tuple(change(steps)))
+    return programs
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda steps: [steps[0]._replace(blocks=()), *steps[1:]], "lacking the blocks of shards"),
+        (lambda steps: [steps[0], steps[1], *steps[1:]], "a second time"),
+        (lambda steps: [steps[0]._replace(posts=steps[0].posts[:-1]), *steps[1:]], "deadlock|open on"),
+        (lambda steps: steps[:-1], "lacking the blocks of shards"),
+        (lambda steps: [Step(steps[0].posts[::-1], steps[0].blocks), *steps[1:]], None),
+        (
+            lambda steps: [steps[0]._replace(posts=steps[0].posts[2:]), *steps[1:]],
+            "does not have and has not asked for",
+        ),
+    ],
+)
+def test_the_checker_finds_what_is_broken(change, message):
+    programs = broken(change)
+    if message is None:  # the order within a batch does not matter
+        prove_programs(programs)
+        return
+    with pytest.raises(ScheduleError, match=message) as caught:
+        prove_programs(programs)
+    assert "rank 1" in str(caught.value) or "-->" in str(caught.value)
+
+
+def test_the_checker_finds_a_deadlock_and_shows_where_each_rank_stands():
+    programs = [build_program(Plan.parse("1x2"), 2, rank, FORWARD) for rank in range(2)]
+    first, second = programs[0].steps
+    late = replace(programs[0], steps=(first._replace(posts=()), second._replace(posts=first.posts)))
+    prove_programs([late, programs[1]])  # late, but not stuck: the block of the second step needs what it posts
+    stuck = replace(programs[0], steps=(second, first))
+    with pytest.raises(ScheduleError, match="needs kv1, which it does not have"):
+        prove_programs([stuck, programs[1]])
+
+
+def test_lanes_that_wait_for_each_other_are_a_deadlock():
+    """A GPU may have no room for two lanes' kernels at once: which lane comes first must be the same everywhere."""
+
+    def apart(program, first):
+        step, *rest = program.steps
+        steps = [step._replace(posts=tuple(post for post in step.posts if (post.lane == first) == now), blocks=blocks)
+                 for now, blocks in ((True, ()), (False, step.blocks))]  # fmt: skip
+        return replace(program, steps=(*steps, *rest))
+
+    programs = [build_program(Plan.parse("1x2/2x1"), 4, rank, FORWARD) for rank in range(4)]
+    for lane in (0, 1):
+        prove_programs([apart(program, lane) for program in programs])
+    with pytest.raises(ScheduleError, match="deadlock"):
+        prove_programs([apart(program, lane) for program, lane in zip(programs, (0, 1, 1, 0), strict=True)])
+
+
+def test_pieces_have_a_text_form():
+    assert str(Piece("kv", 3, 0)) == "kv3"
+    assert str(Piece("kv", 3, 1)) == "kv3.1"

@@ -1,0 +1,95 @@
+"""The paper's byte counts, and the arithmetic of comparing predictions with the lab."""
+
+import re
+from dataclasses import asdict, replace
+
+import pytest
+
+from startrail.bench.cases import Work
+from startrail.planner.topology import Machine
+from validation.lab.compare import Compared, Verdict
+from validation.lab.model import cases_of, lab_cluster, with_choice
+from validation.lab.trials import ALONE, CALIBRATION, PREDICTED
+from validation.paper.traffic import byte_counts
+
+
+def test_every_byte_count_of_the_paper_comes_out():
+    counts = byte_counts()
+    assert len(counts) == 10
+    assert [count for count in counts if not count.equal] == []
+
+
+# What `make bench` measured on 2026-11-16 on two quiet cores: 4 nodes of 8 ranks, forward + backward.
+MEASURED = [
+    (1152, True, 24.0, 13134915, 1.1327, {"u4/u2/1x4,keep=all,groups=2": 9.337, "1x4/u8": 28.164, "star4": 27.376}),
+    (960, False, 24.0, 30974754, 0.550, {"u4/u2/2x2,keep=all,groups=2": 3.529, "1x4/u8": 9.816, "2x2/u8": 6.177}),
+    (960, False, 8.0, 92924262, 0.556, {"1x4/u8": 3.552, "star4": 4.252, "2x2/u8,keep=all": 1.769}),
+]
+
+
+def record(length, causal, pressure, rate, compute, plans):
+    work = Work(length, 16, 16, 32, causal, batch=4)
+    rows = [dict(role="compute", way="compute", plan="", across=False, seconds=[compute])]
+    rows += [dict(role="x", way="plan", plan=plan, across=False, seconds=[x, x, x]) for plan, x in plans.items()]
+    sizes = dict(nodes=4, ranks_per_node=8, work=asdict(work), pressure=pressure, rates=[rate] * 4)
+    return dict(**sizes, rows=rows, slow_node=False)
+
+
+def test_predictions_are_near_what_was_measured():
+    rows = [Compared.of(case, {}) for case in cases_of([record(*measured) for measured in MEASURED])]
+    verdict = Verdict(rows)
+    assert len(rows) == 9
+    assert verdict.median <= 0.10
+    assert abs(verdict.worst.off) <= 0.25
+    assert verdict.good_choices == 1.0
+    text = verdict.text("about", {"post": 1e-5})
+    assert "| 4x8 | MHA causal, 4 x 1152 | 13 Mbit/s | `star4` | 27.376 s (3) |" in text
+
+
+def test_a_verdict_counts_errors_and_choices():
+    case, *_ = cases_of([record(*MEASURED[0])])
+    cases = [replace(case, plan=plan, seconds=seconds) for plan, seconds in (("1x32", 2.0), ("u4/1x8", 1.0))]
+    good = Verdict([Compared(cases[0], 2.2), Compared(cases[1], 1.0)])
+    assert (good.median, good.worst.off, good.bias) == pytest.approx((0.05, 0.1, 0.05))
+    assert not good.met  # too few
+    many = Verdict([Compared(cases[0], 2.2), Compared(cases[1], 1.0)] * 8)
+    assert many.met
+    assert not replace(many, missing=("4x8: 1x32",)).met
+    assert "- not measured: 4x8: 1x32" in replace(many, missing=("4x8: 1x32",)).text("about", {})
+    bad = Verdict([Compared(cases[0], 0.9), Compared(cases[1], 1.0)])  # the slower one would be chosen
+    assert bad.choices == [(cases[0], 1.0)]
+    assert not replace(bad, rows=bad.rows * 8).met
+    told = Verdict([bad.rows[0], Compared(replace(cases[1], chosen=True), 1.0)])  # what the planner really chose counts
+    assert told.choices[0][1] == 0.0
+
+
+def test_the_planners_own_choice_takes_part():
+    (machine, (trial, *_)), *_ = PREDICTED.items()
+    chosen = with_choice(Machine.parse(machine), trial, ALONE[trial.work, 16])
+    assert [contender.role for contender in chosen.contenders].count("chosen") == 1
+    assert len(chosen.contenders) >= len(trial.contenders)
+
+
+def test_a_slow_node_is_described_as_one():
+    slow = record(*MEASURED[0])
+    slow["rates"] = [50_000_000, 100_000_000, 100_000_000, 100_000_000]
+    cluster = lab_cluster(cases_of([slow])[0], {})
+    (member,) = cluster.slow
+    assert (member.level, member.member, member.bandwidth) == (0, 0, 0.5)
+    assert cluster.levels[0].bandwidth == pytest.approx(100e6 / 8 * 0.975)
+
+
+def test_the_trials_cover_what_must_be_shown():
+    trials = [trial for records in PREDICTED.values() for trial in records]
+    assert set(PREDICTED) == {"2x8", "4x4", "4x8", "8x4", "16x2"}
+    assert not set(PREDICTED) & set(CALIBRATION)
+    plans = [contender.plan for trial in trials for contender in trial.contenders]
+    assert len(plans) >= 16
+    for kind in (r"1x(16|32)", r"star\d", r"1x\d+/u\d", r"2x2/u\d.*", r"u\d+/.*x.*"):  # ring, star, USP, nested, heads
+        assert any(re.fullmatch(kind, plan) for plan in plans), kind
+    assert len({trial.pressure for trial in trials}) >= 3
+    assert {trial.work.causal for trial in trials} == {True, False}
+    assert {trial.work.kv_heads for trial in trials} == {2, 16}
+    assert any(trial.slow_node for trial in trials)
+    worlds = {shape: Machine.parse(shape).world for shape in PREDICTED | CALIBRATION}
+    assert all((trial.work, worlds[shape]) in ALONE for shape in worlds for trial in (PREDICTED | CALIBRATION)[shape])
