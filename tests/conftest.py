@@ -1,7 +1,7 @@
 import os
 
 import torch
-import torch._dynamo  # noqa: F401, the first call of an op imports it: better here, once, than on every forked rank
+import torch._dynamo
 
 # what auto chooses should not depend on what a busy machine measures
 os.environ.setdefault("STARTRAIL_CLUSTER", "lab")

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail.comm.process_groups import unbound
 from startrail.engine import op
-from startrail.engine.batch import marks_of
-from startrail.engine.call import blocks_of, documents_of, is_whole
+from startrail.engine.batch import encode_boundaries
+from startrail.engine.call import blocks_of, documents_of, is_int
 from startrail.engine.runtime import Runtime, Settings
 from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import check_layout
@@ -148,10 +148,10 @@ class SequenceParallel:
         each other. ``blocks``: runs (start, stop) of tokens that see each other also where a layer is causal or has a
         window: images in a text, the prefix of a prefix-LM. Every rank must make the same sequences, those of one
         length in the same order."""
-        if length is None or not is_whole(length) or length < 1:
+        if length is None or not is_int(length) or length < 1:
             self.refuse(_wrong_length(length))
         try:
-            marks = marks_of(documents_of(documents, length), blocks_of(blocks, length))
+            marks = encode_boundaries(documents_of(documents, length), blocks_of(blocks, length))
         except ValueError as error:
             self.refuse(str(error))
         return Sequence(self, self._name, *self._runtime.sequence(marks))

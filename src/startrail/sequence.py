@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from startrail.comm.errors import peer_errors
-from startrail.engine.call import Call, wrong_kind, wrong_option
+from startrail.engine.call import AttentionCall, option_problem, type_problem
 from startrail.geometry.layout import Runs
 from startrail.geometry.mask import Mask
 
 if TYPE_CHECKING:
-    from startrail.engine.batch import Tokens
+    from startrail.engine.batch import BatchGeometry
     from startrail.parallel import SequenceParallel
 
 IDS = (torch.int32, torch.int64)  # dtypes of tokens
@@ -49,11 +49,11 @@ class Sequence:
     local: int
     blocks: tuple[tuple[int, int], ...]
     _name: str
-    _tokens: Tokens
+    _tokens: BatchGeometry
     _known_as: Tensor
     _looked: int | None  # when its ids were looked at last, if they were
 
-    def __init__(self, sp: SequenceParallel, name: str, tokens: Tokens, known_as: Tensor) -> None:
+    def __init__(self, sp: SequenceParallel, name: str, tokens: BatchGeometry, known_as: Tensor) -> None:
         self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
         self.__dict__.update(_name=name, _tokens=tokens, _looked=None)
         self._be_known_as(known_as)
@@ -248,8 +248,8 @@ class Sequence:
         exponentials (the sink's too), has gradients. With ``return_largest``, (out, largest): each head's largest
         logit over the whole batch and all ranks, before any softcap, without gradient. With both, (out, lse, largest).
         """
-        problem = wrong_kind(q, k, v, causal, window, scale, others, unknown)
-        if problem := problem or wrong_option(q, chunk, sinks, softcap, mask):
+        problem = type_problem(q, k, v, causal, window, scale, others, unknown)
+        if problem := problem or option_problem(q, chunk, sinks, softcap, mask):
             self.sp.refuse(problem, self._known_as)
         if mask is not None and (causal, window, chunk) != (False, None, None):
             self.sp.refuse(
@@ -263,7 +263,7 @@ class Sequence:
         if mask is None:
             mask = Mask(causal, window, chunk=chunk)
         scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
-        call = Call(mask.causal, mask.window, scale, mask.chunk, mask.steps, return_largest, softcap)
+        call = AttentionCall(mask.causal, mask.window, scale, mask.chunk, mask.steps, return_largest, softcap)
         out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, self._known_as, self._name, str(call))
         if sinks is not None:
             out, lse = _with_sinks(out, lse, sinks)

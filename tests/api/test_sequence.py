@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import startrail
 import startrail.engine.batch
-from startrail.comm.consensus import Board
+from startrail.comm.consensus import CallLedger
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
 
@@ -16,13 +16,13 @@ def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice
     def on_rank(rank):
         asked, tiles = [], []
         for name in ("put", "differs", "complete", "read", "given_up"):
-            original = getattr(Board, name)
+            original = getattr(CallLedger, name)
 
             def counted(self, *arguments, original=original, name=name, **options):
                 asked.append(name)
                 return original(self, *arguments, **options)
 
-            setattr(Board, name, counted)
+            setattr(CallLedger, name, counted)
         tiles_of = startrail.engine.batch.tiles_of
 
         def counted_tiles(*block):
@@ -57,13 +57,13 @@ def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice
 def test_a_sequence_is_compared_once_however_many_layers_see_it():
     def on_rank(rank):
         puts = []
-        put = Board.put
+        put = CallLedger.put
 
         def counted(self, *arguments, **options):
             puts.append(arguments[0])
             put(self, *arguments, **options)
 
-        Board.put = counted
+        CallLedger.put = counted
         sp = startrail.SequenceParallel("u2/1x2")
         sp.sequence(64).attention(*qkv(16))
         counts = []
@@ -119,8 +119,8 @@ def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
         sequence.attention(*qkv(16))
         for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
             sp.sequence(length)
-        put, puts = Board.put, []
-        Board.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
+        put, puts = CallLedger.put, []
+        CallLedger.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
         sequence.attention(*qkv(16))
         sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
         return len(puts)

@@ -390,7 +390,7 @@ def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, cap
     store = HashStore()
     boards = [StoreBoard(store, rank, 2) for rank in range(2)]
     boards[1].write(1, beats=7, passed=20, step=5)
-    watch = watching.Watch(boards[0], limit=0.6)
+    watch = watching.HeartbeatMonitor(boards[0], limit=0.6)
     pulse = watching.Pulse(boards[0], 0, lambda: watching.say_or_leave(watch, 0))
     pulse.passed(5)
     assert left.wait(20)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import startrail
-from startrail.engine.call import Call
+from startrail.engine.call import AttentionCall
 from startrail.launch.local import run_local
 from tests.helpers import error_of, qkv
 
@@ -312,4 +312,4 @@ def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
     del out
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists; keep it with the model"):
-        torch.ops.startrail.attention(q, q, q, torch.tensor([0, 4]), name, str(Call()))
+        torch.ops.startrail.attention(q, q, q, torch.tensor([0, 4]), name, str(AttentionCall()))

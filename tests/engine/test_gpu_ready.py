@@ -11,20 +11,20 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import startrail.engine.op  # noqa: F401, registers the ops
-from startrail.bench.cases import Work
+from startrail.bench.cases import Workload
 from startrail.bench.peers import ours as peers
 from startrail.comm import process_groups as groups
 from startrail.comm import watchdog as watch
-from startrail.comm.consensus import Agreement
+from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters, Stopwatch
 from startrail.comm.lanes import Lanes, Message
-from startrail.comm.transfers import Waits, Watch
+from startrail.comm.transfers import TransferContext, TransferMonitor
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
 from startrail.engine.buffers import BufferPool
-from startrail.engine.call import describe, wrong_kind
-from startrail.engine.executor import Executor, Job
+from startrail.engine.call import describe_tensor, type_problem
+from startrail.engine.executor import Executor, PassContext
 from startrail.engine.wire import Wire
 from startrail.kernels import base, cuda, kernel_for
 from startrail.kernels.flash_ops import ops_of_package
@@ -40,8 +40,8 @@ CUDA = torch.device("cuda", 0)
 def test_ranks_agree_about_tensors_on_their_own_gpus():
     with FakeTensorMode():
         first, second = (torch.empty(1, 2, 4, 8, device=f"cuda:{index}") for index in range(2))
-    assert describe(first) == describe(second) == "(1, 2, 4, 8) float32 cuda"
-    assert wrong_kind(first, second, first, False, None, None) == (
+    assert describe_tensor(first) == describe_tensor(second) == "(1, 2, 4, 8) float32 cuda"
+    assert type_problem(first, second, first, False, None, None) == (
         "q, k, v must be on one device, got q on cuda:0, k on cuda:1, v on cuda:0"
     )
 
@@ -109,9 +109,9 @@ def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
         return True
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    executor = Executor(None, Agreement(None, None, False), Counters())
+    executor = Executor(None, Consensus(None, None, False), Counters())
     with pytest.raises(ValueError, match="cannot be captured"):
-        executor.run(Job(None, {}, None, None, 1.0, 0, torch.device("cuda", 1)), None, {}, None)
+        executor.run(PassContext(None, {}, None, None, 1.0, 0, torch.device("cuda", 1)), None, {}, None)
     assert (seen, current.index) == ([1], 0)
 
 
@@ -130,7 +130,7 @@ def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current)
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
     lanes = SimpleNamespace(device=torch.device("cuda", 1), ended=None)
-    look = Watch(Waits(lanes, SimpleNamespace(reason=lambda: None), Counters()))
+    look = TransferMonitor(TransferContext(lanes, SimpleNamespace(reason=lambda: None), Counters()))
     look.under_way.append(SimpleNamespace(work=work, posted=0.0))
     look.look()
     assert (asked, current.index) == ([1], 0)
@@ -138,8 +138,8 @@ def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current)
 
 def test_cuda_graphs_are_refused(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    executor = Executor(None, Agreement(None, None, False), Counters())
-    job = Job(None, {}, None, None, 1.0, 0, CUDA)
+    executor = Executor(None, Consensus(None, None, False), Counters())
+    job = PassContext(None, {}, None, None, 1.0, 0, CUDA)
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
         executor.run(job, None, {}, None)
     for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
@@ -270,7 +270,7 @@ def test_what_torchrun_starts_measures_gpus_in_bfloat16(monkeypatch):
     line = next(line for line in doctor._kernels() if "bfloat16" in line)
     assert line == "bfloat16 on cuda: cuda-flash (FlashAttention 2 of torch: no newer one is installed)"
     assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
-    data = peers.make_data(Work(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
+    data = peers.make_data(Workload(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
     assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
     monkeypatch.setattr(live.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
     assert peers.own_device() == live.own_device() == torch.device("cpu")

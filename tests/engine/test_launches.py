@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import startrail
 from startrail.bench import engine
 from startrail.comm import counters
-from startrail.engine.call import Call
+from startrail.engine.call import AttentionCall
 from startrail.engine.lowering import compile_program
 from startrail.engine.runtime import Runtime
 from startrail.kernels import accumulate, base, cuda
@@ -136,8 +136,8 @@ def run(plan, documents=None, passes=2, device="cpu", **call):
         _, known = runtime.sequence(tuple(documents or (0, 8 * 8192)))
         number = torch.tensor((0, 1))
         for _ in range(passes):  # the first one makes what later ones use again
-            jobs = [runtime._job(FORWARD, q, k, v, known, Call(**call), None)]
-            jobs += [runtime._job(BACKWARD, q, k, v, known, Call(**call), number)]
+            jobs = [runtime._job(FORWARD, q, k, v, known, AttentionCall(**call), None)]
+            jobs += [runtime._job(BACKWARD, q, k, v, known, AttentionCall(**call), number)]
             with mode, Launches((q, k, v)) as forward:
                 kept = q.new_empty(runtime.kept_bytes(jobs[0].wire.sizes), dtype=torch.uint8)
                 lse, out = runtime._run(jobs[0], FORWARD, {"q": (q,), "kv": (k, v)}, kept)["out"]

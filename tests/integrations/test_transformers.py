@@ -33,7 +33,7 @@ from transformers import (
 import startrail
 from startrail.integrations import layer_masks as masks
 from startrail.integrations import transformers as integration
-from startrail.integrations.layer_masks import Kind
+from startrail.integrations.layer_masks import LayerKind
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.kernels import kernel_for
 from startrail.launch.local import run_local
@@ -503,9 +503,9 @@ def test_the_first_steps_find_other_weights_averaged_and_unsummed_gradients():
 def test_kinds_of_masks_are_read_from_what_they_are_made_of():
     from transformers import masking_utils as parts
 
-    assert integration.kind_of(parts.sliding_window_causal_mask_function(5)) == Kind(True, 5)
-    assert integration.kind_of(parts.sliding_window_bidirectional_mask_function(5)) == Kind(False, 6)
-    assert integration.kind_of(parts.chunked_causal_mask_function(8, torch.zeros(1))) == Kind(True, None, 8)
+    assert integration.kind_of(parts.sliding_window_causal_mask_function(5)) == LayerKind(True, 5)
+    assert integration.kind_of(parts.sliding_window_bidirectional_mask_function(5)) == LayerKind(False, 6)
+    assert integration.kind_of(parts.chunked_causal_mask_function(8, torch.zeros(1))) == LayerKind(True, None, 8)
     odd = parts.or_masks(parts.causal_mask_function, parts.causal_mask_function)
     with pytest.raises(ValueError, match=r"or_masks.*which startrail does not know"):
         integration.kind_of(odd)

@@ -14,7 +14,7 @@ from startrail.bench.peers import fake_flash_attn
 from startrail.geometry.bands import bands_of
 from startrail.geometry.mask import Mask, Segment, Tile, segments_of, tiles_of
 from startrail.kernels import CpuKernel, Partial, cuda, kernel_for
-from startrail.kernels.base import Look
+from startrail.kernels.base import TileMask
 from startrail.kernels.flash_ops import ops_of_package
 from startrail.kernels.reference import ReferenceKernel
 from tests.geometry.test_mask import as_fa2_reads
@@ -62,7 +62,7 @@ def flash_forward(
 ):  # fmt: skip
     check_sides(query, key, value)
     assert (dropout_p, return_debug_mask) == (0.0, False)
-    out, lse = kernel.forward_tile(*wide(query, key, value), Look(is_causal, None, scale))
+    out, lse = kernel.forward_tile(*wide(query, key, value), TileMask(is_causal, None, scale))
     empty = torch.empty(0)
     return out.to(query.dtype), lse.float(), None, None, query.shape[2], key.shape[2], empty, empty, empty
 
@@ -75,7 +75,7 @@ def flash_backward(
     check_flash_lse(logsumexp, query)
     assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
     sides = wide(grad_out, query, key, value, out, logsumexp)
-    return tuple(grad.to(query.dtype) for grad in kernel.backward_tile(*sides, Look(is_causal, None, scale)))
+    return tuple(grad.to(query.dtype) for grad in kernel.backward_tile(*sides, TileMask(is_causal, None, scale)))
 
 
 def check_bands(q, k, v, *others):
@@ -120,7 +120,7 @@ def bands_forward(
         sides = query[..., rows, :, :], key[..., keys, :, :], value[..., keys, :, :]
         sides = [x.transpose(-2, -3).double().view(-1, x.shape[-2], x.shape[-3], x.shape[-1]) if x.dim() == 4
                  else x.transpose(0, 1).double().unsqueeze(0) for x in sides]  # fmt: skip
-        part, sums = kernel.forward_tile(*sides, Look(False, seen, scale))
+        part, sums = kernel.forward_tile(*sides, TileMask(False, seen, scale))
         out[..., rows, :, :] = (part if query.dim() == 4 else part[0]).transpose(-2, -3).to(query.dtype)
         sums = sums.masked_fill(sums.isneginf(), float("inf"))  # so it says that a row saw nothing
         lse[..., rows] = (sums if query.dim() == 4 else sums[0]).float()
@@ -143,7 +143,7 @@ def bands_backward(
     blocks = band_blocks(query, key, cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right)
     for rows, keys, seen in blocks:
         side = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], sums[:, :, rows]
-        found = kernel.backward_tile(*side, Look(False, seen, scale))
+        found = kernel.backward_tile(*side, TileMask(False, seen, scale))
         for grad, part, where in zip(grads, found, (rows, keys, keys), strict=True):
             grad[:, :, where] += part
     grads = [grad.transpose(1, 2).to(query.dtype) for grad in grads]
@@ -170,7 +170,7 @@ def efficient_forward(
     mask = check_efficient(query, key, value, attn_bias)
     assert compute_log_sumexp
     assert dropout_p == 0.0
-    out, lse = REFERENCE.forward_tile(*wide(query, key, value), Look(is_causal, mask, scale))
+    out, lse = REFERENCE.forward_tile(*wide(query, key, value), TileMask(is_causal, mask, scale))
     rows = query.shape[2]
     padded = torch.full((*query.shape[:2], (rows + 31) // 32 * 32), float("inf"))
     padded[..., :rows] = lse
@@ -192,7 +192,7 @@ def efficient_backward(
     assert out.stride()[1:] == (dim, heads * dim, 1), "the kernel assumes this row stride"
     assert (dropout_p, list(grad_input_mask)) == (0.0, [True, True, True, False])
     sides = wide(grad_out_, query, key, value, out, logsumexp[..., :rows])
-    return (*(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, Look(is_causal, mask, scale))), None)
+    return (*(grad.to(query.dtype) for grad in REFERENCE.backward_tile(*sides, TileMask(is_causal, mask, scale))), None)
 
 
 def swap(*tensors):
@@ -324,8 +324,8 @@ def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads):
             q, dout = (torch.empty(2, rows, heads, dim, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(2))
             k, v = (torch.empty(2, kv_heads, keys, dim, dtype=dtype, device="cuda") for _ in range(2))
             mask = torch.empty(rows, keys, dtype=torch.bool, device="cuda") if kind == "masked" else None
-            out, lse = kernel.forward_tile(q, k, v, Look(kind == "causal", mask, SCALE))
-            grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, Look(kind == "causal", mask, SCALE))
+            out, lse = kernel.forward_tile(q, k, v, TileMask(kind == "causal", mask, SCALE))
+            grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, TileMask(kind == "causal", mask, SCALE))
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, heads, rows), torch.float32, "cuda")
         for result, side in zip((out, *grads), (q, q, k, v), strict=True):
             assert (result.shape, result.dtype, result.device) == (side.shape, dtype, side.device)
@@ -338,7 +338,7 @@ def test_real_bands_take_fake_cuda_tensors(dtype, packs):
     with FakeTensorMode(allow_non_fake_inputs=True), WithoutDeviceGuard():
         q, dout = (torch.empty(2, 4, 17, 64, dtype=dtype, device="cuda") for _ in range(2))
         k, v = (torch.empty(2, 2, 33, 64, dtype=dtype, device="cuda") for _ in range(2))
-        look = Look(False, None, SCALE, (8, 0), packs)
+        look = TileMask(False, None, SCALE, (8, 0), packs)
         out, lse = kernel.forward_tile(q, k, v, look)
         grads = kernel.backward_tile(dout, q, k, v, out.float(), lse, look)
     cuda._cuts_on.cache_clear()  # fake ones
@@ -380,17 +380,17 @@ def check_numbers(kernel, kind, heads, kv_heads, dim):
     if kind == "masked":
         mask = torch.rand(rows, keys) < 0.5
         mask[:, 5] = True
-    expected = REFERENCE.forward_tile(*wide(q, k, v), Look(causal, mask, SCALE))
+    expected = REFERENCE.forward_tile(*wide(q, k, v), TileMask(causal, mask, SCALE))
     everything = Partial(q.shape, torch.float64, q.device)
     everything.merge(*expected)
     others = tensors(rows, 19, heads, kv_heads, dim, torch.float64)[1:3]
-    everything.merge(*REFERENCE.forward_tile(q.double(), *others, Look(False, None, SCALE)))
+    everything.merge(*REFERENCE.forward_tile(q.double(), *others, TileMask(False, None, SCALE)))
     out, lse = everything.out, everything.lse
-    expected += REFERENCE.backward_tile(*wide(dout, q, k, v), out, lse, Look(causal, mask, SCALE))
+    expected += REFERENCE.backward_tile(*wide(dout, q, k, v), out, lse, TileMask(causal, mask, SCALE))
 
-    results = kernel.forward_tile(q, k, v, Look(causal, mask, SCALE))
+    results = kernel.forward_tile(q, k, v, TileMask(causal, mask, SCALE))
     out, lse = slice_of_longer(out.float()), slice_of_longer(lse.float())
-    results += kernel.backward_tile(dout, q, k, v, out, lse, Look(causal, mask, SCALE))
+    results += kernel.backward_tile(dout, q, k, v, out, lse, TileMask(causal, mask, SCALE))
     tolerance = 5e-6 if kernel.dtype == torch.float32 else 4e-2
     for result, value in zip(results, expected, strict=True):
         torch.testing.assert_close(result.double(), value, atol=tolerance, rtol=tolerance)
@@ -438,10 +438,10 @@ def test_misaligned_views_and_an_expanded_gradient_are_copied(name, stand_ins):
     q, k, v = (x.contiguous()[..., 1:] for x in tensors(17, 33, 4, 2, 65, torch.float32)[:3])
     shifted = torch.randn(k.numel() + 3)[3:].view(k.shape)  # contiguous, but starts between two aligned addresses
     dout = torch.ones(()).expand(q.shape)
-    out, lse = kernel.forward_tile(q, shifted, v, Look(False, None, SCALE))
-    grads = kernel.backward_tile(dout, q, shifted, v, out, lse, Look(False, None, SCALE))
+    out, lse = kernel.forward_tile(q, shifted, v, TileMask(False, None, SCALE))
+    grads = kernel.backward_tile(dout, q, shifted, v, out, lse, TileMask(False, None, SCALE))
     sides = wide(q, shifted, v)
-    expected = REFERENCE.backward_tile(dout.double(), *sides, *wide(out, lse), Look(False, None, SCALE))
+    expected = REFERENCE.backward_tile(dout.double(), *sides, *wide(out, lse), TileMask(False, None, SCALE))
     for grad, value in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), value, atol=5e-6, rtol=5e-6)
 
@@ -459,7 +459,7 @@ def test_prepare_gives_the_kernels_dtype_and_a_dense_last_dimension():
 def test_blocks_that_do_not_fit_are_refused(name, shape):
     with pytest.raises(ValueError, match="block kernel"):
         make(name, torch.float32).forward_tile(
-            torch.randn(1, 4, 4, 8), *torch.randn(2, *shape), Look(False, None, SCALE)
+            torch.randn(1, 4, 4, 8), *torch.randn(2, *shape), TileMask(False, None, SCALE)
         )
 
 

@@ -17,7 +17,7 @@ from startrail.planner.auto import fitted, plan_for_heads, plan_for_job
 from startrail.planner.bounds import Bounds
 from startrail.planner.candidates import options_of, plans_on
 from startrail.planner.cluster import Slow, cluster_text, find_cluster, read_cluster
-from startrail.planner.predict import Call, predict
+from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.search import search
 from startrail.planner.step import Training
 from startrail.planner.topology import Machine, link_bytes
@@ -31,7 +31,7 @@ from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS
 from startrail.training.recipes import find
 from tests.helpers import refusal
 
-CALL = Call(length=8192, batch=2, heads=8, kv_heads=8, head_dim=64, causal=True, dtype="bfloat16")
+CALL = AttentionShape(length=8192, batch=2, heads=8, kv_heads=8, head_dim=64, causal=True, dtype="bfloat16")
 SMALL = find_cluster("a100-4x8@4x4")
 PEERS = find_cluster("mi300x@4x4")
 PLANS = "1x16 star2 star4 1x4/u4 2x2/u4 2x2/u4,keep=all u4/1x4 u4/2x2,groups=2 u2/1x2/2x2 1x4/1x4 4x1/u2/1x2 2x8 u8/2x1"
@@ -256,7 +256,7 @@ def test_an_exchange_over_heads_uses_the_links_to_all_peers_and_a_ring_one():
 
 def test_one_rank_stands_for_all_on_shared_cores():
     cluster = find_cluster("lab@4x4")
-    call = Call(1024, 2, 16, 16, 32, True, "float32")
+    call = AttentionShape(1024, 2, 16, 16, 32, True, "float32")
     for text in ("2x2/u4", "u4/1x4", "1x4/1x4"):
         one, all_ = predict(cluster, Plan.parse(text), call), predict(cluster, Plan.parse(text), call, everybody=True)
         assert one.seconds == pytest.approx(all_.seconds, rel=0.1), text

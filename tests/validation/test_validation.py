@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from startrail.bench.cases import Work
+from startrail.bench.cases import Workload
 from startrail.planner.topology import Machine
 from validation.lab.compare import Compared, Verdict
 from validation.lab.model import cases_of, lab_cluster, with_choice
@@ -28,7 +28,7 @@ MEASURED = [
 
 
 def record(length, causal, pressure, rate, compute, plans):
-    work = Work(length, 16, 16, 32, causal, batch=4)
+    work = Workload(length, 16, 16, 32, causal, batch=4)
     rows = [dict(role="compute", way="compute", plan="", across=False, seconds=[compute])]
     rows += [dict(role="x", way="plan", plan=plan, across=False, seconds=[x, x, x]) for plan, x in plans.items()]
     sizes = dict(nodes=4, ranks_per_node=8, work=asdict(work), pressure=pressure, rates=[rate] * 4)

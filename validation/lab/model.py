@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail.bench.cases import Contender, Trial, Work
+from startrail.bench.cases import Contender, Trial, Workload
 from startrail.bench.sizes import ring_bytes
-from startrail.planner.cluster import Cluster, Slow, find_cluster
-from startrail.planner.predict import Call, Prediction, predict
+from startrail.planner.cluster import ClusterSpec, Slow, find_cluster
+from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan
@@ -26,7 +26,7 @@ class Case:
     """One plan in one trial, measured."""
 
     machine: Machine
-    work: Work
+    work: Workload
     pressure: float
     rates: tuple[int, ...]
     plan: str
@@ -49,16 +49,18 @@ class Case:
         return f"{self.machine} {self.work.name} {self.work.mask} {self.pressure:g}x{slow}: {name}"
 
     @property
-    def call(self) -> Call:
+    def call(self) -> AttentionShape:
         work = self.work
-        return Call(work.length, work.batch, work.q_heads, work.kv_heads, work.head_dim, work.causal, "float32")
+        return AttentionShape(
+            work.length, work.batch, work.q_heads, work.kv_heads, work.head_dim, work.causal, "float32"
+        )
 
 
 def cases_of(trials: list[Json]) -> list[Case]:
     """Every plan of ours that was measured on limited links, attention alone."""
     cases = []
     for trial in trials:
-        work = Work(**trial["work"])
+        work = Workload(**trial["work"])
         if work.model or trial["pressure"] is None:
             continue
         machine = Machine(trial["nodes"], trial["ranks_per_node"])
@@ -70,7 +72,7 @@ def cases_of(trials: list[Json]) -> list[Case]:
     return cases
 
 
-def lab_cluster(case: Case, figures: Mapping[str, float]) -> Cluster:
+def lab_cluster(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
     """``lab.toml`` with the trial's links and ``figures``; ``speed`` is a factor on what its kernels reach."""
     rate = max(case.rates)
     slow = tuple(Slow(0, node, bandwidth=own / rate) for node, own in enumerate(case.rates) if own < rate)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from startrail.bench.cases import Contender, Trial, Work
+from startrail.bench.cases import Contender, Trial, Workload
 
-MHA = Work(length=960, q_heads=16, kv_heads=16, head_dim=32, causal=True, batch=4)
+MHA = Workload(length=960, q_heads=16, kv_heads=16, head_dim=32, causal=True, batch=4)
 FULL = replace(MHA, length=768, causal=False)
 GQA = replace(MHA, length=1280, kv_heads=2)
 GQA_FULL = replace(FULL, length=1024, kv_heads=2)
@@ -22,7 +22,7 @@ ALONE |= {(MHA, 16): 0.33, (FULL, 16): 0.20, (GQA, 16): 0.26, (GQA_FULL, 16): 0.
 ALONE |= {(MHA, 32): 0.51, (FULL, 32): 0.25, (GQA_FULL, 32): 0.32}
 
 
-def trial(work: Work, pressure: float, plans: str, slow_node: bool = False) -> Trial:
+def trial(work: Workload, pressure: float, plans: str, slow_node: bool = False) -> Trial:
     """Ring decides the links' rate, whether it takes part or not."""
     contenders = tuple(Contender(text, "heads", plan=text) for text in plans.split())
     return Trial(work, contenders, pressure, repeats=5, seconds=32.0, slow_node=slow_node, at_least=2)

@@ -17,7 +17,7 @@ PRESSURES = (24.0, BOUND_BY_LINKS, 3.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Forward + backward attention over one sequence, float32, with random cotangents; or a whole training step.
 
     ``model`` is empty for attention alone, or ``gpt`` or ``dit``: then the sizes are those of each of its ``layers``.
@@ -74,7 +74,7 @@ class Trial:
     ``slow_node`` gives node 0's link half the rate.
     """
 
-    work: Work
+    work: Workload
     contenders: tuple[Contender, ...]
     pressure: float | None
     repeats: int
@@ -182,7 +182,7 @@ def picked(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...
     return tuple(contender for contender in contenders if contender.name in names)
 
 
-def masked(causal: int, full: int, batch: int = 1) -> tuple[Work, Work]:
+def masked(causal: int, full: int, batch: int = 1) -> tuple[Workload, Workload]:
     """MHA with both masks, of these lengths.
 
     A causal mask halves the arithmetic and no bytes, so with equal lengths its links would be twice as fast. Lengths
@@ -194,7 +194,7 @@ def masked(causal: int, full: int, batch: int = 1) -> tuple[Work, Work]:
     return replace(MHA, length=causal, causal=True, batch=batch), replace(MHA, length=full, batch=batch)
 
 
-MHA = Work(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
+MHA = Workload(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
 HEADLINE = masked(causal=1280, full=1088, batch=4)
 WIDE = masked(causal=1536, full=1664, batch=4)  # for more nodes and faster links, whose passes would be too short
 SHORT = masked(causal=1024, full=896, batch=4)  # for 16 ranks, which hold twice the tokens
@@ -204,7 +204,7 @@ EVEN = masked(causal=3584, full=3200)  # where ring takes as long as computing
 GQA = replace(MHA, length=768, kv_heads=2, batch=4)
 LONG = replace(MHA, length=16_384, q_heads=8, kv_heads=8, causal=True)
 # A batch of 4, so that activations outweigh the gradients of the parameters, as they do where contexts are long.
-GPT = Work(length=1024, q_heads=8, kv_heads=8, head_dim=16, causal=True, batch=4, model="gpt", layers=2)
+GPT = Workload(length=1024, q_heads=8, kv_heads=8, head_dim=16, causal=True, batch=4, model="gpt", layers=2)
 DIT = replace(GPT, causal=False, model="dit")
 
 RATIOS = ("ring, textbook", "USP", "star4", "nested", "nested, keep")  # whom the claims name, beside heads outermost
@@ -224,12 +224,12 @@ class Lineup:
     def named(self, *names: str) -> tuple[Contender, ...]:
         return picked(self.everyone, *names)
 
-    def heads(self, work: Work = MHA) -> tuple[Contender, ...]:
+    def heads(self, work: Workload = MHA) -> tuple[Contender, ...]:
         return heads_contenders(self.nodes, self.ranks, work.q_heads)
 
     def trial(
         self,
-        work: Work,
+        work: Workload,
         names: Iterable[str],
         pressure: float | None,
         seconds: float,

@@ -1,7 +1,7 @@
 """What a call costs the host: everything that a GPU would wait for, and nothing that it does itself.
 
 On a fake process group nothing is sent, and a kernel that does nothing stands for attention; tensors are so small that
-copies cost no more than to launch them. What NCCL needs beside (`startrail.comm.transfers`) is done as if it were there.
+copies cost no more than to launch them. What NCCL needs beside (`startrail.comm.transfers`) is done as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from startrail.comm.transfers import Transfer, Watch
+from startrail.comm.transfers import InFlight, TransferMonitor
 from startrail.kernels import Partial, Sum
 from startrail.kernels.cpu import CpuKernel
 from startrail.parallel import SequenceParallel
@@ -37,10 +37,10 @@ class _Nothing(CpuKernel):
         return given[-1]
 
 
-class _Ended(Watch):
+class _Ended(TransferMonitor):
     """Of a fake group nothing ever ends; here it has as soon as somebody asks, as on NCCL when all goes well."""
 
-    def _over(self, transfer: Transfer) -> bool:
+    def _over(self, transfer: InFlight) -> bool:
         transfer.work.is_completed()
         return transfer.work.exception() is None
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel
-from startrail.bench.cases import BRIEF, COMPUTE, Contender, Trial, Work
+from startrail.bench.cases import BRIEF, COMPUTE, Contender, Trial, Workload
 from startrail.bench.peers.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
 from startrail.bench.peers.ours import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
 from startrail.bench.peers.ring import TextbookRing
@@ -99,9 +99,9 @@ class Outcome:
         ]
 
 
-def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
+def prepare_data(trials: Sequence[Trial]) -> dict[Workload, Any]:
     """Inputs and right answers of all the work, made once and shared with the ranks."""
-    data: dict[Work, Any] = {}
+    data: dict[Workload, Any] = {}
     for work in {trial.work: None for trial in trials}:
         if work.model:
             from startrail.bench.models import expected_results
@@ -112,15 +112,15 @@ def prepare_data(trials: Sequence[Trial]) -> dict[Work, Any]:
     return data
 
 
-def make_runner(contender: Contender, machine: Machine, work: Work, data: Any) -> Runner:
+def make_runner(contender: Contender, machine: Machine, work: Workload, data: Any) -> Runner:
     if work.model:
-        from startrail.bench.models import Step
+        from startrail.bench.models import StepRunner
 
-        return Step(contender, machine, work, data)
+        return StepRunner(contender, machine, work, data)
     return ATTENDERS[contender.way](contender, machine, work, data)
 
 
-def why_not(contender: Contender, machine: Machine, work: Work) -> str | None:
+def why_not(contender: Contender, machine: Machine, work: Workload) -> str | None:
     """Why a contender cannot do this work here, or None if it can; asked before any rank starts."""
     if work.model and contender.way not in ("plan", "textbook ring"):
         return f"{contender.name} has no adapter for whole models"
@@ -172,11 +172,11 @@ class Links:
 class Ranks:
     """The measuring end: lives on every rank, and does everything on all of them at once."""
 
-    def __init__(self, machine: Machine, links: Links, data: Mapping[Work, Any]) -> None:
+    def __init__(self, machine: Machine, links: Links, data: Mapping[Workload, Any]) -> None:
         self.machine, self.links, self.data = machine, links, data
-        self.runners: dict[tuple[Contender, Work], Runner] = {}
-        self.refused: dict[tuple[Contender, Work], str] = {}
-        self.compute: dict[Work, float] = {}
+        self.runners: dict[tuple[Contender, Workload], Runner] = {}
+        self.refused: dict[tuple[Contender, Workload], str] = {}
+        self.compute: dict[Workload, float] = {}
 
     def run(self, trials: Sequence[Trial], seconds: float) -> list[Outcome]:
         """Outcomes of the trials in order, of fewer if ``seconds`` are over before all have begun."""
@@ -200,7 +200,7 @@ class Ranks:
         dist.broadcast(late, 0)
         return bool(late.item())
 
-    def prepare(self, contender: Contender, work: Work) -> None:
+    def prepare(self, contender: Contender, work: Workload) -> None:
         """Connect, warm up, and see that the answers are right."""
         key = contender, work
         if key in self.runners or key in self.refused:
@@ -243,7 +243,7 @@ class Ranks:
         rate = rate_for(ring_bytes(self.machine, trial.work), self.compute_seconds(trial.work), trial.pressure)
         return [rate // 2 if trial.slow_node and node == 0 else rate for node in range(self.machine.nodes)]
 
-    def compute_seconds(self, work: Work) -> float:
+    def compute_seconds(self, work: Workload) -> float:
         """What computing takes, measured once for all trials of the same work: the least, since what disturbs it (the
         others have just been prepared) only adds, and links that are slower by mistake make every trial longer."""
         if work not in self.compute:
@@ -252,7 +252,7 @@ class Ranks:
             self.compute[work] = min(times.tolist())
         return self.compute[work]
 
-    def sample(self, contender: Contender, work: Work) -> Sample:
+    def sample(self, contender: Contender, work: Workload) -> Sample:
         runner = self.runners[contender, work]
         dist.barrier()  # the last contender's bytes have all arrived
         before = self.links.bytes()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.bench.cases import Contender, Work
+from startrail.bench.cases import Contender, Workload
 from startrail.bench.peers.ours import Attention, engine, own_device, whole_attention
 from startrail.bench.peers.ring import TextbookRing
 from startrail.losses import chunked_cross_entropy, global_mean, sum_gradients
@@ -27,12 +27,12 @@ COLUMNS = 32  # of an image's patches
 Cut = Callable[[Tensor, int], Tensor]  # this rank's part of a tensor along a dimension
 
 
-class Model(ABC):
+class BenchModel(ABC):
     """One of the two models with a batch of one sequence; ``sums`` takes an attention and a way to cut the sequence."""
 
     net: torch.nn.Module
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Workload) -> None:
         self.work, self.device = work, own_device()
         self.width = work.q_heads * work.head_dim
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ class Model(ABC):
         return total / count if group is None else global_mean(total, count, group)
 
 
-class Gpt(Model):
+class Gpt(BenchModel):
     def build(self, generator: torch.Generator) -> None:
         work, tiny = self.work, GPT_CONFIGS["gpt-tiny"]
         heads, kv_heads = work.q_heads, work.kv_heads
@@ -66,7 +66,7 @@ class Gpt(Model):
         return chunked_cross_entropy(hidden, self.gpt.output_weight, cut(self.labels, 1), chunk=1024)
 
 
-class Dit(Model):
+class Dit(BenchModel):
     def build(self, generator: torch.Generator) -> None:
         work, tiny = self.work, DIT_CONFIGS["dit-tiny"]
         rows = work.length // COLUMNS
@@ -83,24 +83,24 @@ class Dit(Model):
         return flow_matching_loss(self.dit, patches, noise, times, labels, positions, real, attend)
 
 
-def make_model(work: Work) -> Model:
+def make_model(work: Workload) -> BenchModel:
     return Gpt(work) if work.model == "gpt" else Dit(work)
 
 
 Expected = tuple[float, list[Tensor]]  # the loss, and the gradient of every parameter
 
 
-def expected_results(work: Work) -> Expected:
+def expected_results(work: Workload) -> Expected:
     """What one process finds that has all of the sequence."""
     model = make_model(work)
     loss = model.loss(partial(whole_attention, causal=work.causal), lambda x, dim: x, torch.arange(work.length), None)
     return loss.item(), list(torch.autograd.grad(loss, list(model.net.parameters())))
 
 
-class Step:
+class StepRunner:
     """A contender training the model on this rank."""
 
-    def __init__(self, contender: Contender, machine: Machine, work: Work, expected: Expected) -> None:
+    def __init__(self, contender: Contender, machine: Machine, work: Workload, expected: Expected) -> None:
         self.model, self.work, self.machine, self.expected = make_model(work), work, machine, expected
         self.ring: TextbookRing | None = None
         self.alone = contender.way == "compute"

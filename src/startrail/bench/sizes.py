@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from startrail.bench.cases import Work
+from startrail.bench.cases import Workload
 from startrail.geometry.layout import zigzag
 from startrail.planner import topology as cluster
 from startrail.planner.topology import LinkBytes, Machine
@@ -13,7 +13,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 
 
-def piece_sizes(plan: Plan, machine: Machine, work: Work) -> dict[str, int]:
+def piece_sizes(plan: Plan, machine: Machine, work: Workload) -> dict[str, int]:
     """Bytes of a whole piece by kind; ``ValueError`` says why the plan cannot run this work on this machine."""
     plan.check_world(machine.world)
     local = zigzag(range(machine.world), work.length).local
@@ -21,13 +21,13 @@ def piece_sizes(plan: Plan, machine: Machine, work: Work) -> dict[str, int]:
 
 
 @lru_cache(maxsize=512)
-def link_bytes(plan: Plan, machine: Machine, work: Work, across: bool = False) -> tuple[LinkBytes, ...]:
+def link_bytes(plan: Plan, machine: Machine, work: Workload, across: bool = False) -> tuple[LinkBytes, ...]:
     """What one forward + backward of ``work`` sends over each node's link, and receives."""
     order = machine.interleaved() if across else None
     return cluster.link_bytes(plan, machine, piece_sizes(plan, machine, work), order)
 
 
-def ring_bytes(machine: Machine, work: Work) -> float:
+def ring_bytes(machine: Machine, work: Workload) -> float:
     """What textbook Ring Attention moves over every node's link, in all layers.
 
     Link rates are chosen by this and not by a schedule of ours, so that nothing we do to our own ring moves the goal

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from startrail.bench.options import tool_parser
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
-from startrail.planner.cluster import Cluster
+from startrail.planner.cluster import ClusterSpec
 from startrail.planner.live.measure import measure as measure_cluster
 from startrail.planner.predict import predict
 from startrail.planner.step import Training
@@ -63,14 +63,14 @@ def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[flo
     return result
 
 
-def describe(ranks: int) -> Cluster:
+def describe(ranks: int) -> ClusterSpec:
     """This machine, measured by so many ranks at once."""
     found = run_local(lambda _: measure_cluster(dist.group.WORLD, Machine(1, ranks)).cluster, ranks)[0]
     assert found is not None
     return found
 
 
-def predicted(recipe: Recipe, text: str, cluster: Cluster) -> float:
+def predicted(recipe: Recipe, text: str, cluster: ClusterSpec) -> float:
     """Tokens/s of a step, by the planner."""
     plan, job = Plan.parse(text), recipe.job("float32")
     training = Training(cluster, job.model, job.run, job.data_parallel)

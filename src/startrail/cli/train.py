@@ -106,14 +106,14 @@ def _start(recipe: Recipe) -> int:
     from startrail.launch.local import RankError, check_ranks, run_local
 
     check_ranks(recipe.ranks)
-    from startrail.launch.heartbeat import Pulse, SharedBoard, Watch
+    from startrail.launch.heartbeat import HeartbeatMonitor, Pulse, SharedBoard
     from startrail.launch.signals import Stop
     from startrail.launch.torchrun import group_timeout
     from startrail.training import trainer  # noqa: F401, here once, rather than on every rank
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
     board = SharedBoard(recipe.ranks)
-    watch = Watch(board, 60 * recipe.wait_minutes)
+    watch = HeartbeatMonitor(board, 60 * recipe.wait_minutes)
 
     def look() -> None:
         if text := watch.look():
@@ -147,7 +147,7 @@ def _join(recipe: Recipe) -> int:
     """Be the rank that torchrun says."""
     import torch.distributed as dist
 
-    from startrail.launch.heartbeat import Pulse, Watch, say_or_leave
+    from startrail.launch.heartbeat import HeartbeatMonitor, Pulse, say_or_leave
     from startrail.launch.signals import Stop
     from startrail.launch.torchrun import JoinError, device_of_rank, holder_of_store, join
 
@@ -157,7 +157,7 @@ def _join(recipe: Recipe) -> int:
             board = join(device, 60 * recipe.wait_minutes)
         except JoinError as error:
             return _end((FAILED, str(error)), stop)
-        rank, watch = dist.get_rank(), Watch(board, 60 * recipe.wait_minutes)
+        rank, watch = dist.get_rank(), HeartbeatMonitor(board, 60 * recipe.wait_minutes)
         pulse = Pulse(board, rank, lambda: say_or_leave(watch, rank), holder_of_store(), watch.limit)
         result = _run(recipe, device, stop, pulse)
         if rank:

@@ -7,7 +7,7 @@ their details; a rank whose arguments are wrong puts that up instead, so that ev
 and nobody waits.
 
 Later calls of that signature on that sequence cost nothing: nobody looks at the board. But a rank that has waited for a
-transfer longer than ``PATIENCE`` puts up its detail and looks whether another rank has put up a different one for the
+transfer longer than ``SLOW_WAIT_SECONDS`` puts up its detail and looks whether another rank has put up a different one for the
 same call. If so it ends its own wait, and raises the same ``ValueError``.
 
 After an error on any rank the calls of all ranks are of no use to each other any more. A rank that gives up says why on
@@ -31,8 +31,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from startrail.comm.errors import PeerError
 from startrail.comm.watchdog import run_within, watch
 
-PATIENCE = 2.0  # seconds until a wait is long
-REMINDER = 5.0  # seconds until a wait is so long that somebody should know
+SLOW_WAIT_SECONDS = 2.0  # seconds until a wait is long
+REMINDER_SECONDS = 5.0  # seconds until a wait is so long that somebody should know
 REMEMBERED = 1024  # signatures and sequences that are agreed on
 LONGEST_PAUSE = 0.05
 COUNT = 1 << 40  # one rank more on the board; the rest of the counter is the sum of their texts' digests
@@ -40,7 +40,7 @@ COUNT = 1 << 40  # one rank more on the board; the rest of the counter is the su
 log = logging.getLogger("startrail")
 
 
-class Board:
+class CallLedger:
     """What each rank says of call n of an epoch. Ranks only count the same and the different, whatever their number:
     one counter a call holds how many have put up something, and the sum of its digests."""
 
@@ -98,7 +98,7 @@ class Board:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
 
-class Lobby:
+class WaitRegistry:
     """Who compares what among all instances of the same ranks: two that wait for all ranks at different places wait
     for each other, which happens when one rank makes a new instance and another does not."""
 
@@ -137,7 +137,7 @@ class Lobby:
             self.store.delete_key(f"told {self.place}")
 
 
-class Wait(Protocol):
+class PendingWait(Protocol):
     """A transfer that the program waits for: what it is, and how to make the wait fail."""
 
     def __str__(self) -> str: ...
@@ -145,18 +145,18 @@ class Wait(Protocol):
     def end(self) -> None: ...
 
 
-class Agreement:
+class Consensus:
     """The calls of one ``SequenceParallel`` on one rank. ``board`` is None where there is only one rank; ``lobby``
     makes our entry among those of all instances, from what we are at."""
 
-    def __init__(self, board: Board | None, lobby: Callable[[str], Lobby], every_call: bool) -> None:
+    def __init__(self, board: CallLedger | None, lobby: Callable[[str], WaitRegistry], every_call: bool) -> None:
         self.board, self.lobby, self.every_call = board, lobby, every_call
         self.epoch = 0
         self._agreed: dict[object, None] = {}  # in the order in which ranks agreed, which is the same on all
         self._call, self._detail = 0, ""
         self._reason: Exception | None = None  # why the wait under way can never end
-        self._wait: tuple[Wait, float] | None = None
-        self._reminded: Wait | None = None
+        self._wait: tuple[PendingWait, float] | None = None
+        self._reminded: PendingWait | None = None
 
     @property
     def number(self) -> tuple[int, int]:
@@ -187,11 +187,11 @@ class Agreement:
         while len(self._agreed) > REMEMBERED:
             del self._agreed[next(iter(self._agreed))]
 
-    def _compare(self, board: Board, problem: str | None) -> None:
+    def _compare(self, board: CallLedger, problem: str | None) -> None:
         """The store is asked from a thread: where its host hangs, so would we."""
-        comparison = _Comparison(self, board, f"{_PROBLEM}{problem}" if problem else self._detail)
+        comparison = _CallComparison(self, board, f"{_PROBLEM}{problem}" if problem else self._detail)
         try:
-            done = run_within(board.timeout.total_seconds() + PATIENCE, comparison.run, comparison.ended)
+            done = run_within(board.timeout.total_seconds() + SLOW_WAIT_SECONDS, comparison.run, comparison.ended)
         except RuntimeError as error:
             if isinstance(error, PeerError):
                 raise
@@ -215,11 +215,11 @@ class Agreement:
             if not isinstance(error, ValueError | PeerError):
                 text = f"PeerError: rank {board.rank} gave up: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
-                run_within(PATIENCE, lambda: board.give_up(epoch, text))
+                run_within(SLOW_WAIT_SECONDS, lambda: board.give_up(epoch, text))
 
     # --- waiting for transfers
 
-    def waiting(self, wait: Wait) -> None:
+    def waiting(self, wait: PendingWait) -> None:
         self._wait = wait, time.monotonic()
 
     def arrived(self) -> None:
@@ -229,13 +229,13 @@ class Agreement:
         """After a wait has failed: what the board knows of why."""
         if self._reason is None and (board := self.board) is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
-                run_within(PATIENCE, lambda: self._look(board))
+                run_within(SLOW_WAIT_SECONDS, lambda: self._look(board))
         return self._reason
 
     def watch(self) -> None:
         """Look after long waits from a thread of our own, as long as this object lives."""
         if self.board is not None:
-            watch(self, PATIENCE / 4)
+            watch(self, SLOW_WAIT_SECONDS / 4)
 
     def look(self) -> None:
         """If a wait has become long, say so, and find out whether it can ever end."""
@@ -243,17 +243,17 @@ class Agreement:
             return
         wait, since = self._wait
         seconds = time.monotonic() - since
-        if seconds > REMINDER and wait is not self._reminded:
+        if seconds > REMINDER_SECONDS and wait is not self._reminded:
             self._reminded = wait
             log.warning("rank %d still waits after %.0f seconds: %s", self.board.rank, seconds, wait)
-        if seconds < PATIENCE:
+        if seconds < SLOW_WAIT_SECONDS:
             return
         if self._reason is None:
             self._look(self.board)
         if self._reason is not None and self._wait is not None:  # it may have ended meanwhile
             wait.end()
 
-    def _look(self, board: Board) -> None:
+    def _look(self, board: CallLedger) -> None:
         place, epoch, detail = self._place, self.epoch, self._detail
         board.put(place, detail, compared=False)
         if board.differs(place, detail):
@@ -262,10 +262,10 @@ class Agreement:
             self._reason = _error_of(why)
 
 
-class _Comparison:
+class _CallComparison:
     """One call, compared with all ranks; runs in a thread of its own until it ``ended``."""
 
-    def __init__(self, agreement: Agreement, board: Board, said: str) -> None:
+    def __init__(self, agreement: Consensus, board: CallLedger, said: str) -> None:
         self.board, self.said, self.lobby = board, said, agreement.lobby
         self.place, self.epoch, self.call = agreement._place, agreement.epoch, agreement._call
         self.ended = threading.Event()
@@ -276,7 +276,7 @@ class _Comparison:
         start = time.monotonic()
         pause = 0.001
         with contextlib.ExitStack() as stack:
-            lobby: Lobby | None = None
+            lobby: WaitRegistry | None = None
             looked = reminded = start
             while not board.complete(place) and not self.ended.wait(pause):
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -284,18 +284,18 @@ class _Comparison:
                 seconds = now - start
                 if seconds > board.timeout.total_seconds():
                     raise PeerError(f"{self._missing()} did not start {self._what()} within {board.timeout}")
-                if seconds > PATIENCE and board.differs(place, said):
+                if seconds > SLOW_WAIT_SECONDS and board.differs(place, said):
                     break  # some ranks may be stuck in transfers of another call; it is clear enough by now
                 if pause == LONGEST_PAUSE and (why := board.given_up(self.epoch)) and not board.differs(place, said):
                     raise _error_of(why)
-                if seconds > PATIENCE and now - looked > PATIENCE / 4:
+                if seconds > SLOW_WAIT_SECONDS and now - looked > SLOW_WAIT_SECONDS / 4:
                     looked = now
                     if lobby is None:
                         lobby = self.lobby(place)
                         stack.callback(lobby.leave)
                     elif two := lobby.elsewhere():
                         raise ValueError(f"{two}: make a new SequenceParallel on all of these ranks, or on none")
-                if now - reminded > REMINDER and reminded == start:
+                if now - reminded > REMINDER_SECONDS and reminded == start:
                     reminded = now
                     log.warning("rank %d still waits for %s to start %s", board.rank, self._missing(), self._what())
         if said.startswith(_PROBLEM) or board.differs(place, said):

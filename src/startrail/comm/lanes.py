@@ -4,7 +4,7 @@ Two kinds of backends carry them. *gloo* matches messages by tag, and its waits 
 and what behaves like it takes what one step posts on a lane as one batch with one work, matches messages by their order
 and nothing else, and its waits only say what must come before what: they never fail. There, lanes connect all
 their pairs when they are made, one number of every call is compared between all ranks while the call runs
-(``Comparison``), and a wait that was ended from outside is known by ``Lanes.ended``.
+(``DigestComparison``), and a wait that was ended from outside is known by ``Lanes.ended``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
 from startrail.schedule.values import Piece
 
-TAGS_A_PAIR = 1 << 11
+TAGS_PER_PAIR = 1 << 11
 
 
-def tag_of(signature: str) -> int:
+def call_tag(signature: str) -> int:
     """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
     or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
     aborting or computing nonsense."""
-    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_A_PAIR  # below the tag that nobody uses
+    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_PER_PAIR  # below the tag that nobody uses
 
 
 class Message(NamedTuple):
@@ -56,13 +56,13 @@ class Link(NamedTuple):
     peer: int
 
 
-def links_of(programs: Sequence[Program]) -> list[Link]:
+def links_used(programs: Sequence[Program]) -> list[Link]:
     """Every way that the programs' messages take, in an order that both ends share."""
     posts = (post for program in programs for step in program.steps for post in step.posts)
     return sorted({Link(post.send, post.lane, post.peer) for post in posts})
 
 
-def over(work: dist.Work) -> bool:
+def is_done(work: dist.Work) -> bool:
     """Whether a work has ended; ``RuntimeError`` if it failed, which NCCL counts as completed, too."""
     if not work.is_completed():
         return False
@@ -71,7 +71,7 @@ def over(work: dist.Work) -> bool:
     return True
 
 
-class Comparison:
+class DigestComparison:
     """Whether all ranks have begun the same call, found out while it runs: the largest of ``digest`` and of its
     negative over all ranks. On a GPU the host never waits for the answer; it looks when it comes by again."""
 
@@ -166,7 +166,7 @@ class Lanes:
                 what = f"{self.names[lane]} to global ranks {peers}"
                 works[what] = self._batch([link for _, link in here], flats, 0)
             for what in works:
-                while not over(works[what]):
+                while not is_done(works[what]):
                     if time.monotonic() > end:
                         raise RuntimeError("nobody came")
                     time.sleep(0.001)
@@ -178,13 +178,13 @@ class Lanes:
                 f"{str(error).splitlines()[0]}"
             ) from error
 
-    def compare(self, digest: int) -> Comparison:
+    def compare(self, digest: int) -> DigestComparison:
         """Begin to find out whether all ranks bring the same ``digest`` (at least 1)."""
         both = torch.arange(-digest, digest + 1, 2 * digest, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         assert self.everyone is not None, "only where nobody is told of a mistake"
-        return Comparison(self.everyone.allreduce([both], options), both)
+        return DigestComparison(self.everyone.allreduce([both], options), both)
 
     def post(
         self,

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from startrail.comm.errors import PeerError
-from startrail.comm.watchdog import run_at_once
+from startrail.comm.watchdog import run_all_within
 
 CHANNELS = 8
 GRACE = timedelta(seconds=60)
@@ -100,7 +100,7 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
     All at the same time: NCCL's abort of one waits for all that the GPU does, also for the transfers of another that
     hang until it is aborted too (NVIDIA/nccl#1013).
     """
-    if not run_at_once(ABORTED_WITHIN, [partial(_abort, group) for group in groups]):
+    if not run_all_within(ABORTED_WITHIN, [partial(_abort, group) for group in groups]):
         log.warning("transfers of a process group could not be ended within %.0f seconds", ABORTED_WITHIN)
 
 

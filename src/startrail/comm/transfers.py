@@ -16,17 +16,17 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from startrail.comm.consensus import PATIENCE, Agreement
+from startrail.comm.consensus import SLOW_WAIT_SECONDS, Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.errors import PeerError
-from startrail.comm.lanes import Comparison, Lanes, Message, over
+from startrail.comm.lanes import DigestComparison, Lanes, Message, is_done
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
 
-DISAGREE = "ranks made different calls"
+DISAGREEMENT = "ranks made different calls"
 
 
-class Transfer(Protocol):
+class InFlight(Protocol):
     """Something on its way; its text says what."""
 
     posted: float
@@ -34,18 +34,18 @@ class Transfer(Protocol):
 
 
 @dataclass(frozen=True)
-class Waits:
+class TransferContext:
     """What every wait of an executor has in common. Not the executor itself: that has what is under way, and would
     then live, and its lanes with it, until somebody collects garbage."""
 
     lanes: Lanes
-    agreement: Agreement
+    agreement: Consensus
     counters: Counters
 
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
         """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
-        reason, end = self.agreement.reason(), time.monotonic() + 4 * PATIENCE
-        while reason is None and self.lanes.ended == DISAGREE and time.monotonic() < end:
+        reason, end = self.agreement.reason(), time.monotonic() + 4 * SLOW_WAIT_SECONDS
+        while reason is None and self.lanes.ended == DISAGREEMENT and time.monotonic() < end:
             time.sleep(0.05)  # the others are about to say what they called
             reason = self.agreement.reason()
         if isinstance(reason, ValueError):
@@ -56,14 +56,14 @@ class Waits:
         )
 
 
-class UnderWay:
+class PendingTransfer:
     """Messages that end together: waits once, counts the seconds, and says who waited for what if it fails.
 
     It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
     of the pass alive.
     """
 
-    def __init__(self, waits: Waits, program: Program, index: int, work: dist.Work) -> None:
+    def __init__(self, waits: TransferContext, program: Program, index: int, work: dist.Work) -> None:
         self.waits, self.program, self.index, self.work = waits, program, index, work
         self.messages: list[Message] = []
         self.waited = False
@@ -98,13 +98,13 @@ class UnderWay:
             waiting.stop(start, lanes.device)
 
 
-class Watch:
+class TransferMonitor:
     """What is under way on lanes whose waits never fail."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: TransferContext) -> None:
         self.lanes, self.reason = waits.lanes, waits.agreement.reason
-        self.under_way: deque[Transfer] = deque()
-        self.comparisons: deque[Comparison] = deque()
+        self.under_way: deque[InFlight] = deque()
+        self.comparisons: deque[DigestComparison] = deque()
         # torch has nothing else by which a work says that it failed
         warnings.filterwarnings("ignore", message="Work::exception API is being deprecated")
 
@@ -120,7 +120,7 @@ class Watch:
         while not self.lanes.ended and self.comparisons and (differs := self.comparisons[0].differs()) is not None:
             self.comparisons.popleft()
             if differs:
-                self.lanes.end(DISAGREE)
+                self.lanes.end(DISAGREEMENT)
         return self.lanes.ended
 
     def give_up(self) -> None:
@@ -130,10 +130,10 @@ class Watch:
         self.under_way.clear()
         self.comparisons.clear()
 
-    def _over(self, transfer: Transfer) -> bool:
+    def _over(self, transfer: InFlight) -> bool:
         """Whether it has ended. One that failed ends all others: nobody else would say so."""
         try:
-            return over(transfer.work)
+            return is_done(transfer.work)
         except RuntimeError as error:
             if not self.lanes.ended:
                 self.lanes.end(f"{transfer} failed: {error}")
@@ -149,13 +149,13 @@ class Watch:
         if lanes.ended:
             return
         if any(comparison.differs() for comparison in list(self.comparisons)):
-            lanes.end(DISAGREE)
+            lanes.end(DISAGREEMENT)
             return
         now = time.monotonic()
         open_ = [each for each in (*self.under_way, *self.comparisons) if not self._over(each)]
-        if lanes.ended or not open_ or now - (oldest := open_[0]).posted < PATIENCE:
+        if lanes.ended or not open_ or now - (oldest := open_[0]).posted < SLOW_WAIT_SECONDS:
             return
         if now - oldest.posted > lanes.timeout.total_seconds():
             lanes.end(f"{oldest} did not end within {lanes.timeout}")
         elif reason := self.reason():
-            lanes.end(DISAGREE if isinstance(reason, ValueError) else str(reason))
+            lanes.end(DISAGREEMENT if isinstance(reason, ValueError) else str(reason))

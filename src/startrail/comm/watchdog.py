@@ -79,7 +79,7 @@ def run_within(seconds: float, function: Callable[[], None], ended: threading.Ev
             errors.append(error)
 
     try:
-        done = run_at_once(seconds, [run])
+        done = run_all_within(seconds, [run])
     finally:
         if ended is not None:
             ended.set()
@@ -88,7 +88,7 @@ def run_within(seconds: float, function: Callable[[], None], ended: threading.Ev
     return done
 
 
-def run_at_once(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
+def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
     """Whether functions that may hang, each in a thread of its own, have all ended in time; they must not raise."""
     threads = [threading.Thread(target=function, name="startrail-apart", daemon=True) for function in functions]
     end = time.monotonic() + seconds

@@ -12,7 +12,7 @@ import torch
 
 from startrail.comm.gather import gather_texts
 from startrail.diagnostics.exactness import Plans, Report, check_on_rank, merge, parallel_for
-from startrail.diagnostics.reference import Case, Data, Error, make_data
+from startrail.diagnostics.reference import Case, CaseData, Error, make_data
 from startrail.geometry.mask import Mask
 
 
@@ -26,7 +26,7 @@ def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
 def _everyones(case: Case, device: torch.device, plans: Plans) -> list[Report]:
     """All ranks' reports of one case. They begin it together, or not at all: nobody waits for one that could not."""
 
-    def tried(function: Callable[[], Report | Data]) -> tuple[Report | Data | None, str]:
+    def tried(function: Callable[[], Report | CaseData]) -> tuple[Report | CaseData | None, str]:
         try:
             return function(), ""
         except Exception as error:
@@ -36,7 +36,7 @@ def _everyones(case: Case, device: torch.device, plans: Plans) -> list[Report]:
     problems = gather_texts(problem, device=device)
     if any(problems):
         return [_failed([text] if text else []) for text in problems]
-    assert isinstance(data, Data)
+    assert isinstance(data, CaseData)
     report, problem = tried(lambda: check_on_rank(case, data, parallel_for(case, plans)))
     mine = report if isinstance(report, Report) else _failed([problem])
     return [_report(json.loads(text)) for text in gather_texts(json.dumps(asdict(mine)), device=device)]

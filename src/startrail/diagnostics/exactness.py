@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.diagnostics.reference import CPU, TWO_CALLS, Case, Data, Error, make_data
+from startrail.diagnostics.reference import CPU, TWO_CALLS, Case, CaseData, Error, make_data
 from startrail.diagnostics.rounding import Floor
 from startrail.geometry.mask import Mask
 from startrail.kernels import kernel_for
@@ -88,7 +88,7 @@ class Report:
         return "\n".join([*lines, "", *(wrong or ["ok: exact, and every byte accounted for"])])
 
 
-def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
+def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     """Forward and backward on this rank, compared with this rank's part of the truth."""
     sequence = sp.sequence(case.length, case.documents, case.blocks)
     parts = [None if x is None else x if x.dim() == 1 else sequence.shard(x, 2) for x in data.inputs]
@@ -134,7 +134,7 @@ def check_on_rank(case: Case, data: Data, sp: SequenceParallel) -> Report:
 
 
 def _compared(
-    case: Case, data: Data, sequence: SplitSequence, calls: list[dict[str, Tensor]]
+    case: Case, data: CaseData, sequence: SplitSequence, calls: list[dict[str, Tensor]]
 ) -> tuple[dict[str, Error], list[str]]:
     """By name the worst errors of the calls, which should all give the same, and what else is wrong with them."""
     errors: dict[str, Error] = {}
@@ -214,11 +214,11 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
 
 
 @lru_cache(maxsize=64)
-def _truth(case: Case) -> Data:
+def _truth(case: Case) -> CaseData:
     return make_data(case)
 
 
-def check_all(cases: list[Case], data: list[Data]) -> list[Report]:
+def check_all(cases: list[Case], data: list[CaseData]) -> list[Report]:
     """Cases in turn on this rank of the default process group."""
     plans: Plans = {}
     reports = []

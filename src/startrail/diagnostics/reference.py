@@ -152,7 +152,7 @@ class Case:
 
 
 @dataclass
-class Data:
+class CaseData:
     """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None) and the float64 truth: by name the exact
     results, SDPA's errors, and what arithmetic may err whatever SDPA does (`rounding`); and each head's largest logit,
     if it is asked for, and what may be returned for it at least.
@@ -194,7 +194,7 @@ def visible_pairs(case: Case) -> Tensor:
     return seen
 
 
-def make_data(case: Case, device: torch.device = CPU) -> Data:
+def make_data(case: Case, device: torch.device = CPU) -> CaseData:
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -231,7 +231,7 @@ def make_data(case: Case, device: torch.device = CPU) -> Data:
                 yardstick[name] = Error.worse(yardstick[name], error)
     largest = _largest(case, inputs, mask) if case.wants_largest else None
     # float32 is enough for sizes of errors
-    return Data(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float32), mask), largest)
+    return CaseData(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float32), mask), largest)
 
 
 def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from startrail.engine.call import Call
+from startrail.engine.call import AttentionCall
 from startrail.engine.wire import Wire
 from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import Layout, Runs
@@ -20,7 +20,7 @@ from startrail.schedule.places import Place
 from startrail.schedule.values import Piece
 
 
-class Ready(NamedTuple):
+class PreparedCall(NamedTuple):
     """What a call was run with: ranks that make it agree on ``signature``, and on the rest of ``detail``."""
 
     signature: str
@@ -30,16 +30,16 @@ class Ready(NamedTuple):
     kernel: Kernel
 
 
-def marks_of(documents: tuple[int, ...], blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def encode_boundaries(documents: tuple[int, ...], blocks: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """The numbers by which a sequence is known: its documents, then the ends of its blocks, as numbers below zero.
 
-    >>> marks_of((0, 5, 9), ((1, 3),))
+    >>> encode_boundaries((0, 5, 9), ((1, 3),))
     (0, 5, 9, -2, -4)
     """
     return (*documents, *(-1 - end for block in blocks for end in block))
 
 
-class Tokens:
+class BatchGeometry:
     """``documents`` are cu_seqlens, (0, length) where nothing is packed; ``blocks`` are runs of tokens that see each
     other. ``ready`` is what the calls on it so far were run with, by all that tells them apart."""
 
@@ -48,7 +48,7 @@ class Tokens:
         self.documents = tuple(mark for mark in marks if mark >= 0)
         ends = [-1 - mark for mark in marks if mark < 0]
         self.blocks = tuple(zip(ends[::2], ends[1::2], strict=True))
-        self.ready: dict[object, Ready] = {}
+        self.ready: dict[object, PreparedCall] = {}
         self._runs: dict[tuple[int, int | None], Runs] = {}
         self._tiles: dict[tuple[object, ...], tuple[Tile, ...]] = {}
 
@@ -67,7 +67,9 @@ class Tokens:
             self._runs[key] = self.layout.runs(*self.place.shard_ranks(shard), part=_chunks_of(part))
         return self._runs[key]
 
-    def tiles(self, call: Call, costs: Costs, row: int, column: int, part: int | None = None) -> tuple[Tile, ...]:
+    def tiles(
+        self, call: AttentionCall, costs: Costs, row: int, column: int, part: int | None = None
+    ) -> tuple[Tile, ...]:
         key = (call.causal, call.window, call.chunk, call.steps, costs, row, column, part)
         if key not in self._tiles:
             mask = call.mask(self.documents if len(self.documents) > 2 else None, self.blocks)

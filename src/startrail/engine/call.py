@@ -1,4 +1,4 @@
-"""What one attention call asks for (``Call``), and what can be wrong with it on one rank; whether ranks agree is
+"""What one attention call asks for (``AttentionCall``), and what can be wrong with it on one rank; whether ranks agree is
 `agree`'s business."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What a layer asks for beside q, k, v and its sequence. Its text form is what the op takes.
 
-    >>> call = Call(causal=True, window=4)
-    >>> str(call), Call.parse(str(call)) == call
+    >>> call = AttentionCall(causal=True, window=4)
+    >>> str(call), AttentionCall.parse(str(call)) == call
     ('causal=True, window=4, scale=None', True)
     """
 
@@ -46,11 +46,11 @@ class Call:
 
     @staticmethod
     @lru_cache(maxsize=256)
-    def parse(text: str) -> Call:
+    def parse(text: str) -> AttentionCall:
         said = dict(part.split("=") for part in text.split(", "))
         window, scale, chunk, softcap = said["window"], said["scale"], said.get("chunk"), said.get("softcap")
         steps = (map(int, step.split(":")) for step in said.get("steps", "").split())
-        return Call(
+        return AttentionCall(
             said["causal"] == "True",
             None if window == "None" else int(window),
             None if scale == "None" else float(scale),
@@ -67,10 +67,10 @@ class Call:
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
-def describe(x: Tensor) -> str:
+def describe_tensor(x: Tensor) -> str:
     """What ranks must agree on; each has a GPU of its own, so which one is no part of it.
 
-    >>> describe(torch.zeros(1, 4, 16, 8))
+    >>> describe_tensor(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device.type}"
@@ -87,7 +87,7 @@ ELSEWHERE = {
 }
 
 
-def wrong_kind(
+def type_problem(
     q: object,
     k: object,
     v: object,
@@ -101,7 +101,7 @@ def wrong_kind(
     are arguments behind v without a name, ``unknown`` the names of those that it does not have.
 
     >>> x = torch.zeros(1, 4, 16, 8)
-    >>> wrong_kind(x, x, x, causal=False, window=2.5, scale=None)
+    >>> type_problem(x, x, x, causal=False, window=2.5, scale=None)
     'window=2.5 must be a whole number of tokens'
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -123,16 +123,16 @@ def wrong_kind(
         return f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}"
     if not isinstance(causal, bool):
         return f"causal={causal!r} must be True or False"
-    if window is not None and not is_whole(window):
+    if window is not None and not is_int(window):
         return f"window={window!r} must be a whole number of tokens"
     if scale is not None and not _is_positive(scale):
         return f"scale={scale!r} must be a number of more than 0"
     return None
 
 
-def wrong_option(q: Tensor, chunk: object, sinks: object, softcap: object, mask: object) -> str | None:
+def option_problem(q: Tensor, chunk: object, sinks: object, softcap: object, mask: object) -> str | None:
     """The same for what not every model needs."""
-    if chunk is not None and not is_whole(chunk):
+    if chunk is not None and not is_int(chunk):
         return f"chunk={chunk!r} must be a whole number of tokens"
     if softcap is not None and not _is_positive(softcap):
         return f"softcap={softcap!r} must be a number of more than 0; None bends no logits"
@@ -141,7 +141,7 @@ def wrong_option(q: Tensor, chunk: object, sinks: object, softcap: object, mask:
     if isinstance(sinks, Tensor) and (
         sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device
     ):
-        return f"sinks must be a number for each of the {q.shape[1]} query heads on {q.device}, got {describe(sinks)}"
+        return f"sinks must be a number for each of the {q.shape[1]} query heads on {q.device}, got {describe_tensor(sinks)}"
     if mask is not None and not isinstance(mask, Mask):
         return f"mask must be a startrail.Mask, got {type(mask).__name__}"
     if isinstance(mask, Mask) and (mask.documents is not None or mask.blocks):
@@ -153,7 +153,7 @@ def _is_positive(number: object) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and number > 0 and math.isfinite(number)
 
 
-def is_whole(number: object) -> bool:
+def is_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and -(2**62) < number < 2**62
 
 
@@ -195,7 +195,7 @@ def blocks_of(blocks: object, length: int) -> tuple[tuple[int, int], ...]:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """``ValueError`` if no plan could attend these."""
-    given = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
+    given = f"q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
     if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from startrail.comm.consensus import PATIENCE, Agreement
+from startrail.comm.consensus import SLOW_WAIT_SECONDS, Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.lanes import Lanes, Message
-from startrail.comm.transfers import UnderWay, Waits, Watch
+from startrail.comm.transfers import PendingTransfer, TransferContext, TransferMonitor
 from startrail.comm.watchdog import watch
 from startrail.engine.buffers import Buffer, BufferPool
 from startrail.engine.exchange import Exchange
@@ -31,7 +31,7 @@ from startrail.schedule.program import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
 
 
-class Held:
+class InputPiece:
     """An input piece that this rank has, or is about to receive: views of the user's tensors, or a buffer of its own.
 
     ``arrivals`` bring what the tensors hold; ``prepared`` are these tensors as the kernel takes them.
@@ -52,7 +52,7 @@ class Held:
 
 
 @dataclass
-class Job:
+class PassContext:
     """What one pass of an attention call is run with. ``kept`` says where in the kept bytes each piece lies."""
 
     wire: Wire
@@ -70,14 +70,14 @@ class Executor:
     """Runs programs for one rank. Keeps buffers between calls, nothing else; after an error it must not be used again,
     since its lanes may be closed and its buffers still be written to."""
 
-    def __init__(self, lanes: Lanes | None, agreement: Agreement, counters: Counters) -> None:
-        self._waits = None if lanes is None else Waits(lanes, agreement, counters)
+    def __init__(self, lanes: Lanes | None, agreement: Consensus, counters: Counters) -> None:
+        self._waits = None if lanes is None else TransferContext(lanes, agreement, counters)
         self.counters = counters
         self.pool = BufferPool()
         self.running = False  # whether a pass has begun and not ended
-        self.watch = Watch(self.waits) if lanes is not None and lanes.watched else None
+        self.watch = TransferMonitor(self.waits) if lanes is not None and lanes.watched else None
         if self.watch is not None:
-            watch(self.watch, PATIENCE / 4)
+            watch(self.watch, SLOW_WAIT_SECONDS / 4)
 
     @property
     def device(self) -> torch.device | None:
@@ -85,7 +85,7 @@ class Executor:
         return None if self._waits is None else self._waits.lanes.device
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> TransferContext:
         assert self._waits is not None, "one rank alone has nobody to talk to"
         return self._waits
 
@@ -100,7 +100,7 @@ class Executor:
             self.watch.give_up()
 
     def run(
-        self, job: Job, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, job: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
         """One pass. ``inputs`` are this rank's local tensors by kind: q, kv = (k, v), do = (lse, delta, dout).
 
@@ -111,7 +111,7 @@ class Executor:
             return self._run(job, program, inputs, kept)
 
     def _run(
-        self, job: Job, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, job: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
         if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers move on")
@@ -120,7 +120,7 @@ class Executor:
         self.running = True
         if self.watch is not None:
             self.watch.begin(job.tag + 1)
-        run = _Walk(self, job, program, inputs, kept)
+        run = _PassRun(self, job, program, inputs, kept)
         try:
             run.walk()
             results = run.finish()
@@ -134,13 +134,13 @@ class Executor:
         return results
 
 
-class _Walk:
+class _PassRun:
     """One pass on its way through its program."""
 
     def __init__(
         self,
         executor: Executor,
-        job: Job,
+        job: PassContext,
         program: Program,
         inputs: Mapping[str, tuple[Tensor, ...]],
         kept: Tensor,
@@ -149,7 +149,7 @@ class _Walk:
         self.wire, self.place, self.pool = job.wire, program.place, executor.pool
         self.inputs = inputs
         self.exchanges = self.place.num_heads > 1
-        self.pieces: dict[Piece, Held] = {}
+        self.pieces: dict[Piece, InputPiece] = {}
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
         self.results: dict[Piece, Partial | Sums] = {}
         self.incoming: dict[tuple[Piece, int], list[Buffer]] = {}
@@ -213,15 +213,15 @@ class _Walk:
                 self.pieces[piece] = self._new_held(piece)
             else:
                 tensors = tuple(self.wire.shares(x, piece)[0] for x in self.inputs[piece.kind])
-                self.pieces[piece] = Held(tensors)
+                self.pieces[piece] = InputPiece(tensors)
 
-    def _held(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> Held:
-        return Held(self._views(buffer, piece.kind), buffer, pooled)
+    def _held(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> InputPiece:
+        return InputPiece(self._views(buffer, piece.kind), buffer, pooled)
 
     def _views(self, buffer: Buffer, kind: str) -> tuple[Tensor, ...]:
         return buffer.views((kind, self.wire.format), partial(self.wire.views, kind=kind))
 
-    def _new_held(self, piece: Piece) -> Held:
+    def _new_held(self, piece: Piece) -> InputPiece:
         """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""
         if self.program.pass_ is FORWARD and piece in self.kept:
             return self._held(piece, Buffer(self.kept[piece]))
@@ -269,7 +269,7 @@ class _Walk:
         executor, last = self.executor, None
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
             if last is None or last.work is not work:
-                last = UnderWay(executor.waits, self.program, self.index, work)
+                last = PendingTransfer(executor.waits, self.program, self.index, work)
                 if executor.watch is not None:
                     executor.watch.under_way.append(last)
             last.messages.append(message)

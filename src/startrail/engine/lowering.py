@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from startrail.comm.lanes import TAGS_A_PAIR, Message
+from startrail.comm.lanes import TAGS_PER_PAIR, Message
 from startrail.schedule.program import Program
 from startrail.schedule.values import Piece, Step
 
@@ -43,7 +43,7 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
         for post, pieces in (*((post, exchanged) for post in first), *whole):
             key = (post.send, post.lane, post.peer)
             counts[key] = counts.get(key, 0) + 1
-            messages.append(Message(*key, pieces, program.is_part(post), counts[key] % TAGS_A_PAIR))
+            messages.append(Message(*key, pieces, program.is_part(post), counts[key] % TAGS_PER_PAIR))
         text = str(step)
         label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
         blocks = tuple(

@@ -2,7 +2,7 @@
 
 They are opaque to autograd and to torch.compile, so that a compiled graph stays whole, and selective activation
 checkpointing can save their results instead of repeating a distributed forward. An op takes only tensors, numbers and
-texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``Call``, and ``sequence`` is how
+texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``AttentionCall``, and ``sequence`` is how
 a sequence is known: its number and its cu_seqlens, a tensor so that a new batch is not a new constant. A forward pass
 gives its own number as a tensor, too: a backward pass must say whose it is, also where a compiled graph holds it.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from startrail.engine.call import Call, check_tensors
+from startrail.engine.call import AttentionCall, check_tensors
 from startrail.engine.runtime import Runtime
 
 _runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
@@ -48,7 +48,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, the bytes that the forward pass keeps for its backward pass, the call's number, and the largest logit
     of each batch entry and head among those that this rank computed (empty unless the call asks for it)."""
-    return _find(runtime).forward(q, k, v, sequence, Call.parse(call))
+    return _find(runtime).forward(q, k, v, sequence, AttentionCall.parse(call))
 
 
 @attention.register_fake
@@ -62,7 +62,7 @@ def _(
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
         torch.empty(found.kept_bytes(found.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
-        torch.empty(q.shape[:2] if Call.parse(call).largest else (0, 0), dtype=torch.float32, device=q.device),
+        torch.empty(q.shape[:2] if AttentionCall.parse(call).largest else (0, 0), dtype=torch.float32, device=q.device),
     )
 
 
@@ -84,7 +84,9 @@ def attention_backward(
     """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse``: the cotangent of
     lse, if it was used."""
     found = _find(runtime)
-    return found.backward(dout, qkv, out, lse, kept, number, kv_heads, head_dim, sequence, Call.parse(call), dlse)
+    return found.backward(
+        dout, qkv, out, lse, kept, number, kv_heads, head_dim, sequence, AttentionCall.parse(call), dlse
+    )
 
 
 @attention_backward.register_fake

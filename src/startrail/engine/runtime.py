@@ -26,16 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from startrail.comm.consensus import Agreement, Board, Lobby
+from startrail.comm.consensus import CallLedger, Consensus, WaitRegistry
 from startrail.comm.counters import Counters
-from startrail.comm.lanes import Lanes, links_of, tag_of
+from startrail.comm.lanes import Lanes, call_tag, links_used
 from startrail.comm.sanity import digest
-from startrail.engine.batch import Ready, Tokens
-from startrail.engine.call import Call, check_tensors, describe
-from startrail.engine.executor import Executor, Job
+from startrail.engine.batch import BatchGeometry, PreparedCall
+from startrail.engine.call import AttentionCall, check_tensors
+from startrail.engine.executor import Executor, PassContext
 from startrail.engine.wire import Wire
 from startrail.geometry.layout import LAYOUTS
-from startrail.kernels import kernel_for, lifted_rows, row_sums
+from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.sizes import Sizes
@@ -71,14 +71,14 @@ class Runtime:
         self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
         self._number = next(_instances.setdefault(ranks, itertools.count()))
         self._slots = self.plan.slots(self.world)
-        self._alive: WeakValueDictionary[tuple[int, ...], Tokens] = WeakValueDictionary()
-        self._latest: deque[Tokens] = deque(maxlen=REMEMBERED)
+        self._alive: WeakValueDictionary[tuple[int, ...], BatchGeometry] = WeakValueDictionary()
+        self._latest: deque[BatchGeometry] = deque(maxlen=REMEMBERED)
         self._making = threading.Lock()
         self._made = _no_counts()
-        self._last: tuple[Tensor, Tokens, str] | None = None
+        self._last: tuple[Tensor, BatchGeometry, str] | None = None
         self._begun, self._after = 0, ""  # sequences since the last error, and where that was
         lobby = partial(_lobby, self._group_name, rank, self.world, self._number + 1)
-        self.agreement = Agreement(self._board(), lobby, settings.check_every_call)
+        self.agreement = Consensus(self._board(), lobby, settings.check_every_call)
         self.agreement.watch()
         self._busy = threading.Lock()
         self._thread, self._forwards, self._looks = threading.get_ident(), 0, LOOKS
@@ -89,16 +89,16 @@ class Runtime:
         """This instance in the store: each group and each instance has a board and lanes of its own."""
         return f"{self._group_name}/{self._number}"
 
-    def _board(self) -> Board | None:
+    def _board(self) -> CallLedger | None:
         """Where the ranks of this group compare their calls."""
         if self.world == 1 or dist.get_backend() == "fake":  # nobody else is there
             return None
         store = dist.distributed_c10d._get_default_store()
-        return Board(PrefixStore(self._name, store), self.rank, self.world, self.settings.timeout)
+        return CallLedger(PrefixStore(self._name, store), self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
-    def sequence(self, marks: tuple[int, ...]) -> tuple[Tokens, Tensor]:
+    def sequence(self, marks: tuple[int, ...]) -> tuple[BatchGeometry, Tensor]:
         """What is known of the sequence with these documents and blocks, and the tensor by which the op knows it: how
         many like it this rank has made, so that batches that look alike are told apart, room for a digest of its data,
         and the marks."""
@@ -126,16 +126,16 @@ class Runtime:
             self._looks -= 1
         return int(digest(ids)) % 2**32, self._forwards if own else None
 
-    def _tokens(self, marks: tuple[int, ...]) -> Tokens:
+    def _tokens(self, marks: tuple[int, ...]) -> BatchGeometry:
         """The last few, and all in use, are remembered."""
         tokens = self._alive.get(marks)
         if tokens is None:
             layout = LAYOUTS[self.settings.layout](self._slots, max(marks))
-            self._alive[marks] = tokens = Tokens(self.place, layout, marks)
+            self._alive[marks] = tokens = BatchGeometry(self.place, layout, marks)
         self._latest.append(tokens)
         return tokens
 
-    def _known(self, sequence: Tensor) -> tuple[Tokens, str]:
+    def _known(self, sequence: Tensor) -> tuple[BatchGeometry, str]:
         """The sequence that the op is called with, and what tells it from others that look alike; all layers of a batch
         bring the same one."""
         last = self._last
@@ -165,7 +165,7 @@ class Runtime:
     # --- passes
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: Call
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """out, lse, the bytes that are kept for the backward pass, the call's number, by which that knows it, and the
         largest logits that this rank computed."""
@@ -190,7 +190,7 @@ class Runtime:
         kv_heads: int,
         head_dim: int,
         sequence: Tensor,
-        call: Call,
+        call: AttentionCall,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse`` is the
@@ -204,7 +204,7 @@ class Runtime:
             delta = row_sums(dout, out, job.wire.acc)
             if dlse is not None:
                 delta = delta - dlse
-                dout = lifted_rows(dout, delta)
+                dout = nudge_zero_rows(dout, delta)
             inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
             if qkv:
                 inputs |= {"q": (q,), "kv": job.wire.with_copies(k, v)}
@@ -235,8 +235,8 @@ class Runtime:
             self._busy.release()
 
     def _job(
-        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: Call, of: Tensor | None
-    ) -> Job:
+        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: AttentionCall, of: Tensor | None
+    ) -> PassContext:
         """Check the arguments, agree on them with the other ranks if they are new, and find what runs them. ``of`` is
         the number of the forward call that a backward call belongs to.
 
@@ -256,12 +256,14 @@ class Runtime:
         keys = ready.signature, tokens.marks
         if not self.agreement.knows(*keys):
             self.agreement.confirm(keys, None)
-        scale, tag = call.scale_of(q.shape[3]), tag_of(f"{self.agreement.number} {detail}")
+        scale, tag = call.scale_of(q.shape[3]), call_tag(f"{self.agreement.number} {detail}")
         tiles = partial(tokens.tiles, call, ready.kernel.costs)
         largest = q.new_full(q.shape[:2] if call.largest else (0, 0), float("-inf"), dtype=torch.float32)
-        return Job(ready.wire, ready.kept, ready.kernel, tiles, scale, tag, q.device, largest)
+        return PassContext(ready.wire, ready.kept, ready.kernel, tiles, scale, tag, q.device, largest)
 
-    def _prepare(self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, call: Call) -> Ready:
+    def _prepare(
+        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: BatchGeometry, call: AttentionCall
+    ) -> PreparedCall:
         """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
         settings, layout = self.settings, tokens.layout
         try:
@@ -285,10 +287,10 @@ class Runtime:
         parts = (None, *range(self.plan.rows if self.plan.rows > 1 else 0))
         places = {part: tokens.places(part) for part in parts}
         wire = Wire(sizes, q.dtype, self._travels(q.dtype), layout.chunk, places)
-        signature = f"{pass_}: q {describe(q)}, k {describe(k)}, v {describe(v)}, {call}"
+        signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)
-        return Ready(signature, detail, wire, kept, kernel)
+        return PreparedCall(signature, detail, wire, kept, kernel)
 
     def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
         """Raise on every rank: the others learn of it when they begin the same call. ``sequence`` is what it would have
@@ -308,7 +310,7 @@ class Runtime:
         raise AssertionError("ranks that have a problem never agree")
 
     def _run(
-        self, job: Job, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, job: PassContext, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
         program = build_program(self.plan, self.world, self.rank, pass_)
         return self.executor_on(job.device).run(job, program, inputs, kept)
@@ -321,7 +323,7 @@ class Runtime:
             if self.world > 1:
                 name = f"{self._name}/lanes {self.agreement.epoch} {device.type}"
                 programs = [build_program(self.plan, self.world, self.rank, pass_) for pass_ in PASSES]
-                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_of(programs))
+                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
             self._executor = executor = Executor(lanes, self.agreement, self.counters)
         return executor
 
@@ -330,7 +332,7 @@ def _no_counts() -> array[int]:
     return array("q", bytes(8 * COUNTERS))
 
 
-def _lobby(group_name: str, rank: int, world: int, number: int, place: str) -> Lobby:
+def _lobby(group_name: str, rank: int, world: int, number: int, place: str) -> WaitRegistry:
     """A rank's entry where ranks see that they wait for each other in different instances, or at different calls."""
     store = PrefixStore(group_name, dist.distributed_c10d._get_default_store())
-    return Lobby(store, rank, world, f"call {place} of number {number} of their SequenceParallels")
+    return WaitRegistry(store, rank, world, f"call {place} of number {number} of their SequenceParallels")

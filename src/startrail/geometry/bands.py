@@ -97,7 +97,7 @@ class _Band:
         return left, right
 
 
-class _Call:
+class _KernelCall:
     """Bands behind one another that one call takes, under one window; the most rows and the most keys of any."""
 
     def __init__(self, band: _Band) -> None:
@@ -151,8 +151,8 @@ def bands_of(segments: Sequence[Segment]) -> list[Tile]:
             bands[-1] = joined
         else:
             bands.append(_Band.of(segment))
-    calls: list[_Call] = []
+    calls: list[_KernelCall] = []
     for band in bands:
         if not (calls and calls[-1].takes(band)):
-            calls.append(_Call(band))
+            calls.append(_KernelCall(band))
     return [call.tile() for call in calls]

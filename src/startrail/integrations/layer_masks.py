@@ -29,7 +29,7 @@ IRRELEVANT = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """What one kind of layer sees."""
 
     causal: bool = True
@@ -43,35 +43,35 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MaskPlaceholder:
     """What the mask function returns in place of a mask. ``shared`` is None while a model is tried."""
 
     shared: Shared | None
-    kind: Kind
+    kind: LayerKind
 
 
-def kind_of(function: Any) -> Kind:
+def kind_of(function: Any) -> LayerKind:
     """What a mask function of transformers lets a query see; ``ValueError`` names what is no staircase that we know."""
     if function is None:
-        return Kind()
+        return LayerKind()
     name, inside = function.__qualname__, _closure(function)
     if name == "causal_mask_function":
-        return Kind()
+        return LayerKind()
     if name == "bidirectional_mask_function":
-        return Kind(causal=False)
+        return LayerKind(causal=False)
     if name.startswith("sliding_window_overlay"):
-        return Kind(causal=False, window=inside["sliding_window"])
+        return LayerKind(causal=False, window=inside["sliding_window"])
     if name.startswith("sliding_window_bidirectional_overlay"):  # that many on either side
-        return Kind(causal=False, window=inside["sliding_window"] + 1)
+        return LayerKind(causal=False, window=inside["sliding_window"] + 1)
     if name.startswith("chunked_overlay"):
-        return Kind(causal=False, chunk=inside["chunk_size"])
+        return LayerKind(causal=False, chunk=inside["chunk_size"])
     if name.startswith("padding_mask_function"):  # shard_batch has cut it away
-        return Kind(causal=False)
+        return LayerKind(causal=False)
     if name.startswith("and_masks"):
         parts = [kind_of(part) for part in inside["mask_functions"]]
         windows = [part.window for part in parts if part.window is not None]
         chunks = [part.chunk for part in parts if part.chunk is not None]
-        return Kind(any(part.causal for part in parts), min(windows, default=None), min(chunks, default=None))
+        return LayerKind(any(part.causal for part in parts), min(windows, default=None), min(chunks, default=None))
     raise ValueError(f"its mask is made by {name}, which startrail does not know")
 
 
@@ -87,7 +87,7 @@ def problem_of(query: Tensor, key: Tensor, mask: object, dropout: float, others:
             "it attends without the mask that startrail made (accelerate's context parallelism takes it away: leave "
             "cp_size at 1, startrail splits the sequence)"
         )
-    if not isinstance(mask, Seen):
+    if not isinstance(mask, MaskPlaceholder):
         return f"it attends under {type(mask).__name__} in place of a mask that startrail made"
     if key.shape[2] != query.shape[2]:
         return f"{query.shape[2]} queries and {key.shape[2]} keys: a cache, or attention to something that is not split"

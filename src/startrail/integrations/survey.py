@@ -24,7 +24,7 @@ from startrail.parallel import SequenceParallel
 LAYERS = 4  # enough to meet a model's kinds of layers; a model whose pattern is longer keeps its own number
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     name: str
     kinds: tuple[str, ...]  # of its layers
     problem: str | None
@@ -33,7 +33,7 @@ class Family(NamedTuple):
         return f"{self.name:28s} {'yes' if self.problem is None else 'no ':3s} {self.problem or ', '.join(self.kinds)}"
 
 
-def families(names: Sequence[str] = (), progress: bool = False) -> list[Family]:
+def families(names: Sequence[str] = (), progress: bool = False) -> list[ModelFamily]:
     """One entry for each causal language model of transformers, or for those named."""
     known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING_NAMES)
     for name in names:
@@ -52,29 +52,29 @@ def families(names: Sequence[str] = (), progress: bool = False) -> list[Family]:
     return found
 
 
-def table(found: Sequence[Family]) -> str:
+def table(found: Sequence[ModelFamily]) -> str:
     runs = sum(family.problem is None for family in found)
     head = f"transformers {transformers.__version__}: {runs} of {len(found)} families of causal language models run"
     return "\n".join([head, "", *map(str, found)])
 
 
-def _family(name: str) -> Family:
+def _family(name: str) -> ModelFamily:
     with _quietly():
         try:
             model = _model(name)
         except Exception as error:  # a default config need not make a model
-            return Family(name, (), f"not tried: its default config makes no model ({_first_line(error)})")
+            return ModelFamily(name, (), f"not tried: its default config makes no model ({_first_line(error)})")
         try:
             attach(model, SequenceParallel("1x1"), check=False)
         except ValueError as error:
             text = _first_line(error)
             unknown = "meta" in text or "nonzero" in text  # it looks at numbers, of which there are none here
-            return Family(name, (), f"not tried: {text}" if unknown else text)
+            return ModelFamily(name, (), f"not tried: {text}" if unknown else text)
         attached = model._startrail
         kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
         kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn's)" for softcap in sorted(attached.softcaps))
         detach(model)
-        return Family(name, kinds, None)
+        return ModelFamily(name, kinds, None)
 
 
 def _model(name: str) -> Any:

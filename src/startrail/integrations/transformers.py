@@ -10,7 +10,7 @@ layer says what it wants: its mask, its scale, sinks, and whatever else it passe
 there, with the layer's name; so is a model in which tokens see each other without attention, or whose loss does not
 take labels that are already shifted.
 
-The mask function does not make a mask. It returns a ``Seen``, which the model hands to its layers as if it were one:
+The mask function does not make a mask. It returns a ``MaskPlaceholder``, which the model hands to its layers as if it were one:
 the batch's sequence, and what this kind of layer sees of it. So a layer that is recomputed later in the backward pass
 sees the batch that it saw before.
 """
@@ -37,7 +37,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from startrail.checkpoint import checkpoint_context
 from startrail.comm.sanity import STEPS, check_same_parameters, unwatched, watch_gradients
 from startrail.integrations.batch import IGNORE, Shared, shard_batch
-from startrail.integrations.layer_masks import Kind, Seen, kind_of, problem_of, softcap_problem
+from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder, kind_of, problem_of, softcap_problem
 from startrail.integrations.token_mixing import seen_by_neighbours
 from startrail.losses import gradient_factor
 from startrail.parallel import SequenceParallel
@@ -59,7 +59,7 @@ class Attached:
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
         self.name = f"startrail-{next(_numbers)}"
-        self.kinds: dict[tuple[object, ...], Kind] = {}
+        self.kinds: dict[tuple[object, ...], LayerKind] = {}
         self.softcaps: set[float] = set()
         self.shared: Shared | None = None
         self.asked: list[tuple[str, str | None]] | None = None
@@ -73,16 +73,16 @@ class Attached:
 
     # --- what transformers calls
 
-    def mask(self, *arguments: Any, mask_function: Callable[..., Any] | None = None, **options: Any) -> Seen:
+    def mask(self, *arguments: Any, mask_function: Callable[..., Any] | None = None, **options: Any) -> MaskPlaceholder:
         key = (options.get("local_size"), "allow_is_bidirectional_skip" in options, bool(options.get("use_vmap")))
         if self.asked is not None:
             kind = kind_of(mask_function)
             if self.kinds.setdefault(key, kind) != kind:
                 raise ValueError(f"masks of {kind} and {self.kinds[key]} cannot be told apart")
-            return Seen(None, kind)
+            return MaskPlaceholder(None, kind)
         if key not in self.kinds:
             raise ValueError(f"a mask that the model did not ask for when it was attached: {key}")
-        return Seen(self.shared, self.kinds[key])
+        return MaskPlaceholder(self.shared, self.kinds[key])
 
     def attend(
         self,
@@ -116,7 +116,7 @@ class Attached:
             out = out.masked_fill(shared.blind.view(1, 1, -1, 1), 0)
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
 
-    def _problem_with_batch(self, seen: Seen, sinks: Tensor | None) -> str | None:
+    def _problem_with_batch(self, seen: MaskPlaceholder, sinks: Tensor | None) -> str | None:
         if seen.shared is None:
             return "the model was called without a batch: model(**shard_batch(sp, ...))"
         if seen.shared.blind is not None and sinks is None and "eager" in self.before.values():

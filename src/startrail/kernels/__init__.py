@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from startrail.kernels.accumulate import Partial, Sum, Sums, accumulator
-from startrail.kernels.base import Kernel, lifted_rows, row_sums, stand_in_out
+from startrail.kernels.base import Kernel, nudge_zero_rows, row_sums, stand_in_out
 from startrail.kernels.cpu import CpuKernel
 from startrail.kernels.max_logits import largest_logits
 
@@ -17,7 +17,7 @@ __all__ = [
     "accumulator",
     "kernel_for",
     "largest_logits",
-    "lifted_rows",
+    "nudge_zero_rows",
     "row_sums",
     "stand_in_out",
 ]

@@ -22,7 +22,7 @@ from startrail.kernels.device import on_device
 from startrail.kernels.fused import fused_on
 
 
-class Look(NamedTuple):
+class TileMask(NamedTuple):
     """How a rectangle is seen: ``causal`` only for squares, ``mask`` (rows, keys) is True where visible; or, by
     backends that take bands, as ``packs`` of (rows, keys) one behind the other under a ``window`` (see `bands`)."""
 
@@ -54,22 +54,22 @@ class Kernel(ABC):
         """``x`` as this backend computes with it: its dtype, and a last dimension without gaps."""
 
     @abstractmethod
-    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         """out and lse of a rectangle."""
 
     @abstractmethod
     def backward_tile(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of a rectangle, from the global out and lse of its rows."""
 
-    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor]]:
+    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
         """What computes the tiles of a block with these values: ``forward_tile``, unless it cannot."""
         return self.forward_tile
 
     def backward_of(
         self, out: Tensor, lse: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
         """The same for ``backward_tile``."""
         return self.backward_tile
 
@@ -177,13 +177,13 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-def lifted_rows(dout: Tensor, delta: Tensor) -> Tensor:
+def nudge_zero_rows(dout: Tensor, delta: Tensor) -> Tensor:
     """``dout`` with a number in every row in which ``delta`` would otherwise have nothing to stand on.
 
     With a cotangent of lse, delta need not be zero where dout is. Such a row gets one number that is so much smaller
     than delta that all it adds to a gradient is lost in rounding. A delta that is not finite needs none.
 
-    >>> lifted_rows(torch.zeros(1, 2), torch.ones(1)).tolist() == [[2.0**-46, 0.0]]
+    >>> nudge_zero_rows(torch.zeros(1, 2), torch.ones(1)).tolist() == [[2.0**-46, 0.0]]
     True
     """
     info = torch.finfo(dout.dtype)
@@ -202,13 +202,13 @@ def _as_wide(*tensors: Tensor) -> Iterator[Tensor]:
     return (x if x.shape[3] == widest else F.pad(x, (0, widest - x.shape[3])) for x in tensors)
 
 
-def _look_at(tile: Tile, device: torch.device, scale: float) -> tuple[Look, bool]:
+def _look_at(tile: Tile, device: torch.device, scale: float) -> tuple[TileMask, bool]:
     """How a backend sees a tile, and whether both sides must be reversed first."""
     if tile.form == "bands":
-        return Look(False, None, scale, tile.window, tile.packs), False
+        return TileMask(False, None, scale, tile.window, tile.packs), False
     if tile.form == "masked":
-        return Look(False, tile_mask(tile, device), scale), False
-    return Look(tile.form != "full", None, scale), tile.form == "anticausal"
+        return TileMask(False, tile_mask(tile, device), scale), False
+    return TileMask(tile.form != "full", None, scale), tile.form == "anticausal"
 
 
 def tile_mask(tile: Tile, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from startrail.kernels.accumulate import accumulator
-from startrail.kernels.base import Kernel, Look
+from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.reference import ReferenceKernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -41,33 +41,33 @@ class CpuKernel(Kernel):
         x.is_finite = None  # type: ignore[attr-defined]
         return x
 
-    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor]]:
+    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
         return self.forward_tile if self.softcap is None and _finite(q) and _finite(k) else self._plain_math
 
     def backward_of(
         self, out: Tensor, lse: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Look], tuple[Tensor, Tensor, Tensor]]:
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
         """A query, or a key that it sees, that is not finite shows in its lse; a value, or a gradient, in its sum of
         dout * out. So keys and values that pass by need not be looked at again."""
         finite = self.softcap is None and _finite(out) and _finite(lse.clamp(min=0))  # padding has lse = -inf
         return self.backward_tile if finite else self._plain_math_backward
 
-    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
         return _forward(q, k, v, 0.0, look.causal, attn_mask=_additive(look.mask, q.dtype), scale=look.scale)
 
     def backward_tile(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
         mask = _additive(look.mask, q.dtype)
         return _backward(dout, q, k, v, out, lse, 0.0, look.causal, attn_mask=mask, scale=look.scale)
 
-    def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         return ReferenceKernel(self.softcap).forward_tile(q.double(), k.double(), v.double(), look)
 
     def _plain_math_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = (x.double() for x in (dout, q, k, v, out, lse))
         return ReferenceKernel(self.softcap).backward_tile(dout, q, k, v, out, lse, look)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.geometry.mask import Costs
-from startrail.kernels.base import Kernel, Look
+from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.cpu import check_block
 from startrail.kernels.device import numbers_on, stream_of
 from startrail.kernels.fa4 import fa4_ops
@@ -158,7 +158,7 @@ class EfficientKernel(Kernel):
         x = x.to(self.dtype)
         return x if x.stride(-1) == 1 else x.contiguous()
 
-    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
         dim = q.shape[-1]
         q, k, v = _fit(q), _fit(k), _fit(v)
@@ -171,7 +171,7 @@ class EfficientKernel(Kernel):
         return out.narrow(-1, 0, dim), lse
 
     def backward_tile(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
         dim = q.shape[-1]
@@ -186,19 +186,19 @@ class EfficientKernel(Kernel):
             dq, dk, dv = _masked_backward(dout, q, k, v, out, lse, look)
         return dq.narrow(-1, 0, dim), dk.narrow(-1, 0, dim), dv.narrow(-1, 0, dim)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         return _masked_forward(q, k, v, look)
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _masked_backward(dout, q, k, v, out, lse, look)
 
-    def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{self.name} takes no bands")
 
     def _bands_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError(f"{self.name} takes no bands")
 
@@ -218,18 +218,18 @@ class FlashKernel(EfficientKernel):
         self.ops = FlashOps(_flash_forward, _flash_backward, _bands_forward, _bands_backward) if ops is None else ops
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.ops.forward(q, k, v, 0.0, look.causal, scale=look.scale)
         return out, lse
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
         rest = (None, None, q.shape[2], k.shape[2], 0.0, look.causal, seed, seed)
         return self.ops.backward(dout, q, k, v, out, lse, *rest, scale=look.scale)
 
-    def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def _bands_forward(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         """One rectangle under a window; or several, which a call takes for one batch entry, rows before heads."""
         cuts, longest, options = _cuts(look.packs, q.device), _longest(look.packs), _window(look)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -242,7 +242,7 @@ class FlashKernel(EfficientKernel):
         return _batch(outs).transpose(1, 2), _batch(lses)
 
     def _bands_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         cuts, longest, options = _cuts(look.packs, q.device), _longest(look.packs), _window(look)
         seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
@@ -273,7 +273,7 @@ def _longest(packs: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     return max(rows for rows, _ in packs), max(keys for _, keys in packs)
 
 
-def _window(look: Look) -> dict[str, Any]:
+def _window(look: TileMask) -> dict[str, Any]:
     left, right = look.window
     return dict(scale=look.scale, window_size_left=left, window_size_right=right)
 
@@ -282,7 +282,7 @@ def _batch(entries: Sequence[Tensor]) -> Tensor:
     return entries[0].unsqueeze(0) if len(entries) == 1 else torch.stack(tuple(entries))
 
 
-def _masked_forward(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+def _masked_forward(q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
     heads, rows = q.shape[1:3]
     out, lse, *_ = _efficient_forward(
         q, _expand(k, heads), _expand(v, heads), _bias(look.mask, q), True, 0.0, look.causal, scale=look.scale
@@ -291,7 +291,7 @@ def _masked_forward(q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor
 
 
 def _masked_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, rows = q.shape[1:3]
     k_all, v_all = _expand(k, heads), _expand(v, heads)

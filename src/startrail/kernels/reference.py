@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from startrail.kernels.base import Kernel, Look, few_rows
+from startrail.kernels.base import Kernel, TileMask, few_rows
 
 
 class ReferenceKernel(Kernel):
@@ -18,7 +18,7 @@ class ReferenceKernel(Kernel):
     def prepare(self, x: Tensor) -> Tensor:
         return x.double()
 
-    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
         k, v = _for_queries(k, q), _for_queries(v, q)
         outs, sums = [], []
         for rows in few_rows(q, k.shape[2]):
@@ -30,7 +30,7 @@ class ReferenceKernel(Kernel):
         return torch.cat(outs, 2), torch.cat(sums, 2)
 
     def backward_tile(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: Look
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse = lse.masked_fill(lse.isposinf(), torch.nan)  # of no use to any weight of its row, as softmax has it
         delta = (dout * out).sum(-1, keepdim=True)
@@ -49,7 +49,7 @@ class ReferenceKernel(Kernel):
             dv += weights.mT @ dout[:, :, rows]
         return torch.cat(dq, 2), dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2)
 
-    def _bent(self, q: Tensor, k: Tensor, look: Look) -> Tensor:
+    def _bent(self, q: Tensor, k: Tensor, look: TileMask) -> Tensor:
         """Logits as they count, those of hidden pairs too."""
         logits = q @ k.mT * look.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh_().mul_(self.softcap)
@@ -60,7 +60,7 @@ def _for_queries(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _hidden(look: Look, rows: slice, k: Tensor) -> Tensor:
+def _hidden(look: TileMask, rows: slice, k: Tensor) -> Tensor:
     """(rows, keys), True where a row does not see a key."""
     if look.mask is not None:
         return ~look.mask[rows]

@@ -23,7 +23,7 @@ MARK = "STARTRAIL_LAB"  # every rank has its cluster's folder in this variable, 
 
 def new_folder() -> str:
     """A folder for a cluster of this process, once what dead ones left is gone."""
-    remove_remains()
+    remove_leftovers()
     return tempfile.mkdtemp(prefix=PREFIX)
 
 
@@ -32,7 +32,7 @@ def describe_owners(folder: str, owners: Collection[int], networks: Collection[i
     Path(folder, OWNERS).write_text(json.dumps({"owners": lives, "networks": list(networks)}))
 
 
-def remove_remains() -> None:
+def remove_leftovers() -> None:
     """End and remove what is left of this user's clusters whose owners are all dead."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # another user's, being made, or being removed

@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from startrail.lab.cleanup import MARK, new_folder
-from startrail.lab.job import Job, Program
+from startrail.lab.job import LabJob, ProgramJob
 from startrail.lab.namespaces import die_with, enter_held_network, kill_all, signal_all
-from startrail.lab.supervisor import Holder, LabError
+from startrail.lab.supervisor import LabError, Supervisor
 from startrail.lab.wiring import LINK, Wiring, parse_rate
 from startrail.planner.topology import Machine
 
 if TYPE_CHECKING:
-    from startrail.lab.forked import Call
+    from startrail.lab.forked import ForkedJob
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
@@ -59,16 +59,16 @@ class Cluster:
     ) -> None:
         self.machine = Machine(nodes, ranks_per_node)
         self.wiring = Wiring(self.machine, link, racks, rack_link, dict(slow or {}), mtu, shaper)
-        self._holder: Holder | None = None
+        self._holder: Supervisor | None = None
         self._folder = ""
         self._owner = 0
-        self._job: Job | None = None
+        self._job: LabJob | None = None
         self._jobs = 0
 
     def __enter__(self) -> Cluster:
         self._folder = new_folder()  # the holder removes it
         self._owner = os.getpid()
-        self._holder = Holder(self.wiring, self._folder)
+        self._holder = Supervisor(self.wiring, self._folder)
         return self
 
     def __exit__(
@@ -122,7 +122,7 @@ class Cluster:
         deadline: float = 300.0,
         env: Mapping[str, str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
-    ) -> Program:
+    ) -> ProgramJob:
         """Start ``script.py args``, ``-m module args`` or any command on every rank, and return without waiting.
 
         Links can be cut and slowed until ``wait()`` of what this returns. The environment is torchrun's; see `run`.
@@ -132,7 +132,7 @@ class Cluster:
         folder = Path(log_dir) if log_dir is not None else Path(self._folder, f"job{self._jobs}")
         environments = [{**os.environ, **variables, **(env or {})} for variables in self._environments()]
         try:
-            job = Program(argv, environments, self._enter, folder, deadline, self._sweep)
+            job = ProgramJob(argv, environments, self._enter, folder, deadline, self._sweep)
         except subprocess.SubprocessError:
             raise LabError("the ranks cannot enter their nodes: the process that holds them has ended") from None
         self._job = job
@@ -159,17 +159,17 @@ class Cluster:
         deadline: float = 300.0,
         env: Mapping[str, str] | None = None,
         expendable: frozenset[int] = frozenset(),
-    ) -> Call:
+    ) -> ForkedJob:
         """Start ``function(rank)`` on every rank as `call` does, and return without waiting.
 
         ``expendable`` ranks are not waited for and may die, in tests of what the others then do; they return None.
         """
-        from startrail.lab.forked import Call  # here, so that whoever only runs programs does not wait for torch
+        from startrail.lab.forked import ForkedJob  # here, so that whoever only runs programs does not wait for torch
 
         self._be_free()
         environments = [{**variables, **(env or {})} for variables in self._environments()]
         store = Path(self._folder, f"store{self._jobs}")
-        job = Call(function, environments, self._enter, store, deadline, expendable, self._sweep)
+        job = ForkedJob(function, environments, self._enter, store, deadline, expendable, self._sweep)
         self._job = job
         return job
 
@@ -183,7 +183,7 @@ class Cluster:
         """
         return self.fork(function, deadline, env).wait()
 
-    def _running(self) -> Holder:
+    def _running(self) -> Supervisor:
         if self._holder is None:
             raise LabError("the cluster is not running: use it inside its with block")
         return self._holder

@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from startrail.lab.job import Job, JobError
+from startrail.lab.job import JobError, LabJob
 from startrail.launch.local import RankError, collect, serve
 
 
-class Call(Job):
+class ForkedJob(LabJob):
     """A function called on forked ranks that share a gloo process group."""
 
     def __init__(

@@ -23,7 +23,7 @@ class JobError(RuntimeError):
     """A rank failed or the deadline passed; the text names the rank and holds its last words."""
 
 
-class Job:
+class LabJob:
     """What programs and calls have in common: ranks to kill, and a deadline that counts from the start."""
 
     def __init__(self, deadline: float, sweep: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class Job:
         self.kill()
 
 
-class Program(Job):
+class ProgramJob(LabJob):
     """A command started once a rank, with a log file each."""
 
     def __init__(

@@ -37,7 +37,7 @@ class LabError(RuntimeError):
     """The machine does not let us emulate a cluster, or took it away; the text says why."""
 
 
-class Holder:
+class Supervisor:
     """The started holder process, as its parent sees it."""
 
     def __init__(self, wiring: Wiring, folder: str) -> None:

@@ -4,7 +4,7 @@ Training is in step: if one rank hangs, all others wait, deep inside a collectiv
 whose signs of life have stopped is missing; if all live, those that are behind the furthest are.
 
 >>> board = SharedBoard(3)
->>> watch = Watch(board, limit=60.0)
+>>> watch = HeartbeatMonitor(board, limit=60.0)
 >>> for rank, steps in enumerate((7, 7, 6)):
 ...     board.write(rank, beats=1, passed=steps, step=steps)
 >>> watch.look(now=0.0), watch.look(now=4.0)             # nobody is missed for the first seconds
@@ -44,7 +44,7 @@ class Sign(NamedTuple):
     step: int
 
 
-class Board(Protocol):
+class StatusBoard(Protocol):
     """Where ranks show their signs."""
 
     world: int
@@ -70,10 +70,10 @@ class SharedBoard:
         return [Sign(beats, passed, step) for passed, step, beats in zip(*[iter(numbers)] * 3, strict=True)]
 
 
-class Watch:
+class HeartbeatMonitor:
     """Looks at a board from time to time. ``limit``: seconds after which a missing rank is given up."""
 
-    def __init__(self, board: Board, limit: float) -> None:
+    def __init__(self, board: StatusBoard, limit: float) -> None:
         self.board, self.limit = board, limit
         self.missing: list[int] = []
         self.over = ""  # why the run must end, once it must
@@ -136,7 +136,7 @@ class Pulse:
 
     def __init__(
         self,
-        board: Board | None = None,
+        board: StatusBoard | None = None,
         rank: int = 0,
         look: Callable[[], None] | None = None,
         holder: str = "",
@@ -209,7 +209,7 @@ def leave(text: str = "") -> None:
     os._exit(1)
 
 
-def say_or_leave(watch: Watch, rank: int) -> None:
+def say_or_leave(watch: HeartbeatMonitor, rank: int) -> None:
     """For ranks that no parent watches: the first one that is there says who is missing; all leave when it is too
     late."""
     text = watch.look()

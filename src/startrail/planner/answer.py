@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from startrail.planner.candidates import LARGE, Known
-from startrail.planner.cluster import Cluster, find_cluster
+from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
 from startrail.planner.search import ALIKE, DoesNotFitError, Found, Row, search
-from startrail.planner.units import measured, read_file
+from startrail.planner.units import read_file, read_quantity
 from startrail.planner.workload import Model, find_model, read_run
 from startrail.schedule.families.base import Heads
 
@@ -239,13 +239,13 @@ def _about_slow_members(found: Found) -> str:
     return f"{text}; {others}: {advice}."
 
 
-def _again(row: Row, cluster: Cluster) -> float:
+def _again(row: Row, cluster: ClusterSpec) -> float:
     training = replace(row.training, cluster=cluster)
     return training.step(row.plan, lambda call: predict(training.group, row.plan, call)).seconds
 
 
 def plan(
-    cluster: str | Cluster,
+    cluster: str | ClusterSpec,
     model: str | Model,
     length: int | str | None = None,
     *,
@@ -276,5 +276,5 @@ def plan(
     if "length" not in table:
         raise ValueError("length is missing: how many tokens a sequence has, such as 131072 or 128k")
     how = read_run(table, "the run" if run is None else run)
-    limit = None if memory is None else measured({"memory": memory}, "memory", "the run", "bytes")
+    limit = None if memory is None else read_quantity({"memory": memory}, "memory", "the run", "bytes")
     return Answer(search(found, what, how, top, limit))

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from startrail.planner.answer import seconds_text
-from startrail.planner.cluster import Cluster
-from startrail.planner.predict import Call
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.predict import AttentionShape
 from startrail.planner.search import DoesNotFitError, Found, search, search_attention
 from startrail.planner.topology import Machine
-from startrail.planner.units import MOST, MOST_COUNTED, whole
+from startrail.planner.units import MOST, MOST_COUNTED, read_int
 from startrail.planner.workload import Job
 
 TOKENS_A_RANK = 4096  # where the length is not known: long enough for links and arithmetic to decide
@@ -22,7 +22,7 @@ HEAD_DIM = 128  # where it is not known
 LAYERS, SHARE = 32, 0.5  # that a model is assumed to have, and of the memory, for their attention
 
 
-def fitted(cluster: Cluster, machine: Machine) -> Cluster:
+def fitted(cluster: ClusterSpec, machine: Machine) -> ClusterSpec:
     """A description's rates with the sizes of the machine that is there.
 
     >>> from startrail.planner.cluster import find_cluster
@@ -46,7 +46,7 @@ def fitted(cluster: Cluster, machine: Machine) -> Cluster:
 
 
 def plan_for_heads(
-    cluster: Cluster, heads: int, kv_heads: int, head_dim: int | None = None, length: int | None = None
+    cluster: ClusterSpec, heads: int, kv_heads: int, head_dim: int | None = None, length: int | None = None
 ) -> tuple[str, str]:
     """The plan's text form, and why.
 
@@ -57,9 +57,9 @@ def plan_for_heads(
     """
     for name, value, most in (("head_dim", head_dim, MOST), ("length", length, MOST_COUNTED)):
         if value is not None:
-            whole({name: value}, name, "auto", most=most)
+            read_int({name: value}, name, "auto", most=most)
     tokens = length or TOKENS_A_RANK * cluster.world
-    call = Call(tokens, 1, heads, kv_heads, head_dim or HEAD_DIM, True, _dtype(cluster, "bfloat16"))
+    call = AttentionShape(tokens, 1, heads, kv_heads, head_dim or HEAD_DIM, True, _dtype(cluster, "bfloat16"))
     what = f"forward + backward of {tokens} tokens{'' if length else ' (assumed)'}"
     room = SHARE * (cluster.device.memory - cluster.device.reserved)
     try:
@@ -72,7 +72,7 @@ def plan_for_heads(
     return str(found.best.plan), _line(found, LAYERS, what, f"{about}, nothing kept")
 
 
-def plan_for_job(cluster: Cluster, job: Job) -> tuple[str, str]:
+def plan_for_job(cluster: ClusterSpec, job: Job) -> tuple[str, str]:
     """The same, as ``startrail plan`` ranks plans for the whole step, of those that fit the memory.
 
     >>> from startrail.planner.cluster import find_cluster
@@ -96,7 +96,7 @@ def _least(error: DoesNotFitError, what: str) -> tuple[str, str]:
     return str(error.plan), f"auto chose {error.plan}: {what} may not fit, and this needs least ({error.needs})"
 
 
-def _dtype(cluster: Cluster, wanted: str) -> str:
+def _dtype(cluster: ClusterSpec, wanted: str) -> str:
     """That of which the cluster's description has rates."""
     rates = cluster.device.rates
     return wanted if wanted in rates else "bfloat16" if "bfloat16" in rates else next(iter(rates))

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from startrail.planner.cluster import Cluster
-from startrail.planner.predict import Call
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.predict import AttentionShape
 from startrail.planner.pricing import Prices
 from startrail.schedule.compose import exchange_is_far
 from startrail.schedule.places import Place
@@ -32,7 +32,7 @@ class Bound(NamedTuple):
 class Bounds:
     """For plans whose levels follow the cluster's: every lane is then over one level's links."""
 
-    def __init__(self, cluster: Cluster, call: Call) -> None:
+    def __init__(self, cluster: ClusterSpec, call: AttentionShape) -> None:
         self.cluster, self.call, self.world = cluster, call, cluster.world
         self._lanes: dict[int, tuple[float, ...]] = {}
         self._sizes: dict[tuple[int, int, int, tuple[str, ...]], tuple[dict[str, int], dict[Pass, float]]] = {}

@@ -9,7 +9,7 @@ from itertools import product
 from math import gcd, prod
 from typing import NamedTuple
 
-from startrail.planner.cluster import Cluster
+from startrail.planner.cluster import ClusterSpec
 from startrail.planner.workload import Model
 from startrail.schedule.families.base import Heads, Level
 from startrail.schedule.plan import Plan, plans_for, variants_of
@@ -33,7 +33,7 @@ def levels_for(size: int) -> tuple[tuple[Level, ...], ...]:
     return tuple(plan.levels for plan in plans_for(size, LEVELS) if len({*map(type, plan.levels)}) == len(plan.levels))
 
 
-def plans_on(cluster: Cluster, heads: int) -> Iterator[Plan | str]:
+def plans_on(cluster: ClusterSpec, heads: int) -> Iterator[Plan | str]:
     """Every plan whose levels follow the cluster's, with default options; or why levels cannot be used together."""
     for chosen in product(*(levels_for(level.size) for level in cluster.levels)):
         levels = tuple(level for part in chosen for level in part) or (Heads(1),)
@@ -85,7 +85,7 @@ class Known(NamedTuple):
     why_not: str = ""
 
 
-def well_known(cluster: Cluster, model: Model) -> Iterator[Known]:
+def well_known(cluster: ClusterSpec, model: Model) -> Iterator[Known]:
     """Ring Attention, Ulysses, the paper's schedule, USP and the double ring."""
     world, inside = cluster.world, cluster.spans[0]
     outside, heads = world // inside, gcd(inside, model.kv_heads)

@@ -21,16 +21,16 @@ from startrail.planner.units import (
     MOST,
     Table,
     check_keys,
-    choice,
     find_file,
-    measured,
-    number,
     quantity,
+    read_bool,
+    read_choice,
     read_file,
+    read_int,
+    read_line,
+    read_number,
+    read_quantity,
     shown,
-    whole,
-    words,
-    yes_or_no,
 )
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,7 +99,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Level:
+class LinkLevel:
     """One layer of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: a
     member has one link for all its devices, otherwise every device has one of its own; ``peer``: it has one to every
     other device of the level, which no other uses."""
@@ -129,12 +129,12 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSpec:
     """``accuracy``: how far predictions may be off here, as a share. ``cores`` are those that all ranks share, 0 if
     every rank computes on a device of its own."""
 
     name: str
-    levels: tuple[Level, ...]
+    levels: tuple[LinkLevel, ...]
     device: Device
     transport: str = "nccl"
     accuracy: float = 0.25
@@ -162,7 +162,7 @@ class Cluster:
                 return tuple(range(level, max(level + 1, len(self.levels) - 1)))
         return ()
 
-    def part(self, ranks: int) -> Cluster:
+    def part(self, ranks: int) -> ClusterSpec:
         """One group of ``ranks`` neighbours of several that work side by side. They wait for each other at every
         layer, so its links and devices are as slow as the slowest at that place of any group.
 
@@ -190,13 +190,13 @@ class Cluster:
             slow[one.level, member] = Slow(one.level, member, *shares)
         return replace(group, slow=tuple(slow.values()))
 
-    def faster(self, level: int, factor: float) -> Cluster:
+    def faster(self, level: int, factor: float) -> ClusterSpec:
         """The same with other links at one level."""
         levels = list(self.levels)
         levels[level] = replace(levels[level], bandwidth=levels[level].bandwidth * factor)
         return replace(self, levels=tuple(levels))
 
-    def resized(self, sizes: Sequence[int]) -> Cluster:
+    def resized(self, sizes: Sequence[int]) -> ClusterSpec:
         """The same kind of cluster with other numbers of members; ``ValueError`` if a slow one is then none of them.
 
         >>> replace(find_cluster("a100-4x8"), slow=(Slow(0, 3),)).resized([2, 8])
@@ -211,12 +211,12 @@ class Cluster:
                 raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which its description calls slow")
         return self._with_sizes(sizes, self.slow)
 
-    def _with_sizes(self, sizes: Sequence[int], slow: tuple[Slow, ...]) -> Cluster:
+    def _with_sizes(self, sizes: Sequence[int], slow: tuple[Slow, ...]) -> ClusterSpec:
         pairs = zip(self.levels, sizes, strict=True)
         return replace(self, levels=tuple(replace(level, size=size) for level, size in pairs), slow=slow)
 
 
-def find_cluster(name: str) -> Cluster:
+def find_cluster(name: str) -> ClusterSpec:
     """The cluster of that name, or in the file of that name (.toml, .json); ``h100-8x8@2048x8`` has other sizes.
 
     >>> find_cluster("h100-8x8@64x8").world
@@ -241,7 +241,7 @@ def _check_ranks(sizes: Sequence[int], where: str) -> None:
         raise ValueError(f"{where}: size: {product} ranks are more than the {MOST_RANKS} that are planned for")
 
 
-def read_cluster(table: Table, name: str, where: str) -> Cluster:
+def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     """A cluster from the table of its file."""
     known = ("description", "transport", "accuracy", "cores", "device", "levels", "slow")
     check_keys(table, known, ("device", "levels"), where)
@@ -258,28 +258,28 @@ def read_cluster(table: Table, name: str, where: str) -> Cluster:
     slow = table.get("slow", [])
     if not isinstance(slow, list):
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
-    return Cluster(
+    return ClusterSpec(
         name,
         levels,
         _device(table["device"], f"{where}: device"),
-        choice(table, "transport", where, TRANSPORTS, "nccl"),
-        number(table, "accuracy", where, least=0.0, most=0.9, default=0.25),
-        whole(table, "cores", where, least=0, most=MOST_RANKS),
+        read_choice(table, "transport", where, TRANSPORTS, "nccl"),
+        read_number(table, "accuracy", where, least=0.0, most=0.9, default=0.25),
+        read_int(table, "cores", where, least=0, most=MOST_RANKS),
         tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow)),
     )
 
 
-def _level(table: object, where: str) -> Level:
+def _level(table: object, where: str) -> LinkLevel:
     known = ("name", "size", "bandwidth", "latency", "links", "duplex")
     table = check_keys(table, known, ("name", "size", "bandwidth"), where)
-    links = choice(table, "links", where, ("device", "member", "peer"), "device")
-    return Level(
-        words(table, "name", where),
-        whole(table, "size", where, most=MOST_RANKS),
-        measured(table, "bandwidth", where, "bytes/s"),
-        measured(table, "latency", where, "s", "0 s"),
+    links = read_choice(table, "links", where, ("device", "member", "peer"), "device")
+    return LinkLevel(
+        read_line(table, "name", where),
+        read_int(table, "size", where, most=MOST_RANKS),
+        read_quantity(table, "bandwidth", where, "bytes/s"),
+        read_quantity(table, "latency", where, "s", "0 s"),
         links == "member",
-        yes_or_no(table, "duplex", where, True),
+        read_bool(table, "duplex", where, True),
         links == "peer",
     )
 
@@ -291,17 +291,20 @@ def _device(table: object, where: str) -> Device:
     rates = {dtype: _rates(table[dtype], f"{where}.{dtype}") for dtype in DTYPES if dtype in table}
     if not rates:
         raise ValueError(f"{where}: no rates; give a table for at least one of {', '.join(DTYPES)}")
-    memory, reserved = measured(table, "memory", where, "bytes"), measured(table, "reserved", where, "bytes", "0 B")
+    memory, reserved = (
+        read_quantity(table, "memory", where, "bytes"),
+        read_quantity(table, "reserved", where, "bytes", "0 B"),
+    )
     if reserved >= memory:
         raise ValueError(f"{where}: reserved = {table['reserved']!r} leaves nothing of memory = {table['memory']!r}")
     return Device(
-        words(table, "name", where),
+        read_line(table, "name", where),
         memory,
         reserved,
-        measured(table, "copy", where, "bytes/s"),
+        read_quantity(table, "copy", where, "bytes/s"),
         rates=rates,
-        socket=measured(table, "socket", where, "bytes/s") if "socket" in table else 0.0,
-        **{key: measured(table, key, where, "s", "0 s") for key in times},
+        socket=read_quantity(table, "socket", where, "bytes/s") if "socket" in table else 0.0,
+        **{key: read_quantity(table, key, where, "s", "0 s") for key in times},
     )
 
 
@@ -309,8 +312,8 @@ def _rates(table: object, where: str) -> Rates:
     known = ("peak", "matmul", "forward", "backward")
     table = check_keys(table, known, known, where)
     return Rates(
-        measured(table, "peak", where, "flop/s"),
-        measured(table, "matmul", where, "flop/s"),
+        read_quantity(table, "peak", where, "flop/s"),
+        read_quantity(table, "matmul", where, "flop/s"),
         _curve(table["forward"], f"{where}: forward"),
         _curve(table["backward"], f"{where}: backward"),
     )
@@ -333,20 +336,22 @@ def _curve(value: object, where: str) -> Curve:
     return Curve(tuple(points))
 
 
-def _slow(table: object, levels: tuple[Level, ...], where: str) -> Slow:
+def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> Slow:
     table = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
     names = [level.name for level in levels]
     if table["level"] not in names:
         raise ValueError(f"{where}: level = {shown(table['level'])} is not one of {', '.join(names)}")
     at = names.index(table["level"])
-    members, member = prod(level.size for level in levels[: at + 1]), whole(table, "member", where, least=0)
+    members, member = prod(level.size for level in levels[: at + 1]), read_int(table, "member", where, least=0)
     if member >= members:
         raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
-    shares = [number(table, key, where, least=LEAST_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute")]
+    shares = [
+        read_number(table, key, where, least=LEAST_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute")
+    ]
     return Slow(at, member, *shares)
 
 
-def cluster_text(cluster: Cluster, comment: str) -> str:
+def cluster_text(cluster: ClusterSpec, comment: str) -> str:
     """A file that ``read_cluster`` reads back."""
     device, lines = cluster.device, [f"# {line}" for line in comment.splitlines()]
     lines += [f'transport = "{cluster.transport}"', f"accuracy = {cluster.accuracy:g}", f"cores = {cluster.cores}", ""]

@@ -2,7 +2,7 @@
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.cluster import find_cluster
->>> call = Call(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
+>>> call = AttentionShape(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
 >>> cluster = find_cluster("a100-4x8")
 >>> ring, heads = (predict(cluster, Plan.parse(text), call) for text in ("1x32", "u4/1x8"))
 >>> ring.seconds > 2 * heads.seconds                          # one link of 100 Gbit/s a node: ring waits for it
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from startrail.planner.cluster import DTYPES, Cluster
-from startrail.planner.pricing import Message, Post, Prices, Task, Work, call_tasks
+from startrail.planner.cluster import DTYPES, ClusterSpec
+from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Prices, Task, call_tasks
 from startrail.planner.simulator import Clock, Path, Played, Route
 from startrail.schedule.families.nested import Rings, is_plain_ring
 from startrail.schedule.families.star import team_of
@@ -26,7 +26,7 @@ from startrail.schedule.values import PASSES, Pass
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionShape:
     """One attention call of one layer: sizes, mask and dtype."""
 
     length: int
@@ -49,7 +49,7 @@ class Call:
     def pairs(self) -> int:
         """Pairs of tokens of one sequence that see each other.
 
-        >>> Call(4, 1, 1, 1, 1, causal=True).pairs, Call(4, 1, 1, 1, 1, causal=True, window=2).pairs
+        >>> AttentionShape(4, 1, 1, 1, 1, causal=True).pairs, AttentionShape(4, 1, 1, 1, 1, causal=True, window=2).pairs
         (10, 7)
         """
         window = min(self.window or self.length, self.length)
@@ -82,7 +82,7 @@ class Prediction:
 
 
 def predict(
-    cluster: Cluster, plan: Plan, call: Call, everybody: bool = False, order: Sequence[int] | None = None
+    cluster: ClusterSpec, plan: Plan, call: AttentionShape, everybody: bool = False, order: Sequence[int] | None = None
 ) -> Prediction:
     """Forward and backward. ``everybody`` plays all ranks; otherwise one stands for all. ``order``: the rank at each
     place of the plan, if that is not the same number (then everybody is played)."""
@@ -96,7 +96,7 @@ def predict(
     return _longer(*smaller)
 
 
-def _prices(cluster: Cluster, plan: Plan, call: Call) -> Prices:
+def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prices:
     return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype)
 
 
@@ -105,10 +105,10 @@ def _prices(cluster: Cluster, plan: Plan, call: Call) -> Prices:
 MANY = 1024  # blocks of a program that is played whole
 ALL_LOOKED_AT = 256  # ranks: in larger worlds not all programs of a member are looked at,
 INSIDE = 3  # but so many of those that stand between its first and its last
-Scaled = tuple[Cluster, Plan, Call]
+Scaled = tuple[ClusterSpec, Plan, AttentionShape]
 
 
-def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, int, int] | None:
+def _smaller(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[Scaled, Scaled, int, int] | None:
     """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces
     of the same size, and to go on in a straight line. A window stays as it is, so that the blocks that it reaches stay
     as many; one that is wider than the shorter sequence shrinks with it. None if that is not needed, or not possible;
@@ -132,7 +132,7 @@ def _smaller(cluster: Cluster, plan: Plan, call: Call) -> tuple[Scaled, Scaled, 
     return found
 
 
-def _scaled(cluster: Cluster, plan: Plan, call: Call, factor: int, narrower: int) -> Scaled | None:
+def _scaled(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int, narrower: int) -> Scaled | None:
     """The same with the longest ring ``factor`` times shorter, on as much smaller a cluster, and a window so many times
     ``narrower``."""
     outer = cluster.levels[0].size
@@ -178,7 +178,7 @@ def _longer(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction
 # --- everybody
 
 
-def _play_everybody(cluster: Cluster, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
+def _play_everybody(cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
     world = cluster.world
     tasks = [call_tasks(prices, world, place, pass_) for place in range(world)]
     wires = _Wires(cluster, order or range(world))
@@ -192,7 +192,7 @@ def _play_everybody(cluster: Cluster, prices: Prices, pass_: Pass, order: Sequen
 class _Wires:
     """All links of a cluster, each a number: by level, member (or device) and way."""
 
-    def __init__(self, cluster: Cluster, order: Sequence[int]) -> None:
+    def __init__(self, cluster: ClusterSpec, order: Sequence[int]) -> None:
         self.cluster, self.order = cluster, order
         self.first: list[int] = []
         self.capacity: list[float] = []
@@ -210,7 +210,7 @@ class _Wires:
                 self.capacity += [level.bandwidth * share] * (2 if level.duplex else 1)
         self.paths: dict[tuple[int, int], tuple[tuple[tuple[int, float], ...], float, tuple[int, ...]]] = {}
 
-    def route(self, place: int, message: Message) -> Path:
+    def route(self, place: int, message: PricedMessage) -> Path:
         key = self.order[place], self.order[message.peer]
         if key not in self.paths:
             levels = self.cluster.crossed(*key)
@@ -242,20 +242,20 @@ class _Wires:
         )
 
 
-def _share(cluster: Cluster, level: int, rank: int) -> float:
+def _share(cluster: ClusterSpec, level: int, rank: int) -> float:
     """Of a link's bandwidth that a slow member leaves; ``rank`` is the first one behind the link."""
     shares = [s.bandwidth for s in cluster.slow if s.level == level and rank // cluster.spans[level] == s.member]
     return min(shares, default=1.0)
 
 
-def _speed(cluster: Cluster, rank: int) -> float:
+def _speed(cluster: ClusterSpec, rank: int) -> float:
     return min((s.compute for s in cluster.slow if rank // cluster.spans[s.level] == s.member), default=1.0)
 
 
 # --- one for all
 
 
-def _play_one(cluster: Cluster, prices: Prices, pass_: Pass) -> Played:
+def _play_one(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Played:
     """Ranks run in step, so a slow member slows everybody: links and devices are as fast as the slowest. There is one
     link a level; between peers, one for each, behind all those."""
     tasks, paths = _one_for_all(cluster, prices, pass_)
@@ -274,7 +274,7 @@ def _play_one(cluster: Cluster, prices: Prices, pass_: Pass) -> Played:
     return Played(seconds, clock.ranks[0].waiting, tuple(clock.sent), busy)
 
 
-def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:
+def _one_for_all(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:
     """The tasks of the rank that stands for all, and the way of its messages: with how many of its neighbours' it
     shares each link. Where a lane's ranks are all on one side of a link or all on different ones, that is known;
     where they are not (Ring Attention over nodes), the programs of all ranks of a member are looked at."""
@@ -285,8 +285,8 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
     else:
         looked_at = _looked_at(cluster, prices.sizes.plan)
         member = [call_tasks(prices, world, rank, pass_) for rank in looked_at]
-        sends = [[m for task in own if isinstance(task, Post) for m in task.messages if m.send] for own in member]
-        works = [sum(task.seconds for task in own if isinstance(task, Work)) for own in member]
+        sends = [[m for task in own if isinstance(task, PostTask) for m in task.messages if m.send] for own in member]
+        works = [sum(task.seconds for task in own if isinstance(task, ComputeTask)) for own in member]
         chosen = max(range(len(member)), key=lambda rank: (len(sends[rank]), works[rank]))
         tasks = member[chosen]
         alike = [(rank, own) for rank, own in zip(looked_at, sends, strict=True) if len(own) == len(sends[chosen])]
@@ -296,7 +296,7 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
             if message.lane not in known
         }
 
-    def route(_: int, message: Message) -> Path:
+    def route(_: int, message: PricedMessage) -> Path:
         links, latency, shares = known[message.lane] if message.lane in known else counted[message.number]
         if inner.peer and links and links[-1][0] == last:
             links = (*links[:-1], (last + 1 + message.peer % inner.size, links[-1][1]))
@@ -305,7 +305,7 @@ def _one_for_all(cluster: Cluster, prices: Prices, pass_: Pass) -> tuple[list[Ta
     return tasks, route
 
 
-def _known_lanes(cluster: Cluster, plan: Plan) -> dict[int, Way]:
+def _known_lanes(cluster: ClusterSpec, plan: Plan) -> dict[int, Way]:
     """Lanes whose ranks are all behind the same links, or all behind different ones, and the way of their messages."""
     sizes = plan.sizes(cluster.world)
     strides = [prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
@@ -319,12 +319,12 @@ def _known_lanes(cluster: Cluster, plan: Plan) -> dict[int, Way]:
 Way = tuple[tuple[tuple[int, float], ...], float, tuple[float, ...]]  # links, latency, share of messages by level
 
 
-def _full_path(cluster: Cluster, stride: int) -> Way:
+def _full_path(cluster: ClusterSpec, stride: int) -> Way:
     levels = cluster.crossed(0, stride) if stride < cluster.world else ()
     return _way(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
 
 
-def _looked_at(cluster: Cluster, plan: Plan) -> dict[int, float]:
+def _looked_at(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
     """Ranks of the middle member (at the ends, starC has ranks whose placement is their own place) whose programs are
     looked at, and for how many each stands. In small worlds that is everybody. In large ones it is one of a team of
     starC's, which pass on side by side, each time in another seat; and, in a ring or between such teams, where only the
@@ -344,7 +344,7 @@ def _looked_at(cluster: Cluster, plan: Plan) -> dict[int, float]:
     return {first + unit * team + at % team: weight * team for at, (unit, weight) in enumerate(weights.items())}
 
 
-def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int, float]]) -> Way:
+def _counted_path(cluster: ClusterSpec, pairs: Sequence[tuple[int, int, float]]) -> Way:
     """Of the messages that the ranks of one member send at the same time: from, to, and how many like that."""
     crossing: dict[int, dict[int, float]] = {}
     for rank, peer, number in pairs:
@@ -356,7 +356,7 @@ def _counted_path(cluster: Cluster, pairs: Sequence[tuple[int, int, float]]) -> 
     return _way(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
 
 
-def _way(cluster: Cluster, crossing: dict[int, float], shares: dict[int, float]) -> Way:
+def _way(cluster: ClusterSpec, crossing: dict[int, float], shares: dict[int, float]) -> Way:
     """``crossing``: how many messages of a member cross each level at the same time; ``shares``: of all messages."""
     links = tuple(
         (at, (number if cluster.levels[at].shared else 1.0) * (1 if cluster.levels[at].duplex else 2))

@@ -20,7 +20,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from startrail.geometry.mask import Mask, tiles_of
-from startrail.planner.cluster import Cluster, Curve
+from startrail.planner.cluster import ClusterSpec, Curve
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Block, Pass, Piece
@@ -30,7 +30,7 @@ LOOKED_AT = 16  # shards whose work is compared under a window
 MERGED = 1.5  # a partial result is read, and the sum read and written
 
 
-class Message(NamedTuple):
+class PricedMessage(NamedTuple):
     """One end of a message, as the rank's own number of it."""
 
     send: bool
@@ -40,26 +40,26 @@ class Message(NamedTuple):
     number: int
 
 
-class Post(NamedTuple):
-    messages: list[Message]
+class PostTask(NamedTuple):
+    messages: list[PricedMessage]
 
 
-class Wait(NamedTuple):
+class WaitTask(NamedTuple):
     numbers: list[int]
 
 
-class Work(NamedTuple):
+class ComputeTask(NamedTuple):
     seconds: float
 
 
-Task = Post | Wait | Work
+Task = PostTask | WaitTask | ComputeTask
 
 
 @dataclass(frozen=True)
 class Prices:
     """What the steps of one attention call cost on a cluster, in seconds."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     sizes: Sizes
     causal: bool
     window: int | None
@@ -199,13 +199,13 @@ class _Tasks:
 
     def flush(self) -> None:
         if self.work:
-            self.tasks.append(Work(self.work))
+            self.tasks.append(ComputeTask(self.work))
             self.work = 0.0
 
     def wait(self, numbers: list[int]) -> None:
         if numbers:
             self.flush()
-            self.tasks.append(Wait(numbers))
+            self.tasks.append(WaitTask(numbers))
 
     def need(self, piece: Piece) -> None:
         if numbers := self.coming.pop(piece, None):
@@ -213,12 +213,12 @@ class _Tasks:
             if piece in self.joined:
                 self.work += self.prices.copy(self.nbytes[piece.kind])
 
-    def message(self, send: bool, lane: int, peer: int, nbytes: float) -> Message:
+    def message(self, send: bool, lane: int, peer: int, nbytes: float) -> PricedMessage:
         self.numbers += 1
         self.work += self.prices.cluster.device.post
         if send:
             self.sends.append(self.numbers)
-        return Message(send, lane, peer, nbytes, self.numbers)
+        return PricedMessage(send, lane, peer, nbytes, self.numbers)
 
     def post(self, index: int) -> None:
         program, nbytes = self.program, self.nbytes
@@ -256,7 +256,7 @@ class _Tasks:
                 self.packed.add(piece)
                 self.coming[piece] = [message.number]
         self.flush()
-        self.tasks.append(Post(messages))
+        self.tasks.append(PostTask(messages))
 
     def arriving(self, piece: Piece, number: int) -> None:
         if piece.kind in INPUTS:

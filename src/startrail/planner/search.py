@@ -14,15 +14,15 @@ from math import gcd, prod
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE, Known, least_traffic, options_of, plans_on, well_known
-from startrail.planner.cluster import Cluster
-from startrail.planner.predict import Call, Prediction, predict
-from startrail.planner.step import Step, Training
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.predict import AttentionShape, Prediction, predict
+from startrail.planner.step import StepEstimate, Training
 from startrail.planner.workload import Model, Run
 from startrail.schedule.plan import Plan, divisors
 
 ALIKE = 0.03  # plans that differ by less than this share are alike: predictions err by more
 PLAYED, PLAYED_IN_LARGE = 96, 12  # plans at most, beside the well-known ones
-Played = dict[tuple[Plan, Call, int], Prediction]
+Played = dict[tuple[Plan, AttentionShape, int], Prediction]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Row:
 
     plan: Plan
     training: Training
-    step: Step
+    step: StepEstimate
     role: str = ""
 
     @property
@@ -73,7 +73,7 @@ class Found:
     why. ``dropped``: how many plans did not fit, by reason. ``tried``: levels that were bounded, whatever their
     options; ``played``: plans that were played."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     model: Model
     run: Run
     rows: tuple[Row, ...]
@@ -97,7 +97,7 @@ class DoesNotFitError(ValueError):
 
 
 def search(
-    cluster: Cluster,
+    cluster: ClusterSpec,
     model: Model,
     run: Run,
     top: int = 5,
@@ -130,13 +130,13 @@ def search(
 
 
 def search_attention(
-    cluster: Cluster, call: Call, layers: int = 1, memory: float | None = None, keep: bool = False
+    cluster: ClusterSpec, call: AttentionShape, layers: int = 1, memory: float | None = None, keep: bool = False
 ) -> Found:
     """The same for attention alone, forward and backward, in so many layers that may have so much ``memory`` together.
     Nothing is kept but what heads need, unless ``keep`` allows it: what the model holds beside attention is not known.
 
     >>> from startrail.planner.cluster import find_cluster
-    >>> call = Call(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
+    >>> call = AttentionShape(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
     >>> search_attention(find_cluster("pcie-8"), call, layers=32, memory=12e9).best.plan.size
     8
     """
@@ -147,7 +147,7 @@ def search_attention(
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
 
 
-def _trainings(cluster: Cluster, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
+def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
     """With so many data-parallel groups, or with every number of them that batch and cluster allow."""
     if data_parallel is not None:
         training = Training(cluster, model, run, data_parallel)
@@ -165,12 +165,12 @@ def _trainings(cluster: Cluster, model: Model, run: Run, data_parallel: int | No
 
 
 class _Finder:
-    def __init__(self, cluster: Cluster, model: Model, run: Run, top: int, keep: bool) -> None:
+    def __init__(self, cluster: ClusterSpec, model: Model, run: Run, top: int, keep: bool) -> None:
         self.cluster, self.model, self.run, self.top, self.keep = cluster, model, run, top, keep
         # by bound; a plan's options are queued when its levels come up
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
         self.order, self.unsure = 0, 0.0
-        self.bounds: dict[int, dict[Call, Bounds]] = {}
+        self.bounds: dict[int, dict[AttentionShape, Bounds]] = {}
         self.dropped: dict[str, int] = {}
         self.missing: list[Known] = []
         self.tried = 0
@@ -264,7 +264,7 @@ class _Finder:
         self.rows.append(replace(same[0] if same else self.play(plan, training), role=known.role))
 
     def play(self, plan: Plan, training: Training) -> Row:
-        def predicted(call: Call) -> Prediction:
+        def predicted(call: AttentionShape) -> Prediction:
             key = plan, call, training.data_parallel
             if key not in self.predictions:
                 self.predictions[key] = predict(training.group, plan, call)
@@ -313,7 +313,7 @@ class _Finder:
         """The options that save memory, smaller batches, shorter sequences, or more devices."""
         run, cluster = self.run, self.cluster
 
-        def fits(cluster: Cluster, run: Run) -> bool:
+        def fits(cluster: ClusterSpec, run: Run) -> bool:
             world = cluster.world // training.data_parallel
             memory = Training(cluster, self.model, run, training.data_parallel).memory(Plan.parse(f"1x{world}"))
             return memory.total <= memory.limit
@@ -340,7 +340,7 @@ class _Finder:
                 break
 
 
-def _least_step(training: Training, both: dict[Call, tuple[Bound, Bound]]) -> float:
+def _least_step(training: Training, both: dict[AttentionShape, tuple[Bound, Bound]]) -> float:
     """The bound of a whole step."""
     seconds = training.around + training.first_gather
     for call, layers in training.calls.items():

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from startrail.planner.cluster import Cluster
-from startrail.planner.pricing import Message, Post, Task, Wait, Work
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Task, WaitTask
 
-Route = Callable[[int, Message], "Path"]
+Route = Callable[[int, PricedMessage], "Path"]
 TOGETHER = 1e-9  # seconds within which events count as one
 
 
@@ -44,29 +44,29 @@ class Played(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Transfer:
+class _SimulatedTransfer:
     """A message under way; it ends when its bytes are across and, on shared cores, both sides have handled it."""
 
-    ends: list[tuple[_Rank, int]]
+    ends: list[tuple[_SimulatedRank, int]]
     path: Path
     left: float
     parts: int = 1
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-    queues: list[deque[_Transfer]] = field(default_factory=list)
-    batches: list[_Batch] = field(default_factory=list)
+    queues: list[deque[_SimulatedTransfer]] = field(default_factory=list)
+    batches: list[_SimulatedBatch] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Batch:
+class _SimulatedBatch:
     open: int
-    queue: deque[_Batch]
-    ready: list[_Transfer] = field(default_factory=list)
+    queue: deque[_SimulatedBatch]
+    ready: list[_SimulatedTransfer] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class _Rank:
+class _SimulatedRank:
     tasks: list[Task]
     number: int
     speed: float
@@ -75,7 +75,7 @@ class _Rank:
     missing: set[int] = field(default_factory=set)
     waiting: float = 0.0
     since: float = 0.0
-    lanes: dict[int, deque[_Batch]] = field(default_factory=dict)
+    lanes: dict[int, deque[_SimulatedBatch]] = field(default_factory=dict)
 
 
 class Clock:
@@ -84,7 +84,7 @@ class Clock:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterSpec,
         tasks: Sequence[list[Task]],
         capacity: Sequence[float],
         route: Route,
@@ -92,12 +92,14 @@ class Clock:
         alone: bool,
     ) -> None:
         self.cluster, self.capacity, self.route, self.alone = cluster, capacity, route, alone
-        self.ranks = [_Rank(own, number, speed) for number, (own, speed) in enumerate(zip(tasks, speeds, strict=True))]
+        self.ranks = [
+            _SimulatedRank(own, number, speed) for number, (own, speed) in enumerate(zip(tasks, speeds, strict=True))
+        ]
         self.now, self.sequence = 0.0, 0
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self.posted: dict[tuple[int, ...], tuple[deque[_End], deque[_End]]] = {}
-        self.pairs: dict[tuple[int, ...], deque[_Transfer]] = {}
-        self.crossing: list[dict[_Transfer, float]] = [{} for _ in capacity]
+        self.pairs: dict[tuple[int, ...], deque[_SimulatedTransfer]] = {}
+        self.crossing: list[dict[_SimulatedTransfer, float]] = [{} for _ in capacity]
         self.carried = [0.0] * len(capacity)
         self.changed: set[int] = set()
         self.sent = [0.0] * len(cluster.levels)
@@ -128,17 +130,17 @@ class Clock:
 
     # --- ranks
 
-    def go_on(self, rank: _Rank) -> None:
+    def go_on(self, rank: _SimulatedRank) -> None:
         tasks = rank.tasks
         while rank.at < len(tasks):
             task = tasks[rank.at]
-            if isinstance(task, Work):
+            if isinstance(task, ComputeTask):
                 if self.cluster.cores:
                     self.cores.add(task.seconds / rank.speed, self.worked, rank)
                 else:
                     self.later(task.seconds / rank.speed, self.worked, rank)
                 return
-            if isinstance(task, Wait):
+            if isinstance(task, WaitTask):
                 missing = {number for number in task.numbers if number not in rank.done}
                 if missing:
                     rank.missing, rank.since = missing, self.now
@@ -147,11 +149,11 @@ class Clock:
                 self.post(rank, task)
             rank.at += 1
 
-    def worked(self, rank: _Rank) -> None:
+    def worked(self, rank: _SimulatedRank) -> None:
         rank.at += 1
         self.go_on(rank)
 
-    def arrived(self, rank: _Rank, number: int) -> None:
+    def arrived(self, rank: _SimulatedRank, number: int) -> None:
         rank.done.add(number)
         if number in rank.missing:
             rank.missing.remove(number)
@@ -162,15 +164,15 @@ class Clock:
 
     # --- messages
 
-    def post(self, rank: _Rank, task: Post) -> None:
-        batches: dict[int, _Batch] = {}
+    def post(self, rank: _SimulatedRank, task: PostTask) -> None:
+        batches: dict[int, _SimulatedBatch] = {}
         for message in task.messages:
             batch = None
             if self.cluster.transport == "nccl":
                 batch = batches.get(message.lane)
                 if batch is None:
                     queue = rank.lanes.setdefault(message.lane, deque())
-                    batch = batches[message.lane] = _Batch(0, queue)
+                    batch = batches[message.lane] = _SimulatedBatch(0, queue)
                     queue.append(batch)
                 batch.open += 1
             if self.alone:
@@ -194,7 +196,7 @@ class Clock:
         for level, nbytes in enumerate(path.bytes_by_level):
             self.sent[level] += nbytes
         ends = [(send.rank, send.message.number), (receive.rank, receive.message.number)]
-        transfer = _Transfer(ends, path, send.message.nbytes)
+        transfer = _SimulatedTransfer(ends, path, send.message.nbytes)
         if send.batch is not None and receive.batch is not None:
             transfer.batches = [send.batch, receive.batch]
             if all(batch.queue[0] is batch for batch in transfer.batches):
@@ -209,7 +211,7 @@ class Clock:
         if len(queue) == 1:
             self.start(transfer)
 
-    def start(self, transfer: _Transfer) -> None:
+    def start(self, transfer: _SimulatedTransfer) -> None:
         device = self.cluster.device
         handling = device.handle + (transfer.left / device.socket if device.socket else 0.0)
         latency = transfer.path.latency
@@ -220,7 +222,7 @@ class Clock:
             latency += handling
         self.later(latency, self.flow, transfer)
 
-    def flow(self, transfer: _Transfer) -> None:
+    def flow(self, transfer: _SimulatedTransfer) -> None:
         if not transfer.path.links or not transfer.left:
             self.part_ended(transfer)
             return
@@ -233,7 +235,7 @@ class Clock:
     def share_links(self) -> None:
         """Give all transfers that are touched by a change their rates."""
         links, self.changed = self.changed, set()
-        touched: set[_Transfer] = set()
+        touched: set[_SimulatedTransfer] = set()
         todo = list(links)
         while todo:  # whoever shares a link with somebody whose rate may change
             for transfer in self.crossing[todo.pop()]:
@@ -250,10 +252,10 @@ class Clock:
                 transfer.version += 1
                 self.later(max(transfer.left, 0.0) / rate, self.across, transfer, transfer.version)
 
-    def fair_rates(self, links: set[int]) -> dict[_Transfer, float]:
+    def fair_rates(self, links: set[int]) -> dict[_SimulatedTransfer, float]:
         """Max-min fair: the fullest link shares itself out evenly, then the fullest of those with room left, and so on;
         what one cannot use for another link's sake is left to the others."""
-        rates: dict[_Transfer, float] = {}
+        rates: dict[_SimulatedTransfer, float] = {}
         room = {link: self.capacity[link] for link in links if self.crossing[link]}
         weight = {link: sum(self.crossing[link].values()) for link in room}
         while room:
@@ -272,7 +274,7 @@ class Clock:
             del room[fullest]
         return rates
 
-    def across(self, transfer: _Transfer, version: int) -> None:
+    def across(self, transfer: _SimulatedTransfer, version: int) -> None:
         if version != transfer.version:
             return
         for link, _ in transfer.path.links:
@@ -280,7 +282,7 @@ class Clock:
             self.changed.add(link)
         self.part_ended(transfer)
 
-    def part_ended(self, transfer: _Transfer) -> None:
+    def part_ended(self, transfer: _SimulatedTransfer) -> None:
         transfer.parts -= 1
         if transfer.parts:
             return
@@ -293,7 +295,7 @@ class Clock:
         for rank, number in transfer.ends:
             self.arrived(rank, number)
 
-    def batch_shrinks(self, batch: _Batch) -> None:
+    def batch_shrinks(self, batch: _SimulatedBatch) -> None:
         batch.open -= 1
         if batch.open:
             return
@@ -305,9 +307,9 @@ class Clock:
 
 
 class _End(NamedTuple):
-    rank: _Rank
-    message: Message
-    batch: _Batch | None
+    rank: _SimulatedRank
+    message: PricedMessage
+    batch: _SimulatedBatch | None
 
 
 class _Cores:

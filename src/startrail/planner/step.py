@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 
-from startrail.planner.cluster import DTYPES, Cluster
-from startrail.planner.predict import Call, Prediction
+from startrail.planner.cluster import DTYPES, ClusterSpec
+from startrail.planner.predict import AttentionShape, Prediction
 from startrail.planner.workload import Model, Run
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -47,7 +47,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """``compute``: seconds if nothing had to travel. ``sent``: bytes a rank by level of the cluster."""
 
     seconds: float
@@ -61,7 +61,7 @@ class Step:
 class Training:
     """A model's run on a cluster with ``data_parallel`` groups; ``group`` is the part of the cluster that one has."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     model: Model
     run: Run
     data_parallel: int = 1
@@ -71,7 +71,7 @@ class Training:
             raise ValueError(f"a batch of {self.run.batch} cannot be split over {self.data_parallel} groups")
 
     @cached_property
-    def group(self) -> Cluster:
+    def group(self) -> ClusterSpec:
         return self.cluster.part(self.cluster.world // self.data_parallel)
 
     @cached_property
@@ -85,17 +85,17 @@ class Training:
         world = self.cluster.world // self.data_parallel
         return self.batch * self.call(None).local(world)
 
-    def call(self, window: int | None) -> Call:
+    def call(self, window: int | None) -> AttentionShape:
         model, run = self.model, self.run
         window = None if window is None or window >= run.length else window
-        return Call(
+        return AttentionShape(
             run.length, self.batch, model.heads, model.kv_heads, model.head_dim, model.causal, run.dtype, window
         )  # fmt: skip
 
     @cached_property
-    def calls(self) -> dict[Call, int]:
+    def calls(self) -> dict[AttentionShape, int]:
         """The calls of the model's layers, and how many layers make each."""
-        calls: dict[Call, int] = {}
+        calls: dict[AttentionShape, int] = {}
         for window, layers in self.model.layer_kinds.items():
             call = self.call(window)
             calls[call] = calls.get(call, 0) + layers
@@ -103,7 +103,7 @@ class Training:
 
     # --- time
 
-    def step(self, plan: Plan, predicted: Callable[[Call], Prediction]) -> Step:
+    def step(self, plan: Plan, predicted: Callable[[AttentionShape], Prediction]) -> StepEstimate:
         """One step with attention as ``predicted``."""
         seconds = compute = self.around
         seconds += self.first_gather
@@ -121,7 +121,7 @@ class Training:
             for level, nbytes in enumerate(attention.sent):
                 sent[level] += layers * nbytes
                 sent[level] += layers * sum(by_level[level] for _, by_level in self.travels)
-        return Step(seconds, compute, tuple(sent), self.flops, self.memory(plan))
+        return StepEstimate(seconds, compute, tuple(sent), self.flops, self.memory(plan))
 
     @cached_property
     def dense(self) -> tuple[float, float]:

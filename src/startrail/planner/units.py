@@ -5,7 +5,7 @@
 >>> quantity("100 Gbit", "bytes/s")
 Traceback (most recent call last):
 ValueError: '100 Gbit' is not a rate; write a number and a unit, such as '100 Gbit/s' or '300 GB/s'
->>> quantity("1e999 s", "s")                        # every number has a range, so that no sum of them overflows
+>>> quantity("1e999 s", "s")                        # every read_number has a range, so that no sum of them overflows
 Traceback (most recent call last):
 ValueError: '1e999 s' is not between 0 s and 1 h
 >>> count("512k"), count("1M"), count("131072")
@@ -32,7 +32,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
-class _Kind(NamedTuple):
+class _Unit(NamedTuple):
     """What numbers of one kind are called, an example, what each unit counts for, and their range, also in words."""
 
     name: str
@@ -45,25 +45,25 @@ class _Kind(NamedTuple):
 
 # The ranges are far wider than any hardware's: what is outside them is a slip, or would overflow or never end.
 _KINDS = {
-    "bytes/s": _Kind(
+    "bytes/s": _Unit(
         "a rate",
         "'100 Gbit/s' or '300 GB/s'",
         {f"{p}{unit}/s": x * size for p, x in _PREFIXES.items() for unit, size in (("B", 1.0), ("bit", 0.125))},
         *(1e3, 1e18, "between 1 kB/s and 1000 PB/s"),
     ),
-    "bytes": _Kind(
+    "bytes": _Unit(
         "an amount of memory",
         "'40 GB' or '80 GiB'",
         {f"{p}B": x for p, x in (_PREFIXES | _BINARY).items()},
         *(1e6, 1e18, "between 1 MB and 1000 PB"),
     ),
-    "s": _Kind(
+    "s": _Unit(
         "a time",
         "'5 us' or '0.1 ms'",
         {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
         *(0.0, 3600.0, "between 0 s and 1 h"),
     ),
-    "flop/s": _Kind(
+    "flop/s": _Unit(
         "a speed",
         "'312 TFLOP/s'",
         {f"{p}FLOP/s": x for p, x in _PREFIXES.items()},
@@ -92,24 +92,24 @@ def quantity(value: object, unit: str, least: float | None = None) -> float:
     if found is None or found[2] not in kind.units:
         raise ValueError(f"{shown(value)} is not {kind.name}; write a number and a unit, such as {kind.example}")
     try:
-        number = float(found[1]) * kind.units[found[2]]
+        read_number = float(found[1]) * kind.units[found[2]]
     except ValueError:
         raise ValueError(f"{shown(value)} is not {kind.name}; {shown(found[1])} is not a number") from None
-    if not (kind.least if least is None else least) <= number <= kind.most:
+    if not (kind.least if least is None else least) <= read_number <= kind.most:
         raise ValueError(f"{shown(value)} is not {kind.range}")
-    return number
+    return read_number
 
 
 def count(value: object) -> int:
     """Tokens, sequences or ranks; ``k`` and ``M`` are binary, as context lengths are written."""
     fits = isinstance(value, int | str) and not isinstance(value, bool)
     found = re.fullmatch(r"\s*0*([1-9]\d{0,14})\s*([kKmM]?)\s*", str(value), re.ASCII) if fits else None
-    number = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0
-    if not 1 <= number <= MOST_COUNTED:
+    read_number = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0
+    if not 1 <= read_number <= MOST_COUNTED:
         raise ValueError(
             f"{shown(value)} is not a whole number of at least 1 and at most {MOST_COUNTED}, such as 131072, 128k or 1M"
         )
-    return number
+    return read_number
 
 
 def nearest(name: str, names: Iterable[str], what: str) -> str:
@@ -131,11 +131,11 @@ def check_keys(table: object, known: Iterable[str], required: Iterable[str], whe
         if key not in table:
             raise ValueError(f"{where}: {key!r} is missing")
     if "description" in table:
-        words(table, "description", where)
+        read_line(table, "description", where)
     return table
 
 
-def number(table: Table, key: str, where: str, *, least: float, most: float, default: float) -> float:
+def read_number(table: Table, key: str, where: str, *, least: float, most: float, default: float) -> float:
     """A plain number between two limits."""
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -143,7 +143,7 @@ def number(table: Table, key: str, where: str, *, least: float, most: float, def
     return float(value)
 
 
-def whole(table: Table, key: str, where: str, *, least: int = 1, most: int = MOST, default: int = 0) -> int:
+def read_int(table: Table, key: str, where: str, *, least: int = 1, most: int = MOST, default: int = 0) -> int:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(
@@ -152,7 +152,7 @@ def whole(table: Table, key: str, where: str, *, least: int = 1, most: int = MOS
     return value
 
 
-def measured(table: Table, key: str, where: str, unit: str, default: str = "") -> float:
+def read_quantity(table: Table, key: str, where: str, unit: str, default: str = "") -> float:
     """A number with a unit; its default, such as ``"0 B"``, may be less than what else is allowed."""
     least = quantity(default, unit, 0.0) if default else None
     try:
@@ -161,21 +161,21 @@ def measured(table: Table, key: str, where: str, unit: str, default: str = "") -
         raise ValueError(f"{where}: {key} = {error}") from None
 
 
-def choice(table: Table, key: str, where: str, choices: tuple[str, ...], default: str) -> str:
+def read_choice(table: Table, key: str, where: str, choices: tuple[str, ...], default: str) -> str:
     value = table.get(key, default)
     if value not in choices:
         raise ValueError(f"{where}: {key} = {shown(value)} is not one of {', '.join(choices)}")
     return str(value)
 
 
-def yes_or_no(table: Table, key: str, where: str, default: bool) -> bool:
+def read_bool(table: Table, key: str, where: str, default: bool) -> bool:
     value = table.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{where}: {key} = {shown(value)} is not true or false")
     return value
 
 
-def words(table: Table, key: str, where: str) -> str:
+def read_line(table: Table, key: str, where: str) -> str:
     value = table[key]
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise ValueError(f"{where}: {key} = {shown(value)} is not a text of one line")

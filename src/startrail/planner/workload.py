@@ -19,14 +19,14 @@ from startrail.planner.units import (
     MOST_COUNTED,
     Table,
     check_keys,
-    choice,
     count,
     find_file,
     nearest,
+    read_bool,
+    read_choice,
     read_file,
+    read_int,
     shown,
-    whole,
-    yes_or_no,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -166,18 +166,18 @@ def read_model(table: Table, name: str, where: str) -> Model:
     known = ("description", "kind", "vocab", "kv_heads", "tied", "window", "full_every", *sizes)
     check_keys(table, known, ("kind", *sizes), where)
     most = {"layers": MOST_LAYERS, "heads": MOST_HEADS}
-    width, layers, heads, hidden = (whole(table, key, where, most=most.get(key, MOST)) for key in sizes)
-    kind = choice(table, "kind", where, ("gpt", "dit"), "")
-    kv_heads = whole(table, "kv_heads", where, default=heads)
-    tied = yes_or_no(table, "tied", where, False)
+    width, layers, heads, hidden = (read_int(table, key, where, most=most.get(key, MOST)) for key in sizes)
+    kind = read_choice(table, "kind", where, ("gpt", "dit"), "")
+    kv_heads = read_int(table, "kv_heads", where, default=heads)
+    tied = read_bool(table, "tied", where, False)
     if width % heads:
         raise ValueError(f"{where}: width = {width} is not a multiple of heads = {heads}")
     if heads % kv_heads:
         raise ValueError(f"{where}: heads = {heads} is not a multiple of kv_heads = {kv_heads}")
-    window = whole(table, "window", where, most=MOST_COUNTED) if "window" in table else None
-    every = whole(table, "full_every", where) if "full_every" in table else 0
+    window = read_int(table, "window", where, most=MOST_COUNTED) if "window" in table else None
+    every = read_int(table, "full_every", where) if "full_every" in table else 0
     windows = tuple(None if every and (at + 1) % every == 0 else window for at in range(layers))
-    vocab = whole(table, "vocab", where, least=0)
+    vocab = read_int(table, "vocab", where, least=0)
     if kind == "gpt" and not vocab:
         raise ValueError(f"{where}: 'vocab' is missing")
     gated = 3 if kind == "gpt" else 2
@@ -219,7 +219,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         key = next((key for key in keys if key in config), None)
         if key is None and default is None:
             raise ValueError(f"{where}: {keys[0]!r} is missing")
-        return default if key is None and default is not None else whole(config, str(key), where, most=most)
+        return default if key is None and default is not None else read_int(config, str(key), where, most=most)
 
     width, layers, heads = (
         size("hidden_size", "n_embd"),
@@ -235,7 +235,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     return Model(
         *(name, size("vocab_size"), width, layers, heads, kv_heads, head_dim),
         *(size("intermediate_size", "n_inner", default=4 * width), 3 if kind in GATED else 2),
-        tied=yes_or_no(config, "tie_word_embeddings", where, False),
+        tied=read_bool(config, "tie_word_embeddings", where, False),
         causal=True,
         windows=_windows(config, layers, where),
     )
@@ -243,10 +243,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
 
 def _windows(config: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
     """By layer, the window that it has: newer configurations name every layer's kind, older ones give a rule."""
-    window = whole(config, "sliding_window", where, most=MOST_COUNTED) if "sliding_window" in config else None
-    sliding = yes_or_no(config, "use_sliding_window", where, window is not None)
-    pattern = whole(config, "sliding_window_pattern", where, default=MOST)  # layers between full ones
-    first = whole(config, "max_window_layers", where, least=0)
+    window = read_int(config, "sliding_window", where, most=MOST_COUNTED) if "sliding_window" in config else None
+    sliding = read_bool(config, "use_sliding_window", where, window is not None)
+    pattern = read_int(config, "sliding_window_pattern", where, default=MOST)  # layers between full ones
+    first = read_int(config, "max_window_layers", where, least=0)
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:

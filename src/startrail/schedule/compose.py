@@ -38,7 +38,7 @@ from startrail.schedule.places import Place
 from startrail.schedule.values import BY_COLUMN, Merge, Pass, Piece, Step, Transfer
 
 
-def put_around(place: Place, pass_: Pass, groups: Sequence[list[Step]], rows: int = 1) -> tuple[Step, ...]:
+def compose(place: Place, pass_: Pass, groups: Sequence[list[Step]], rows: int = 1) -> tuple[Step, ...]:
     """The steps of a whole pass, from those of each group, or of each of the parts into which its rows are split."""
     if place.num_heads == 1:
         first = [post for body in groups for post in body[0].posts]

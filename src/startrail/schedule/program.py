@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from startrail.schedule.compose import put_around
+from startrail.schedule.compose import compose
 from startrail.schedule.families.base import ByKind
 from startrail.schedule.places import Place
 from startrail.schedule.plan import Plan
@@ -92,7 +92,7 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     if pass_ is not FORWARD:
         entering = _pieces_of(plan, place.shard, pass_.enters)
         inputs = entering if plan.heads > 1 else entering + own
-    return Program(plan, place, pass_, put_around(place, pass_, bodies, plan.rows), tuple(inputs), tuple(kept))
+    return Program(plan, place, pass_, compose(place, pass_, bodies, plan.rows), tuple(inputs), tuple(kept))
 
 
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:

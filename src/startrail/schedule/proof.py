@@ -99,9 +99,9 @@ def peak_pieces(program: Program) -> dict[str, int]:
 
 
 @dataclass
-class _Message:
+class _PostedMessage:
     transfer: Transfer
-    batch: _Batch
+    batch: _PostedBatch
     blocks: int = 0  # what is combined in a partial result: a bit set of shards
     met: bool = False
 
@@ -111,29 +111,35 @@ class _Message:
 
 
 @dataclass
-class _Batch:
+class _PostedBatch:
     rank: int
-    messages: list[_Message]
+    messages: list[_PostedMessage]
     open: int = 0
 
 
 @dataclass
-class _Rank:
+class _RankState:
     program: Program
     index: int = 0  # the step it stands at
     posted: bool = False  # whether that step's transfers are on their lanes
-    held: dict[Piece, list[_Message]] = field(default_factory=dict)  # input pieces; messages still needed for each
+    held: dict[Piece, list[_PostedMessage]] = field(
+        default_factory=dict
+    )  # input pieces; messages still needed for each
     results: dict[Piece, int] = field(default_factory=dict)  # bit set of the shards combined into a result
-    incoming: dict[tuple[Piece, int], deque[_Message]] = field(default_factory=dict)
-    line: deque[_Batch] = field(default_factory=deque)
+    incoming: dict[tuple[Piece, int], deque[_PostedMessage]] = field(default_factory=dict)
+    line: deque[_PostedBatch] = field(default_factory=deque)
 
 
 class Player:
     def __init__(self, programs: list[Program]) -> None:
-        self.ranks = [_Rank(program) for program in programs]
+        self.ranks = [_RankState(program) for program in programs]
         self.shards, self.rows = programs[0].place.num_shards, programs[0].plan.rows
-        self.waiting: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active sends not yet met
-        self.wanted: dict[tuple[int, int, int], deque[_Message]] = {}  # (from, to, lane): active receives not yet met
+        self.waiting: dict[
+            tuple[int, int, int], deque[_PostedMessage]
+        ] = {}  # (from, to, lane): active sends not yet met
+        self.wanted: dict[
+            tuple[int, int, int], deque[_PostedMessage]
+        ] = {}  # (from, to, lane): active receives not yet met
         for state in self.ranks:
             for piece in state.program.given:
                 state.held[piece] = []
@@ -186,11 +192,11 @@ class Player:
         state.posted = False
         return True
 
-    def waits(self, state: _Rank, post: Transfer) -> bool:
+    def waits(self, state: _RankState, post: Transfer) -> bool:
         """Whether a post waits for its piece to arrive; over heads a rank sends its own tokens, which it always has."""
         return post.send and not state.program.is_part(post) and post.piece.kind not in RESULTS
 
-    def ready(self, state: _Rank, piece: Piece) -> bool:
+    def ready(self, state: _RankState, piece: Piece) -> bool:
         if piece not in state.held:
             self.fail(state, f"needs {piece}, which it does not have and has not asked for")
         return all(message.done for message in state.held[piece])
@@ -203,7 +209,7 @@ class Player:
         """All that must go into a result."""
         return (1 << self.shards * (self.rows if piece.kind in BY_COLUMN else 1)) - 1
 
-    def combine(self, state: _Rank, piece: Piece, blocks: int) -> None:
+    def combine(self, state: _RankState, piece: Piece, blocks: int) -> None:
         have = state.results.get(piece, 0)
         if have & blocks:
             self.fail(state, f"adds the blocks of shards {_bits(have & blocks)} to {piece} a second time")
@@ -211,10 +217,10 @@ class Player:
 
     def post(self, rank: int, posts: tuple[Transfer, ...]) -> None:
         state = self.ranks[rank]
-        batches: dict[int, _Batch] = {}
+        batches: dict[int, _PostedBatch] = {}
         for transfer in posts:
-            batch = batches.setdefault(transfer.lane, _Batch(rank, []))
-            message = _Message(transfer, batch)
+            batch = batches.setdefault(transfer.lane, _PostedBatch(rank, []))
+            message = _PostedMessage(transfer, batch)
             batch.messages.append(message)
             batch.open += 1
             piece, is_part = transfer.piece, state.program.is_part(transfer)
@@ -237,7 +243,7 @@ class Player:
             if len(state.line) == 1:
                 self.start(batch)
 
-    def start(self, batch: _Batch) -> None:
+    def start(self, batch: _PostedBatch) -> None:
         """Both ends' batches must have started for a transfer to happen."""
         for message in batch.messages:
             transfer = message.transfer
@@ -254,7 +260,7 @@ class Player:
             else:
                 mine.setdefault(key, deque()).append(message)
 
-    def deliver(self, send: _Message, receive: _Message) -> None:
+    def deliver(self, send: _PostedMessage, receive: _PostedMessage) -> None:
         if send.transfer.piece != receive.transfer.piece:
             state = self.ranks[receive.batch.rank]
             self.fail(state, f"expects {receive.transfer}, but rank {send.batch.rank} sends {send.transfer}")
@@ -269,7 +275,7 @@ class Player:
                 if line:
                     self.start(line[0])
 
-    def check_end(self, state: _Rank) -> None:
+    def check_end(self, state: _RankState) -> None:
         program = state.program
         if state.line:
             self.fail(state, f"ends with {[str(m.transfer) for m in state.line[0].messages if not m.met]} open")
@@ -282,10 +288,10 @@ class Player:
             if piece not in state.held:
                 self.fail(state, f"should keep {piece}, but never had it")
 
-    def fail(self, state: _Rank, what: str) -> None:
+    def fail(self, state: _RankState, what: str) -> None:
         raise ScheduleError(f"{state.program}, step {state.index}: {what}\n{self.picture(state)}")
 
-    def picture(self, state: _Rank) -> str:
+    def picture(self, state: _RankState) -> str:
         lines = [f"rank {state.program.place.rank}:"]
         for index, step in enumerate(state.program.steps):
             marker = "-->" if index == state.index else "   "

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from startrail.kernels.base import Look
+from startrail.kernels.base import TileMask
 from startrail.kernels.cpu import CpuKernel
 
 
@@ -35,7 +35,7 @@ def _flash_attn_forward(
     kernel, dtype = CpuKernel(q.dtype, softcap or None), q.dtype
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     forward = kernel.forward_of(q, k) if softcap else kernel.forward_tile  # nobody looks for NaN at a peer's cost
-    out, lse = forward(q, k, v, Look(causal, None, softmax_scale))
+    out, lse = forward(q, k, v, TileMask(causal, None, softmax_scale))
     return out.transpose(1, 2).to(dtype), lse.float(), None, None
 
 
@@ -64,7 +64,7 @@ def _flash_attn_backward(
     kernel = CpuKernel(q.dtype, softcap or None)
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     backward = kernel.backward_of(out, softmax_lse) if softcap else kernel.backward_tile
-    gradients = backward(dout, q, k, v, out, softmax_lse, Look(causal, None, softmax_scale))
+    gradients = backward(dout, q, k, v, out, softmax_lse, TileMask(causal, None, softmax_scale))
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient.transpose(1, 2))
 

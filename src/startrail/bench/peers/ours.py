@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail import SequenceParallel
-from startrail.bench.cases import Contender, Work
+from startrail.bench.cases import Contender, Workload
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask, tiles_of
 from startrail.kernels import kernel_for
@@ -67,16 +67,16 @@ DISCLOSURES = {
 
 
 @dataclass
-class Data:
+class BenchData:
     """Inputs, and the answers of one process that has all of the sequence."""
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     answers: Results
 
-    def to(self, device: torch.device) -> Data:
+    def to(self, device: torch.device) -> BenchData:
         q, k, v, dout = (x.to(device, own_dtype(device)) for x in self.inputs)
         out, dq, dk, dv = (x.to(device) for x in self.answers)
-        return Data((q, k, v, dout), (out, dq, dk, dv))
+        return BenchData((q, k, v, dout), (out, dq, dk, dv))
 
 
 def own_device() -> torch.device:
@@ -89,7 +89,7 @@ def own_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def make_data(work: Work, seed: int = 0) -> Data:
+def make_data(work: Workload, seed: int = 0) -> BenchData:
     generator = torch.Generator().manual_seed(seed)
 
     def random(heads: int) -> Tensor:
@@ -98,7 +98,7 @@ def make_data(work: Work, seed: int = 0) -> Data:
 
     q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
     attention = partial(whole_attention, causal=work.causal)
-    return Data((q, k, v, dout), with_gradients(attention, q, k, v, dout))
+    return BenchData((q, k, v, dout), with_gradients(attention, q, k, v, dout))
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -118,7 +118,7 @@ class Attender(ABC):
     """A contender on this rank, with its part of the inputs. Unless it shards in a way of its own, it holds tokens as
     ``layout`` says: zigzag by rank, so that all have the same work under a causal mask."""
 
-    def __init__(self, contender: Contender, machine: Machine, work: Work, data: Data | None) -> None:
+    def __init__(self, contender: Contender, machine: Machine, work: Workload, data: BenchData | None) -> None:
         self.contender, self.machine, self.work = contender, machine, work
         self.layout = zigzag(range(machine.world), work.length)
         self.set_up()
@@ -161,7 +161,7 @@ def held(x: Tensor, layout: Layout, rank: int) -> Tensor:
     return torch.cat([x[:, :, start : start + count] for start, count in layout.runs(rank)], 2)
 
 
-def masked_layout(places: int, work: Work) -> Layout:
+def masked_layout(places: int, work: Workload) -> Layout:
     """The peers' rule: zigzag where the mask is causal, else contiguous."""
     return LAYOUTS["zigzag" if work.causal else "contiguous"](range(places), work.length)
 

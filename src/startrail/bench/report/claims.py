@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from startrail.bench.cases import BOUND_BY_LINKS, OURS, PRESSURES, Work
+from startrail.bench.cases import BOUND_BY_LINKS, OURS, PRESSURES, Workload
 from startrail.bench.report.findings import (
     CLAIMED,
     Json,
@@ -85,7 +85,7 @@ def claims(report: Json) -> list[Claim]:
 
 
 def _is(trial: Json, machine: str, work: str, pressure: float | None) -> bool:
-    same = trial["machine"] == machine and Work(**trial["work"]).name == work
+    same = trial["machine"] == machine and Workload(**trial["work"]).name == work
     return same and trial["pressure"] == pressure and not trial["slow_node"]
 
 
@@ -95,7 +95,7 @@ def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) ->
     They count on a machine of the claims whose ring really takes long enough. Others, and real links, show what they
     have where links are most of a limit.
     """
-    alike = [t for t in trials if _is(t, machine, "MHA", t["pressure"]) and Work(**t["work"]).mask == mask]
+    alike = [t for t in trials if _is(t, machine, "MHA", t["pressure"]) and Workload(**t["work"]).mask == mask]
     chosen = [t for t in alike if t["pressure"] == pressure]
     if not chosen and (machine not in MACHINES or not all(map(is_emulated, alike))):
         bound = [t for t in alike if (t["pressure"] or 0) >= BOUND_BY_LINKS or not is_emulated(t)]
@@ -185,7 +185,7 @@ def _peers_claim(trials: Sequence[Json]) -> Claim:
         peers = [line for line in lines if line.role == "peer" and line.way not in ALIKE]
         ratios = [f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in peers if ours]
         if ratios:
-            texts.append(f"{trial['machine']}, {Work(**trial['work']).mask}: {', '.join(ratios)}")
+            texts.append(f"{trial['machine']}, {Workload(**trial['work']).mask}: {', '.join(ratios)}")
     text = (
         f"best plan of ours against the other peers' own code, {pressure_text(BOUND_BY_LINKS)} (some with one repeat)"
     )
@@ -213,7 +213,7 @@ def _short_title(trial: Json) -> str:
     >>> _short_title({"machine": "4x8", "work": vars(MHA), "pressure": 8.0, "slow_node": False})
     '4x8 MHA full 8x'
     """
-    work, pressure = Work(**trial["work"]), trial["pressure"]
+    work, pressure = Workload(**trial["work"]), trial["pressure"]
     slow = " slow node" if trial["slow_node"] else ""
     return f"{trial['machine']} {work.name} {work.mask} {'not limited' if pressure is None else f'{pressure:g}x'}{slow}"
 
@@ -282,7 +282,7 @@ def _slow_node_claim(trials: Sequence[Json], machine: str) -> Claim:
     for trial in trials:
         if not trial["slow_node"]:
             continue
-        work = Work(**trial["work"])
+        work = Workload(**trial["work"])
         even = [t for t in trials if _is(t, machine, work.name, trial["pressure"]) and t["work"] == trial["work"]]
         if even:
             before = {line.name: line for line in lines_of(even[0])}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from startrail.bench.cases import COMPUTE, Trial, Work
+from startrail.bench.cases import COMPUTE, Trial, Workload
 from startrail.bench.measure import Outcome, Sample
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.planner.topology import Machine, transfer_seconds
@@ -127,7 +127,7 @@ def lines_of(trial: Json) -> list[Line]:
 
 
 def _textbook_bytes(trial: Json) -> list[list[float]] | None:
-    work = Work(**trial["work"])
+    work = Workload(**trial["work"])
     if work.model:
         return None
     size = ring_bytes(Machine(trial["nodes"], trial["ranks_per_node"]), work)
@@ -151,7 +151,7 @@ def _farthest_off(measured: Sequence[Sequence[float]] | None, closed: Sequence[S
 
 
 def title(trial: Json) -> str:
-    work = Work(**trial["work"])
+    work = Workload(**trial["work"])
     slow = ", node 0 at half rate" if trial["slow_node"] else ""
     if trial["pressure"] is None and not is_emulated(trial):
         return f"{trial['machine']}, {work}, links as they are"

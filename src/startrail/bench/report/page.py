@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import startrail
-from startrail.bench.cases import BOUND_BY_LINKS, OURS, Work
+from startrail.bench.cases import BOUND_BY_LINKS, OURS, Workload
 from startrail.bench.report.claims import Claim, claims
 from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
 from startrail.bench.peers.ours import DISCLOSURES
@@ -229,7 +229,7 @@ def _growth(trials: Sequence[Json]) -> str:
     """Bytes, time and exposed communication of a few, by ranks and by tokens: full mask, MHA, communication-bound."""
     rows = []
     for trial in trials:
-        work = Work(**trial["work"])
+        work = Workload(**trial["work"])
         if work.name != "MHA" or work.causal or trial["pressure"] != BOUND_BY_LINKS or trial["slow_node"]:
             continue
         for line in lines_of(trial):
@@ -258,7 +258,7 @@ def _left_out(report: Json) -> str:
     for entry in report.get("left_out", []):
         reasons.setdefault((entry["name"], entry["why"]), []).append(entry["where"])
     for trial in report["trials"]:
-        work = Work(**trial["work"])
+        work = Workload(**trial["work"])
         for row in trial["rows"]:
             if row["refused"]:
                 where = f"{trial['machine']} {work.name} {work.mask}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from startrail.bench.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, Work, heads_first, plan_contenders
+from startrail.bench.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, Workload, heads_first, plan_contenders
 from startrail.bench.report.findings import Json, Line, headline_machine, lines_of, pressure_text, title
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.planner.topology import Machine
@@ -45,7 +45,7 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
     ]
     made = {}
     for trial in bars:
-        work = Work(**trial["work"])
+        work = Workload(**trial["work"])
         slug = work.name.replace(" ", "-").replace(":", "-").lower()
         name = f"throughput-{slug}-{work.mask}-{trial['pressure']:g}x.png"
         caption = f"{title(trial)}: throughput relative to the faster flat ring, and what each one's bytes allow"
@@ -105,7 +105,7 @@ def _rates(report: Json, machine: str) -> bytes:
             trial
             for trial in report["trials"]
             if trial["machine"] == machine
-            and Work(**trial["work"]).name == "MHA"
+            and Workload(**trial["work"]).name == "MHA"
             and trial["work"]["causal"] == causal
             and trial["work"]["length"] != LONG.length
             and not trial["slow_node"]
@@ -149,7 +149,7 @@ def _growth(report: Json) -> bytes:
     for label, role, amounts in _curves([Machine(4, 4)] * len(lengths), GROWING):
         by_length.plot(lengths, amounts, color=COLOURS[role], label=label)
     for trial in report["trials"]:
-        work = Work(**trial["work"])
+        work = Workload(**trial["work"])
         if trial["machine"] == "4x4" and work in GROWING and trial["pressure"] == BOUND_BY_LINKS:
             for line in lines_of(trial):
                 if (line.name in CURVES or line.role == "heads") and line.bytes_measured:
@@ -163,11 +163,11 @@ def _growth(report: Json) -> bytes:
     return _png(figure)
 
 
-def _curves(machines: Sequence[Machine], works: Sequence[Work]) -> list[tuple[str, str, list[float]]]:
+def _curves(machines: Sequence[Machine], works: Sequence[Workload]) -> list[tuple[str, str, list[float]]]:
     """MB over the busiest link, by schedule, for pairs of machine and work."""
     pairs = list(zip(machines, works, strict=True))
 
-    def plans(machine: Machine, work: Work) -> dict[tuple[str, str], str]:
+    def plans(machine: Machine, work: Workload) -> dict[tuple[str, str], str]:
         shape = machine.nodes, machine.ranks_per_node
         named = {(c.name, c.role): c.plan for c in plan_contenders(*shape) if c.name in CURVES}
         return {**named, (BEST, "heads"): heads_first(*shape, work.q_heads)}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from startrail.comm.gather import gather_texts
 from startrail.planner.auto import fitted
-from startrail.planner.cluster import Cluster, find_cluster
+from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.live.measure import known_or_measured, own_device
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
@@ -18,7 +18,7 @@ from startrail.schedule.plan import Plan
 def choose(
     group: dist.ProcessGroup | None,
     machine: Machine,
-    ask: Callable[[Cluster], tuple[str, str]],
+    ask: Callable[[ClusterSpec], tuple[str, str]],
     cluster: str | None = None,
 ) -> tuple[Plan, str]:
     """The plan for this group, the same on all ranks, and one line that says why: ``ask`` answers for a cluster.
@@ -28,7 +28,7 @@ def choose(
     """
     name = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
     first = group is None or dist.get_rank(group) == 0
-    found: Cluster | None = None
+    found: ClusterSpec | None = None
     how = f"described by {name}"
     if not name:
         found, how = known_or_measured(group, machine)

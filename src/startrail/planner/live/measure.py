@@ -1,7 +1,7 @@
 """Measuring the cluster that this process group runs on: kernels, copies, and links by level, in a few seconds.
 
 All ranks measure at the same time, as they will work: cores and links that they share are then slower by themselves.
-The result is a `Cluster`, the same on every rank, and is remembered by topology in ``~/.cache/startrail``.
+The result is a `ClusterSpec`, the same on every rank, and is remembered by topology in ``~/.cache/startrail``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from startrail.geometry.mask import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import (
     LEAST_SHARE,
-    Cluster,
+    ClusterSpec,
     Curve,
     Device,
-    Level,
+    LinkLevel,
     Rates,
     Slow,
     cluster_text,
@@ -50,7 +50,7 @@ Progress = Callable[[str, float], None]
 class Measured:
     """``odd``: what differs from its like, by name."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     odd: tuple[str, ...]
 
 
@@ -98,7 +98,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
     return describe(machine, everyone, *about)
 
 
-def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[Cluster, str]:
+def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[ClusterSpec, str]:
     """The cluster as it was measured before, or as it is measured now; how it is known."""
     device = own_device()
     backend = dist.get_backend_config(group) if group is not None else "none"
@@ -236,11 +236,11 @@ def describe(
         together = typical("all 0")
         shared = together * machine.ranks_per_node < 1.5 * alone  # all of a node's ranks get no more than one
         rate = max(alone, together * machine.ranks_per_node) if shared else together
-        levels.append(Level("node", machine.nodes, rate, typical("latency 0"), shared, True))
+        levels.append(LinkLevel("node", machine.nodes, rate, typical("latency 0"), shared, True))
     if machine.ranks_per_node > 1 or not levels:
         inside = machine.ranks_per_node > 1
         rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
-        levels.append(Level("rank", machine.ranks_per_node, rate, latency, False, True))
+        levels.append(LinkLevel("rank", machine.ranks_per_node, rate, latency, False, True))
     dtype = everyone[0]["dtype"]
 
     def curve(name: str) -> Curve:
@@ -262,7 +262,7 @@ def describe(
         for one in odd
     )
     slow = _slow(machine, len(levels) - 1, odd)
-    return Measured(Cluster("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
+    return Measured(ClusterSpec("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
 
 
 class Odd(NamedTuple):

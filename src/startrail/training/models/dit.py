@@ -32,7 +32,7 @@ class DiT(nn.Module):
         self.patches_in = nn.Linear(config.patch_dim, width)
         self.time = nn.Sequential(nn.Linear(2 * TIME_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.label = nn.Embedding(config.classes, width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.layers))
         self.modulation = nn.Linear(width, 2 * width)
         self.patches_out = nn.Linear(width, config.patch_dim)
         self.reset_parameters()
@@ -70,7 +70,7 @@ class DiT(nn.Module):
         return self.patches_out(modulate(x, shift, scale))
 
 
-class Block(nn.Module):
+class DiTBlock(nn.Module):
     """One layer: attention, then an MLP; the condition shifts and scales what goes in and gates what comes out."""
 
     def __init__(self, config: DiTConfig) -> None:

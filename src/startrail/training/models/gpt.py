@@ -30,8 +30,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = Norm(config.width, eps=1e-5)
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, eps=1e-5)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab, bias=False)
         self.reset_parameters()
 
@@ -76,26 +76,26 @@ class GPT(nn.Module):
         return F.linear(hidden, self.output_weight)
 
 
-class Norm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
     """Where weights are gathered in bfloat16 the residual stream is wider: torch's fused kernel wants one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, list(self.normalized_shape), self.weight.to(x.dtype), self.eps)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One layer: attention, then SwiGLU, each on a normalised copy and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         kv_width = config.kv_heads * config.head_dim
-        self.attention_norm = Norm(config.width, eps=1e-5)
+        self.attention_norm = RMSNorm(config.width, eps=1e-5)
         self.query = nn.Linear(config.width, config.width, bias=False)
         self.key = nn.Linear(config.width, kv_width, bias=False)
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
-        self.mlp_norm = Norm(config.width, eps=1e-5)
+        self.mlp_norm = RMSNorm(config.width, eps=1e-5)
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
