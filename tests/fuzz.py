@@ -44,8 +44,7 @@ def random_case(seed: int) -> Case:
     plans = _variants(world, shared.choice([2, 3]))
     stars = [plan for plan in plans if plan.family is STAR]  # few among so many
     plan = shared.choice(stars if stars and shared.random() < 0.2 else plans)
-    rows = 2 if plan.allows_rows and seed // SHARED % 2 == 0 else 1
-    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]), rows=rows)
+    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]))
     unit = lcm(plan.heads, rng.choice([1, 2, 3]))
     q_heads = unit * rng.choice([1, 2, 4])
     kv_heads = rng.choice([h for h in range(1, q_heads + 1) if q_heads % h == 0])

@@ -100,7 +100,6 @@ class SequenceParallel:
         else:
             raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
         self.plan.check_world(self.world)
-        check_layout(layout, self.plan.rows)
         limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)

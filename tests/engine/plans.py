@@ -46,12 +46,6 @@ VARIED = {
     4: ["2x2", "star2", "2x1/u2", "u4", "u2/2x1"],
     8: ["2x4", "2x1/2x2", "star2/u2", "1x4/u2", "u2/2x2", "u2/1x2/u2", "u2/star2"],
 }
-IN_PARTS = {  # rows in two parts, for which a rank needs the two chunks of a zigzag
-    2: ["u2,rows=2"],
-    4: ["u4,rows=2", "u2/u2,groups=2,rows=2", "u2/2x1,rows=2"],
-    8: ["u4/2x1,keep=all,rows=2", "u2/2x1/u2,rows=2", "u2/2x1/2x1,keep=queries,rows=2"],
-    16: ["u16,rows=2", "u4/4x1,rows=2"],
-}
 OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries", "star2"]  # of 4 ranks
 # what single tests ask for beside all these
 OTHERS = {
@@ -70,7 +64,7 @@ def varied(world: int, variant: str) -> list[str]:
 def every_plan(world: int) -> list[str]:
     variants = [plan for variant in VARIANTS for plan in varied(world, variant)] if world in VARIED else []
     options = OPTIONS if world == 4 else []
-    return list(dict.fromkeys([*PLANS[world], *variants, *IN_PARTS.get(world, []), *options, *OTHERS.get(world, [])]))
+    return list(dict.fromkeys([*PLANS[world], *variants, *options, *OTHERS.get(world, [])]))
 
 
 def run(cases: list[Case]) -> list[Report]:

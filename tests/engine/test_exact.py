@@ -9,7 +9,7 @@ import startrail
 from startrail.diagnostics.reference import Case, Error, make_data
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
-from tests.engine.plans import IN_PARTS, PLANS, VARIANTS, VARIED, run, varied
+from tests.engine.plans import PLANS, VARIANTS, VARIED, run, varied
 
 # (length, q heads a U, kv heads, what else); the fewest shapes that meet every mask, ratio, dtype and awkward length
 SHAPES = [
@@ -43,11 +43,6 @@ def test_every_plan_is_exact_on_every_shape(world):
         if world <= 8 or seed in (1, 3, 5, 6, 7)
     ]
     run(cases)
-
-
-@pytest.mark.parametrize("world", sorted(IN_PARTS))
-def test_rows_in_parts(world):
-    run([case_for(plan, world, shape, seed) for plan in IN_PARTS[world] for seed, shape in enumerate(SHAPES[:8])])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

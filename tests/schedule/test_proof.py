@@ -29,10 +29,6 @@ def prove(world: int, levels: int, every: int = 1) -> tuple[str, int, int]:
             if world <= 12:
                 prove_plan(replace(plan, groups=2), world)
                 prove_plan(replace(plan, groups=3, keep="all"), world)
-            if plan.allows_rows:
-                prove_plan(replace(plan, rows=2, keep="all"), world)
-            if plan.allows_rows and world <= 12:
-                prove_plan(replace(plan, rows=2, groups=2), world)
     except ScheduleError as error:
         return str(error), len(taken), len(plans)
     return "", len(taken), len(plans)

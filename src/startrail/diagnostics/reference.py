@@ -119,7 +119,6 @@ class Case:
         check_layout(self.layout)
         if self.plan != "auto":
             plan = Plan.parse(self.plan)
-            check_layout(self.layout, plan.rows)
             local = LAYOUTS[self.layout](plan.slots(self.world), self.length).local
             Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
 

@@ -49,7 +49,7 @@ class BatchGeometry:
         ends = [-1 - mark for mark in marks if mark < 0]
         self.blocks = tuple(zip(ends[::2], ends[1::2], strict=True))
         self.ready: dict[object, PreparedCall] = {}
-        self._runs: dict[tuple[int, int | None], Runs] = {}
+        self._runs: dict[int, Runs] = {}
         self._tiles: dict[tuple[object, ...], tuple[Tile, ...]] = {}
 
     @property
@@ -60,20 +60,17 @@ class BatchGeometry:
         packed = f", documents {self.documents}" if len(self.documents) > 2 else ""
         return f"{self.length} tokens{packed}" + (f", blocks {self.blocks}" if self.blocks else "")
 
-    def runs(self, shard: int, part: int | None = None) -> Runs:
-        """The runs of real tokens of a piece; of those, the ones of a part of its rows."""
-        key = shard, part
-        if key not in self._runs:
-            self._runs[key] = self.layout.runs(*self.place.shard_ranks(shard), part=_chunks_of(part))
-        return self._runs[key]
+    def runs(self, shard: int) -> Runs:
+        """The runs of real tokens of a piece."""
+        if shard not in self._runs:
+            self._runs[shard] = self.layout.runs(*self.place.shard_ranks(shard))
+        return self._runs[shard]
 
-    def tiles(
-        self, call: AttentionCall, costs: Costs, row: int, column: int, part: int | None = None
-    ) -> tuple[Tile, ...]:
-        key = (call.causal, call.window, call.chunk, call.steps, costs, row, column, part)
+    def tiles(self, call: AttentionCall, costs: Costs, row: int, column: int) -> tuple[Tile, ...]:
+        key = (call.causal, call.window, call.chunk, call.steps, costs, row, column)
         if key not in self._tiles:
             mask = call.mask(self.documents if len(self.documents) > 2 else None, self.blocks)
-            block = mask, self.runs(row, part), self.runs(column)
+            block = mask, self.runs(row), self.runs(column)
             self._tiles[key] = tuple(bands_of(segments_of(*block))) if costs.bands else tiles_of(*block, costs.call)
         return self._tiles[key]
 
@@ -84,11 +81,6 @@ class BatchGeometry:
         if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
             out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
 
-    def places(self, part: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """Where the chunks of each rank of our own piece, or of a part of its rows, stand in it."""
-        return self.layout.places(self.place.shard_ranks(self.place.shard), _chunks_of(part))
-
-
-def _chunks_of(part: int | None) -> slice:
-    """A part of the rows is one chunk of every rank's."""
-    return slice(None) if part is None else slice(part, part + 1)
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where the chunks of each rank of our own piece stand in it."""
+        return self.layout.places(self.place.shard_ranks(self.place.shard))

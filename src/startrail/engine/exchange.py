@@ -75,7 +75,7 @@ class Exchange:
     def send_results(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
         """Of our heads: each head rank gets back the results of its tokens."""
         for target, whole in zip(self.leaving.views[piece], tensors, strict=True):
-            self.wire.split(piece, whole, target)
+            self.wire.split(whole, target)
         self._keep_own(piece)
 
     def _keep_own(self, piece: Piece) -> None:
@@ -88,7 +88,7 @@ class Exchange:
         """Once all parts have come: our heads of all tokens."""
         self.coming.buffer.arrive()
         for target, parts in zip(whole, self.coming.views[piece], strict=True):
-            self.wire.join(piece, target, parts)
+            self.wire.join(target, parts)
         self._taken(piece)
 
     def take_results(self, piece: Piece, local: Sequence[Tensor]) -> None:

@@ -58,7 +58,7 @@ class PassContext:
     wire: Wire
     kept: Mapping[Piece, slice]
     kernel: Kernel
-    tiles: Callable[[int, int, int | None], tuple[Tile, ...]]
+    tiles: Callable[[int, int], tuple[Tile, ...]]
     scale: float
     tag: int
     device: torch.device
@@ -346,7 +346,7 @@ class _PassRun:
         (made,) = block.makes
         partial_out = self._result(made)
         assert isinstance(partial_out, Partial)
-        visible = self.job.tiles(*block.tiles)
+        visible = self.job.tiles(block.row, block.column)
         self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
         if self.job.largest.numel():
             mine = self.wire.shares(self.job.largest, made)[self.place.head]
@@ -363,7 +363,7 @@ class _PassRun:
         assert isinstance(by_row, Sums)
         assert isinstance(by_key, Sums)
         (dq,), (dk, dv) = by_row.sums, by_key.sums
-        visible = self.job.tiles(*block.tiles)
+        visible = self.job.tiles(block.row, block.column)
         self.job.kernel.backward(dout, q, k, v, out, lse, visible, self.job.scale, (dq, dk, dv))
 
     def _result(self, piece: Piece) -> Partial | Sums:

@@ -13,7 +13,8 @@ from startrail.schedule.values import Piece, Step
 
 
 class CompiledBlock(NamedTuple):
-    tiles: tuple[int, int, int | None]  # row, column, and which part of the row, if rows are split
+    row: int
+    column: int
     needs: list[Piece]
     makes: list[Piece]
 
@@ -47,7 +48,7 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
         text = str(step)
         label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
         blocks = tuple(
-            CompiledBlock((b.row, b.column, program.part_of(b)), program.pass_.needs(b), program.pass_.makes(b))
+            CompiledBlock(b.row, b.column, program.pass_.needs(b), program.pass_.makes(b))
             for b in step.blocks
         )
         at_once = _all_to_all_lane(program, messages[: len(first)])

@@ -31,7 +31,7 @@ from startrail.comm.counters import Counters
 from startrail.comm.lanes import Lanes, call_tag, links_used
 from startrail.comm.sanity import digest
 from startrail.engine.batch import BatchGeometry, PreparedCall
-from startrail.engine.call import AttentionCall, check_tensors
+from startrail.engine.call import AttentionCall, check_tensors, describe_tensor
 from startrail.engine.executor import Executor, PassContext
 from startrail.engine.wire import Wire
 from startrail.geometry.layout import LAYOUTS
@@ -284,9 +284,7 @@ class Runtime:
             sizes = self.sizes_of(q, k, v)
         except ValueError as error:
             self._refuse(str(error))
-        parts = (None, *range(self.plan.rows if self.plan.rows > 1 else 0))
-        places = {part: tokens.places(part) for part in parts}
-        wire = Wire(sizes, q.dtype, self._travels(q.dtype), layout.chunk, places)
+        wire = Wire(sizes, q.dtype, self._travels(q.dtype), layout.chunk, tokens.places())
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)

@@ -6,7 +6,7 @@ nothing of who talks to whom.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,7 +17,7 @@ from torch import Tensor
 from startrail.kernels import accumulator
 from startrail.kernels.device import numbers_on, stream_of
 from startrail.schedule.sizes import Field, Sizes
-from startrail.schedule.values import BY_COLUMN, KINDS, Piece
+from startrail.schedule.values import KINDS, Piece
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -25,14 +25,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @dataclass(frozen=True)
 class Wire:
     """``dtype`` is the inputs', ``travels`` what is sent. A piece consists of chunks of ``chunk`` tokens; ``places``
-    says by head rank where its chunks stand in the piece (``Layout.places``), and under a number, in a part of its
-    rows."""
+    says by head rank where its chunks stand in the piece (``Layout.places``)."""
 
     sizes: Sizes
     dtype: torch.dtype
     travels: torch.dtype
     chunk: int
-    places: Mapping[int | None, tuple[tuple[int, ...], ...]]
+    places: tuple[tuple[int, ...], ...]
 
     @property
     def acc(self) -> torch.dtype:
@@ -120,40 +119,34 @@ class Wire:
 
     # --- heads
 
-    def part_of(self, piece: Piece) -> int | None:
-        """Which part of the rows a piece is; None if it is whole."""
-        return None if self.sizes.plan.rows == 1 or piece.kind in BY_COLUMN else piece.part
-
     def shares(self, x: Tensor, piece: Piece) -> Tensor:
         """What each head rank computes of a tensor (batch, heads, tokens, ...) for a piece: a view (head ranks, batch,
         heads, tokens, ...)."""
         ranks, groups, group = self.sizes.plan.heads, self.sizes.plan.groups, piece.group
-        if (part := self.part_of(piece)) is not None and x.dim() > 2:
-            x = x[:, :, part * self.chunk : (part + 1) * self.chunk]
         if self.sizes.split_heads:
             return x.unflatten(1, (ranks, groups, -1))[:, :, group].movedim(1, 0)
         batch = self.sizes.batch // groups
         return x[group * batch : (group + 1) * batch].unflatten(1, (ranks, -1)).movedim(1, 0)
 
-    def join(self, piece: Piece, whole: Tensor, parts: Tensor) -> None:
+    def join(self, whole: Tensor, parts: Tensor) -> None:
         """Put the tokens of all head ranks where they belong in the whole piece (batch, heads, tokens, ...)."""
-        places, by_place, by_rank = self._chunks(piece, whole, parts)
+        places, by_place, by_rank = self._chunks(whole, parts)
         by_place[places] = by_rank
 
-    def split(self, piece: Piece, whole: Tensor, parts: Tensor) -> None:
+    def split(self, whole: Tensor, parts: Tensor) -> None:
         """The inverse of ``join``."""
-        places, by_place, by_rank = self._chunks(piece, whole, parts)
+        places, by_place, by_rank = self._chunks(whole, parts)
         by_rank.copy_(by_place[places])
 
-    def _chunks(self, piece: Piece, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _chunks(self, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
         device, chunk = whole.device, self.chunk
-        key = device, stream_of(device), self.part_of(piece)
+        key = device, stream_of(device)
         if key not in self._places:
-            self._places[key] = numbers_on(device, self.places[key[2]], torch.int64)
+            self._places[key] = numbers_on(device, self.places, torch.int64)
         by_place, by_rank = whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
         return self._places[key], by_place, by_rank
 
     @cached_property
-    def _places(self) -> dict[tuple[torch.device, int, int | None], Tensor]:
+    def _places(self) -> dict[tuple[torch.device, int], Tensor]:
         return {}

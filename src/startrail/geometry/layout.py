@@ -45,11 +45,10 @@ class Layout:
         """Tokens that every rank holds, padding included."""
         return self.chunk * len(self.chunks[0])
 
-    def runs(self, *ranks: int, part: slice = slice(None)) -> Runs:
-        """Runs of real tokens, by position, that these ranks hold together; neighbouring chunks are one run. ``part``:
-        of which of their chunks."""
+    def runs(self, *ranks: int) -> Runs:
+        """Runs of real tokens, by position, that these ranks hold together; neighbouring chunks are one run."""
         runs: list[tuple[int, int]] = []
-        for chunk in sorted(chunk for rank in ranks for chunk in self.chunks[rank][part]):
+        for chunk in sorted(chunk for rank in ranks for chunk in self.chunks[rank]):
             start, count = self.run(chunk)
             if runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + count)
@@ -62,15 +61,13 @@ class Layout:
         start = min(chunk * self.chunk, self.length)
         return start, min(self.chunk, self.length - start)
 
-    def places(self, ranks: Sequence[int], part: slice = slice(None)) -> tuple[tuple[int, ...], ...]:
-        """Where the chunks of each of these ranks stand among all of theirs, by position. ``part``: as of ``runs``.
+    def places(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Where the chunks of each of these ranks stand among all of theirs, by position.
 
         >>> zigzag(range(4), length=8).places([0, 1])         # they hold 0, 7 and 1, 6: sorted 0 1 6 7
         ((0, 3), (1, 2))
-        >>> zigzag(range(4), length=8).places([0, 1], slice(1, 2))
-        ((1,), (0,))
         """
-        chunks = [self.chunks[rank][part] for rank in ranks]
+        chunks = [self.chunks[rank] for rank in ranks]
         order = {chunk: place for place, chunk in enumerate(sorted(c for own in chunks for c in own))}
         return tuple(tuple(order[chunk] for chunk in own) for own in chunks)
 
@@ -100,9 +97,6 @@ def contiguous(slots: Sequence[int], length: int) -> Layout:
 LAYOUTS: dict[str, Callable[[Sequence[int], int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
 
 
-def check_layout(name: str, rows: int = 1) -> None:
-    """``rows`` are the plan's: the parts into which it splits a rank's tokens."""
+def check_layout(name: str) -> None:
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is not one of {', '.join(LAYOUTS)}")
-    if rows > 1 and name != "zigzag":
-        raise ValueError(f"layout {name!r} gives a rank one chunk, which rows={rows} cannot split: use 'zigzag'")

@@ -176,7 +176,6 @@ def _shape(row: Row) -> str:
             parts.append(f"the paper's teams of {getattr(level, 'team', 1)}")
     options = [f"keep={row.plan.keep} spares the backward pass what the forward received"] * (row.plan.keep != "none")
     options += [f"{row.plan.groups} groups hide one's transfers under the other's compute"] * (row.plan.groups > 1)
-    options += ["half of the queries' transfers hide under the other half's compute"] * (row.plan.rows > 1)
     return ", then inside that ".join(parts) + "".join(f"; {option}" for option in options)
 
 

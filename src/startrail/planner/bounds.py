@@ -35,7 +35,7 @@ class Bounds:
     def __init__(self, cluster: ClusterSpec, call: AttentionShape) -> None:
         self.cluster, self.call, self.world = cluster, call, cluster.world
         self._lanes: dict[int, tuple[float, ...]] = {}
-        self._sizes: dict[tuple[int, int, int, tuple[str, ...]], tuple[dict[str, int], dict[Pass, float]]] = {}
+        self._sizes: dict[tuple[int, int, tuple[str, ...]], tuple[dict[str, int], dict[Pass, float]]] = {}
         self.slowness = 1 / min((slow.compute for slow in cluster.slow), default=1.0)
         if cluster.cores:
             self.slowness *= max(1.0, cluster.world / cluster.cores)
@@ -55,7 +55,7 @@ class Bounds:
 
     def sizes(self, plan: Plan) -> tuple[dict[str, int], dict[Pass, float]]:
         """Bytes by kind, and the arithmetic of each pass: the same for all plans that split heads alike."""
-        key = plan.heads, plan.groups, plan.rows, plan.running_sums
+        key = plan.heads, plan.groups, plan.running_sums
         if key not in self._sizes:
             sizes = self.call.sizes(plan, self.world)
             prices = Prices(self.cluster, sizes, self.call.causal, None, self.call.dtype)
@@ -67,13 +67,13 @@ class Bounds:
         speed."""
         plan = prices.sizes.plan
         shards = self.world // plan.heads
-        if self.call.window is None and plan.rows == 1:
+        if self.call.window is None:
             return plan.groups * shards * prices.block(pass_, 0, 0, 1) * self.slowness
         return plan.groups * prices.at_best(pass_, self.call.pairs / shards) * self.slowness
 
     def of_plan(self, plan: Plan) -> tuple[Bound, Bound]:
         """Forward and backward, of a plan with its options."""
-        return self.of_levels(plan, [plan], plan.groups * plan.rows)
+        return self.of_levels(plan, [plan], plan.groups)
 
     def of_levels(self, plan: Plan, variants: Iterable[Plan], groups: int) -> tuple[Bound, Bound]:
         """Of a plan's levels: none of the ``variants``, and no fewer ``groups``, can do better."""
@@ -84,7 +84,7 @@ class Bounds:
         backward = tuple(map(min, *backwards)) if len(backwards) > 1 else backwards[0]
         pieces = traffic_at(plan, place, FORWARD, ONE_EACH)  # the backward pass never has fewer messages
         messages = sum(n for n, heads in zip(pieces, place.by_heads, strict=True) if not heads)
-        messages += 2 * (plan.heads - 1) * plan.groups * plan.rows  # one a peer, for all that goes in or comes out
+        messages += 2 * (plan.heads - 1) * plan.groups  # one a peer, for all that goes in or comes out
         device = self.cluster.device
         work = device.start + 2 * messages * device.post * self.slowness
         far = plan.heads > 1 and exchange_is_far(place)

@@ -57,9 +57,8 @@ def least_traffic(plan: Plan) -> list[Plan]:
     return [replace(plan, keep="all"), *forms]
 
 
-def options_of(plan: Plan, keep: bool = True, alone: bool = False) -> Iterator[Plan]:
-    """``plan`` with every option that changes what it does; without ``keep``, those that keep nothing. ``alone``:
-    a rank has one head and one sequence, so that only rows are left to split."""
+def options_of(plan: Plan, keep: bool = True) -> Iterator[Plan]:
+    """``plan`` with every option that changes what it does; without ``keep``, those that keep nothing."""
     keeps: set[object] = set()
     for variant in variants_of(plan):
         if variant.keep != "none" and not keep:
@@ -73,8 +72,6 @@ def options_of(plan: Plan, keep: bool = True, alone: bool = False) -> Iterator[P
             continue
         keeps.add((variant.backward, kept))
         yield from (replace(variant, groups=groups) for groups in GROUPS)
-        if alone and variant.allows_rows:
-            yield replace(variant, rows=2)
 
 
 class Known(NamedTuple):

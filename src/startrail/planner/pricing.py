@@ -23,7 +23,7 @@ from startrail.geometry.mask import Mask, tiles_of
 from startrail.planner.cluster import ClusterSpec, Curve
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Block, Pass, Piece
+from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Pass, Piece
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # by visible pair of tokens and number of a head: two products, five products
 LOOKED_AT = 16  # shards whose work is compared under a window
@@ -81,16 +81,10 @@ class Prices:
         """The price of two chunks that are so many apart."""
         return {}
 
-    def block(self, pass_: Pass, row: int, column: int, shards: int, part: int | None = None) -> float:
-        """``part``: the earlier or the later chunk of the row only."""
+    def block(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         if self.window is not None:
-            return self._tiles(pass_, row, column, shards, part)
+            return self._tiles(pass_, row, column, shards)
         area = self.sizes.tokens**2 / (2 if self.causal else 1)
-        if part is not None and not self.causal:
-            area /= 2
-        elif part is not None:  # later chunks see all earlier ones, and each others' as the shards are ordered
-            sees = 0.5 if row == column else float((column > row) == (part == 1))
-            area = self.sizes.tokens**2 / 4 * (part + sees)
         if (pass_, area) not in self.areas:
             self.areas[pass_, area] = self.kernel(pass_, area, 1) if area else 0.0
         return self.areas[pass_, area]
@@ -113,15 +107,15 @@ class Prices:
         rates = self.cluster.device.of(self.dtype)
         return rates.forward if pass_ is FORWARD else rates.backward
 
-    def _tiles(self, pass_: Pass, row: int, column: int, shards: int, part: int | None) -> float:
+    def _tiles(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         """Under a window, what two chunks of zigzag's cost follows from how far apart they are."""
-        if shards == 1 and part is None:
+        if shards == 1:
             return self._chunk(pass_, 0, self.sizes.tokens)
         last, tokens = 2 * shards - 1, self.sizes.tokens // 2
         reach = ((self.window or 1) - 2) // tokens + 1  # chunks further apart do not see each other
         least = 0 if self.causal else -reach
-        of_parts = (row - column, row + column - last), (last - row - column, column - row)  # 2 of queries, 2 of keys
-        aparts = of_parts[0] + of_parts[1] if part is None else of_parts[part]
+        # both chunks of the queries with both chunks of the keys
+        aparts = row - column, row + column - last, last - row - column, column - row
         return sum(self._chunk(pass_, apart, tokens) for apart in aparts if least <= apart <= reach)
 
     def _chunk(self, pass_: Pass, apart: int, tokens: int) -> float:
@@ -183,19 +177,16 @@ class _Tasks:
                     if piece.kind == "do" and piece not in self.rows:  # the stand-in for the row's output
                         self.rows.add(piece)
                         self.work += prices.cluster.device.call + prices.copy(self.nbytes["do"])
-                self.work += prices.block(program.pass_, *self.where(block))
+                self.work += prices.block(program.pass_, block.row, block.column, program.place.num_shards)
             for merge in step.merges:
                 self.wait([self.partial[merge.piece, merge.peer].popleft()])
                 self.work += prices.cluster.device.call + MERGED * prices.copy(self.nbytes[merge.piece.kind])
         self.wait(self.home)
-        own = sum(self.nbytes[kind] * program.plan.pieces_of(kind) for kind in program.pass_.results)
+        own = sum(self.nbytes[kind] * program.plan.groups for kind in program.pass_.results)
         self.work += prices.copy(own)
         self.wait(self.sends)
         self.work += prices.cluster.device.start / 2
         self.flush()
-
-    def where(self, block: Block) -> tuple[int, int, int, int | None]:
-        return block.row, block.column, self.program.place.num_shards, self.program.part_of(block)
 
     def flush(self) -> None:
         if self.work:

@@ -195,8 +195,7 @@ class _Finder:
 
     def add_options(self, plan: Plan, training: Training) -> None:
         """Queue a plan with each of its options, where they fit."""
-        alone = plan.heads == self.model.heads and all(call.batch == 1 for call in training.calls)
-        options = list(options_of(plan, self.keep, alone))
+        options = list(options_of(plan, self.keep))
         for at, variant in enumerate(options):
             try:
                 both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
@@ -287,7 +286,7 @@ class _Finder:
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
             teams = prod(getattr(level, "team", 1) for level in plan.shard_levels)
             simple = len(plan.levels) + (plan.keep != "none")
-            return 0, sent[0], teams, plan.groups * plan.rows, sent[1:], simple, row.step.memory.total, row.seconds
+            return 0, sent[0], teams, plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]

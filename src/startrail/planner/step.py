@@ -232,4 +232,4 @@ def kept_bytes(sizes: Sizes, world: int) -> float:
     place = plan.place(world, 0)
     pieces = plan.family.kept(plan, place, 0) if plan.keep != "none" else []
     kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
-    return sum(sizes.nbytes(kind) * plan.pieces_of(kind) for kind in kinds)
+    return sum(sizes.nbytes(kind) * plan.groups for kind in kinds)

@@ -16,18 +16,6 @@ after q0.1 kv0.1
 post out0<1@0 out0>1@0
 0x0.1
 post out0.1<1@0 out0.1>1@0
-
-With one head and one sequence left there is nothing to make groups of. ``rows=2`` splits the queries instead: keys and
-values enter with the first part, and their gradients leave with the last:
-
->>> for step in build_program(Plan.parse("u2,rows=2"), 2, 0, FORWARD).steps: print(step)
-post q0<1@0 q0>1@0 kv0<1@0 kv0>1@0
-after q0 kv0 | post q0[1]<1@0 q0[1]>1@0
-0x0
-after q0[1]
-post out0<1@0 out0>1@0
-0x0[1]
-post out0[1]<1@0 out0[1]>1@0
 """
 
 from __future__ import annotations
@@ -35,17 +23,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from startrail.schedule.places import Place
-from startrail.schedule.values import BY_COLUMN, Merge, Pass, Piece, Step, Transfer
+from startrail.schedule.values import Merge, Pass, Piece, Step, Transfer
 
 
-def compose(place: Place, pass_: Pass, groups: Sequence[list[Step]], rows: int = 1) -> tuple[Step, ...]:
-    """The steps of a whole pass, from those of each group, or of each of the parts into which its rows are split."""
+def compose(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> tuple[Step, ...]:
+    """The steps of a whole pass, from those of each group."""
     if place.num_heads == 1:
         first = [post for body in groups for post in body[0].posts]
         bodies = [_posting(body, () if group else first) for group, body in enumerate(groups)]
         steps = _one_behind_the_other(place, (), bodies)
     elif exchange_is_far(place):
-        steps = _far(place, pass_, groups, rows)
+        steps = _far(place, pass_, groups)
     else:
         steps = _near(place, pass_, groups)
     return tuple(step for step in steps if step != Step())
@@ -72,21 +60,19 @@ def _near(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]
     return steps + _one_behind_the_other(place, pass_.results, bodies)
 
 
-def _far(place: Place, pass_: Pass, bodies: Sequence[list[Step]], rows: int) -> list[Step]:
+def _far(place: Place, pass_: Pass, bodies: Sequence[list[Step]]) -> list[Step]:
     """Results wait for what the next group needs, which would be delayed by them; then they have its blocks to travel
     under. All results of a group are one exchange."""
 
-    def own(kinds: Sequence[str], index: int, with_columns: bool) -> tuple[Piece, ...]:
-        group, part = divmod(index, rows)
-        pieces = [Piece(kind, place.shard, group).of_part(part) for kind in kinds]
-        return tuple(piece for piece in pieces if with_columns or piece.kind not in BY_COLUMN)
+    def own(kinds: Sequence[str], group: int) -> tuple[Piece, ...]:
+        return tuple(Piece(kind, place.shard, group) for kind in kinds)
 
-    entering = [own(pass_.enters, index, index % rows == 0) for index in range(len(bodies))]
+    entering = [own(pass_.enters, group) for group in range(len(bodies))]
     steps, results = [Step(heads_exchange(place, entering[0]))], Step()
-    for index, body in enumerate(bodies):
-        following = entering[index + 1] if index + 1 < len(bodies) else ()
-        steps += [Step(heads_exchange(place, following), after=entering[index]), results, *body]
-        results = Step(heads_exchange(place, own(pass_.results, index, index % rows == rows - 1)))
+    for group, body in enumerate(bodies):
+        following = entering[group + 1] if group + 1 < len(bodies) else ()
+        steps += [Step(heads_exchange(place, following), after=entering[group]), results, *body]
+        results = Step(heads_exchange(place, own(pass_.results, group)))
     return [*steps, results]
 
 

@@ -27,12 +27,10 @@ from math import prod
 from startrail.schedule.families import FAMILIES
 from startrail.schedule.families.base import Family, Heads, Level
 from startrail.schedule.places import Place
-from startrail.schedule.values import BY_COLUMN
 
 BACKWARDS = ("keys", "queries")
 KEEPS = ("none", "queries", "all")
-NUMBERS = ("groups", "rows")
-OPTIONS = ("backward", "keep", *NUMBERS)
+OPTIONS = ("backward", "keep", "groups")
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,13 @@ class Plan:
 
     ``backward`` says what travels round the ring in the backward pass. ``keep`` says what the forward pass keeps of
     what it received, so that the backward pass need not receive it again. ``groups`` runs the heads (or the batch) in
-    that many parts, one behind the other; ``rows=2``, for one head and one sequence a rank, does so with the two chunks
-    of queries that a rank owns.
+    that many parts, one after the other.
     """
 
     levels: tuple[Level, ...] = (Heads(1),)
     backward: str = ""
     keep: str = "none"
     groups: int = 1
-    rows: int = 1
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -67,12 +63,6 @@ class Plan:
         if self.backward not in self.family.backwards:
             forms = " or ".join(f"backward={form}" for form in self.family.backwards)
             raise ValueError(f"plan {self}: {self.shard_levels[0]} has one backward form, {forms}")
-        if self.rows not in (1, 2):
-            raise ValueError(f"plan {self}: rows={self.rows} must be 1 or 2, the chunks that a rank owns")
-        if self.rows > 1 and not self.allows_rows:
-            raise ValueError(
-                f"plan {self}: rows={self.rows} needs heads outermost and keys that stay, as in u16 or u16/2x1"
-            )
         self.family.check(self)
 
     @classmethod
@@ -85,9 +75,9 @@ class Plan:
             name, equals, value = (piece.strip() for piece in option.partition("="))
             if not equals or name not in OPTIONS or name in chosen:
                 raise ValueError(f"plan {text!r}: cannot read option {option!r}; options are {'=, '.join(OPTIONS)}=")
-            if name in NUMBERS and not value.isdecimal():
+            if name == "groups" and not value.isdecimal():
                 raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
-            chosen[name] = int(value) if name in NUMBERS else value
+            chosen[name] = int(value) if name == "groups" else value
         return cls(levels, **chosen)  # type: ignore[arg-type]
 
     @property
@@ -96,7 +86,7 @@ class Plan:
         return "/".join(map(str, self.levels))
 
     def __str__(self) -> str:
-        default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1, "rows": 1}
+        default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1}
         options = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != default[name]]
         return ",".join([self.body, *options])
 
@@ -113,21 +103,6 @@ class Plan:
     def heads(self) -> int:
         """Ranks that the heads are split over."""
         return prod(level.size for level in self.head_levels)
-
-    @property
-    def allows_rows(self) -> bool:
-        """Whether rows can be split: heads are exchanged over the outermost links, and only queries move inside."""
-        outermost = next((level for level in self.levels if str(level) not in ("u1", "1x1")), None)
-        return isinstance(outermost, Heads) and self.family.keys_stay(self)
-
-    def pieces_of(self, kind: str) -> int:
-        """How many pieces of a kind a shard is cut into.
-
-        >>> plan = Plan.parse("u4,rows=2")
-        >>> plan.pieces_of("q"), plan.pieces_of("kv")
-        (2, 1)
-        """
-        return self.groups * (1 if kind in BY_COLUMN else self.rows)
 
     @cached_property
     def family(self) -> Family:

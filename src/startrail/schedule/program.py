@@ -10,7 +10,7 @@ from startrail.schedule.compose import compose
 from startrail.schedule.families.base import ByKind
 from startrail.schedule.places import Place
 from startrail.schedule.plan import Plan
-from startrail.schedule.values import BY_COLUMN, FORWARD, INPUTS, Block, Pass, Piece, Step, Transfer
+from startrail.schedule.values import FORWARD, INPUTS, Pass, Piece, Step, Transfer
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is built once
@@ -33,10 +33,6 @@ class Program:
     def own(self, kinds: tuple[str, ...]) -> list[Piece]:
         """Pieces of the rank's own shard."""
         return _pieces_of(self.plan, self.place.shard, kinds)
-
-    def part_of(self, block: Block) -> int | None:
-        """Which part of its row a block is of; None if rows are whole."""
-        return block.part if self.plan.rows > 1 else None
 
     def is_part(self, post: Transfer) -> bool:
         """Whether a transfer carries one rank's part of a piece: it goes over heads."""
@@ -80,11 +76,9 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     merge out0<1
     """
     place = plan.place(world, rank)
-    groups, parts = range(plan.groups), range(plan.rows)
+    groups = range(plan.groups)
     bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
-    if plan.rows > 1:
-        bodies = [[step.of_part(part) for step in body] for body in bodies for part in parts]
-    kept = [piece.of_part(n) for group in groups for n in parts for piece in plan.family.kept(plan, place, group)]
+    kept = [piece for group in groups for piece in plan.family.kept(plan, place, group)]
     own = _pieces_of(plan, place.shard, FORWARD.enters)
     if plan.heads > 1:  # what the exchange over heads brought is kept too: the backward pass exchanges only gradients
         kept = own + kept
@@ -92,18 +86,12 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     if pass_ is not FORWARD:
         entering = _pieces_of(plan, place.shard, pass_.enters)
         inputs = entering if plan.heads > 1 else entering + own
-    return Program(plan, place, pass_, compose(place, pass_, bodies, plan.rows), tuple(inputs), tuple(kept))
+    return Program(plan, place, pass_, compose(place, pass_, bodies), tuple(inputs), tuple(kept))
 
 
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
     """All pieces of these kinds that a shard is cut into."""
-    return [
-        Piece(kind, shard, group, part)
-        for group in range(plan.groups)
-        for part in range(plan.rows)
-        for kind in kinds
-        if part == 0 or kind not in BY_COLUMN
-    ]
+    return [Piece(kind, shard, group) for group in range(plan.groups) for kind in kinds]
 
 
 def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
@@ -123,7 +111,7 @@ def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -
 
 def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
     """The closed form of the rank that stands at ``place``."""
-    whole = {kind: size * plan.pieces_of(kind) for kind, size in sizes.items()}
+    whole = {kind: size * plan.groups for kind, size in sizes.items()}
     of_shards = iter(plan.family.traffic(plan, place, pass_, whole))
     exchanged = sum(whole[kind] for kind in pass_.exchanged)
     lanes, shared_by = [], 1  # heads levels so far split the parts: those that differ further out went there
@@ -151,4 +139,4 @@ def stated_pieces(plan: Plan, pass_: Pass) -> dict[str, int]:
     """
     stated = plan.family.pieces(plan, pass_)
     kinds = (*pass_.inputs, *pass_.results, *(f"{kind}<" for kind in pass_.results))
-    return {kind: stated.get(kind, 0) * plan.pieces_of(kind.rstrip("<")) for kind in kinds}
+    return {kind: stated.get(kind, 0) * plan.groups for kind in kinds}

@@ -133,7 +133,7 @@ class _RankState:
 class Player:
     def __init__(self, programs: list[Program]) -> None:
         self.ranks = [_RankState(program) for program in programs]
-        self.shards, self.rows = programs[0].place.num_shards, programs[0].plan.rows
+        self.shards = programs[0].place.num_shards
         self.waiting: dict[
             tuple[int, int, int], deque[_PostedMessage]
         ] = {}  # (from, to, lane): active sends not yet met
@@ -202,12 +202,13 @@ class Player:
         return all(message.done for message in state.held[piece])
 
     def other_side(self, block: Block, piece: Piece) -> int:
-        """Of a block that goes into a result: the number of the shard, or of its part, that the result is not of."""
-        return block.row * self.rows + block.part if piece.kind in BY_COLUMN else block.column
+        """Of a block that goes into a result: the number of the shard that the result is not of."""
+        return block.row if piece.kind in BY_COLUMN else block.column
 
-    def everything(self, piece: Piece) -> int:
+    @property
+    def everything(self) -> int:
         """All that must go into a result."""
-        return (1 << self.shards * (self.rows if piece.kind in BY_COLUMN else 1)) - 1
+        return (1 << self.shards) - 1
 
     def combine(self, state: _RankState, piece: Piece, blocks: int) -> None:
         have = state.results.get(piece, 0)
@@ -229,7 +230,7 @@ class Player:
                     self.fail(state, f"sends {piece}, of which it has nothing")
                 if not is_part:
                     message.blocks = state.results.pop(piece)  # it leaves for good
-                elif state.results[piece] != self.everything(piece):
+                elif state.results[piece] != self.everything:
                     self.fail(state, f"exchanges {piece} over heads before it is complete")
             elif not transfer.send and piece.kind in RESULTS:
                 state.incoming.setdefault((piece, transfer.peer), deque()).append(message)
@@ -280,7 +281,7 @@ class Player:
         if state.line:
             self.fail(state, f"ends with {[str(m.transfer) for m in state.line[0].messages if not m.met]} open")
         for piece in program.own(program.pass_.results):
-            if missing := _bits(self.everything(piece) & ~state.results.get(piece, 0)):
+            if missing := _bits(self.everything & ~state.results.get(piece, 0)):
                 self.fail(state, f"ends with {piece} lacking the blocks of shards {missing}")
         if foreign := [piece for piece in state.results if piece.shard != program.place.shard]:
             self.fail(state, f"ends with results that it does not own: {' '.join(map(str, foreign))}")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from startrail.schedule.plan import Plan, divisors
 from startrail.schedule.program import stated_pieces
-from startrail.schedule.values import BY_COLUMN, FORWARD, KINDS, Pass, Piece
+from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
 
 ALIGN = 64  # kept pieces start at multiples of this many bytes, so that every dtype may be viewed there
 
@@ -59,7 +59,6 @@ class Sizes:
             raise ValueError(
                 f"plan {plan}: groups={plan.groups} divides neither the {self.q_heads // plan.heads} query and "
                 f"{self.kv_heads * self.copies // plan.heads} key/value heads of a rank nor the batch of {self.batch}"
-                + ("; rows=2 splits the queries" if plan.allows_rows else "")
             )
 
     @property
@@ -93,10 +92,8 @@ class Sizes:
         return self.itemsize if self.wire_itemsize is None else self.wire_itemsize
 
     def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
-        """The tensors of a piece of ``tokens`` tokens, or of a part of its rows."""
+        """The tensors of a piece of ``tokens`` tokens."""
         groups = self.plan.groups
-        if kind not in BY_COLUMN:
-            tokens //= self.plan.rows
         batch = self.batch if self.split_heads else self.batch // groups
         share = self.plan.heads * (groups if self.split_heads else 1)
         rows = (batch, self.q_heads // share, tokens)

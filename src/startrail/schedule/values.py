@@ -28,20 +28,14 @@ BY_COLUMN = ("kv", "dkv")  # belong to a key/value shard; all others to a query 
 
 
 class Piece(NamedTuple):
-    """What is moved: what group ``group`` of the heads (or of the batch) needs of ``shard``. Where a plan splits rows,
-    what belongs to queries comes in parts of it, ``q0[1]``; keys and values stay whole."""
+    """The unit of transfer: what group ``group`` of the heads (or of the batch) needs of ``shard``."""
 
     kind: str
     shard: int
     group: int
-    part: int = 0
-
-    def of_part(self, part: int) -> Piece:
-        """The piece of the same kind that part ``part`` of the rows needs, or makes."""
-        return self if self.kind in BY_COLUMN else self._replace(part=part)
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.shard}" + _numbers(self)
+        return f"{self.kind}{self.shard}" + (f".{self.group}" if self.group else "")
 
 
 class Transfer(NamedTuple):
@@ -61,19 +55,14 @@ class Transfer(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Attention of (a part of) query shard ``row`` to key/value shard ``column``."""
+    """Attention of query shard ``row`` to key/value shard ``column``."""
 
     row: int
     column: int
     group: int
-    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.row}x{self.column}" + _numbers(self)
-
-
-def _numbers(of: Piece | Block) -> str:
-    return (f".{of.group}" if of.group else "") + (f"[{of.part}]" if of.part else "")
+        return f"{self.row}x{self.column}" + (f".{self.group}" if self.group else "")
 
 
 class Merge(NamedTuple):
@@ -91,15 +80,6 @@ class Step(NamedTuple):
     blocks: tuple[Block, ...] = ()
     merges: tuple[Merge, ...] = ()
     after: tuple[Piece, ...] = ()
-
-    def of_part(self, part: int) -> Step:
-        """The same for a part of the rows."""
-        return Step(
-            tuple(post._replace(piece=post.piece.of_part(part)) for post in self.posts),
-            tuple(block._replace(part=part) for block in self.blocks),
-            tuple(merge._replace(piece=merge.piece.of_part(part)) for merge in self.merges),
-            tuple(piece.of_part(part) for piece in self.after),
-        )
 
     def __str__(self) -> str:
         named = (("after ", self.after), ("post ", self.posts), ("", self.blocks), ("merge ", self.merges))
@@ -136,5 +116,4 @@ PASSES = (FORWARD, BACKWARD)
 
 
 def _pieces(kinds: Iterable[str], block: Block) -> list[Piece]:
-    row, column, group, part = block
-    return [Piece(kind, column, group) if kind in BY_COLUMN else Piece(kind, row, group, part) for kind in kinds]
+    return [Piece(kind, block.column if kind in BY_COLUMN else block.row, block.group) for kind in kinds]

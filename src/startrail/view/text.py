@@ -64,7 +64,7 @@ def _summary(program: Program) -> list[str]:
     place = program.place
     totals = [0.0] * len(place.sizes)
     for post, size in program.sends(MHA):
-        totals[post.lane] += size / program.plan.pieces_of(post.piece.kind)  # each is a share of a shard
+        totals[post.lane] += size / program.plan.groups  # each is a share of a shard
     lanes = [f"{name}: {total:.1f}" for name, total in zip(lane_names(place), totals, strict=True) if total]
     stated = stated_pieces(program.plan, program.pass_)
     held = ", ".join(f"{kind} {stated[kind]}" for kind in program.pass_.inputs if stated[kind])
@@ -78,9 +78,7 @@ def _summary(program: Program) -> list[str]:
 
 def _of_groups(program: Program) -> str:
     plan = program.plan
-    whole, rows = plan.pieces_of("kv"), plan.pieces_of("q")
-    texts = [f"each 1/{whole} of a shard"] * (whole > 1) + [f"rows' 1/{rows}"] * (rows > whole)
-    return f" ({', '.join(texts)})" if texts else ""
+    return f" (each 1/{plan.groups} of a shard)" if plan.groups > 1 else ""
 
 
 def _cells(program: Program, steps: int) -> list[list[str]]:

@@ -73,10 +73,6 @@ class Family(ABC):
         """``ValueError`` if levels or options do not go together."""
 
     @abstractmethod
-    def keys_stay(self, plan: Plan) -> bool:
-        """Whether keys and values, and their gradients, move over heads only: queries may then come in parts."""
-
-    @abstractmethod
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
         """Kinds that are added up from rank to rank while they travel, and so are rounded at each hop if at all."""
 

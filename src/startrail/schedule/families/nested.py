@@ -129,9 +129,6 @@ class Nested(Family):
                 "uses other rows and columns than the forward pass received"
             )
 
-    def keys_stay(self, plan: Plan) -> bool:
-        return plan.backward == "keys" and all(level.ring == 1 for level in rings_of(plan))
-
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
         if not is_plain_ring(plan):
             return ()
@@ -175,7 +172,7 @@ class Nested(Family):
         ):
             for kind in kinds:  # sums, and partial results that come in: two a level, three if they let a group pass
                 stated[kind] = max(number, 1)
-                stated[f"{kind}<"] = (3 if plan.groups * plan.rows > 1 else 2) * levels
+                stated[f"{kind}<"] = (3 if plan.groups > 1 else 2) * levels
         return stated
 
 

@@ -77,9 +77,6 @@ class StarFamily(Family):
         if len(plan.shard_levels) > 1:
             raise ValueError(f"plan {plan}: {plan.shard_levels[0]} cannot be combined with levels other than uU")
 
-    def keys_stay(self, plan: Plan) -> bool:
-        return False
-
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
         return ("dq",)
 
