@@ -1,9 +1,10 @@
-"""Imports point one way, and what plans, proves and draws works on a laptop without torch."""
+"""The house rules: who may import whom, how large things may grow, and what one word may mean."""
 
 import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
@@ -11,44 +12,43 @@ from tests.helpers import ROOT
 
 SOURCE = ROOT / "src" / "startrail"
 
-# Every module imports only from those before it: the order in which CONTRIBUTING lists them.
-LISTED = """
-    schedule schedule.values schedule.places schedule.timeline schedule.family schedule.nested schedule.star
-    schedule.families plan layout mask bands schedule.around schedule.build schedule.player sizes cluster planner
-    planning planning.describe planning.hardware planning.workload planning.tasks planning.simulate
-    planning.attention planning.bounds planning.candidates planning.step planning.search planning.explain
-    planning.chosen planning.command
-    view.text view
-    kernels.triton_kernels kernels.streams kernels.fused kernels.accumulate kernels.base kernels.reference
-    kernels.cpu kernels.fa4 kernels.flash_ops kernels.cuda kernels.largest kernels peers first_steps texts
-    ring wire arguments tokens watch agree counters buffers groups lanes compiled under_way exchange executor runtime
-    op sequence live auto parallel checkpoint
-    local rounding truth check first_look doctor
-    training training.model_configs training.recipes training.seeds training.sources training.streams
-    training.tokenizing training.transformer training.gpt training.dit training.loss training.text training.images
-    training.tasks
-    training.offload training.recompute training.estimate training.process_memory training.watching training.joining
-    training.all_ranks training.sharding training.manifest training.pieces training.saving training.export
-    training.stopping training.records training.display training.loop training.command
-    logprobs integrations integrations.batches integrations.masks integrations.neighbours integrations.transformers
-    integrations.trainer integrations.families faults verify testing
-    lab bench cli __main__
-"""
-ORDER = LISTED.split()
-WITHOUT_TORCH = [*ORDER[: ORDER.index("kernels.triton_kernels")], "cli"]
+# Which packages a package may import from. Anything may import `_compat`. "api" is every module directly under
+# src/startrail; what is not listed may import everything.
+API = {"comm", "engine", "geometry", "kernels", "planner", "planner.live", "schedule"}
+MAY_IMPORT = {
+    "schedule": set(),
+    "geometry": set(),
+    "planner": {"schedule", "geometry"},
+    "view": {"schedule", "geometry", "planner"},
+    "kernels": {"geometry"},
+    "comm": {"schedule", "kernels"},
+    "engine": {"schedule", "geometry", "kernels", "comm"},
+    "planner.live": {"schedule", "geometry", "planner", "kernels", "comm"},
+    "api": API,
+    "launch": {"comm"},
+    "integrations": API | {"api"},
+    "diagnostics": API | {"api", "launch", "integrations"},
+    "training": API | {"api", "launch"},
+    "lab": {"launch", "planner"},
+}
+WITHOUT_TORCH = ["schedule", "geometry", "planner", "view", "cli"]
+EVERYTHING = ["bench", "cli"]
+FRONT_DOORS = {"testing": "diagnostics", "__main__": "cli"}  # modules of the api that only open another package
+
+# Class names that several modules use on purpose.
+DELIBERATE: dict[str, set[str]] = {}
 
 
 def modules():
     for path in sorted(SOURCE.rglob("*.py")):
-        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
-        yield name, path
+        yield ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"), path
 
 
-def rank_of(name: str) -> int | None:
-    """A module's place in the order; those of a package that is listed as one share its place."""
-    while name and name not in ORDER:
-        name = name.rpartition(".")[0]
-    return ORDER.index(name) if name else None
+def package_of(name: str) -> str:
+    for package in sorted((*MAY_IMPORT, *EVERYTHING), key=len, reverse=True):
+        if name == package or name.startswith(f"{package}."):
+            return package
+    return "_compat" if name == "_compat" else "api"
 
 
 def imports_of(path) -> set[str]:
@@ -67,28 +67,23 @@ def imports_of(path) -> set[str]:
     return {name for name in found if name in existing}
 
 
-def test_every_module_has_its_place():
-    assert {name for name, _ in modules() if name and rank_of(name) is None} == set()
-    assert [name for name in ORDER if name not in {name for name, _ in modules()}] == []
-
-
-def test_contributing_lists_files_in_that_order():
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## One attention call")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    named = [name for row in rows for name in re.findall(r"`(\w+)\.py`", row)]
-    assert len(named) > 30
-    assert named == sorted(named, key=ORDER.index)
-
-
-@pytest.mark.parametrize("name, path", [pair for pair in modules() if pair[0]], ids=lambda value: str(value))
-def test_imports_point_one_way(name, path):
-    upwards = [other for other in imports_of(path) if rank_of(other) > rank_of(name)]
-    assert not upwards, f"{name} imports {upwards}, which come after it"
+@pytest.mark.parametrize("package", [*MAY_IMPORT, *EVERYTHING])
+def test_packages_import_only_what_they_may(package):
+    allowed = MAY_IMPORT.get(package)
+    own = [(name, path) for name, path in modules() if package_of(name) == package]
+    assert own, f"{package} is not there any more: take it out of the dictionary"
+    for name, path in own:
+        found = {package_of(other) for other in imports_of(path)} - {package, "_compat"}
+        if name in FRONT_DOORS:
+            assert found == {FRONT_DOORS[name]}
+        elif allowed is not None:
+            assert found <= allowed, f"{name} imports {sorted(found - allowed)}; {package} may import {sorted(allowed)}"
 
 
 def test_what_plans_proves_and_draws_imports_without_torch():
-    names = ", ".join(f"startrail.{name}" for name in WITHOUT_TORCH)
-    subprocess.run([sys.executable, "-c", f"import sys; sys.modules['torch'] = None; import {names}"], check=True)
+    named = [name for name, _ in modules() if package_of(name) in WITHOUT_TORCH and not name.endswith("__main__")]
+    code = f"import sys; sys.modules['torch'] = None; import {', '.join(f'startrail.{name}' for name in named)}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_show_runs_without_torch():
@@ -98,11 +93,46 @@ def test_show_runs_without_torch():
 
 
 def test_nothing_that_a_peer_or_a_file_sends_is_unpickled():
-    """But by ``local``, from ranks that it forked itself. Object collectives pickle, and need numpy."""
+    """Except by ``launch.local``, from ranks that it forked itself. Object collectives pickle, and need numpy."""
     unsafe = r"_object\(|_object_list\(|^ *(import|from) \w*pickle|torch\.load\(|state_dict_loader|FileSystemReader"
     found = {name for name, path in modules() if re.search(unsafe, path.read_text(), re.MULTILINE)}
-    assert found == {"local"}
+    assert found == {"launch.local"}
 
 
 def test_no_file_is_long():
-    assert {name for name, path in modules() if len(path.read_text().splitlines()) > 400} == set()
+    ours = [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "validation").rglob("*.py")]
+    assert {path.name for path in ours if len(path.read_text().splitlines()) > 400} == set()
+
+
+def test_no_room_is_crowded():
+    assert len(list(SOURCE.glob("*.py"))) <= 12
+    for folder in {path.parent for path in SOURCE.rglob("*.py")} - {SOURCE}:
+        inside = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+        assert len(inside) <= 16, f"{folder.name} has {len(inside)} modules: give it sub-packages"
+
+
+def test_every_package_says_what_it_is_for():
+    for folder in {path.parent for path in SOURCE.rglob("*.py")}:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert len(text.split()) >= 12, f"{folder.name}/__init__.py does not say what the package is for"
+
+
+def test_a_class_name_means_one_thing():
+    homes = defaultdict(set)
+    for name, path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].add(name)
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert twice == {name: places for name, places in DELIBERATE.items() if len(places) > 1}
+
+
+def test_documentation_keeps_to_120_columns():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
+    long = {
+        f"{page.name}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 120 and not line.startswith("|")
+    }
+    assert long == set()

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail.geometry.layout import Layout
-from startrail.geometry.mask import Mask, Tile, tiles_of
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import Tile, tiles_of
 from startrail.kernels import Partial, accumulator, kernel_for
 
 PassOn = Callable[[Tensor], Callable[[], Tensor]]

@@ -8,7 +8,8 @@ import pytest
 
 from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import LAYOUTS, contiguous, zigzag
-from startrail.geometry.mask import Mask, Tile, segments_of, tiles_of
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import Tile, segments_of, tiles_of
 
 
 def as_fa2_reads(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
@@ -113,7 +114,7 @@ def random_stairs(rng: random.Random, length: int) -> dict:
 @pytest.mark.parametrize("seed", range(400))
 @pytest.mark.parametrize("short", [4, 128])
 def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
-    monkeypatch.setattr("startrail.geometry.mask.SHORT", short)  # small limits take the paths that long sequences take
+    monkeypatch.setattr("startrail.geometry.tiles.SHORT", short)  # small limits take the paths that long sequences take
     layout, ranks, mask, row, column = random_case(seed)
     queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
     check_cover(tiles_of(mask, queries, keys, call_cost=short * short), mask, queries, keys)

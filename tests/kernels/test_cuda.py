@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from startrail.bench.peers import fake_flash_attn
 from startrail.geometry.bands import bands_of
-from startrail.geometry.mask import Mask, Segment, Tile, segments_of, tiles_of
+from startrail.geometry.mask import Mask, Segment
+from startrail.geometry.tiles import Tile, segments_of, tiles_of
 from startrail.kernels import CpuKernel, Partial, cuda, kernel_for
 from startrail.kernels.base import TileMask
 from startrail.kernels.flash_ops import ops_of_package

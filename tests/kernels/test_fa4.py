@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from startrail.geometry.bands import bands_of
-from startrail.geometry.mask import segments_of
+from startrail.geometry.tiles import segments_of
 from startrail.kernels import cuda
 from tests.kernels import test_cuda as stand_ins
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from startrail.geometry.mask import Mask, tiles_of
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import tiles_of
 from startrail.kernels import kernel_for, stand_in_out
 from startrail.kernels.cpu import CpuKernel, check_block
 from startrail.kernels.reference import ReferenceKernel

@@ -14,7 +14,7 @@ from startrail.engine.call import AttentionCall
 from startrail.engine.wire import Wire
 from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import Layout, Runs
-from startrail.geometry.mask import Costs, Tile, segments_of, tiles_of
+from startrail.geometry.tiles import Costs, Tile, segments_of, tiles_of
 from startrail.kernels import Kernel
 from startrail.schedule.places import Place
 from startrail.schedule.values import Piece

@@ -24,7 +24,7 @@ from startrail.engine.buffers import Buffer, BufferPool
 from startrail.engine.exchange import Exchange
 from startrail.engine.lowering import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.engine.wire import Wire
-from startrail.geometry.mask import Tile
+from startrail.geometry.tiles import Tile
 from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program

@@ -48,8 +48,7 @@ def compile_program(program: Program) -> tuple[CompiledStep, ...]:
         text = str(step)
         label = f"startrail {program.pass_} {index}: {text if len(text) < 160 else text[:157] + '...'}"
         blocks = tuple(
-            CompiledBlock(b.row, b.column, program.pass_.needs(b), program.pass_.makes(b))
-            for b in step.blocks
+            CompiledBlock(b.row, b.column, program.pass_.needs(b), program.pass_.makes(b)) for b in step.blocks
         )
         at_once = _all_to_all_lane(program, messages[: len(first)])
         compiled.append(CompiledStep(step, label, tuple(messages), exchanged, at_once, blocks, done))

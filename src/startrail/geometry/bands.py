@@ -28,7 +28,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from startrail.geometry.mask import Segment, Tile
+from startrail.geometry.mask import Segment
+from startrail.geometry.tiles import Tile
 
 
 @dataclass(frozen=True)

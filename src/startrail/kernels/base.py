@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.geometry.mask import Costs, Tile
+from startrail.geometry.tiles import Costs, Tile
 from startrail.kernels.accumulate import Partial, Sum, accumulator
 from startrail.kernels.device import on_device
 from startrail.kernels.fused import fused_on

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.geometry.mask import Costs
+from startrail.geometry.tiles import Costs
 from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.cpu import check_block
 from startrail.kernels.device import numbers_on, stream_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from startrail.geometry.mask import Tile
+from startrail.geometry.tiles import Tile
 from startrail.kernels.base import few_rows
 
 

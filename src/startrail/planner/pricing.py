@@ -19,7 +19,8 @@ from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
 
-from startrail.geometry.mask import Mask, tiles_of
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import tiles_of
 from startrail.planner.cluster import ClusterSpec, Curve
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes

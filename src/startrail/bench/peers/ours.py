@@ -23,7 +23,8 @@ from torch import Tensor
 from startrail import SequenceParallel
 from startrail.bench.cases import Contender, Workload
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
-from startrail.geometry.mask import Mask, tiles_of
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import tiles_of
 from startrail.kernels import kernel_for
 from startrail.planner.live import measure as live
 from startrail.planner.topology import Machine

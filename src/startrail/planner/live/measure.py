@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from startrail.comm.gather import gather_texts
-from startrail.geometry.mask import Tile
+from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import (
     LEAST_SHARE,
