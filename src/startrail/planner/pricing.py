@@ -8,7 +8,7 @@ joined and merged, and when, follows the executor line by line.
 >>> prices = Prices(find_cluster("a100-4x8"), Sizes(Plan.parse("1x32"), 128, 1, 16, 16, 64, 2), True, None, "bfloat16")
 >>> tasks = tasks_of(build_program(prices.sizes.plan, 32, 0, FORWARD), prices)
 >>> [type(task).__name__ for task in tasks[:4]], len(tasks[1].messages)
-(['Work', 'Post', 'Work', 'Wait'], 2)
+(['ComputeTask', 'PostTask', 'ComputeTask', 'WaitTask'], 2)
 """
 
 from __future__ import annotations
