@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from startrail.cli import main
 from startrail.cli.train import overrides
+from startrail.comm.timing import TIMING
 from startrail.launch import heartbeat as watching
 from startrail.launch.torchrun import JoinError, StoreBoard, agree_on_name
 from startrail.training.checkpoints.saving import read_state
@@ -360,7 +361,7 @@ def test_restarted_ranks_agree_on_a_new_name_whatever_is_left_in_the_store():
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch, capfd):
-    monkeypatch.setattr("startrail.launch.torchrun.PATIENCE", 0.1)
+    monkeypatch.setattr(TIMING, "missing", 0.1)
     store = HashStore()
     store.set("startrail/hello/2", "a word of a rank that died")
     with pytest.raises(JoinError, match=r"ranks 1, 2 did not come within 0.01 minutes \(wait_minutes\)"):
@@ -378,14 +379,14 @@ def test_who_has_nothing_to_say_leaves_after_those_who_have(monkeypatch, capfd):
     watching.leave("rank 1 hangs")
     assert done == ["exit 1"] and capfd.readouterr().err == "startrail train: rank 1 hangs\n"
     watching.leave()
-    assert done[1:] == [watching.SAYING, "exit 1"] and watching.SAYING > 2 * watching.BEAT
+    assert done[1:] == [TIMING.report, "exit 1"] and TIMING.report > 2 * TIMING.heartbeat
 
 
 def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, capfd):
     """As under torchrun: rank 1 shows no more signs of life, which rank 0 sees in the store."""
     left = threading.Event()
-    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2)):
-        monkeypatch.setattr(watching, name, seconds)
+    for name, seconds in (("heartbeat", 0.02), ("missing", 0.2)):
+        monkeypatch.setattr(TIMING, name, seconds)
     monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
     store = HashStore()
     boards = [StoreBoard(store, rank, 2) for rank in range(2)]
@@ -417,8 +418,8 @@ class Slow:
 
 def test_a_store_that_is_silent_is_named_and_left(monkeypatch, capfd):
     left = threading.Event()
-    for name, seconds in (("BEAT", 0.02), ("PATIENCE", 0.2), ("AT_THE_END", 0.1)):
-        monkeypatch.setattr(watching, name, seconds)
+    for name, seconds in (("heartbeat", 0.02), ("missing", 0.2), ("thread_join", 0.1)):
+        monkeypatch.setattr(TIMING, name, seconds)
     monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
     board = Slow()
     pulse = watching.Pulse(board, 1, None, "rank 0", limit=0.6)

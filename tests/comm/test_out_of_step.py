@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 import startrail
-from startrail.comm import consensus as agree
 from startrail.comm import process_groups as groups
-from startrail.comm import transfers as under_way
 from startrail.comm.gather import gather_texts
 from startrail.comm.sanity import check_same_parameters
-from startrail.engine import executor
+from startrail.comm.timing import TIMING
 from startrail.launch.local import run_local
 from tests import like_nccl
 from tests.helpers import dense, error_of, qkv, tensors, worst
@@ -131,8 +129,7 @@ def test_whatever_a_rank_leaves_out_ends_with_the_first_call_that_is_not_the_sam
     if backend == like_nccl.NAME:
         like_nccl.register()
         monkeypatch.setattr(groups, "backend_for", lambda device: backend)
-    for module in (agree, executor, under_way):
-        monkeypatch.setattr(module, "PATIENCE", 0.4)
+    monkeypatch.setattr(TIMING, "slow_wait", 0.4)
 
     def on_rank(rank):
         found = []

@@ -4,6 +4,7 @@ import threading
 from weakref import WeakSet
 
 from startrail.comm import watchdog as watch
+from startrail.comm.timing import TIMING
 
 
 class Looked:
@@ -28,11 +29,12 @@ def test_what_is_added_while_the_thread_looks_does_not_end_it(monkeypatch):
 
     monkeypatch.setattr(watch, "WeakSet", Slow)
     monkeypatch.setattr(watch, "_watcher", None)
+    monkeypatch.setattr(TIMING, "slow_wait", 0.04)
     first, second = Looked(), Looked()
-    watch.watch(first, 0.01)
+    watch.watch(first)
     try:
         assert looking.wait(5)
-        watch.watch(second, 0.01)
+        watch.watch(second)
         added.set()
         assert second.at.wait(2), "the thread has ended"
         first.at.clear()

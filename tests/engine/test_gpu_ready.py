@@ -18,6 +18,7 @@ from startrail.comm import watchdog as watch
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters, Stopwatch
 from startrail.comm.lanes import Lanes, Message
+from startrail.comm.timing import TIMING
 from startrail.comm.transfers import TransferContext, TransferMonitor
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
@@ -182,7 +183,7 @@ def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
 def test_whatever_one_abort_does_the_others_are_not_kept_from_theirs(monkeypatch):
     """One raises, one hangs; and one ends only together with another, as two communicators that hang on one GPU do."""
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(groups, "ABORTED_WITHIN", 1.0)
+    monkeypatch.setattr(TIMING, "abort", 1.0)
     together, hangs = threading.Barrier(2), threading.Event()
     aborted = []
 
@@ -301,7 +302,7 @@ def test_lanes_on_nccl_have_their_settings_in_one_place(monkeypatch):
     ((size, index, members, backend, _, name, options, timeout),) = made
     assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
     assert options.high and options.config.max_ctas == groups.CHANNELS
-    assert timeout == options._timeout == timedelta(seconds=5) + groups.GRACE
+    assert timeout == options._timeout == timedelta(seconds=5) + timedelta(seconds=TIMING.nccl_grace)
 
 
 class Recorded:

@@ -7,8 +7,8 @@ their details; a rank whose arguments are wrong puts that up instead, so that ev
 and nobody waits.
 
 Later calls of that signature on that sequence cost nothing: nobody looks at the board. But a rank that has waited for a
-transfer longer than ``SLOW_WAIT_SECONDS`` puts up its detail and looks whether another rank has put up a different one for the
-same call. If so it ends its own wait, and raises the same ``ValueError``.
+transfer longer than ``TIMING.slow_wait`` puts up its detail and looks whether another rank has put up a different one
+for the same call. If so it ends its own wait, and raises the same ``ValueError``.
 
 After an error on any rank the calls of all ranks are of no use to each other any more. A rank that gives up says why on
 the board, which ends the others' waits, and all begin anew in the next *epoch*: call 1, nothing agreed on, new lanes.
@@ -29,12 +29,10 @@ from typing import Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from startrail.comm.errors import PeerError
+from startrail.comm.timing import TIMING
 from startrail.comm.watchdog import run_within, watch
 
-SLOW_WAIT_SECONDS = 2.0  # seconds until a wait is long
-REMINDER_SECONDS = 5.0  # seconds until a wait is so long that somebody should know
 REMEMBERED = 1024  # signatures and sequences that are agreed on
-LONGEST_PAUSE = 0.05
 COUNT = 1 << 40  # one rank more on the board; the rest of the counter is the sum of their texts' digests
 
 log = logging.getLogger("startrail")
@@ -191,7 +189,7 @@ class Consensus:
         """The store is asked from a thread: where its host hangs, so would we."""
         comparison = _CallComparison(self, board, f"{_PROBLEM}{problem}" if problem else self._detail)
         try:
-            done = run_within(board.timeout.total_seconds() + SLOW_WAIT_SECONDS, comparison.run, comparison.ended)
+            done = run_within(board.timeout.total_seconds() + TIMING.store_answer, comparison.run, comparison.ended)
         except RuntimeError as error:
             if isinstance(error, PeerError):
                 raise
@@ -215,7 +213,7 @@ class Consensus:
             if not isinstance(error, ValueError | PeerError):
                 text = f"PeerError: rank {board.rank} gave up: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
-                run_within(SLOW_WAIT_SECONDS, lambda: board.give_up(epoch, text))
+                run_within(TIMING.store_answer, lambda: board.give_up(epoch, text))
 
     # --- waiting for transfers
 
@@ -229,13 +227,13 @@ class Consensus:
         """After a wait has failed: what the board knows of why."""
         if self._reason is None and (board := self.board) is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
-                run_within(SLOW_WAIT_SECONDS, lambda: self._look(board))
+                run_within(TIMING.store_answer, lambda: self._look(board))
         return self._reason
 
     def watch(self) -> None:
         """Look after long waits from a thread of our own, as long as this object lives."""
         if self.board is not None:
-            watch(self, SLOW_WAIT_SECONDS / 4)
+            watch(self)
 
     def look(self) -> None:
         """If a wait has become long, say so, and find out whether it can ever end."""
@@ -243,10 +241,10 @@ class Consensus:
             return
         wait, since = self._wait
         seconds = time.monotonic() - since
-        if seconds > REMINDER_SECONDS and wait is not self._reminded:
+        if seconds > TIMING.reminder and wait is not self._reminded:
             self._reminded = wait
             log.warning("rank %d still waits after %.0f seconds: %s", self.board.rank, seconds, wait)
-        if seconds < SLOW_WAIT_SECONDS:
+        if seconds < TIMING.slow_wait:
             return
         if self._reason is None:
             self._look(self.board)
@@ -274,28 +272,32 @@ class _CallComparison:
         board, place, said = self.board, self.place, self.said
         board.put(place, said, compared=True)
         start = time.monotonic()
-        pause = 0.001
+        pause = TIMING.poll
         with contextlib.ExitStack() as stack:
             lobby: WaitRegistry | None = None
             looked = reminded = start
             while not board.complete(place) and not self.ended.wait(pause):
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, TIMING.longest_poll)
                 now = time.monotonic()
                 seconds = now - start
                 if seconds > board.timeout.total_seconds():
                     raise PeerError(f"{self._missing()} did not start {self._what()} within {board.timeout}")
-                if seconds > SLOW_WAIT_SECONDS and board.differs(place, said):
+                if seconds > TIMING.slow_wait and board.differs(place, said):
                     break  # some ranks may be stuck in transfers of another call; it is clear enough by now
-                if pause == LONGEST_PAUSE and (why := board.given_up(self.epoch)) and not board.differs(place, said):
+                if (
+                    pause >= TIMING.longest_poll
+                    and (why := board.given_up(self.epoch))
+                    and not board.differs(place, said)
+                ):
                     raise _error_of(why)
-                if seconds > SLOW_WAIT_SECONDS and now - looked > SLOW_WAIT_SECONDS / 4:
+                if seconds > TIMING.slow_wait and now - looked > TIMING.watch_interval:
                     looked = now
                     if lobby is None:
                         lobby = self.lobby(place)
                         stack.callback(lobby.leave)
                     elif two := lobby.elsewhere():
                         raise ValueError(f"{two}: make a new SequenceParallel on all of these ranks, or on none")
-                if now - reminded > REMINDER_SECONDS and reminded == start:
+                if now - reminded > TIMING.reminder and reminded == start:
                     reminded = now
                     log.warning("rank %d still waits for %s to start %s", board.rank, self._missing(), self._what())
         if said.startswith(_PROBLEM) or board.differs(place, said):

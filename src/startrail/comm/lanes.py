@@ -23,6 +23,7 @@ from torch import Tensor
 
 from startrail.comm import process_groups as groups
 from startrail.comm.errors import PeerError
+from startrail.comm.timing import TIMING
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
 from startrail.schedule.values import Piece
@@ -169,7 +170,7 @@ class Lanes:
                 while not is_done(works[what]):
                     if time.monotonic() > end:
                         raise RuntimeError("nobody came")
-                    time.sleep(0.001)
+                    time.sleep(TIMING.poll)
                 works[what].wait()
         except RuntimeError as error:
             self.end(f"no connection over {what}")

@@ -8,7 +8,7 @@ Settings of NCCL's communicators, all here:
 - *never split from the world's communicator*, which torch does where the default group is bound to a device: lazily,
   inside the first transfer, and with all ranks of the world, most of which are not there;
 - *a watchdog that comes second*: NCCL's ends the whole process without saying who waited for whom, so it gets
-  ``GRACE`` more than our own deadline.
+  ``TIMING.nccl_grace`` more than our own deadline.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from startrail.comm.errors import PeerError
+from startrail.comm.timing import TIMING
 from startrail.comm.watchdog import run_all_within
 
 CHANNELS = 8
-GRACE = timedelta(seconds=60)
-ABORTED_WITHIN = 30.0  # seconds
 
 log = logging.getLogger("startrail")
 
@@ -54,7 +53,7 @@ def make_group(members: list[int], name: str, backend: str, timeout: timedelta) 
     store = PrefixStore(f"{name}/", c10d._get_default_store())
     options = None
     if backend == "nccl":
-        timeout += GRACE
+        timeout += timedelta(seconds=TIMING.nccl_grace)
         options = _nccl_options(timeout)
     index = members.index(dist.get_rank())
     try:
@@ -100,8 +99,8 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
     All at the same time: NCCL's abort of one waits for all that the GPU does, also for the transfers of another that
     hang until it is aborted too (NVIDIA/nccl#1013).
     """
-    if not run_all_within(ABORTED_WITHIN, [partial(_abort, group) for group in groups]):
-        log.warning("transfers of a process group could not be ended within %.0f seconds", ABORTED_WITHIN)
+    if not run_all_within(TIMING.abort, [partial(_abort, group) for group in groups]):
+        log.warning("transfers of a process group could not be ended within %.0f seconds", TIMING.abort)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

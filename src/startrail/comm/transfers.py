@@ -16,10 +16,11 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from startrail.comm.consensus import SLOW_WAIT_SECONDS, Consensus
+from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.errors import PeerError
 from startrail.comm.lanes import DigestComparison, Lanes, Message, is_done
+from startrail.comm.timing import TIMING
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
 
@@ -44,9 +45,9 @@ class TransferContext:
 
     def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
         """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
-        reason, end = self.agreement.reason(), time.monotonic() + 4 * SLOW_WAIT_SECONDS
+        reason, end = self.agreement.reason(), time.monotonic() + TIMING.explanation
         while reason is None and self.lanes.ended == DISAGREEMENT and time.monotonic() < end:
-            time.sleep(0.05)  # the others are about to say what they called
+            time.sleep(TIMING.longest_poll)  # the others are about to say what they called
             reason = self.agreement.reason()
         if isinstance(reason, ValueError):
             return reason
@@ -153,7 +154,7 @@ class TransferMonitor:
             return
         now = time.monotonic()
         open_ = [each for each in (*self.under_way, *self.comparisons) if not self._over(each)]
-        if lanes.ended or not open_ or now - (oldest := open_[0]).posted < SLOW_WAIT_SECONDS:
+        if lanes.ended or not open_ or now - (oldest := open_[0]).posted < TIMING.slow_wait:
             return
         if now - oldest.posted > lanes.timeout.total_seconds():
             lanes.end(f"{oldest} did not end within {lanes.timeout}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-AT_THE_END = 5.0  # seconds that the end of the program waits for a thread
+from startrail.comm.timing import TIMING
 
 
 class Watched(Protocol):
@@ -24,8 +24,8 @@ class Watched(Protocol):
 class _Watcher:
     """The thread of one process; a forked one needs its own."""
 
-    def __init__(self, every: float) -> None:
-        self.every, self.process = every, os.getpid()
+    def __init__(self) -> None:
+        self.process = os.getpid()
         self.watched: WeakSet[Watched] = WeakSet()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="startrail-watch", daemon=True)
@@ -33,7 +33,7 @@ class _Watcher:
         atexit.register(self.end)
 
     def _run(self) -> None:
-        while not self.stop.wait(self.every):
+        while not self.stop.wait(TIMING.watch_interval):
             with _lock:  # a set that grows meanwhile would end this thread
                 watched_now = list(self.watched)
             while watched_now:
@@ -47,19 +47,19 @@ class _Watcher:
     def end(self) -> None:
         self.stop.set()
         if self.process == os.getpid():
-            self.thread.join(AT_THE_END)
+            self.thread.join(TIMING.thread_join)
 
 
 _watcher: _Watcher | None = None
 _lock = threading.Lock()
 
 
-def watch(watched: Watched, every: float) -> None:
-    """Call ``watched.look()`` every so many seconds for as long as it lives; it may raise when it needs no more."""
+def watch(watched: Watched) -> None:
+    """Call ``watched.look()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive, until it raises."""
     global _watcher
     with _lock:
         if _watcher is None or _watcher.process != os.getpid():
-            _watcher = _Watcher(every)
+            _watcher = _Watcher()
         _watcher.watched.add(watched)
 
 
@@ -100,5 +100,5 @@ def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> b
     finally:
         late = [thread for thread in threads if thread.is_alive()]
         for thread in late:  # what it called may return at any time: do not end the program meanwhile
-            atexit.register(thread.join, AT_THE_END)
+            atexit.register(thread.join, TIMING.thread_join)
     return not late

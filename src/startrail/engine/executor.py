@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from startrail.comm.consensus import SLOW_WAIT_SECONDS, Consensus
+from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.lanes import Lanes, Message
 from startrail.comm.transfers import PendingTransfer, TransferContext, TransferMonitor
@@ -77,7 +77,7 @@ class Executor:
         self.running = False  # whether a pass has begun and not ended
         self.watch = TransferMonitor(self.waits) if lanes is not None and lanes.watched else None
         if self.watch is not None:
-            watch(self.watch, SLOW_WAIT_SECONDS / 4)
+            watch(self.watch)
 
     @property
     def device(self) -> torch.device | None:

@@ -26,13 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from startrail.comm.watchdog import AT_THE_END, run_within
-
-PATIENCE = 5.0  # seconds before anybody is missed
-BEGINNING = 20.0  # seconds before a rank is missed that is still to begin: many may share few cores
-AGAIN = 60.0  # seconds between lines about the same ranks
-BEAT = 1.0  # seconds between signs of life
-SAYING = 3 * BEAT  # seconds until whoever says why has said it, on a busy machine too
+from startrail.comm.timing import TIMING
+from startrail.comm.watchdog import run_within
 
 
 class Sign(NamedTuple):
@@ -94,10 +89,10 @@ class HeartbeatMonitor:
         if (furthest := max(sign.passed for sign in signs)) > self._furthest:
             self._furthest, self._furthest_at = furthest, now
         self._last = signs
-        patience = [PATIENCE if sign.beats else BEGINNING for sign in signs]
+        patience = [TIMING.missing if sign.beats else TIMING.missing_at_start for sign in signs]
         silent = [rank for rank, at in enumerate(self._beat_at) if now - at > patience[rank]]
         behind = [rank for rank, sign in enumerate(signs) if sign.beats >= 0 and sign.passed < furthest]
-        late = behind if now - self._furthest_at > PATIENCE else []
+        late = behind if now - self._furthest_at > TIMING.missing else []
         self.missing = silent or late
         if not self.missing:
             self._said = [], 0.0
@@ -108,7 +103,7 @@ class HeartbeatMonitor:
         if since > self.limit:
             self.over = over(who, self.limit, how)
             return None
-        if self._said[0] == self.missing and now - self._said[1] < AGAIN:
+        if self._said[0] == self.missing and now - self._said[1] < TIMING.missing_again:
             return None
         self._said = self.missing, now
         return f"still waiting for {who} ({how})"
@@ -159,11 +154,11 @@ class Pulse:
         """Nobody need wait for this rank any more."""
         self._ended.set()
         for thread in self._threads:
-            thread.join(AT_THE_END)
+            thread.join(TIMING.thread_join)
         board, silent = self._board, any(thread.is_alive() for thread in self._threads)
         if board is not None and not silent:  # behind the last beat, which would take it back
             with suppress(RuntimeError):
-                run_within(AT_THE_END, lambda: board.write(self._rank, -1, self._passed, self._step))
+                run_within(TIMING.thread_join, lambda: board.write(self._rank, -1, self._passed, self._step))
 
     def _live(self) -> None:
         assert self._board is not None
@@ -171,22 +166,22 @@ class Pulse:
             while not self._ended.is_set():
                 self._beats += 1
                 self._board.write(self._rank, self._beats, self._passed, self._step)
-                if self._look is not None and time.monotonic() - self._passed_at > PATIENCE:
+                if self._look is not None and time.monotonic() - self._passed_at > TIMING.missing:
                     self._look()
                 self._answered_at = time.monotonic()
-                self._ended.wait(BEAT)
+                self._ended.wait(TIMING.heartbeat)
 
     def _guard(self) -> None:
         says = self._rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"  # one of every node, and of the first
         who, said_at = f"{self._holder}, which holds the store", float("-inf")
-        while not self._ended.wait(BEAT):
+        while not self._ended.wait(TIMING.heartbeat):
             now = time.monotonic()
             silent = now - self._answered_at
             stuck = min(silent, now - self._passed_at)  # without the store, a rank may well get on
             how = f"silent for {silent:.0f} s, in step {self._step}"
             if stuck > self._limit:
                 leave(over(f"{who},", self._limit, how) if says else "")
-            elif stuck > PATIENCE and now - said_at > AGAIN and says:
+            elif stuck > TIMING.missing and now - said_at > TIMING.missing_again and says:
                 said_at = now
                 say(f"still waiting for {who} ({how})")
 
@@ -205,7 +200,7 @@ def leave(text: str = "") -> None:
     if text:
         say(text)
     else:
-        time.sleep(SAYING)
+        time.sleep(TIMING.report)
     os._exit(1)
 
 

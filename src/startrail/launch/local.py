@@ -26,13 +26,12 @@ import torch._dynamo  # here once: the first custom op imports it, which would t
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from startrail.comm.timing import TIMING
+
 Result = TypeVar("Result")
 MOST_RANKS = 256
 RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
 HOST = "127.0.0.1"
-FIRST_WORD = 120.0  # seconds that a rank waits to be told where to meet the others
-LAST_WORDS = 1.0  # seconds in which the death that made a rank fail shows itself
-LOOK_EVERY = 0.5  # seconds
 
 
 class RankError(RuntimeError):
@@ -105,7 +104,7 @@ def run_local(
 def _join(rank: int, world: int, pipe: Connection, seconds: float) -> None:
     """Meet the others at the store, whose port comes through the pipe."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if not pipe.poll(FIRST_WORD):
+    if not pipe.poll(TIMING.first_message):
         raise RuntimeError("the process that started this rank is gone")
     limit = timedelta(seconds=seconds)
     store = TCPStore(HOST, int(pipe.recv_bytes()), world, False, limit, wait_for_workers=False)
@@ -125,7 +124,9 @@ def collect(
     while len(results) < world:
         open_pipes = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         left = max(0.0, end - time.monotonic())
-        ready = wait(list(open_pipes), timeout=left if look is None and left < float("inf") else min(left, LOOK_EVERY))
+        ready = wait(
+            list(open_pipes), timeout=left if look is None and left < float("inf") else min(left, TIMING.supervise)
+        )
         if not ready and time.monotonic() >= end:
             raise RankError(f"ranks {sorted(open_pipes.values())} did not finish before the deadline")
         if look is not None:
@@ -145,7 +146,7 @@ def collect(
 
 
 def _death(rank: int, process: BaseProcess) -> str:
-    process.join(LAST_WORDS)
+    process.join(TIMING.last_message)
     if process.exitcode is not None and process.exitcode < 0:
         return f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}"
     return f"rank {rank} ended without a word (crashed, or left by itself)"
@@ -153,7 +154,7 @@ def _death(rank: int, process: BaseProcess) -> str:
 
 def _death_of_another(pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> str | None:
     """Whether a rank failed because another died: that one is to blame, though it says nothing."""
-    end = time.monotonic() + LAST_WORDS
+    end = time.monotonic() + TIMING.last_message
     waiting = dict(pipes)
     while waiting and (ready := wait(list(waiting), timeout=max(0.0, end - time.monotonic()))):
         for pipe in ready:

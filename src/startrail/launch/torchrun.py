@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from startrail.launch.heartbeat import AGAIN, PATIENCE, Sign, names
+from startrail.comm.timing import TIMING
+from startrail.launch.heartbeat import Sign, names
 
 
 class JoinError(RuntimeError):
@@ -124,8 +125,8 @@ def agree_on_name(store: Store, rank: int, world: int, limit: float = 600.0) -> 
         now = time.monotonic()
         if now - start > limit:
             raise JoinError(f"{names(missing)} did not come within {limit / 60:g} minutes (wait_minutes)")
-        if now - said > (AGAIN if said > start else PATIENCE):
+        if now - said > (TIMING.missing_again if said > start else TIMING.missing):
             said = now
             print(f"startrail train: still waiting for {names(missing)} (not there yet)", file=sys.stderr, flush=True)
-        time.sleep(0.01)
+        time.sleep(TIMING.join_poll)
     return name
