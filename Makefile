@@ -22,7 +22,7 @@ setup-bench: .venv/ready-bench
 	touch $@
 
 # What runs ranks of its own and looks at the clock runs alone; the rest two at a time.
-ALONE := tests/api tests/comm tests/engine tests/lab tests/bench tests/planner/test_auto.py tests/training/test_training.py tests/training/test_models_on_ranks.py tests/training/test_data_on_ranks.py tests/fuzz.py tests/chaos.py
+ALONE := tests/api tests/comm tests/engine tests/lab tests/bench tests/planner/test_auto.py tests/training/test_training.py tests/training/test_interruptions.py tests/training/test_models_on_ranks.py tests/training/test_data_on_ranks.py tests/fuzz.py tests/chaos.py
 
 test: setup            ## every test
 	$(BIN)/python -m pytest -q -n 2 --durations=10 $(addprefix --ignore=,$(ALONE))
