@@ -24,8 +24,8 @@ from startrail.diagnostics.exactness import check_cases
 from startrail.diagnostics.reference import USES, Case, coarser, visible_pairs
 from startrail.engine.wire import DTYPES
 from startrail.launch.local import RankError, run_local
-from startrail.planner.fewest_bytes import auto_plan
-from startrail.planner.topology import Machine
+from startrail.planner.auto import plan_for_heads
+from startrail.planner.cluster import find_cluster
 from startrail.schedule.families.base import Heads
 from startrail.schedule.families.star import STAR
 from startrail.schedule.plan import Plan, plans_for, variants_of
@@ -269,7 +269,6 @@ def test_random_cases_cover_the_ground():
         lambda p: any(isinstance(level, Heads) for level in p.levels[1:-1]),
         lambda p: isinstance(p.levels[0], Heads) and p.family is STAR,
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
-        lambda p: p.rows > 1 and p.shard_levels,
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
     for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse", "softcap"):
@@ -277,7 +276,7 @@ def test_random_cases_cover_the_ground():
     assert all(sum(case.use == use for case in cases) > 15 for use in USES)
     assert {case.use for case in cases} == set(USES) and {case.wire_dtype for case in cases} == {None, *DTYPES}
     assert any(len(p.levels) == 3 and p.size == 12 for p in plans if p.family is not STAR)
-    assert auto_plan(Machine(2, 4), 8, 2)[0].size == 8
+    assert plan_for_heads(find_cluster("a100-4x8@2x4"), 8, 2).plan.size == 8
 
 
 def main() -> int:

@@ -23,10 +23,9 @@ from startrail.engine.runtime import Runtime, Settings
 from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
-from startrail.planner.fewest_bytes import check_heads
 from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine
-from startrail.planner.workload import Job
+from startrail.planner.workload import Job, check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.sizes import Sizes
@@ -128,9 +127,9 @@ class SequenceParallel:
         else:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
         machine = Machine.of_ranks(asking, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
-        plan, why = choose(group, machine, ask, cluster)
+        plan, reason = choose(group, machine, ask, cluster)
         if ranks[self.rank] == 0:  # once, also where several groups share a job
-            print(f"startrail: {why}", file=sys.stderr)
+            print(f"startrail: {reason}", file=sys.stderr)
         return plan
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from startrail import lab
 from startrail.bench import measure
 from startrail.bench.__main__ import MACHINES, MINUTES, fitting, main, planned_seconds
 from startrail.bench.cases import (
+    AUTO,
     BOUND_BY_LINKS,
     COMPUTE,
     DIT,
@@ -26,11 +27,12 @@ from startrail.bench.cases import (
     Trial,
     grouped_contenders,
     heads_contenders,
+    lab_cluster,
     limited_trials,
     plan_contenders,
     unlimited_trials,
 )
-from startrail.bench.measure import make_runner, run_on_cluster, why_not
+from startrail.bench.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, why_not
 from startrail.bench.models import expected_results
 from startrail.bench.peers.ours import make_data
 from startrail.bench.report.claims import claims
@@ -38,7 +40,7 @@ from startrail.bench.report.findings import lines_of, measured_trial
 from startrail.bench.report.page import metadata, write
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.launch.local import run_local
-from startrail.planner.fewest_bytes import auto_plan
+from startrail.planner.auto import plan_for_heads
 from startrail.planner.topology import Machine, rate_for, transfer_seconds
 from startrail.schedule.plan import Plan
 from tests.helpers import ROOT, torchrun
@@ -121,9 +123,24 @@ def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
         rate_for(busiest, 0.0, 8.0)
 
 
-def test_the_plan_called_auto_is_what_auto_chooses():
-    (auto,) = [contender for contender in grouped_contenders(4, 8) if contender.name == "auto"]
-    assert auto.plan == str(auto_plan(Machine(4, 8), GQA.q_heads, GQA.kv_heads)[0])
+def test_the_plan_called_auto_is_what_users_get():
+    """With links as described: the emulated ones by the trial's rates, real ones measured."""
+    assert AUTO in grouped_contenders(4, 8)
+    work = replace(GQA, length=64, q_heads=4, batch=1)
+    trial = Trial(work, (AUTO,), pressure=8.0, repeats=1, seconds=1.0, at_least=1)
+    data = prepare_data([trial])
+
+    def on_rank(rank):
+        (outcome,) = Ranks(PAIR, Links(None), data).run([trial], 60)
+        cluster = lab_cluster(PAIR, outcome.rates)
+        expected = str(plan_for_heads(cluster, work.q_heads, work.kv_heads, work.head_dim, work.length).plan)
+        return outcome, expected
+
+    found = run_local(on_rank, PAIR.world, deadline=60)
+    for outcome, expected in found:
+        assert outcome.auto == expected and outcome.samples["auto"] and not outcome.refused
+    row = measured_trial(PAIR, trial, [outcome for outcome, _ in found])["rows"][-1]
+    assert (row["name"], row["plan"]) == ("auto", found[0][1])
 
 
 def test_the_table_of_plans_with_heads_outermost_fits_its_machines_and_moves_least():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import startrail
 from startrail.cli import main
 from startrail.launch.local import run_local
-from startrail.planner.auto import fitted
+from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import cluster_text, find_cluster
 from startrail.planner.live import choose as auto
 from startrail.planner.workload import Job, Run, find_model
@@ -37,9 +37,9 @@ def test_all_ranks_agree_on_what_is_described_or_measured(tmp_path, monkeypatch,
             remembered.write_bytes(b"\xff\xfe")
         found["again"] = chosen()
         if rank == 0:  # nor for what nobody thought of
-            auto.fitted = lambda *_: 1 / 0
+            auto.fit_cluster = lambda *_: 1 / 0
         found["broken"] = chosen(cluster="lab")
-        auto.fitted = fitted
+        auto.fit_cluster = fit_cluster
         os.environ["STARTRAIL_CLUSTER"] = "nvl72"
         found["variable"] = chosen()
         everyone = [None] * dist.get_world_size()

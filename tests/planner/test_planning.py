@@ -13,7 +13,7 @@ import startrail
 from startrail.cli import main
 from startrail.planner import predict as attention
 from startrail.planner.answer import plan as ask
-from startrail.planner.auto import fitted, plan_for_heads, plan_for_job
+from startrail.planner.auto import fit_cluster, plan_for_heads, plan_for_job
 from startrail.planner.bounds import Bounds
 from startrail.planner.candidates import options_of, plans_on
 from startrail.planner.cluster import Slow, cluster_text, find_cluster, read_cluster
@@ -525,31 +525,31 @@ def test_a_batch_that_does_not_fit_says_which_would():
 
 def test_auto_for_heads_alone_keeps_nothing_and_what_it_chooses_fits():
     cluster = find_cluster("a100-4x8")
-    text, why = plan_for_heads(cluster, 32, 32, 128, 2**19)
-    memory = Training(cluster, find_model("gpt-7b"), Run(2**19)).memory(Plan.parse(text))
-    assert "keep" not in text
-    assert memory.total < memory.limit, f"{text} needs {memory.total / 1e9:.0f} GB"
-    assert "32 layers assumed, their attention in half the memory, nothing kept" in why
+    plan, why = plan_for_heads(cluster, 32, 32, 128, 2**19)
+    memory = Training(cluster, find_model("gpt-7b"), Run(2**19)).memory(plan)
+    assert plan.keep == "none"
+    assert memory.total < memory.limit, f"{plan} needs {memory.total / 1e9:.0f} GB"
+    assert "assuming 32 layers whose attention uses at most half of the memory and keeps nothing" in why
 
 
 def test_auto_for_a_job_is_what_plan_says():
     cluster = find_cluster("a100-4x8")
     for name, length, batch in (("gpt-7b", 2**19, 1), ("dit-1b", 2**17, 1), ("gpt-3b", 2**15, 4)):
         model, run = find_model(name), Run(length, batch)
-        text, why = plan_for_job(cluster, Job(model, run, data_parallel=batch))
+        plan, why = plan_for_job(cluster, Job(model, run, data_parallel=batch))
         best = search(cluster, model, run, data_parallel=batch).best
-        assert text == str(best.plan)
+        assert plan == best.plan
         assert best.step.memory.total <= best.step.memory.limit
         assert f"a step of {name} with {batch} x {length} tokens" in why
         assert ("full mask" if name == "dit-1b" else "causal mask") in why
 
 
 def test_auto_for_a_job_that_will_hardly_fit_says_so_and_lets_it_try():
-    text, why = plan_for_job(find_cluster("a100-4x8"), Job(find_model("gpt-7b"), Run(2**24)))
-    Plan.parse(text).check_world(32)
-    assert "keep" not in text
-    assert re.search(r"may not fit, and this needs least \(\S+ needs \d+\.\d GB a device", why)
-    text, why = plan_for_heads(find_cluster("a100-4x8"), 32, 32, 128, 2**24)
+    plan, why = plan_for_job(find_cluster("a100-4x8"), Job(find_model("gpt-7b"), Run(2**24)))
+    plan.check_world(32)
+    assert plan.keep == "none"
+    assert re.search(r"may not fit, and this plan needs the least memory \(\S+ needs \d+\.\d GB a device", why)
+    _, why = plan_for_heads(find_cluster("a100-4x8"), 32, 32, 128, 2**24)
     assert "may not fit" in why
 
 
@@ -568,10 +568,12 @@ def test_show_auto_says_what_a_job_on_that_cluster_would_get(capsys, monkeypatch
     argv = ["show", "auto", "--ranks", "16", "--nodes", "2", "--heads", "32", "--kv-heads", "8", "--length", "65536"]
     assert main([*argv, "--cluster", "a100-4x8"]) == 0
     described = capsys.readouterr().out
-    _, why = plan_for_heads(fitted(find_cluster("a100-4x8"), Machine(2, 8)), 32, 8, None, 65536)
+    _, why = plan_for_heads(fit_cluster(find_cluster("a100-4x8"), Machine(2, 8)), 32, 8, None, 65536)
     assert described.startswith(f"{why}; cluster described by a100-4x8\n")
     assert main(argv) == 0
-    assert "ranked by bytes alone: name a cluster" in capsys.readouterr().out
+    assumed = capsys.readouterr().out
+    _, reason = plan_for_heads(fit_cluster(find_cluster("h100-8x8"), Machine(2, 8)), 32, 8, None, 65536)
+    assert assumed.startswith(f"{reason}; cluster assumed to be like h100-8x8 (pass --cluster to plan for yours)\n")
     monkeypatch.setenv("STARTRAIL_CLUSTER", "a100-4x8")
     assert main(argv) == 0
     assert capsys.readouterr().out == described

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import startrail
 from startrail.launch.signals import Stop
-from startrail.planner.auto import fitted, plan_for_job
+from startrail.planner.auto import fit_cluster, plan_for_job
 from startrail.planner.cluster import find_cluster
 from startrail.planner.topology import Machine
 from startrail.training.display import Display
@@ -135,4 +135,4 @@ def mismatches(display, first, expected):
 
 def expected_plan(recipe, ranks):
     """The plan that ``auto`` must choose: the planner's for the tests' cluster (tests/conftest.py)."""
-    return plan_for_job(fitted(find_cluster("lab"), Machine(1, ranks)), recipe.job("float32"))[0]
+    return plan_for_job(fit_cluster(find_cluster("lab"), Machine(1, ranks)), recipe.job("float32")).plan

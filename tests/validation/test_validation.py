@@ -8,7 +8,7 @@ import pytest
 from startrail.bench.cases import Workload
 from startrail.planner.topology import Machine
 from validation.lab.compare import Compared, Verdict
-from validation.lab.model import cases_of, lab_cluster, with_choice
+from validation.lab.model import cases_of, cluster_of, with_choice
 from validation.lab.trials import ALONE, CALIBRATION, PREDICTED
 from validation.paper.traffic import byte_counts
 
@@ -73,7 +73,7 @@ def test_the_planners_own_choice_takes_part():
 def test_a_slow_node_is_described_as_one():
     slow = record(*MEASURED[0])
     slow["rates"] = [50_000_000, 100_000_000, 100_000_000, 100_000_000]
-    cluster = lab_cluster(cases_of([slow])[0], {})
+    cluster = cluster_of(cases_of([slow])[0], {})
     (member,) = cluster.slow
     assert (member.level, member.member, member.bandwidth) == (0, 0, 0.5)
     assert cluster.levels[0].bandwidth == pytest.approx(100e6 / 8 * 0.975)

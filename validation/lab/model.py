@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail.bench.cases import Contender, Trial, Workload
+from startrail.bench.cases import Contender, Trial, Workload, lab_cluster
 from startrail.bench.sizes import ring_bytes
-from startrail.planner.cluster import ClusterSpec, Slow, find_cluster
+from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.topology import Machine, rate_for
@@ -17,7 +17,6 @@ from startrail.schedule.plan import Plan
 
 CHOSEN = "chosen"  # the role of what the planner chooses
 SPEED = "speed"
-PAYLOAD = 0.975  # of a link's rate: headers of jumbo frames, TCP and gloo
 Json = Mapping[str, Any]
 
 
@@ -72,20 +71,17 @@ def cases_of(trials: list[Json]) -> list[Case]:
     return cases
 
 
-def lab_cluster(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
+def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
     """``lab.toml`` with the trial's links and ``figures``; ``speed`` is a factor on what its kernels reach."""
-    rate = max(case.rates)
-    slow = tuple(Slow(0, node, bandwidth=own / rate) for node, own in enumerate(case.rates) if own < rate)
-    base = find_cluster(f"lab@{case.machine}")
-    levels = (replace(base.levels[0], bandwidth=rate / 8 * PAYLOAD), base.levels[1])
+    base = lab_cluster(case.machine, case.rates)
     others = {name: value for name, value in figures.items() if name != SPEED}
     rates, speed = base.device.of("float32"), figures.get(SPEED, 1.0)
     rates = replace(rates, forward=rates.forward.scaled(speed), backward=rates.backward.scaled(speed))
-    return replace(base, device=replace(base.device, rates={"float32": rates}, **others), levels=levels, slow=slow)
+    return replace(base, device=replace(base.device, rates={"float32": rates}, **others))
 
 
 def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
-    cluster, plan = lab_cluster(case, figures), Plan.parse(case.plan)
+    cluster, plan = cluster_of(case, figures), Plan.parse(case.plan)
     order = case.machine.interleaved() if case.across else None
     return predict(cluster, plan, case.call, everybody=True, order=order)
 
@@ -97,6 +93,6 @@ def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:
     rate = rate_for(ring_bytes(machine, trial.work), compute, pressure)
     rates = tuple(rate // 2 if trial.slow_node and node == 0 else rate for node in range(machine.nodes))
     case = Case(machine, trial.work, pressure, rates, "", False, 0.0, 0)
-    plan = str(search_attention(lab_cluster(case, {}), case.call, keep=True).best.plan)
+    plan = str(search_attention(cluster_of(case, {}), case.call, keep=True).best.plan)
     others = tuple(contender for contender in trial.contenders if contender.plan != plan)
     return replace(trial, contenders=(*others, Contender(plan, CHOSEN, plan=plan)))

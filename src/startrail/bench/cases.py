@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
 
-from startrail.planner.fewest_bytes import auto_plan
+from startrail.planner.cluster import ClusterSpec, Slow, find_cluster
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import divisors
 
@@ -14,6 +14,7 @@ from startrail.schedule.plan import divisors
 BOUND_BY_LINKS = 8.0
 # The claims' trials go further: there the two cores that emulate all ranks must not be what is measured.
 PRESSURES = (24.0, BOUND_BY_LINKS, 3.0, 1.0)
+PAYLOAD_SHARE = 0.975  # of a link's rate; the rest are headers of jumbo frames, TCP and gloo
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Trial:
 
 BRIEF = 1  # repeats of a contender that is in a trial's ``brief``
 COMPUTE = Contender("compute alone", role="compute", way="compute")
+# The plan that ``SequenceParallel("auto")`` gets. The planner is asked once the trial's link rates are known.
+AUTO = Contender("auto", role="auto", plan="auto")
 PEERS = (
     Contender("ring, textbook", role="ring", way="textbook ring"),
     Contender("torch ring, all-to-all", role="peer", way="torch ring"),
@@ -168,14 +171,18 @@ def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
 
 
 def grouped_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
-    """For grouped keys: what ``auto`` picks, and USP by its own rule, heads split as far as there are key heads."""
-    plan, _ = auto_plan(Machine(nodes, ranks), GQA.q_heads, GQA.kv_heads)
+    """For grouped-query attention: ``auto``, and USP by its own rule, heads split as far as there are KV heads."""
     heads = gcd(ranks, GQA.kv_heads)
-    return (
-        Contender("USP", "usp", plan=f"1x{nodes}/1x{ranks // heads}/u{heads}"),
-        Contender("auto", "auto", plan=str(plan)),
-        Contender("auto, keep", "auto", plan=f"{plan},keep=all"),
-    )
+    return Contender("USP", "usp", plan=f"1x{nodes}/1x{ranks // heads}/u{heads}"), AUTO
+
+
+def lab_cluster(machine: Machine, rates: Sequence[int]) -> ClusterSpec:
+    """``lab.toml`` with the size of ``machine`` and the link rate of each node, in bits per second."""
+    fastest = max(rates)
+    slow = tuple(Slow(0, node, bandwidth=rate / fastest) for node, rate in enumerate(rates) if rate < fastest)
+    base = find_cluster(f"lab@{machine}")
+    levels = (replace(base.levels[0], bandwidth=fastest / 8 * PAYLOAD_SHARE), *base.levels[1:])
+    return replace(base, levels=levels, slow=slow)
 
 
 def picked(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...]:

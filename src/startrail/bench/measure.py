@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,13 +22,15 @@ import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel
-from startrail.bench.cases import BRIEF, COMPUTE, Contender, Trial, Workload
+from startrail.bench.cases import AUTO, BRIEF, COMPUTE, Contender, Trial, Workload, lab_cluster
 from startrail.bench.peers.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
 from startrail.bench.peers.ours import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
 from startrail.bench.peers.ring import TextbookRing
 from startrail.bench.sizes import piece_sizes, ring_bytes
 from startrail.comm.gather import gather_texts
 from startrail.lab.cluster import Cluster, own_link_bytes
+from startrail.planner.auto import plan_for_heads
+from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan
 
@@ -80,11 +83,13 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What one rank measured in one trial. ``refused``: who failed or erred, and how; they are not timed."""
+    """What one rank measured in one trial. ``refused``: who failed or erred, and how; they are not timed. ``auto``: the
+    plan that ``auto`` chose, if it took part."""
 
     rates: list[int | None]
     samples: dict[str, list[Sample]]
     refused: dict[str, str]
+    auto: str = ""
 
     @staticmethod
     def parse_all(text: str) -> list[Outcome]:
@@ -94,6 +99,7 @@ class Outcome:
                 fields["rates"],
                 {name: [Sample(**sample) for sample in samples] for name, samples in fields["samples"].items()},
                 fields["refused"],
+                fields["auto"],
             )
             for fields in json.loads(text)
         ]
@@ -135,11 +141,16 @@ def why_not(contender: Contender, machine: Machine, work: Workload) -> str | Non
     if work.kv_heads % share:
         return f"{share} ranks cannot share {work.kv_heads} key/value heads evenly"
     try:
-        if contender.way == "plan":
+        if contender.way == "plan" and contender != AUTO:
             piece_sizes(Plan.parse(contender.plan), machine, work)
     except ValueError as error:
         return str(error).partition("; plans that fit")[0]
     return None
+
+
+def with_plan(contender: Contender, auto: str) -> Contender:
+    """``auto`` with the plan that it chose; others as they are."""
+    return replace(contender, plan=auto) if contender == AUTO else contender
 
 
 class Links:
@@ -186,13 +197,25 @@ class Ranks:
             if self.late(start, seconds):
                 break
             self.links.ask("rates", [FAST] * self.machine.nodes)
-            for contender in (COMPUTE, *trial.contenders):
-                self.links.ask("progress", number, f"preparing {contender.name}")
-                self.prepare(contender, trial.work)
+            self.prepare(number, COMPUTE, trial.work)
             if (COMPUTE, trial.work) in self.refused:
                 raise RuntimeError(f"compute alone, {trial.work}: {self.refused[COMPUTE, trial.work]}")
-            outcomes.append(self.measure(number, trial))
+            rates, auto = self.rates_of(trial), ""
+            if AUTO in trial.contenders:
+                auto = self.choose_plan(trial.work, rates)
+                trial = replace(trial, contenders=tuple(with_plan(c, auto) for c in trial.contenders))
+            for contender in trial.contenders:
+                self.prepare(number, contender, trial.work)
+            outcomes.append(replace(self.measure(number, trial, rates), auto=auto))
         return outcomes
+
+    def choose_plan(self, work: Workload, rates: list[int | None]) -> str:
+        """The plan of ``SequenceParallel("auto")`` here: emulated links are described, real ones measured."""
+        heads, kv_heads, head_dim, length = work.q_heads, work.kv_heads, work.head_dim, work.length
+        ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
+        limits = [rate for rate in rates if rate is not None]
+        cluster = lab_cluster(self.machine, limits) if limits else None
+        return str(choose(dist.group.WORLD, self.machine, ask, cluster).plan)
 
     def late(self, start: float, seconds: float) -> bool:
         """Whether ``seconds`` are over since ``start``; rank 0's clock decides for all."""
@@ -200,8 +223,9 @@ class Ranks:
         dist.broadcast(late, 0)
         return bool(late.item())
 
-    def prepare(self, contender: Contender, work: Workload) -> None:
+    def prepare(self, number: int, contender: Contender, work: Workload) -> None:
         """Connect, warm up, and see that the answers are right."""
+        self.links.ask("progress", number, f"preparing {contender.name}")
         key = contender, work
         if key in self.runners or key in self.refused:
             return
@@ -219,8 +243,7 @@ class Ranks:
             return
         self.runners[key] = runner
 
-    def measure(self, number: int, trial: Trial) -> Outcome:
-        rates = self.rates_of(trial)
+    def measure(self, number: int, trial: Trial, rates: list[int | None]) -> Outcome:
         self.links.ask("rates", rates)
         refused = {c.name: self.refused[c, trial.work] for c in trial.contenders if (c, trial.work) in self.refused}
         everyone = (COMPUTE, *(contender for contender in trial.contenders if contender.name not in refused))

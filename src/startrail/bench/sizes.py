@@ -1,5 +1,4 @@
-"""How many bytes the benchmark's work must send over each node's link: `startrail.planner.topology`'s closed forms, with the
-sizes of the work's pieces filled in."""
+"""Bytes that the benchmark's work sends over each node's link: ``planner.topology`` with the sizes of the work's pieces."""
 
 from __future__ import annotations
 

@@ -13,15 +13,16 @@ from importlib import import_module
 from startrail import __version__
 from startrail.cli.plan import add_plan_command
 from startrail.cli.train import export_command, fields_text, train_command
-from startrail.planner.auto import fitted, plan_for_heads
+from startrail.planner.auto import fit_cluster, plan_for_heads
 from startrail.planner.cluster import find_cluster
-from startrail.planner.fewest_bytes import auto_plan, check_heads
 from startrail.planner.topology import Machine
+from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.view import fitting, show
 
 MOST_SHOWN = 8  # ranks
+ASSUMED_CLUSTER = "h100-8x8"  # where `show auto` is not told the cluster; its sizes are the machine's
 EXAMPLES = """examples:
   startrail show 2x2                         the schedule of 4 ranks, step by step
   startrail show star2 --ranks 16 --rank 5   one rank of the paper's schedule
@@ -232,14 +233,11 @@ def _chosen(arguments: argparse.Namespace) -> Plan:
     heads, kv_heads = arguments.heads, arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     check_heads(heads, kv_heads)
     name = arguments.cluster or os.environ.get("STARTRAIL_CLUSTER", "")
-    if not name:
-        plan, why = auto_plan(machine, heads, kv_heads)
-        print(f"{why}; ranked by bytes alone: name a cluster to see what a job there would get", end="\n\n")
-        return plan
-    cluster = fitted(find_cluster(name), machine)
-    text, why = plan_for_heads(cluster, heads, kv_heads, arguments.head_dim, arguments.length)
-    print(f"{why}; cluster described by {name}", end="\n\n")
-    return Plan.parse(text)
+    cluster = fit_cluster(find_cluster(name or ASSUMED_CLUSTER), machine)
+    plan, reason = plan_for_heads(cluster, heads, kv_heads, arguments.head_dim, arguments.length)
+    assumed = f"assumed to be like {ASSUMED_CLUSTER} (pass --cluster to plan for yours)"
+    print(f"{reason}; cluster {f'described by {name}' if name else assumed}", end="\n\n")
+    return plan
 
 
 def _check(arguments: argparse.Namespace) -> int:

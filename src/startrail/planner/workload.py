@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from startrail.planner.cluster import DTYPES
-from startrail.planner.fewest_bytes import MOST_HEADS
 from startrail.planner.units import (
     MOST,
     MOST_COUNTED,
@@ -30,7 +29,7 @@ from startrail.planner.units import (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_LAYERS = 10_000
+MOST_LAYERS, MOST_HEADS = 10_000, 2**16
 ZERO = (0, 2, 3)
 # Hugging Face's decoders whose layers are what is counted here, by the matrices of their MLP: gated or not. Others
 # (state spaces, encoders, experts) would be read without a complaint and counted wrongly.
@@ -121,6 +120,15 @@ class Run:
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype]
+
+
+def check_heads(heads: object, kv_heads: object) -> None:
+    for value in (heads, kv_heads):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_HEADS:
+            limits = f"of at least 1 and at most {MOST_HEADS}"
+            raise ValueError(f"heads={heads!r}, kv_heads={kv_heads!r} must be whole numbers {limits}")
+    if heads % kv_heads:  # type: ignore[operator]
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from startrail.bench.cases import COMPUTE, Trial, Workload
-from startrail.bench.measure import Outcome, Sample
+from startrail.bench.measure import Outcome, Sample, with_plan
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.planner.topology import Machine, transfer_seconds
 from startrail.schedule.plan import Plan
@@ -26,7 +26,7 @@ def measured_trial(machine: Machine, trial: Trial, outcomes: Sequence[Outcome]) 
     """One trial's record, from the outcomes of all ranks: the slowest rank of every repeat is its time."""
     rates = outcomes[0].rates
     rows = []
-    for contender in (COMPUTE, *trial.contenders):
+    for contender in (COMPUTE, *(with_plan(contender, outcomes[0].auto) for contender in trial.contenders)):
         row: Json = {**asdict(contender), "refused": outcomes[0].refused.get(contender.name)}
         if not row["refused"]:
             row |= _measured_row([outcome.samples[contender.name] for outcome in outcomes], machine)

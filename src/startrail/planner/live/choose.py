@@ -1,4 +1,4 @@
-"""``auto``: the planner asked by a running job. The group's first rank decides, and all others take its word."""
+"""``auto`` in a running job: the group's first rank asks the planner, and all ranks use its answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from startrail.comm.gather import gather_texts
-from startrail.planner.auto import fitted
+from startrail.planner.auto import Choice, fit_cluster
 from startrail.planner.cluster import ClusterSpec, find_cluster
-from startrail.planner.live.measure import known_or_measured, own_device
+from startrail.planner.live.measure import cached_or_measured, own_device
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 
@@ -18,29 +18,28 @@ from startrail.schedule.plan import Plan
 def choose(
     group: dist.ProcessGroup | None,
     machine: Machine,
-    ask: Callable[[ClusterSpec], tuple[str, str]],
-    cluster: str | None = None,
-) -> tuple[Plan, str]:
-    """The plan for this group, the same on all ranks, and one line that says why: ``ask`` answers for a cluster.
+    ask: Callable[[ClusterSpec], Choice],
+    cluster: str | ClusterSpec | None = None,
+) -> Choice:
+    """The plan for this group, the same on all ranks. ``ask`` is the question to the planner.
 
-    ``cluster`` is a description (a name or a file), or else STARTRAIL_CLUSTER; without either the cluster is measured,
-    once for each topology. All ranks of the group must call this together.
+    ``cluster`` is a description, its name or its file; the default is STARTRAIL_CLUSTER. Without either the cluster is
+    measured, once per topology. All ranks of the group must call this together.
     """
-    name = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
-    first = group is None or dist.get_rank(group) == 0
-    found: ClusterSpec | None = None
-    how = f"described by {name}"
-    if not name:
-        found, how = known_or_measured(group, machine)
-    text, why, broken = "", "", None
-    if first:
+    named = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
+    source = f"described by {named}"
+    if not named:
+        named, source = cached_or_measured(group, machine)
+    text, reason, raised = "", "", None
+    if group is None or dist.get_rank(group) == 0:
         try:
-            text, why = ask(fitted(find_cluster(name) if found is None else found, machine))
-            why += f"; cluster {how}"
-        except Exception as error:  # whatever it is: the others wait for an answer
-            broken = error
-            why = f'plan "auto": {error if isinstance(error, ValueError) else repr(error)}'
-    text, _, why = gather_texts(f"{text}\n{why}", group, own_device())[0].partition("\n")
+            known = find_cluster(named) if isinstance(named, str) else named
+            plan, reason = ask(fit_cluster(known, machine))
+            text, reason = str(plan), f"{reason}; cluster {source}"
+        except Exception as error:  # of any type: the other ranks wait for an answer
+            raised = error
+            reason = f'plan "auto": {error if isinstance(error, ValueError) else repr(error)}'
+    text, _, reason = gather_texts(f"{text}\n{reason}", group, own_device())[0].partition("\n")
     if not text:
-        raise ValueError(why) from None if isinstance(broken, ValueError) else broken
-    return Plan.parse(text), why
+        raise ValueError(reason) from None if isinstance(raised, ValueError) else raised
+    return Choice(Plan.parse(text), reason)

@@ -98,7 +98,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
     return describe(machine, everyone, *about)
 
 
-def known_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[ClusterSpec, str]:
+def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[ClusterSpec, str]:
     """The cluster as it was measured before, or as it is measured now; how it is known."""
     device = own_device()
     backend = dist.get_backend_config(group) if group is not None else "none"
