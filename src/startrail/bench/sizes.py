@@ -1,4 +1,4 @@
-"""Bytes that the benchmark's work sends over each node's link: ``planner.topology`` with the sizes of the work's pieces."""
+"""Bytes that the benchmark's work sends over each node's link: ``planner.topology`` with the sizes of its pieces."""
 
 from __future__ import annotations
 
