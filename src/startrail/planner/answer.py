@@ -22,7 +22,6 @@ from startrail.planner.predict import predict
 from startrail.planner.search import ALIKE, DoesNotFitError, Found, Row, search
 from startrail.planner.units import read_file, read_quantity
 from startrail.planner.workload import Model, find_model, read_run
-from startrail.schedule.families.base import Heads
 
 
 @dataclass(frozen=True)
@@ -163,17 +162,7 @@ def _why(found: Found) -> str:
 
 def _shape(row: Row) -> str:
     """What the plan does at each level of the cluster, in words."""
-    parts = []
-    for level in row.plan.levels:
-        if isinstance(level, Heads):
-            parts.append(f"heads over {level.size}")
-        elif hasattr(level, "ring"):
-            team, ring = getattr(level, "team", 1), getattr(level, "ring", 1)
-            parts.append(
-                " and ".join([f"teams of {team}"] * (team > 1) + [f"rings of {ring}"] * (ring > 1)) or "one rank"
-            )
-        else:
-            parts.append(f"the paper's teams of {getattr(level, 'team', 1)}")
+    parts = [level.describe() for level in row.plan.levels]
     options = [f"keep={row.plan.keep} spares the backward pass what the forward received"] * (row.plan.keep != "none")
     options += [f"{row.plan.groups} groups hide one's transfers under the other's compute"] * (row.plan.groups > 1)
     return ", then inside that ".join(parts) + "".join(f"; {option}" for option in options)

@@ -59,19 +59,10 @@ def least_traffic(plan: Plan) -> list[Plan]:
 
 def options_of(plan: Plan, keep: bool = True) -> Iterator[Plan]:
     """``plan`` with every option that changes what it does; without ``keep``, those that keep nothing."""
-    keeps: set[object] = set()
+    keeps = plan.family.useful_keeps(plan) if keep else ("none",)
     for variant in variants_of(plan):
-        if variant.keep != "none" and not keep:
-            continue
-        rings = [(getattr(level, "team", 1), getattr(level, "ring", 2)) for level in plan.shard_levels]
-        kept = (
-            variant.keep != "none" and any(team > 1 for team, _ in rings),
-            variant.keep == "all" and any(ring > 1 for _, ring in rings),
-        )
-        if (variant.backward, kept) in keeps:
-            continue
-        keeps.add((variant.backward, kept))
-        yield from (replace(variant, groups=groups) for groups in GROUPS)
+        if variant.keep in keeps:
+            yield from (replace(variant, groups=groups) for groups in GROUPS)
 
 
 class Known(NamedTuple):

@@ -18,8 +18,6 @@ from math import prod
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Prices, Task, call_tasks
 from startrail.planner.simulator import Clock, Path, Played, Route
-from startrail.schedule.families.nested import Rings, is_plain_ring
-from startrail.schedule.families.star import team_of
 from startrail.schedule.plan import Plan, divisors
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
@@ -113,8 +111,6 @@ def _smaller(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[Sc
     of the same size, and to go on in a straight line. A window stays as it is, so that the blocks that it reaches stay
     as many; one that is wider than the shorter sequence shrinks with it. None if that is not needed, or not possible;
     otherwise both, and how many times longer than the first the second and the ring itself are."""
-    if plan.family.open_ended:  # which of its messages leave a node depends on the number of ranks
-        return None
     shards = cluster.world // plan.heads
     aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
     limit = MANY if aligned else MANY // 4  # where all ranks of a member are looked at
@@ -138,16 +134,10 @@ def _scaled(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int,
     outer = cluster.levels[0].size
     if outer % factor or outer // factor < 2:
         return None
-    levels = list(plan.levels)
-    rings = {at: level.ring for at, level in enumerate(levels) if isinstance(level, Rings)}
-    longest = max(rings, key=lambda at: rings[at])
-    level = levels[longest]
-    assert isinstance(level, Rings)
-    if level.ring % factor or level.ring // factor < 4:
+    shorter = plan.family.shorter(plan, factor)
+    if shorter is None:
         return None
-    levels[longest] = Rings(level.team, level.ring // factor)
     smaller = cluster.part(cluster.world // factor)
-    shorter = replace(plan, levels=tuple(levels))
     try:
         shorter.check_world(smaller.world)
     except ValueError:
@@ -332,9 +322,8 @@ def _looked_at(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
     placements, which differ inside a member, up to a quarter more or fewer may seem to leave it."""
     span = cluster.spans[0]
     first = cluster.levels[0].size // 2 * span
-    team = team_of(plan) if plan.family.open_ended else 1
-    follow = span % team == 0 and (plan.family.open_ended or is_plain_ring(plan))
-    if not follow or cluster.world <= ALL_LOOKED_AT:
+    team = plan.family.hop_width(plan)
+    if team is None or span % team or cluster.world <= ALL_LOOKED_AT:
         return dict.fromkeys(range(first, first + span), 1.0)
     units, inside = span // team, span // team - 2
     weights = dict.fromkeys(range(units), 1.0)

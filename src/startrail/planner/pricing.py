@@ -14,7 +14,7 @@ joined and merged, and when, follows the executor line by line.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
@@ -132,14 +132,13 @@ class Prices:
         """The rank with the most work, for which the others wait. Under a window that is not everybody: how many of its
         blocks are near the diagonal depends on its place. Of very many, some are looked at."""
         plan, world = self.sizes.plan, self.cluster.world
-        if self.window is None or plan.family.open_ended:  # of the paper's, the ranks of a member are looked at
+        if self.window is None:
             return 0
         slots, shards = plan.slots(world), world // plan.heads
-        keeping = replace(plan, keep="all", backward="keys")  # it would keep its rows and columns but its own
 
         def work(shard: int) -> float:
-            pieces = plan.family.kept(keeping, plan.place(world, slots.index(shard * plan.heads)), 0)
-            rows, columns = ([shard, *(piece.shard for piece in pieces if piece.kind == kind)] for kind in ("q", "kv"))
+            grid = plan.family.grid(plan, plan.place(world, slots.index(shard * plan.heads)))
+            rows, columns = grid or ((), ())
             return sum(self.block(FORWARD, row, column, shards) for row in rows for column in columns)
 
         return slots.index(max(range(0, shards, -(-shards // LOOKED_AT)), key=work) * plan.heads)

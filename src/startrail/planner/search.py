@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import gcd
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE, Known, least_traffic, options_of, plans_on, well_known
@@ -284,9 +284,8 @@ class _Finder:
                 return 1, row.seconds
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
-            teams = prod(getattr(level, "team", 1) for level in plan.shard_levels)
             simple = len(plan.levels) + (plan.keep != "none")
-            return 0, sent[0], teams, plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
+            return 0, sent[0], plan.family.team(plan), plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]

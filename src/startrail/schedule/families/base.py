@@ -1,14 +1,16 @@
-"""What a family of schedules must say about itself. A family is one file, found through ``families.FAMILIES``.
+"""The interface of a schedule family. Each family is one file, registered in ``families.FAMILIES``.
 
-A plan is a list of levels. Levels of heads (``uU``) belong to every family: the exchange over heads is put around
-whatever a family builds. All other levels of a plan belong to one family, which sees the *shards* of the sequence only:
+A plan is a list of levels. Heads levels (``uU``) belong to no family: ``compose`` adds the exchange over heads around
+any family's steps. All other levels of a plan belong to one family. A family sees only the *shards* of the sequence:
 ``plan.shard_levels`` and the shard digits of a ``Place``.
+
+The planner knows no family by name. It asks the methods below.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,30 +20,41 @@ from startrail.schedule.values import Pass, Piece, Step
 if TYPE_CHECKING:
     from startrail.schedule.plan import Plan
 
-ByKind = Mapping[str, float]  # a size by kind: that of a whole piece, a shard of one group
+ByKind = Mapping[str, float]  # the size of a whole piece (a shard of one group) by kind
 
 
 @dataclass(frozen=True)
-class Level:
-    """One layer of the machine, as a plan uses it; its text form is ``str(level)``."""
+class Level(ABC):
+    """How a plan uses one layer of the machine. ``str(level)`` is its text form."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The level in words, for the planner's answer."""
 
 
 @dataclass(frozen=True)
 class Heads(Level):
-    """``size`` ranks split the heads: the Ulysses exchange."""
+    """The heads are split over ``size`` ranks (Ulysses)."""
 
     size: int
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"u{self.size}: the ranks that split heads must be at least 1")
+            raise ValueError(f"u{self.size}: heads must be split over at least 1 rank")
 
     def __str__(self) -> str:
         return f"u{self.size}"
 
+    def describe(self) -> str:
+        return f"heads over {self.size}"
+
 
 class Family(ABC):
-    """``backwards`` are its backward forms, the default first; ``level`` is the class of its levels."""
+    """One way to build schedules.
+
+    ``level`` is the class of its levels and ``backwards`` lists its backward forms, the default first. An
+    ``open_ended`` family fits several world sizes.
+    """
 
     level: ClassVar[type[Level]]
     backwards: ClassVar[tuple[str, ...]]
@@ -49,46 +62,66 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, text: str) -> Level | None:
-        """The level that ``text`` spells, or None if it is not one of this family's."""
+        """Parse a level. Returns None if ``text`` is not a level of this family."""
 
     @abstractmethod
     def sizes(self, plan: Plan, shards: int) -> tuple[int, ...] | None:
-        """Ranks at each of the plan's shard levels if there are ``shards`` shards; None if they do not fit."""
+        """Ranks at each of the plan's shard levels for ``shards`` shards, or None if the plan does not fit them."""
 
     @abstractmethod
     def unit(self, plan: Plan) -> int:
-        """The number of shards that the plan's levels make; where they fit several (``open_ended``), what divides
-        it."""
+        """The number of shards that the plan's levels make; for an ``open_ended`` family, a divisor of it."""
 
     @abstractmethod
     def equation(self, plan: Plan, world: int) -> str:
-        """Why the plan does not fit ``world`` ranks, as an equation with its values."""
+        """The equation that fails, with its values, if the plan does not fit ``world`` ranks."""
 
     @abstractmethod
     def grids(self, shards: int, levels: int) -> Iterator[tuple[Level, ...]]:
-        """Every way to arrange ``shards`` shards in exactly ``levels`` levels, none of which is trivial."""
+        """Every way to arrange ``shards`` shards in exactly ``levels`` levels of more than one rank."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """``ValueError`` if levels or options do not go together."""
+        """Raises ``ValueError`` if the plan's levels or options cannot be combined."""
 
     @abstractmethod
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
-        """Kinds that are added up from rank to rank while they travel, and so are rounded at each hop if at all."""
+        """Kinds that are summed hop by hop as they travel, and would be rounded at each hop in a narrow dtype."""
 
     @abstractmethod
     def steps(self, plan: Plan, place: Place, pass_: Pass, group: int) -> list[Step]:
-        """What one rank does for one group, without the exchange over heads."""
+        """One rank's steps for one group, without the exchange over heads."""
 
     @abstractmethod
     def kept(self, plan: Plan, place: Place, group: int) -> list[Piece]:
-        """What ``plan.keep`` keeps of what the forward pass received."""
+        """Pieces received in the forward pass that ``plan.keep`` keeps for the backward pass."""
 
     @abstractmethod
     def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:
-        """What a rank sends over each shard level for one group: the closed form."""
+        """The closed form of what a rank sends over each shard level for one group."""
 
     @abstractmethod
     def pieces(self, plan: Plan, pass_: Pass) -> dict[str, int]:
-        """The most pieces of each kind that a rank holds at once for one group, beside its own, and under ``kind<`` the
-        partial results on their way in: the closed form of a plan's memory."""
+        """The closed form of a plan's memory: for one group, the most pieces of each kind that a rank holds at the
+        same time besides its own, and under ``kind<`` the partial results in flight to it."""
+
+    @abstractmethod
+    def team(self, plan: Plan) -> int:
+        """Ranks that share queries."""
+
+    @abstractmethod
+    def useful_keeps(self, plan: Plan) -> tuple[str, ...]:
+        """The values of ``keep`` that differ in what they keep."""
+
+    @abstractmethod
+    def hop_width(self, plan: Plan) -> int | None:
+        """How many consecutive ranks hop together to the ranks after them: 1 in Ring Attention, a team in ``starC``.
+        None if pieces do not travel along the line of ranks."""
+
+    def shorter(self, plan: Plan, factor: int) -> Plan | None:
+        """The plan with its longest ring ``factor`` times shorter, for extrapolation. None if there is none."""
+        return None
+
+    def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]] | None:
+        """The rows and columns whose blocks a rank computes, if they tell which rank has the most work."""
+        return None

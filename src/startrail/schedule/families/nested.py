@@ -22,8 +22,8 @@ result goes round the ring from neighbour to neighbour, each adding its part, in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from startrail.schedule.plan import Plan
 
 Offset = tuple[int, ...]
+SHORTEST_RING = 4  # a shorter ring does not show how the time grows with its length
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Rings(Level):
 
     def __str__(self) -> str:
         return f"{self.team}x{self.ring}"
+
+    def describe(self) -> str:
+        teams, rings = [f"teams of {self.team}"] * (self.team > 1), [f"rings of {self.ring}"] * (self.ring > 1)
+        return " and ".join(teams + rings) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,29 @@ class Nested(Family):
                 stated[kind] = max(number, 1)
                 stated[f"{kind}<"] = (3 if plan.groups > 1 else 2) * levels
         return stated
+
+    def team(self, plan: Plan) -> int:
+        return prod(level.team for level in rings_of(plan))
+
+    def useful_keeps(self, plan: Plan) -> tuple[str, ...]:
+        queries = ("queries",) if self.team(plan) > 1 else ()
+        columns = ("all",) if any(level.ring > 1 for level in rings_of(plan)) else ()
+        return ("none", *queries, *columns)
+
+    def hop_width(self, plan: Plan) -> int | None:
+        return 1 if is_plain_ring(plan) else None
+
+    def shorter(self, plan: Plan, factor: int) -> Plan | None:
+        longest = max(rings_of(plan), key=lambda level: level.ring, default=None)
+        if longest is None or longest.ring % factor or longest.ring // factor < SHORTEST_RING:
+            return None
+        levels = list(plan.levels)
+        levels[levels.index(longest)] = Rings(longest.team, longest.ring // factor)
+        return replace(plan, levels=tuple(levels))
+
+    def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
+        walk = _NestedWalk(plan, place, flow_of(plan, FORWARD), 0)
+        return walk.members.values(), walk.columns.values()
 
 
 NESTED = Nested()

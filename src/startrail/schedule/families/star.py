@@ -41,6 +41,9 @@ class Star(Level):
     def __str__(self) -> str:
         return f"star{self.team}"
 
+    def describe(self) -> str:
+        return f"the paper's teams of {self.team}"
+
 
 def team_of(plan: Plan) -> int:
     (level,) = plan.shard_levels
@@ -120,6 +123,15 @@ class StarFamily(Family):
         columns = team if keep == "all" else 2 * team - 1
         rows = dict.fromkeys(("q", "do", "dq", "dq<"), 2 * team)
         return {**rows, "kv": columns, "dkv": team, "dkv<": team}
+
+    def team(self, plan: Plan) -> int:
+        return team_of(plan)
+
+    def useful_keeps(self, plan: Plan) -> tuple[str, ...]:
+        return ("none", "queries", "all") if team_of(plan) > 1 else ("none", "all")
+
+    def hop_width(self, plan: Plan) -> int | None:
+        return team_of(plan)
 
 
 STAR = StarFamily()
