@@ -36,7 +36,7 @@ def test_defaults_are_not_written():
         ("u8/", "cannot read ''"),
         ("u", "cannot read 'u'"),
         ("0x4", "must be at least 1"),
-        ("u0", "must be at least 1"),
+        ("u0", "at least 1 rank"),
         ("star0", "cannot read 'star0'"),
         ("2x2/star2", "2x2 and star2 cannot be combined"),
         ("star2/u2/2x2", "star2 and 2x2 cannot be combined"),
