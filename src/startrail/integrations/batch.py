@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.integrations.versions import CHUNKS_FOLLOW_POSITIONS
 from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence
 
@@ -27,9 +28,9 @@ FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_
 
 @dataclass(frozen=True)
 class Shared:
-    """What all layers share about a batch. ``places``: where its rows were laid one behind the other, the place of
-    every token in its row, from the row's first one on. ``blind``: which of this rank's tokens are padding that sees
-    nothing."""
+    """What all layers share about a batch. ``places``: the number of each token that chunks count by, if it is not its
+    number in the sequence: where rows were joined, or where transformers counts from each document. ``blind``: which of
+    this rank's tokens are padding that sees nothing."""
 
     sequence: Sequence
     places: Tensor | None
@@ -90,8 +91,11 @@ def shard_batch(
     starts = _document_starts(positions, attention_mask, documents is not None)
     real = torch.ones_like(starts) if attention_mask is None else attention_mask.bool()
     tensors = {"input_ids": input_ids, "shift_labels": shift_labels, **_by_token(others, batch, length)}
-    places = blind = None
-    if not bool(real.all()) or bool((starts != starts[:1]).any()):
+    follow = CHUNKS_FOLLOW_POSITIONS and bool(starts.any())
+    index = _text_axis(positions) if follow else torch.arange(length, device=real.device) - real.int().argmax(1, True)
+    places = index[0] if follow else None
+    blind = None
+    if not bool(real.all()) or bool((starts != starts[:1]).any()) or bool((index != index[:1]).any()):
         if documents is not None or blocks is not None:
             raise ValueError("documents or blocks beside rows of different lengths: give one row, without padding")
         blind = _blind(real, shift_labels)
@@ -100,7 +104,7 @@ def shard_batch(
         documents = _ends(_first_kept(starts, real | blind).flatten()[kept])
         tensors = {name: None if x is None else x.flatten(0, 1)[kept].unsqueeze(0) for name, x in tensors.items()}
         positions = positions.flatten(-2)[..., kept].unsqueeze(-2)
-        places = (torch.arange(length, device=real.device) - real.int().argmax(1, keepdim=True)).flatten()[kept]
+        places = index.flatten()[kept]
         blind = blind.flatten()[kept] if bool(blind.any()) else None
     elif documents is None:
         documents = _ends(starts[0])
@@ -174,7 +178,7 @@ def _document_starts(positions: Tensor, mask: Tensor | None, told: bool) -> Tens
     such as an image's, the first goes on or stays inside a document, and documents must be ``told``; of four, it is
     the text's own."""
     several = positions.dim() == 3 and positions.shape[0] in (2, 3)
-    steps = (positions if positions.dim() == 2 else positions[0]).diff(dim=1)
+    steps = _text_axis(positions).diff(dim=1)
     starts = F.pad(steps < 0 if several else steps != 1, (1, 0))
     if mask is not None:
         starts &= F.pad(mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))
@@ -192,6 +196,11 @@ def _document_starts(positions: Tensor, mask: Tensor | None, told: bool) -> Tens
             "document begins there: give documents= (cu_seqlens)"
         )
     return starts
+
+
+def _text_axis(positions: Tensor) -> Tensor:
+    """(batch, tokens) of positions with any number of axes: the first is the text's."""
+    return positions if positions.dim() == 2 else positions[0]
 
 
 def _blind(real: Tensor, shift_labels: Tensor | None) -> Tensor:

@@ -42,12 +42,28 @@ class LayerKind:
         return text + ("" if self.chunk is None else f" chunk {self.chunk}")
 
 
+class MaskUseError(AttributeError, TypeError):
+    """A layer used its mask other than by passing it to attention."""
+
+
+def _refuse(*_: object, **__: object) -> Any:
+    raise MaskUseError("the model computes with its mask")
+
+
 @dataclass(frozen=True)
 class MaskPlaceholder:
-    """What the mask function returns in place of a mask. ``shared`` is None while a model is tried."""
+    """Returned by the mask function in place of a mask. ``shared`` is None while a model is tried.
+
+    >>> torch.zeros(2) + MaskPlaceholder(None, LayerKind())
+    Traceback (most recent call last):
+    startrail.integrations.layer_masks.MaskUseError: the model computes with its mask
+    """
 
     shared: Shared | None
     kind: LayerKind
+
+    __getattr__ = __getitem__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __torch_function__ = staticmethod(_refuse)
 
 
 def kind_of(function: Any) -> LayerKind:

@@ -10,9 +10,9 @@ layer says what it wants: its mask, its scale, sinks, and whatever else it passe
 there, with the layer's name; so is a model in which tokens see each other without attention, or whose loss does not
 take labels that are already shifted.
 
-The mask function does not make a mask. It returns a ``MaskPlaceholder``, which the model hands to its layers as if it were one:
-the batch's sequence, and what this kind of layer sees of it. So a layer that is recomputed later in the backward pass
-sees the batch that it saw before.
+The mask function returns a ``MaskPlaceholder`` instead of a mask: the batch's sequence, and which keys this kind of
+layer sees. The model passes it to its layers, so a layer that is recomputed in the backward pass gets the batch of its
+forward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -37,18 +36,24 @@ from transformers.masking_utils import AttentionMaskInterface
 from startrail.checkpoint import checkpoint_context
 from startrail.comm.sanity import STEPS, check_same_parameters, unwatched, watch_gradients
 from startrail.integrations.batch import IGNORE, Shared, shard_batch
-from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder, kind_of, problem_of, softcap_problem
+from startrail.integrations.layer_masks import (
+    LayerKind,
+    MaskPlaceholder,
+    MaskUseError,
+    kind_of,
+    problem_of,
+    softcap_problem,
+)
 from startrail.integrations.token_mixing import seen_by_neighbours
+from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 
-TESTED = (5, 22)  # major, minor
 TRIED_TOKENS = 4
 
 _numbers = itertools.count()
-_warned: set[str] = set()
 
 
 class Attached:
@@ -157,7 +162,7 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
         raise ValueError(f"attach needs a transformers model, got {type(model).__name__}{hint}")
     if hasattr(model, "_startrail"):
         raise ValueError(f"the model is attached already, to {model._startrail.sp}; detach(model) first")
-    _warn_of_version()
+    warn_if_untested()
     _refuse_by_config(model)
     attached = Attached(sp)
     _own_configs(model)
@@ -184,7 +189,7 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
         model._startrail_hooks.append(model.register_forward_hook(_watch_loss))
     # bound, so that a copy of the model acts on the copy
     model.gradient_checkpointing_enable = MethodType(_checkpointing_that_keeps_attention, model)
-    if getattr(model, "is_gradient_checkpointing", False):
+    if is_checkpointing(model):
         model.gradient_checkpointing_enable()
     return model
 
@@ -289,7 +294,7 @@ def _trying(model: PreTrainedModel, attached: Attached) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    if "'Seen'" in str(error):
+    if isinstance(error, MaskUseError):
         return "a layer calculates with its mask (a position bias such as ALiBi, or attention of its own)"
     return f"{type(error).__name__}: {error}"
 
@@ -298,17 +303,6 @@ def _is_attention(module: nn.Module) -> bool:
     """Whether a module projects to queries, keys and values: the innermost one whose name says attention."""
     here = "attention" in type(module).__name__.lower() and any(True for _ in module.parameters())
     return here and not any("attention" in type(child).__name__.lower() for child in module.children())
-
-
-def _warn_of_version() -> None:
-    version = transformers.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) != TESTED and version not in _warned:
-        _warned.add(version)
-        warnings.warn(
-            f"startrail was tested with transformers {TESTED[0]}.{TESTED[1]}, this is {version}: `startrail verify` "
-            "tells whether your model is right",
-            stacklevel=3,
-        )
 
 
 # --- arrangements
@@ -371,4 +365,6 @@ def _checkpointing_that_keeps_attention(
 ) -> None:
     """``gradient_checkpointing_enable`` that recomputes everything but the distributed attention."""
     options = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": checkpoint_context}
-    type(model).gradient_checkpointing_enable(model, options, **others)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # 5.23 deprecates this name, but calls overrides of it
+        type(model).gradient_checkpointing_enable(model, options, **others)
