@@ -290,7 +290,7 @@ def slow_link(place: Place, chance: random.Random) -> None:
 
 
 LINK = "200mbit"
-OVER = ("still waiting for rank", f"did not go on within {HANG_MINUTES} minutes (wait_minutes): silent for")
+OVER = ("still waiting for rank", f"made no progress within {HANG_MINUTES} minutes (--wait-minutes): silent for")
 EVERYWHERE = (
     Fault("asked to stop (SIGTERM)", ask_to_stop, STOPPED, ("and saved; the same command continues",)),
     Fault("a rank stops for seconds", pause_rank),

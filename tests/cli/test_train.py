@@ -8,18 +8,12 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from startrail.cli import main
 from startrail.cli.train import overrides
-from startrail.comm.timing import TIMING
-from startrail.launch import heartbeat as watching
-from startrail.launch.torchrun import JoinError, StoreBoard, agree_on_name
 from startrail.training.checkpoints.saving import read_state
 from startrail.training.recipes import RECIPES, find
 from tests.helpers import ROOT, refusal
@@ -100,7 +94,7 @@ def test_recipe_files(tmp_path):
         ([*TINY, "--out", "/proc/x"], "cannot write to out '/proc/x': No such file or directory; choose another --out"),
         (["--wait_minutes", "0"], "wait_minutes 0 would end the run at once"),
         ([*TINY, "--data", "."], "out 'runs/gpt-tiny' lies inside data '.'"),
-        (["--device", "cuda"], "8 ranks need as many GPUs, here are 0"),
+        (["--device", "cuda"], "device cuda needs 8 GPUs, one per rank, found 0: lower --ranks or pass --device cpu"),
         ([*TINY, "--vocab", "100"], "the data has 256 tokens, the model a vocab of 100 only"),
         ([*TINY, "--length", "1000000000"], "a sequence needs 1,000,000,000 tokens"),
     ],
@@ -338,116 +332,6 @@ def test_gpus_are_left_to_torchrun(monkeypatch):
         main(["train", "--device", "cuda", "--ranks", "4", "--plan", "2x2"])
     command = " ".join(called[0])
     assert "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train --device cuda" in command
-
-
-def test_restarted_ranks_agree_on_a_new_name_whatever_is_left_in_the_store():
-    store = HashStore()
-    store.set("startrail/hello/2", "a word of a rank that died")
-    names = []
-    for _ in range(2):
-        found = [None] * 3
-
-        def on_rank(rank, found=found):
-            found[rank] = agree_on_name(store, rank, 3)
-
-        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in (2, 0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=20)
-        assert found[0] is not None and len(set(found)) == 1
-        names.append(found[0])
-    assert names[0] != names[1]
-
-
-def test_ranks_that_do_not_come_are_named(monkeypatch, capfd):
-    monkeypatch.setattr(TIMING, "missing", 0.1)
-    store = HashStore()
-    store.set("startrail/hello/2", "a word of a rank that died")
-    with pytest.raises(JoinError, match=r"ranks 1, 2 did not come within 0.01 minutes \(wait_minutes\)"):
-        agree_on_name(store, 0, 3, limit=0.6)
-    assert capfd.readouterr().err == "startrail train: still waiting for ranks 1, 2 (not there yet)\n"
-    with pytest.raises(JoinError, match="rank 0 did not answer rank 1"):
-        agree_on_name(HashStore(), 1, 3, limit=0.1)
-
-
-def test_who_has_nothing_to_say_leaves_after_those_who_have(monkeypatch, capfd):
-    """A launcher ends everybody when the first has left: the line that says why would be lost."""
-    done = []
-    monkeypatch.setattr(watching.os, "_exit", lambda code: done.append(f"exit {code}"))
-    monkeypatch.setattr(watching.time, "sleep", lambda seconds: done.append(seconds))
-    watching.leave("rank 1 hangs")
-    assert done == ["exit 1"] and capfd.readouterr().err == "startrail train: rank 1 hangs\n"
-    watching.leave()
-    assert done[1:] == [TIMING.report, "exit 1"] and TIMING.report > 2 * TIMING.heartbeat
-
-
-def test_ranks_that_nobody_watches_name_who_is_silent_and_leave(monkeypatch, capfd):
-    """As under torchrun: rank 1 shows no more signs of life, which rank 0 sees in the store."""
-    left = threading.Event()
-    for name, seconds in (("heartbeat", 0.02), ("missing", 0.2)):
-        monkeypatch.setattr(TIMING, name, seconds)
-    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
-    store = HashStore()
-    boards = [StoreBoard(store, rank, 2) for rank in range(2)]
-    boards[1].write(1, beats=7, passed=20, step=5)
-    watch = watching.HeartbeatMonitor(boards[0], limit=0.6)
-    pulse = watching.Pulse(boards[0], 0, lambda: watching.say_or_leave(watch, 0))
-    pulse.passed(5)
-    assert left.wait(20)
-    pulse.end()
-    said = capfd.readouterr().err.splitlines()
-    assert said[0] == "startrail train: still waiting for rank 1 (silent for 0 s, in step 5)"
-    assert "startrail train: rank 1 did not go on within 0.01 minutes (wait_minutes): silent for 1 s, in step 5" in said
-
-
-class Slow:
-    """A board in a store whose host can be stopped."""
-
-    world = 2
-
-    def __init__(self):
-        self.goes, self.signs = threading.Event(), []
-        self.goes.set()
-
-    def write(self, rank, beats, passed, step):
-        if beats > 0:
-            self.goes.wait()
-        self.signs.append(beats)
-
-
-def test_a_store_that_is_silent_is_named_and_left(monkeypatch, capfd):
-    left = threading.Event()
-    for name, seconds in (("heartbeat", 0.02), ("missing", 0.2), ("thread_join", 0.1)):
-        monkeypatch.setattr(TIMING, name, seconds)
-    monkeypatch.setattr(watching.os, "_exit", lambda code: left.set())
-    board = Slow()
-    pulse = watching.Pulse(board, 1, None, "rank 0", limit=0.6)
-    for step in range(60):  # a rank that gets on does not mind
-        pulse.passed(step)
-        if step == 10:
-            board.goes.clear()
-        time.sleep(0.02)
-    assert capfd.readouterr().err == "" and not left.is_set()
-    assert left.wait(20)
-    pulse.end()
-    assert -1 not in board.signs
-    board.goes.set()
-    said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("startrail train: still waiting for rank 0, which holds the store (silent for ")
-    assert said[1].startswith(
-        "startrail train: rank 0, which holds the store, did not go on within 0.01 minutes (wait_minutes): silent for "
-    )
-
-
-def test_the_last_sign_of_a_rank_is_that_it_has_ended():
-    """A beat that is under way meanwhile comes first, or a rank that has finished would look silent."""
-    board = Slow()
-    board.goes.clear()
-    threading.Timer(0.1, board.goes.set).start()
-    watching.Pulse(board, 0).end()
-    time.sleep(0.2)
-    assert board.signs[-1] == -1, board.signs
 
 
 WITHOUT = """

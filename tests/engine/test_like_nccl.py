@@ -263,10 +263,10 @@ def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
 
 def test_ranks_that_do_not_come_are_one_line(monkeypatch, capsys):
     def join(device, limit):
-        raise joining.JoinError("rank 1 did not come within 0.1 minutes")
+        raise joining.JoinError("rank 1 did not join within 0.1 minutes")
 
     monkeypatch.setattr(joining, "join", join)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert main(["check", "1x2"]) == 1
-    assert capsys.readouterr() == ("", "startrail check: rank 1 did not come within 0.1 minutes\n")
+    assert capsys.readouterr() == ("", "startrail check: rank 1 did not join within 0.1 minutes\n")

@@ -28,6 +28,7 @@ from startrail.bench.report.page import metadata, write
 from startrail.lab.cluster import available
 from startrail.lab.job import JobError
 from startrail.lab.launch import Parser
+from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.torchrun import device_of_rank, join
 from startrail.planner.topology import Machine
 
@@ -156,7 +157,7 @@ def unreached(machine: Machine, trial: Trial, why: str) -> Json:
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
     """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
-    join(device_of_rank("auto"), seconds)
+    join(device_of_rank("auto"), WaitLimit(seconds, "startrail bench", "--minutes"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)
     left_out: list[Json] = []

@@ -246,6 +246,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from startrail.diagnostics.cluster_check import check_on_group, table, typical_cases
     from startrail.diagnostics.exactness import check_cases, check_room, where
     from startrail.diagnostics.reference import Case
+    from startrail.launch.heartbeat import WaitLimit
     from startrail.launch.local import RankError
     from startrail.launch.torchrun import JoinError, device_of_rank, join
 
@@ -279,7 +280,7 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         if launched:
             device, rank = device_of_rank("auto"), int(os.environ["RANK"])
-            join(device, arguments.deadline)
+            join(device, WaitLimit(arguments.deadline, "startrail check", "--deadline"))
             reports = check_on_group(cases, device)
         else:
             reports = check_cases(cases, arguments.deadline)

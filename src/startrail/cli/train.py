@@ -23,7 +23,7 @@ from startrail.training.recipes import RECIPES, Recipe, find
 if TYPE_CHECKING:
     import torch
 
-    from startrail.launch.heartbeat import Pulse
+    from startrail.launch.heartbeat import Heartbeat, WaitLimit
     from startrail.launch.signals import Stop
 
 DEFAULT = "gpt-tiny"
@@ -91,9 +91,9 @@ def train_command(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         return _join(recipe)
     recipe.check_world(recipe.ranks)
-    from startrail.launch.torchrun import on_gpus  # here, so that mistakes are found without torch
+    from startrail.launch.torchrun import use_gpus  # here, so that mistakes are found without torch
 
-    if on_gpus(recipe.device, recipe.ranks):
+    if use_gpus(recipe.device, recipe.ranks):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={recipe.ranks}"]
         os.execv(sys.executable, [*launcher, "-m", "startrail.cli", "train", *arguments])
     return _start(recipe)
@@ -106,28 +106,28 @@ def _start(recipe: Recipe) -> int:
     from startrail.launch.local import RankError, check_ranks, run_local
 
     check_ranks(recipe.ranks)
-    from startrail.launch.heartbeat import HeartbeatMonitor, Pulse, SharedBoard
+    from startrail.launch.heartbeat import Heartbeat, HeartbeatMonitor, SharedMemoryBoard
     from startrail.launch.signals import Stop
     from startrail.launch.torchrun import group_timeout
     from startrail.training import trainer  # noqa: F401, here once, rather than on every rank
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
-    board = SharedBoard(recipe.ranks)
-    watch = HeartbeatMonitor(board, 60 * recipe.wait_minutes)
+    board = SharedMemoryBoard(recipe.ranks)
+    monitor = HeartbeatMonitor(board, _wait_limit(recipe))
 
-    def look() -> None:
-        if text := watch.look():
-            print(f"startrail train: {text}", file=sys.stderr, flush=True)
-        if watch.over:
-            raise RankError(watch.over)
+    def check_heartbeats() -> None:
+        if text := monitor.check():
+            monitor.limit.log(text)
+        if monitor.failure:
+            raise RankError(monitor.failure)
 
     def on_rank(rank: int) -> tuple[int, str]:
-        return _run(recipe, torch.device("cpu"), stop, Pulse(board, rank))
+        return _run(recipe, torch.device("cpu"), stop, Heartbeat(board, rank))
 
     try:
         with Stop() as stop:
-            timeout = group_timeout(watch.limit)
-            results = run_local(on_rank, recipe.ranks, deadline=None, timeout=timeout, look=look)
+            timeout = group_timeout(monitor.limit.seconds)
+            results = run_local(on_rank, recipe.ranks, deadline=None, timeout=timeout, on_poll=check_heartbeats)
     except RankError as error:
         print(f"startrail train: {error}", file=sys.stderr)
         _say_what_is_left(recipe)
@@ -143,23 +143,29 @@ def _say_what_is_left(recipe: Recipe) -> None:
         print(f"startrail train: the same command continues from step {steps[-1]}", file=sys.stderr)
 
 
+def _wait_limit(recipe: Recipe) -> WaitLimit:
+    from startrail.launch.heartbeat import WaitLimit
+
+    return WaitLimit(60 * recipe.wait_minutes, "startrail train", "--wait-minutes")
+
+
 def _join(recipe: Recipe) -> int:
     """Be the rank that torchrun says."""
     import torch.distributed as dist
 
-    from startrail.launch.heartbeat import HeartbeatMonitor, Pulse, say_or_leave
+    from startrail.launch.heartbeat import Heartbeat, HeartbeatMonitor, report_or_exit
     from startrail.launch.signals import Stop
-    from startrail.launch.torchrun import JoinError, device_of_rank, holder_of_store, join
+    from startrail.launch.torchrun import JoinError, device_of_rank, join, store_host
 
-    device = device_of_rank(recipe.device)
+    device, limit = device_of_rank(recipe.device), _wait_limit(recipe)
     with Stop() as stop:
         try:
-            board = join(device, 60 * recipe.wait_minutes)
+            board = join(device, limit)
         except JoinError as error:
             return _end((FAILED, str(error)), stop)
-        rank, watch = dist.get_rank(), HeartbeatMonitor(board, 60 * recipe.wait_minutes)
-        pulse = Pulse(board, rank, lambda: say_or_leave(watch, rank), holder_of_store(), watch.limit)
-        result = _run(recipe, device, stop, pulse)
+        rank, monitor = dist.get_rank(), HeartbeatMonitor(board, limit)
+        heartbeat = Heartbeat(board, rank, lambda: report_or_exit(monitor, rank), store_host(), limit)
+        result = _run(recipe, device, stop, heartbeat)
         if rank:
             result = result[0], ""  # the first rank has said it
         if result[0] == FAILED:
@@ -170,7 +176,7 @@ def _join(recipe: Recipe) -> int:
     return _end(result, stop)
 
 
-def _run(recipe: Recipe, device: torch.device, stop: Stop, pulse: Pulse) -> tuple[int, str]:
+def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat) -> tuple[int, str]:
     """One rank's life: the exit code, and what to say if it is not 0."""
     import torch.distributed as dist
 
@@ -181,7 +187,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, pulse: Pulse) -> tupl
 
     display = make_display(dist.get_rank() == 0)
     try:
-        finished = Trainer(recipe, device, display, stop, pulse).run()
+        finished = Trainer(recipe, device, display, stop, heartbeat).run()
     except ValueError as error:
         return 2, str(error)
     except TrainingError as error:

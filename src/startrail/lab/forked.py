@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from startrail.lab.job import JobError, LabJob
-from startrail.launch.local import RankError, collect, serve
+from startrail.launch.local import RankError, collect_results, run_rank
 
 
 class ForkedJob(LabJob):
@@ -39,7 +39,7 @@ class ForkedJob(LabJob):
             for rank, environment in enumerate(environments):
                 ours, theirs = context.Pipe(duplex=False)
                 join = partial(_join, rank, environment, enter, store, deadline)
-                process = context.Process(target=serve, args=(function, rank, join, theirs, not expendable))
+                process = context.Process(target=run_rank, args=(function, rank, join, theirs, not expendable))
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -53,7 +53,7 @@ class ForkedJob(LabJob):
         self._be_running()
         with self:
             try:
-                return collect(self._pipes, self._processes, self._expendable, self._end)
+                return collect_results(self._pipes, self._processes, self._expendable, self._end)
             except RankError as error:
                 raise JobError(str(error)) from None
             finally:

@@ -1,6 +1,6 @@
-"""Ranks on this machine: fork processes, join them with gloo over loopback, and collect what they return.
+"""Forks ranks on this machine, joins them with gloo over loopback and collects their results.
 
-Forking needs a parent that has not used its OpenMP threads; ``torch.set_num_threads(1)`` in the parent sees to that.
+The parent must not have used its OpenMP threads before it forks; ``torch.set_num_threads(1)`` there ensures that.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
-import torch._dynamo  # here once: the first custom op imports it, which would take a second on every rank
+import torch._dynamo  # once, here: the first custom op imports it, which would take a second on every rank
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from startrail.comm.timing import TIMING
 
 Result = TypeVar("Result")
-MOST_RANKS = 256
-RANK_BYTES = 48 * 2**20  # what a forked rank has of its own, beside its part of the tensors
+MAX_RANKS = 256
+RANK_BYTES = 48 * 2**20  # private memory of a forked rank, without its tensors
 HOST = "127.0.0.1"
 
 
 class RankError(RuntimeError):
-    """A local rank failed; the text starts with its number and holds its traceback."""
+    """A local rank failed; the text names it and includes its traceback."""
 
 
-def check_ranks(world: int, more: int = 0, what: str = "") -> None:
-    """``ValueError`` if so many ranks should not be started on this machine: each is a process. ``more`` bytes are for
-    ``what`` else is needed."""
-    if world > MOST_RANKS:
-        raise ValueError(f"{world:,} ranks, a process each: at most {MOST_RANKS} are started on one machine")
+def check_ranks(world: int, extra_bytes: int = 0, extra_name: str = "") -> None:
+    """Raise ``ValueError`` if this machine should not run ``world`` ranks, one process each.
+
+    ``extra_bytes`` are needed for ``extra_name`` as well.
+    """
+    if world > MAX_RANKS:
+        raise ValueError(f"{world:,} ranks need a process each, and one machine runs at most {MAX_RANKS}")
     ranks = world * RANK_BYTES
     with open("/proc/meminfo") as file:
         free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    if ranks + more > free:
+    if ranks + extra_bytes > free:
         raise ValueError(
             f"{world} ranks need about {ranks / 2**30:.1f} GiB"
-            + (f" and {what} {more / 2**30:.1f} GiB" if more else "")
-            + f", but {free / 2**30:.1f} GiB are free: take less of one"
+            + (f" and {extra_name} {extra_bytes / 2**30:.1f} GiB" if extra_bytes else "")
+            + f", but {free / 2**30:.1f} GiB are free: use fewer ranks"
+            + (" or a shorter sequence" if extra_bytes else "")
         )
 
 
@@ -60,40 +63,40 @@ def run_local(
     deadline: float | None = 300.0,
     expendable: frozenset[int] = frozenset(),
     timeout: float | None = None,
-    look: Callable[[], None] | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> list[Result | None]:
-    """Call ``function(rank)`` on ``world`` forked ranks of one thread each, and return what they return, by rank.
+    """Call ``function(rank)`` on ``world`` forked ranks of one thread each, and return their results by rank.
 
     >>> run_local(lambda rank: torch.tensor([rank]), 2)
     [tensor([0]), tensor([1])]
 
-    The first rank that fails ends the others and is reported; so does the ``deadline`` in seconds. ``expendable``
-    ranks are not waited for at the end and may die, in tests of what the others then do; they return None. ``timeout``
-    is that of the ranks' process group, as long as the deadline unless said. ``look`` is called now and then while
-    they run; whatever it raises ends them.
+    The first rank that fails, or the ``deadline`` in seconds, ends all ranks and raises ``RankError``. ``expendable``
+    ranks may die and return None: tests use them to see how the other ranks react. ``timeout`` is that of the ranks'
+    process group; by default it is the deadline. ``on_poll`` is called regularly while the ranks run; an exception that
+    it raises ends them.
     """
     seconds = timeout or deadline
     if seconds is None:
-        raise ValueError("without a deadline, ranks need a timeout")
+        raise ValueError("pass a deadline or a timeout")
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            join = partial(_join, rank, world, theirs, seconds)
-            process = context.Process(target=serve, args=(function, rank, join, theirs, not expendable))
+            pipe, rank_end = context.Pipe()
+            join = partial(_join, rank, world, rank_end, seconds)
+            process = context.Process(target=run_rank, args=(function, rank, join, rank_end, not expendable))
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            rank_end.close()
+            pipes.append(pipe)
             processes.append(process)
-        # Here, so that it outlives any rank; and only now, or ranks would inherit its connections and keep them open.
+        # In the parent, so that it outlives any rank; after the forks, or ranks would inherit and keep its connections.
         store = TCPStore(HOST, 0, world, True, wait_for_workers=False)
         for pipe in pipes:
-            with suppress(OSError):  # a rank that has died is reported below
+            with suppress(OSError):  # a dead rank is reported below
                 pipe.send_bytes(str(store.port).encode())
         end = float("inf") if deadline is None else time.monotonic() + deadline
-        return collect(pipes, processes, expendable, end, look)
+        return collect_results(pipes, processes, expendable, end, on_poll)
     finally:
         for started in processes:
             if started.is_alive():
@@ -102,58 +105,57 @@ def run_local(
 
 
 def _join(rank: int, world: int, pipe: Connection, seconds: float) -> None:
-    """Meet the others at the store, whose port comes through the pipe."""
+    """Join the other ranks at the store, whose port arrives through the pipe."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if not pipe.poll(TIMING.first_message):
-        raise RuntimeError("the process that started this rank is gone")
+        raise RuntimeError("the process that started this rank has died")
     limit = timedelta(seconds=seconds)
     store = TCPStore(HOST, int(pipe.recv_bytes()), world, False, limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 
-def collect(
+def collect_results(
     pipes: Sequence[Connection],
     processes: Sequence[BaseProcess],
     expendable: frozenset[int],
     end: float,
-    look: Callable[[], None] | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> list[Result | None]:
-    """What the ranks behind ``pipes`` return, until the monotonic time ``end``; see ``serve``."""
+    """Return the results that ``run_rank`` sends through ``pipes`` before the monotonic time ``end``."""
     world = len(pipes)
     results: dict[int, Result | None] = dict.fromkeys(expendable)
     while len(results) < world:
         open_pipes = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         left = max(0.0, end - time.monotonic())
-        ready = wait(
-            list(open_pipes), timeout=left if look is None and left < float("inf") else min(left, TIMING.supervise)
-        )
+        polls = on_poll is not None or left == float("inf")
+        ready = wait(list(open_pipes), timeout=min(left, TIMING.supervise) if polls else left)
         if not ready and time.monotonic() >= end:
             raise RankError(f"ranks {sorted(open_pipes.values())} did not finish before the deadline")
-        if look is not None:
-            look()
+        if on_poll is not None:
+            on_poll()
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = open_pipes[pipe]
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankError(_death(rank, processes[rank])) from None
+                raise RankError(_exit_text(rank, processes[rank])) from None
             if not ok:
                 del open_pipes[pipe]
-                raise RankError(_death_of_another(open_pipes, processes) or f"rank {rank} failed:\n{value}")
+                raise RankError(_dead_peer(open_pipes, processes) or f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(world)]
 
 
-def _death(rank: int, process: BaseProcess) -> str:
+def _exit_text(rank: int, process: BaseProcess) -> str:
     process.join(TIMING.last_message)
     if process.exitcode is not None and process.exitcode < 0:
         return f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}"
-    return f"rank {rank} ended without a word (crashed, or left by itself)"
+    return f"rank {rank} ended without a result: it crashed or exited"
 
 
-def _death_of_another(pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> str | None:
-    """Whether a rank failed because another died: that one is to blame, though it says nothing."""
+def _dead_peer(pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> str | None:
+    """If a rank failed because another died: how that one ended, since it is the cause and reports nothing itself."""
     end = time.monotonic() + TIMING.last_message
     waiting = dict(pipes)
     while waiting and (ready := wait(list(waiting), timeout=max(0.0, end - time.monotonic()))):
@@ -163,30 +165,31 @@ def _death_of_another(pipes: dict[Connection, int], processes: Sequence[BaseProc
             try:
                 pipe.recv_bytes()
             except EOFError:
-                return _death(rank, processes[rank])
+                return _exit_text(rank, processes[rank])
     return None
 
 
-def serve(
-    function: Callable[[int], Result], rank: int, join: Callable[[], None], pipe: Connection, together: bool
+def run_rank(
+    function: Callable[[int], Result], rank: int, join: Callable[[], None], pipe: Connection, barrier: bool
 ) -> None:
-    """The life of a forked rank: join the others, call ``function``, send what it returns or its traceback, and end.
+    """The main function of a forked rank: join the others, call ``function``, send its result or its traceback, exit.
 
-    Results travel as plain pickles: the pipe's own way to send tensors needs their process to live on.
+    With ``barrier``, no rank exits while another may still read from it. Results are sent as plain pickles: the pipe's
+    own protocol for tensors needs the sending process to stay alive.
     """
     try:
         torch.set_num_threads(1)  # before anything else: the parent's OpenMP threads did not survive the fork
-        gc.freeze()  # or every rank's first full collection would go through, and copy, all that the parent had made
+        gc.freeze()  # or every rank's first full collection would visit, and so copy, all objects of the parent
         join()
         message = pickle.dumps((True, function(rank)))
-        if together:
-            with suppress(RuntimeError):  # a peer that died is reported by its own end
-                dist.barrier()  # nobody leaves while a peer still reads from it
+        if barrier:
+            with suppress(RuntimeError):  # a dead peer is reported by its own exit
+                dist.barrier()
         pipe.send_bytes(message)
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
-        with suppress(OSError):  # nobody may listen any more
+        with suppress(OSError):  # stdout may be closed
             sys.stdout.flush()
         os._exit(0)  # a forked child must not run the parent's exit handlers

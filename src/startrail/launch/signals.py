@@ -1,4 +1,4 @@
-"""Stopping in order: a signal is remembered, and acted on when a step is complete."""
+"""Graceful stops: a signal is remembered and acted on when the current step is complete."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 
 
 class Stop:
-    """Used as a context around the forking of ranks, so that no rank misses a signal that comes early.
+    """A context manager that turns SIGTERM and SIGINT (Ctrl-C) into a request to stop.
 
-    SIGTERM and SIGINT (Ctrl-C) ask for a stop, and are passed on to the ranks that this process has forked; a second
-    SIGINT ends at once. A rank whose parent is gone wants to stop as well, rather than train on unseen.
+    Enter it before ranks are forked, so that no rank misses an early signal. The request is passed on to forked ranks;
+    a second SIGINT raises immediately. A rank whose parent has died also stops, rather than train on unobserved.
     """
 
     def __init__(self) -> None:
-        self._asked = self.interrupted = False
-        self._home, self._parent = os.getpid(), os.getppid()
-        self._before: dict[signal.Signals, Any] = {}
+        self._signalled = self.interrupted = False
+        self._owner, self._parent = os.getpid(), os.getppid()
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._hear)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     @property
-    def wanted(self) -> bool:
-        alone = os.getppid() != (self._parent if os.getpid() == self._home else self._home)
-        return self._asked or alone
+    def requested(self) -> bool:
+        orphaned = os.getppid() != (self._parent if os.getpid() == self._owner else self._owner)
+        return self._signalled or orphaned
 
-    def _hear(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and os.getpid() == self._home:
+    def _handle(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and os.getpid() == self._owner:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
-        self._asked = True
+        self._signalled = True
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGTERM)

@@ -1,14 +1,13 @@
-"""Joining the ranks that torchrun has started, also after it has restarted them.
+"""Joins the ranks that torchrun started, also after it has restarted them.
 
-torchrun may give restarted ranks the store of those that died, with the addresses at which nobody answers any more
-(pytorch/pytorch#135712), and its count of restarts can differ between nodes. So ranks first agree on a name that was
-never used, and put everything under it.
+torchrun may give restarted ranks the store of the ranks that died, with addresses at which no rank answers any more
+(pytorch/pytorch#135712), and its restart count can differ between nodes. So ranks first agree on a prefix that was
+never used, and keep everything under it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 import uuid
 from datetime import timedelta
@@ -19,51 +18,50 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from startrail.comm.timing import TIMING
-from startrail.launch.heartbeat import Sign, names
+from startrail.launch.heartbeat import RankStatus, WaitLimit, rank_names
 
 
 class JoinError(RuntimeError):
-    """Not all ranks came; the text is one line."""
+    """Not all ranks joined in time; the text is one line."""
 
 
-def join(device: torch.device, limit: float) -> StoreBoard:
+def join(device: torch.device, limit: WaitLimit) -> StoreBoard:
     """Make the default process group: gloo on CPUs; NCCL between GPUs, which has not been run on hardware.
 
-    ``JoinError`` if that takes more than ``limit`` seconds. Returns a board for the ranks' signs of life.
+    Returns a board for heartbeats. Raises ``JoinError`` after ``limit``.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank = int(os.environ["RANK"])
     try:
-        store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit))))
-        store = PrefixStore(agree_on_name(store, rank, world, limit), store)
-        board = StoreBoard(store, rank, world)  # all ranks have made theirs when the group is there
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout(limit))
-        )
+        store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit.seconds))))
+        store = PrefixStore(agree_on_prefix(store, rank, world, limit), store)
+        board = StoreBoard(store, rank, world)  # every rank has made its own once the group exists
+        timeout = timedelta(seconds=group_timeout(limit.seconds))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    except JoinError:
+        raise
     except (dist.DistError, RuntimeError) as error:
-        if isinstance(error, JoinError):
-            raise
         text = str(error).strip().splitlines()[0]
-        raise JoinError(f"rank {rank} could not join the others within {limit / 60:g} minutes: {text}") from error
+        raise JoinError(f"rank {rank} could not join the others within {limit}: {text}") from error
     return board
 
 
 def group_timeout(limit: float) -> float:
-    """Seconds that a collective may take: ranks that hang are found by their signs of life, so this is the last resort,
-    and longer than what one rank may have to do alone before the first step, such as counting tokens."""
+    """Seconds that a collective may take. Heartbeats find ranks that hang, so this is the last resort, and longer than
+    any work that one rank does alone before the first step, such as counting tokens."""
     return max(1800.0, 2 * limit)
 
 
-def holder_of_store() -> str:
-    """Who keeps the store in which ranks meet: torchrun's own process, or the first rank."""
+def store_host() -> str:
+    """The process that holds the store in which ranks meet: torchrun's own, or rank 0."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return "the first launcher" if shared else "rank 0"
 
 
 class StoreBoard:
-    """For ranks anywhere: entries of the store in which they met, over a connection of their own."""
+    """A board for ranks on any node: entries of the store in which they met, over a separate connection."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.world = world
@@ -71,62 +69,65 @@ class StoreBoard:
         self.write(rank, 0, 0, 0)
 
     def _key(self, rank: int) -> str:
-        return f"startrail/sign/{rank}"
+        return f"startrail/status/{rank}"
 
-    def write(self, rank: int, beats: int, passed: int, step: int) -> None:
-        self._store.set(self._key(rank), f"{beats} {passed} {step}")
+    def write(self, rank: int, heartbeats: int, progress: int, step: int) -> None:
+        self._store.set(self._key(rank), f"{heartbeats} {progress} {step}")
 
-    def read(self) -> list[Sign]:
+    def read(self) -> list[RankStatus]:
         texts = self._store.multi_get([self._key(rank) for rank in range(self.world)])
-        return [Sign(*map(int, text.split())) for text in texts]
+        return [RankStatus(*map(int, text.split())) for text in texts]
 
 
-def on_gpus(wanted: str, ranks: int) -> bool:
-    """Whether ``ranks`` on this node get a GPU each: ``auto`` if there are enough; ``ValueError`` if ``cuda`` must."""
+def use_gpus(device: str, ranks: int) -> bool:
+    """True if the ``ranks`` of this node get a GPU each: with ``auto`` if there are enough. Raises ``ValueError`` if
+    ``cuda`` is asked for and there are not."""
     gpus = torch.cuda.device_count()
-    if wanted == "cuda" and gpus < ranks:
-        raise ValueError(f"device cuda: {ranks} ranks need as many GPUs, here are {gpus}; set ranks, or device cpu")
-    return wanted != "cpu" and gpus >= ranks
+    if device == "cuda" and gpus < ranks:
+        raise ValueError(
+            f"device cuda needs {ranks} GPUs, one per rank, found {gpus}: lower --ranks or pass --device cpu"
+        )
+    return device != "cpu" and gpus >= ranks
 
 
-def device_of_rank(wanted: str) -> torch.device:
-    if on_gpus(wanted, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+def device_of_rank(device: str) -> torch.device:
+    if use_gpus(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
 
 
-def agree_on_name(store: Store, rank: int, world: int, limit: float = 600.0) -> str:
-    """A name that all ranks have now and none had before, whatever earlier ranks left in the store.
+def agree_on_prefix(store: Store, rank: int, world: int, limit: WaitLimit) -> str:
+    """Return a prefix that all ranks share and no earlier rank used, whatever those left in the store.
 
-    Every rank says hello with a word of its own, and waits for an answer to that very word. The first rank answers all
-    words that it finds, also those of ranks that are long gone, until the others have thanked for its own name. It
-    says who is missing after some seconds; ``JoinError`` after ``limit`` seconds.
+    Every rank posts a request with a fresh token and waits for the reply to that token. Rank 0 replies to every token
+    that it finds, also to those of dead ranks, until all others have acknowledged its prefix. It reports missing ranks
+    after some seconds. Raises ``JoinError`` after ``limit``.
     """
-    name = uuid.uuid4().hex
-    start = said = time.monotonic()
+    token = uuid.uuid4().hex
+    start = reported = time.monotonic()
     if rank > 0:
-        store.set(f"startrail/hello/{rank}", name)
+        store.set(f"startrail/request/{rank}", token)
         try:
-            store.wait([f"startrail/answer/{name}"], timedelta(seconds=limit))
+            store.wait([f"startrail/reply/{token}"], timedelta(seconds=limit.seconds))
         except dist.DistStoreError:
-            raise JoinError(f"rank 0 did not answer rank {rank} within {limit / 60:g} minutes (wait_minutes)") from None
-        answer = store.get(f"startrail/answer/{name}").decode()
-        store.set(f"startrail/thanks/{answer}/{rank}", "")
-        return answer
-    answered: set[str] = set()
+            raise JoinError(f"rank 0 did not answer rank {rank} within {limit}") from None
+        prefix = store.get(f"startrail/reply/{token}").decode()
+        store.set(f"startrail/acknowledged/{prefix}/{rank}", "")
+        return prefix
+    prefix, answered = token, set[str]()
     missing = list(range(1, world))
-    while missing := [other for other in missing if not store.check([f"startrail/thanks/{name}/{other}"])]:
+    while missing := [other for other in missing if not store.check([f"startrail/acknowledged/{prefix}/{other}"])]:
         for other in missing:
-            key = f"startrail/hello/{other}"
-            word = store.get(key).decode() if store.check([key]) else None
-            if word is not None and word not in answered:
-                store.set(f"startrail/answer/{word}", name)
-                answered.add(word)
+            key = f"startrail/request/{other}"
+            request = store.get(key).decode() if store.check([key]) else None
+            if request is not None and request not in answered:
+                store.set(f"startrail/reply/{request}", prefix)
+                answered.add(request)
         now = time.monotonic()
-        if now - start > limit:
-            raise JoinError(f"{names(missing)} did not come within {limit / 60:g} minutes (wait_minutes)")
-        if now - said > (TIMING.missing_again if said > start else TIMING.missing):
-            said = now
-            print(f"startrail train: still waiting for {names(missing)} (not there yet)", file=sys.stderr, flush=True)
+        if now - start > limit.seconds:
+            raise JoinError(f"{rank_names(missing)} did not join within {limit}")
+        if now - reported > (TIMING.missing_again if reported > start else TIMING.missing):
+            reported = now
+            limit.log(f"still waiting for {rank_names(missing)} (not started yet)")
         time.sleep(TIMING.join_poll)
-    return name
+    return prefix

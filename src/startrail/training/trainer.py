@@ -17,7 +17,7 @@ import torch._dynamo  # optimizers and FSDP need it: better now, once, than late
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from startrail.launch.heartbeat import Pulse
+from startrail.launch.heartbeat import Heartbeat
 from startrail.launch.signals import Stop
 from startrail.parallel import SequenceParallel
 from startrail.schedule.plan import Plan
@@ -51,10 +51,10 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, display: Display, stop: Stop, pulse: Pulse | None = None
+        self, recipe: Recipe, device: torch.device, display: Display, stop: Stop, heartbeat: Heartbeat | None = None
     ) -> None:
         self.recipe, self.device, self.display, self.stop = recipe, device, display, stop
-        self.pulse = pulse or Pulse()
+        self.heartbeat = heartbeat or Heartbeat()
         self.world, self.lead, self.folder = dist.get_world_size(), dist.get_rank() == 0, Path(recipe.out)
         recipe.check_world(self.world)
         mesh = data_by_sequence(recipe.data_parallel, device.type)
@@ -100,7 +100,7 @@ class Trainer:
         finally:
             self.records.close()
             self.checkpoints.release()
-            self.pulse.end()
+            self.heartbeat.stop()
 
     def _run(self) -> bool:
         recipe = self.recipe
@@ -195,20 +195,20 @@ class Trainer:
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
-        self.pulse.passed(step + 1)
+        self.heartbeat.advance(step + 1)
         batches, problem = self._load(range(step * recipe.accumulate, (step + 1) * recipe.accumulate))
         mine = [float(sum(batch.counted for batch in batches)), float(problem is not None)]
-        self.pulse.passed(step + 1)
+        self.heartbeat.advance(step + 1)
         counted, failed = sum_over_ranks(mine)
         if failed:
             self._give_up(problem)
         loss, norm = self._gradients(step, batches, counted).tolist()  # the only time that the host waits for a GPU
-        self.pulse.passed(step + 1)
+        self.heartbeat.advance(step + 1)
         traffic = self.sp.traffic()
         numbers = dict(
             loss=loss,
             waiting=self.sp.timings()["waiting"],
-            stop=float(self.stop.wanted),
+            stop=float(self.stop.requested),
             failed=float(self.checkpoints.failed or self.records.problem is not None),
             **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["ours"]},
         )
@@ -222,7 +222,7 @@ class Trainer:
         """Give the parameters the gradients of this step, clipped: this rank's share of the loss and their norm."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
-            self.pulse.passed(step + 1)
+            self.heartbeat.advance(step + 1)
             share = self.task.loss_sum(self.model, batch) / max(counted, 1.0)
             backward(self.model, share)
             loss += share.detach()
@@ -249,9 +249,9 @@ class Trainer:
         """
         total = counted = 0.0
         for number in range(self.recipe.evaluate_batches):
-            self.pulse.passed(step)
+            self.heartbeat.advance(step)
             batches, problem = self._load(range(number, number + 1), held_out=True)
-            mine = [float(problem is not None), float(self.stop.wanted)]
+            mine = [float(problem is not None), float(self.stop.requested)]
             failed, stop = sum_over_ranks(mine)
             if failed:
                 self._give_up(problem)
