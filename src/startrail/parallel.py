@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail.comm.process_groups import unbound
 from startrail.engine import op
-from startrail.engine.batch import encode_boundaries
-from startrail.engine.call import blocks_of, documents_of, is_int
 from startrail.engine.runtime import Runtime, Settings
+from startrail.engine.validate import is_int, read_boundaries
 from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
@@ -141,22 +139,20 @@ class SequenceParallel:
         documents: Tensor | SequenceOf[int] | None = None,
         blocks: Tensor | SequenceOf[tuple[int, int]] | None = None,
     ) -> Sequence:
-        """What all layers share about one batch: make one for each, and call ``shard``, ``positions``, ``attention``
-        and ``unshard`` on it. ``documents``: global cu_seqlens (0, ..., length) of packed documents that do not see
-        each other. ``blocks``: runs (start, stop) of tokens that see each other also where a layer is causal or has a
-        window: images in a text, the prefix of a prefix-LM. Every rank must make the same sequences, those of one
-        length in the same order."""
-        if length is None or not is_int(length) or length < 1:
-            self.refuse(_wrong_length(length))
-        try:
-            marks = encode_boundaries(documents_of(documents, length), blocks_of(blocks, length))
-        except ValueError as error:
-            self.refuse(str(error))
-        return Sequence(self, self._name, *self._runtime.sequence(marks))
+        """Make one per batch, and call ``shard``, ``positions``, ``attention`` and ``unshard`` on it.
 
-    def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
-        """Raise ``ValueError`` here, and on every other rank when it begins its next call."""
-        self._runtime.refuse(problem, sequence)
+        ``documents``: global cu_seqlens (0, ..., length) of packed documents, which do not see each other. ``blocks``:
+        runs (start, stop) of tokens that see each other even if a layer is causal or has a window, such as images in a
+        text or the prefix of a prefix-LM. Every rank must make the same sequences, and those of one length in the same
+        order.
+        """
+        if length is None or not is_int(length) or length < 1:
+            self._runtime.refuse(_wrong_length(length))
+        try:
+            boundaries = read_boundaries(length, documents, blocks)
+        except ValueError as error:
+            self._runtime.refuse(str(error))
+        return Sequence(self, self._runtime.make_sequence(boundaries))
 
     # --- what happened
 

@@ -1,10 +1,11 @@
-"""``Sequence``: what all layers share about one batch. Made once a batch by ``SequenceParallel.sequence``."""
+"""``Sequence``: what all layers share about one batch. Make one per batch with ``SequenceParallel.sequence``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -15,20 +16,34 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from startrail.comm.errors import peer_errors
-from startrail.engine.call import AttentionCall, option_problem, type_problem
-from startrail.geometry.layout import Runs
+from startrail.engine.op_key import SequenceState
+from startrail.engine.validate import read_call
+from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 
 if TYPE_CHECKING:
-    from startrail.engine.batch import BatchGeometry
+    from typing_extensions import Unpack
+
     from startrail.parallel import SequenceParallel
 
-IDS = (torch.int32, torch.int64)  # dtypes of tokens
+ID_DTYPES = (torch.int32, torch.int64)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Options of ``Sequence.attention`` that do not change what it returns, for its type signatures."""
+
+    causal: bool
+    window: int | None
+    chunk: int | None
+    mask: Mask | None
+    scale: float | None
+    sinks: Tensor | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Sequence:
-    """One sequence of ``length`` tokens, cut into ``documents`` that do not see each other, split over the ranks of
-    ``sp``.
+    """One sequence, split over the ranks of ``sp``. Its documents, if it is packed, do not see each other.
 
     >>> from startrail import SequenceParallel
     >>> sequence = SequenceParallel("1x1").sequence(5, documents=[0, 2, 5])
@@ -38,76 +53,64 @@ class Sequence:
     >>> q = torch.randn(1, 4, 5, 8)
     >>> sequence.attention(q, q, q, causal=True).shape
     torch.Size([1, 4, 5, 8])
-
-    ``local`` is the number of tokens that every rank holds, padding included. ``documents`` are cu_seqlens as a tensor
-    on the host, (0, length) where nothing is packed. ``runs`` are this rank's real tokens in the order in which it
-    holds them, as (first position, count). ``blocks`` are the runs (start, stop) of tokens that see each other.
     """
 
     sp: SequenceParallel
-    length: int
-    local: int
-    blocks: tuple[tuple[int, int], ...]
-    _name: str
-    _tokens: BatchGeometry
-    _known_as: Tensor
-    _looked: int | None  # when its ids were looked at last, if they were
-
-    def __init__(self, sp: SequenceParallel, name: str, tokens: BatchGeometry, known_as: Tensor) -> None:
-        self.__dict__.update(sp=sp, length=tokens.length, local=tokens.layout.local, blocks=tokens.blocks)
-        self.__dict__.update(_name=name, _tokens=tokens, _looked=None)
-        self._be_known_as(known_as)
-
-    def _be_known_as(self, known_as: Tensor) -> None:
-        # as torch._dynamo.maybe_mark_dynamic does, whose import takes seconds: batches differ in their documents
-        known_as._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
-        self.__dict__["_known_as"] = known_as
-
-    def _look_at(self, ids: Tensor) -> None:
-        """Have the calls to come say which data they are on. A new tensor: backward passes still have the old one."""
-        number, before, *marks = self._known_as.tolist()
-        if (found := self.sp._runtime.look_at(ids, before != 0, self._looked)) is not None:
-            digest, looked = found
-            if looked is not None:
-                self.__dict__["_looked"] = looked
-            if digest != before:
-                self._be_known_as(torch.tensor((number, digest, *marks), device="cpu"))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Sequence cannot be changed: {name} stays as it is; make another with sp.sequence()")
+    _state: SequenceState
 
     def __repr__(self) -> str:
-        return f"Sequence({self._tokens}, {self.local} on rank {self.sp.rank} of {self.sp.world})"
+        return f"Sequence({self._state.geometry.boundaries}, {self.local} on rank {self.sp.rank} of {self.sp.world})"
 
-    def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
-        """The same sequence cut into documents: global cu_seqlens (0, ..., length)."""
-        return self.sp.sequence(self.length, documents, self.blocks)
+    @property
+    def _layout(self) -> Layout:
+        return self._state.geometry.layout
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the whole sequence."""
+        return self._layout.length
+
+    @property
+    def local(self) -> int:
+        """The number of tokens that every rank holds, padding included."""
+        return self._layout.local
 
     @property
     def documents(self) -> Tensor:
-        return torch.tensor(self._tokens.documents)
+        """cu_seqlens on the host: (0, length) if nothing is packed."""
+        return torch.tensor(self._state.geometry.boundaries.documents)
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Runs (start, stop) of tokens that see each other."""
+        return self._state.geometry.boundaries.blocks
 
     @property
     def runs(self) -> Runs:
-        layout = self._tokens.layout
+        """This rank's real tokens in the order in which it holds them, as (first position, count)."""
+        layout = self._layout
         return tuple(run for chunk in layout.chunks[self.sp.rank] if (run := layout.run(chunk))[1])
+
+    def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
+        """The same sequence with other documents: global cu_seqlens (0, ..., length)."""
+        return self.sp.sequence(self.length, documents, self.blocks)
 
     # --- tokens
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """This rank's part of a tensor that every rank has whole, padded with ``pad_value`` where it must be. Zero is
-        right for ids, whose padding nobody looks at, but is a label like any other: ``shard_labels`` pads with -100.
+        """This rank's part of a tensor that every rank has in full, padded with ``pad_value`` if need be. Zero is right
+        for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100.
 
-        Differentiable: the gradient is this rank's share, zero elsewhere; sum it over the group for the whole.
+        Differentiable: the gradient is this rank's share and zero elsewhere. Sum it over the group for the full one.
         """
-        dim, layout = _dim(x, dim), self._tokens.layout
+        dim, layout = _dim(x, dim), self._layout
         if x.shape[dim] != self.length:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
                 f"has {self.length}"
             )
-        if x.dtype in IDS and not torch.compiler.is_compiling():
-            self._look_at(x)
+        if x.dtype in ID_DTYPES and not torch.compiler.is_compiling():
+            self.sp._runtime.record_digest(self._state, x)
         parts = []
         for chunk in layout.chunks[self.sp.rank]:
             start, count = layout.run(chunk)
@@ -118,34 +121,34 @@ class Sequence:
         return torch.cat(parts, dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The whole tensor on every rank, in order and without padding: the inverse of ``shard``.
+        """The full tensor on every rank, in order and without padding: the inverse of ``shard``.
 
-        Differentiable, as the exact adjoint: a shard's gradient is the sum over ranks of the gradients that they
-        have for it. If every rank computes the *same* loss from the result, divide that loss by the number of ranks.
+        Differentiable, as the exact adjoint: a shard's gradient is the sum of all ranks' gradients for it. If every
+        rank computes the *same* loss from the result, divide that loss by the number of ranks.
         """
-        dim, layout = _dim(x, dim), self._tokens.layout
+        dim, layout = _dim(x, dim), self._layout
         if x.shape[dim] != self.local:
             raise ValueError(
-                f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but a rank holds "
+                f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
                 f"{self.local} of this sequence"
             )
         return torch.cat(self._all_chunks(x, dim, layout.chunk), dim).narrow(dim, 0, self.length)
 
-    def _all_chunks(self, x: Tensor, dim: int, each: int) -> list[Tensor]:
-        """What all ranks have of every chunk, ``each`` tokens of it, in the order of the chunks."""
-        held = [chunk for rank in self._tokens.layout.chunks for chunk in rank]
+    def _all_chunks(self, x: Tensor, dim: int, count: int) -> list[Tensor]:
+        """``count`` tokens of every chunk, gathered from all ranks, in the order of the chunks."""
+        chunks = [chunk for rank in self._layout.chunks for chunk in rank]
         if self.sp.group is not None and self.sp.world > 1:
             x = x.contiguous()
             if torch.compiler.is_compiling():
                 x = funcol.wait_tensor(funcol.all_gather_single_autograd(x, dim, self.sp.group))
             else:
                 x = _Gathered.apply(x, dim, self.sp.group)
-        return [x.narrow(dim, held.index(chunk) * each, each) for chunk in range(len(held))]
+        return [x.narrow(dim, chunks.index(chunk) * count, count) for chunk in range(len(chunks))]
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
-        """This rank's labels of next tokens, from labels that stand where their tokens stand (most often the ids
-        themselves): shifted over the whole sequence before it is cut, ``ignore_index`` where a document ends and where
-        there is padding. Labels that are shifted already belong in ``shard(labels, 1, -100)``.
+        """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
+        They are shifted over the whole sequence before it is split; the last token of each document and padding get
+        ``ignore_index``. Shard labels that are already shifted with ``shard(labels, 1, -100)``.
 
         >>> from startrail import SequenceParallel
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).shard_labels(torch.tensor([[5, 6, 7, 8, 9]])).tolist()
@@ -157,34 +160,34 @@ class Sequence:
         if labels.shape[dim] != self.length:
             raise ValueError(
                 f"labels of shape {tuple(labels.shape)} have {labels.shape[dim]} tokens in dimension {dim}, but the "
-                f"sequence has {self.length}: give the labels of all tokens, not shifted and not cut"
+                f"sequence has {self.length}: pass the labels of all tokens, neither shifted nor split"
             )
         shifted = labels.roll(-1, dim).index_fill(dim, self.documents[1:].to(labels.device) - 1, ignore_index)
         return self.shard(shifted, dim, ignore_index)
 
     def roll(self, x: Tensor, shift: int, dim: int, fill_value: float = 0) -> Tensor:
-        """``torch.roll`` along the whole sequence for a tensor of this rank's tokens: with ``shift=-1`` every token
-        gets what the next one has (multi-token prediction), also over the edges of shards. What would come from another
-        document, or from before the beginning or after the end, is ``fill_value``. Differentiable.
+        """``torch.roll`` along the whole sequence, for a tensor of this rank's tokens. With ``shift=-1`` every token
+        gets the value of the next one (multi-token prediction), also across shards. Values from another document or
+        from outside the sequence are replaced by ``fill_value``. Differentiable.
 
         >>> from startrail import SequenceParallel
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
-        dim, layout = _dim(x, dim), self._tokens.layout
+        dim, layout = _dim(x, dim), self._layout
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
         amount = abs(shift)
         if amount > layout.chunk:
-            raise ValueError(f"shift {shift} is more than the {layout.chunk} tokens of a chunk of this sequence")
-        mine = x.split(layout.chunk, dim)
-        edge = 0 if shift < 0 else layout.chunk - amount  # the tokens that a neighbour needs
-        edges = self._all_chunks(torch.cat([part.narrow(dim, edge, amount) for part in mine], dim), dim, amount)
-        nothing = torch.zeros_like(mine[0].narrow(dim, 0, amount))
+            raise ValueError(f"shift {shift} is more than the {layout.chunk} tokens of each chunk of this sequence")
+        own = x.split(layout.chunk, dim)
+        edge = 0 if shift < 0 else layout.chunk - amount  # where the tokens begin that a neighbour needs
+        edges = self._all_chunks(torch.cat([part.narrow(dim, edge, amount) for part in own], dim), dim, amount)
+        outside = torch.zeros_like(own[0].narrow(dim, 0, amount))
         parts = []
-        for chunk, part in zip(layout.chunks[self.sp.rank], mine, strict=True):
+        for chunk, part in zip(layout.chunks[self.sp.rank], own, strict=True):
             neighbour = chunk + (1 if shift < 0 else -1)
-            other = edges[neighbour] if 0 <= neighbour < len(edges) else nothing
+            other = edges[neighbour] if 0 <= neighbour < len(edges) else outside
             kept = part.narrow(dim, amount if shift < 0 else 0, layout.chunk - amount)
             parts.append(torch.cat((kept, other) if shift < 0 else (other, kept), dim))
         shape = [1] * x.dim()
@@ -192,23 +195,20 @@ class Sequence:
         return torch.where(self._same_document(shift, x.device).view(shape), torch.cat(parts, dim), fill_value)
 
     def _same_document(self, shift: int, device: torch.device) -> Tensor:
-        """(local,) whether a token is a real one and ``shift`` tokens before it is another of its document."""
-        layout = self._tokens.layout
+        """(local,) True if a token is not padding and the token ``shift`` before it belongs to the same document."""
+        layout = self._layout
         starts = [chunk * layout.chunk for chunk in layout.chunks[self.sp.rank]]
         here = torch.cat([torch.arange(start, start + layout.chunk) for start in starts])
-        number = [torch.bucketize(position, self.documents, right=True) for position in (here, here - shift)]
+        document = [torch.bucketize(position, self.documents, right=True) for position in (here, here - shift)]
         inside = (here < self.length) & (here >= shift) & (here - shift < self.length)
-        return (inside & (number[0] == number[1])).to(device)
+        return (inside & (document[0] == document[1])).to(device)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of this rank's tokens, for rotary and other position embeddings. Padding repeats the last
+        """Global positions of this rank's tokens, for rotary and other position embeddings. Padding gets the last
         position."""
         if not isinstance(device, torch.device | str | None):
-            raise ValueError(
-                f"positions takes a device, not a {type(device).__name__}: the sequence knows its tokens; "
-                "write positions(x.device)"
-            )
-        layout = self._tokens.layout
+            raise ValueError(f"positions takes a device, not a {type(device).__name__}: write positions(x.device)")
+        layout = self._layout
         chunks = [
             torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks[self.sp.rank]
         ]
@@ -216,12 +216,72 @@ class Sequence:
 
     # --- attention
 
+    @overload
     def attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *others: object,
+        *,
+        return_lse: Literal[False] = ...,
+        return_largest: Literal[False] = ...,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[True],
+        return_largest: Literal[False] = ...,
+        **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[False] = ...,
+        return_largest: Literal[True],
+        **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[True],
+        return_largest: Literal[True],
+        **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = ...,
+        return_largest: bool = ...,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, ...]: ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
         causal: bool = False,
         window: int | None = None,
         chunk: int | None = None,
@@ -231,74 +291,70 @@ class Sequence:
         softcap: float | None = None,
         return_lse: bool = False,
         return_largest: bool = False,
-        **unknown: object,
-    ) -> Any:
-        """Attention of the whole sequence, for this rank's queries.
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Attention over the whole sequence, for this rank's queries.
 
-        q: (batch, heads, local tokens, head dim); k, v may have fewer heads, and v another head dim. Every rank of the
-        group must call it, with the same arguments but for the tokens.
+        q: (batch, heads, local tokens, head dim). k, v may have fewer heads, and v another head dim. Every rank of the
+        group must make the call, with the same arguments except for the tokens.
 
-        Who sees whom: ``window`` w, a query i sees keys j with i-j < w when causal, |i-j| < w otherwise; ``chunk`` c,
-        they lie in the same run of c tokens; or ``mask``, a ``startrail.Mask`` made from slices. Documents and blocks
-        are the sequence's. ``sinks``: for each head the logit of one more key whose value is zero; it gets this rank's
-        share of its gradient. ``softcap`` c: a logit x counts as c * tanh(x / c), but for the sink's; refused where no
-        kernel has it (GPUs without flash-attn).
+        ``window`` w: query i sees keys j with i-j < w when causal, |i-j| < w otherwise. ``chunk`` c: query and key lie
+        in the same run of c tokens. ``mask``: instead of these, a ``startrail.Mask`` made from slices. Documents and
+        blocks belong to the sequence. ``sinks``: one logit per head, of an extra key whose value is zero; its gradient
+        is this rank's share. ``softcap`` c: a logit x becomes c * tanh(x / c), except for the sink's. Raises
+        ``ValueError`` if no kernel supports a softcap (GPUs without flash-attn).
 
-        With ``return_lse`` it returns (out, lse); lse (batch, heads, local tokens), the logarithm of the sum of all
-        exponentials (the sink's too), has gradients. With ``return_largest``, (out, largest): each head's largest
-        logit over the whole batch and all ranks, before any softcap, without gradient. With both, (out, lse, largest).
+        With ``return_lse`` it returns (out, lse); lse (batch, heads, local tokens) is the log-sum-exp of all logits,
+        including the sink's, and has gradients. With ``return_largest`` it returns (out, largest): each head's largest
+        logit over the batch and all ranks, before any softcap, without gradient. With both, (out, lse, largest).
         """
-        problem = type_problem(q, k, v, causal, window, scale, others, unknown)
-        if problem := problem or option_problem(q, chunk, sinks, softcap, mask):
-            self.sp.refuse(problem, self._known_as)
-        if mask is not None and (causal, window, chunk) != (False, None, None):
-            self.sp.refuse(
-                "mask says who sees whom: give causal, window and chunk to it, not beside it", self._known_as
-            )
+        state = self._state
+        try:
+            call = read_call(
+                q, k, v, causal=causal, window=window, chunk=chunk, mask=mask,
+                scale=scale, sinks=sinks, softcap=softcap, max_logits=return_largest,
+            )  # fmt: skip
+        except ValueError as error:
+            self.sp._runtime.refuse(str(error), state.op_key)
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        if mask is None:
-            mask = Mask(causal, window, chunk=chunk)
-        scale, softcap = (None if x is None else float(x) for x in (scale, softcap))
-        call = AttentionCall(mask.causal, mask.window, scale, mask.chunk, mask.steps, return_largest, softcap)
-        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, self._known_as, self._name, str(call))
+        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, state.op_key, self.sp._name, str(call))
         if sinks is not None:
             out, lse = _with_sinks(out, lse, sinks)
         results = (out, lse) if return_lse else (out,)
         if return_largest:
-            results = (*results, self._largest_of_all(largest))
+            results = (*results, self._max_over_ranks(largest))
         return results if len(results) > 1 else out
 
-    def _largest_of_all(self, largest: Tensor) -> Tensor:
+    def _max_over_ranks(self, largest: Tensor) -> Tensor:
         largest = largest.detach().amax(0)
         if self.sp.group is None or self.sp.world == 1:
             return largest
         group = self.sp.group
-        return _together(lambda: funcol.all_reduce(largest, "max", group), "the largest logits")
+        return _wait_for(lambda: funcol.all_reduce(largest, "max", group), "the largest logits")
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' tensors one behind the other, as ``all_gather_single_autograd`` gives them; but a rank that is gone is
-    a ``PeerError`` in the backward pass too."""
+    """Concatenates all ranks' tensors like ``all_gather_single_autograd``, but the backward pass, too, raises
+    ``PeerError`` if a rank is gone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _together(lambda: funcol.all_gather_single(x, dim, group), "gathering tokens")
+        return _wait_for(lambda: funcol.all_gather_single(x, dim, group), "gathering tokens")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad, dim, group = grad.contiguous(), ctx.dim, ctx.group
         what = "the gradient of gathering tokens"
-        return _together(lambda: funcol.reduce_scatter_single(grad, "sum", dim, group), what), None, None
+        return _wait_for(lambda: funcol.reduce_scatter_single(grad, "sum", dim, group), what), None, None
 
 
-def _together(collective: Callable[[], Tensor], what: str) -> Tensor:
-    """What a functional collective gives; ``what`` it is for, should a rank be gone."""
+def _wait_for(collective: Callable[[], Tensor], what: str) -> Tensor:
+    """The result of a functional collective. Raises ``PeerError`` that says ``what`` failed if a rank is gone."""
     if torch.compiler.is_compiling():
         return funcol.wait_tensor(collective())
     with peer_errors(what):
@@ -306,13 +362,13 @@ def _together(collective: Callable[[], Tensor], what: str) -> Tensor:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The results with one more key in every row: its logit is the head's sink, its value zero.
+    """The results with one more key in every row. Its logit is the head's sink, its value zero.
 
-    It needs nobody else, so it is merged once, by the row's owner; autograd gives the sink its gradient, and lse the
+    It needs no other rank, so the row's owner merges it once. Autograd gives the sink its gradient, and lse the
     cotangent that the rest of the row needs.
     """
     logits = sinks.to(lse.dtype).view(1, -1, 1)
-    # not sigmoid, whose gradient is w (1 - w) with w rounded: of a sink's small weight 1 - w few digits would be left
+    # not sigmoid: its gradient is w (1 - w) with w rounded, which leaves few digits of a sink's small weight 1 - w
     weight = F.logsigmoid(lse - logits).exp()
     return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
 

@@ -27,8 +27,8 @@ def attend(sp, q, k, v, documents=None, length=None, **options):
 @pytest.mark.parametrize(
     "plan, arguments, options, message",
     [
-        ("1x2", qkv(tokens=15), {}, r"length 32 on 2 ranks gives 16 local tokens a rank .*, but this rank has 15"),
-        ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens a rank"),
+        ("1x2", qkv(tokens=15), {}, r"length 32 on 2 ranks gives 16 local tokens per rank .*, but this rank has 15"),
+        ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens per rank"),
         ("1x2", qkv(), dict(length=0), "length=0 must be a whole number of tokens, length >= 1"),
         ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
         ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
@@ -42,8 +42,8 @@ def attend(sp, q, k, v, documents=None, length=None, **options):
         ("1x2", qkv(), dict(length=32.0), "length=32.0 must be a whole number"),
         ("1x2", qkv(), dict(causal=1.0), "causal=1.0 must be True or False"),
         ("1x2", [qkv()[0], qkv()[1].numpy(), qkv()[2]], {}, "k must be a tensor, got ndarray"),
-        ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be a number of more than 0"),
-        ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be a number of more than 0"),
+        ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be None or a finite number greater than 0"),
+        ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be None or a finite number greater than 0"),
         ("1x2", [qkv()[0], qkv()[1].to("meta"), qkv()[2]], {}, "q, k, v must be on one device"),
         ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
         ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
@@ -139,7 +139,7 @@ def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_firs
 
 def test_threads_must_not_share_an_instance():
     sp = startrail.SequenceParallel("1x1")
-    with sp._runtime._alone(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
+    with sp._runtime._exclusive_call(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
         attend(sp, *qkv())
 
 
@@ -224,9 +224,9 @@ def test_wrong_constructor_arguments():
         sequence.shard(torch.zeros(2, 2), 3)
     with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but the sequence has 2"):
         sequence.shard(torch.zeros(2, 3), 1)
-    with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but a rank holds 2"):
+    with pytest.raises(ValueError, match="has 3 tokens in dimension 1, but each rank holds 2"):
         sequence.unshard(torch.zeros(2, 3), 1)
-    with pytest.raises(AttributeError, match="cannot be changed"):
+    with pytest.raises(AttributeError, match="cannot assign to field 'length'"):
         sequence.length = 3
 
 
@@ -312,4 +312,4 @@ def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
     del out
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists; keep it with the model"):
-        torch.ops.startrail.attention(q, q, q, torch.tensor([0, 4]), name, str(AttentionCall()))
+        torch.ops.startrail.attention(q, q, q, torch.tensor([0, 4]), name, str(AttentionCall(startrail.Mask())))

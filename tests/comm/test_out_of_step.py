@@ -259,7 +259,7 @@ def test_a_dead_peer_is_a_peer_error_in_every_collective():
                 lambda: sequence.roll(x, -1, 0),
                 whole.backward,
                 rolled.backward,
-                lambda: sequence._largest_of_all(torch.zeros(1, 4)),
+                lambda: sequence._max_over_ranks(torch.zeros(1, 4)),
                 lambda: gather_texts("here"),
                 lambda: check_same_parameters(model.named_parameters()),
                 lambda: startrail.global_mean(x.sum(), 8),
@@ -382,7 +382,7 @@ def test_calls_of_many_kinds_leave_nothing_behind():
 def test_a_refusal_in_a_loader_thread_is_raised_there():
     sp = startrail.SequenceParallel("1x1")
     texts = []
-    with sp._runtime._alone():
+    with sp._runtime._exclusive_call():
         thread = threading.Thread(target=lambda: texts.append(error_of(lambda: sp.sequence(0))))
         thread.start()
         thread.join()

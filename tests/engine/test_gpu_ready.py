@@ -24,14 +24,14 @@ from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
 from startrail.engine.buffers import BufferPool
-from startrail.engine.call import describe_tensor, type_problem
 from startrail.engine.executor import Executor, PassContext
+from startrail.engine.validate import describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.kernels import base, cuda, kernel_for
 from startrail.kernels.flash_ops import ops_of_package
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
-from startrail.schedule.values import Piece
+from startrail.schedule.sizes import Sizes
 from tests.helpers import eventually
 from tests.kernels import test_cuda as stand_ins
 
@@ -42,9 +42,8 @@ def test_ranks_agree_about_tensors_on_their_own_gpus():
     with FakeTensorMode():
         first, second = (torch.empty(1, 2, 4, 8, device=f"cuda:{index}") for index in range(2))
     assert describe_tensor(first) == describe_tensor(second) == "(1, 2, 4, 8) float32 cuda"
-    assert type_problem(first, second, first, False, None, None) == (
-        "q, k, v must be on one device, got q on cuda:0, k on cuda:1, v on cuda:0"
-    )
+    with pytest.raises(ValueError, match="must be on one device, got q on cuda:0, k on cuda:1, v on cuda:0"):
+        read_call(first, second, first)
 
 
 def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
@@ -66,16 +65,16 @@ def test_numbers_on_a_gpu_are_those_of_its_current_stream(monkeypatch):
     stream, cpu = 1, torch.device("cpu")
     for module in (cuda, wire):
         monkeypatch.setattr(module, "stream_of", lambda device: stream)
-    made = Wire(SimpleNamespace(plan=Plan()), torch.float32, torch.float32, 2, {None: ((0, 1), (2, 3))})
+    made = Wire(Sizes(Plan(), 4, 1, 1, 1, 1, 4), torch.float32, torch.float32, 2, ((0, 1), (2, 3)))
     whole, parts = torch.arange(8.0).view(1, 1, 8, 1), torch.empty(2, 1, 1, 4, 1)
     packs = ((2, 2), (3, 3))
     first = cuda._cuts(packs, cpu)
-    made.split(Piece("q", 0, 0), whole, parts)
+    made.split(whole, parts)
     assert torch.equal(parts.flatten(), whole.flatten())
-    assert cuda._cuts(packs, cpu) is first and len(made._places) == 1
+    assert cuda._cuts(packs, cpu) is first and len(made._places_on) == 1
     stream = 2
-    made.split(Piece("q", 0, 0), whole, parts)
-    assert cuda._cuts(packs, cpu) is not first and len(made._places) == 2
+    made.split(whole, parts)
+    assert cuda._cuts(packs, cpu) is not first and len(made._places_on) == 2
     cuda._cuts_on.cache_clear()
 
 

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import startrail
 from startrail.bench import engine
 from startrail.comm import counters
+from startrail.engine.batch import Boundaries
 from startrail.engine.call import AttentionCall
 from startrail.engine.lowering import compile_program
 from startrail.engine.runtime import Runtime
+from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD
@@ -126,26 +128,26 @@ def fused_kernels(monkeypatch):
     cuda._cuts_on.cache_clear()  # fake ones
 
 
-def run(plan, documents=None, passes=2, device="cpu", **call):
+def run(plan, documents=None, passes=2, device="cpu", **mask):
     """Launches of one forward and one backward pass on 8 ranks: 8k tokens a rank, 16 heads x 128, bfloat16."""
     with fake_world(8):
         sp = startrail.SequenceParallel(plan)
         runtime, mode = sp._runtime, FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             q, k, v, dout = (torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device=device) for _ in range(4))
-        _, known = runtime.sequence(tuple(documents or (0, 8 * 8192)))
-        number = torch.tensor((0, 1))
+        op_key = runtime.make_sequence(Boundaries(tuple(documents or (0, 8 * 8192)))).op_key
+        number, call = torch.tensor((0, 1)), AttentionCall(Mask(**mask))
         for _ in range(passes):  # the first one makes what later ones use again
-            jobs = [runtime._job(FORWARD, q, k, v, known, AttentionCall(**call), None)]
-            jobs += [runtime._job(BACKWARD, q, k, v, known, AttentionCall(**call), number)]
+            contexts = [runtime._context(FORWARD, q, k, v, op_key, call, None)]
+            contexts += [runtime._context(BACKWARD, q, k, v, op_key, call, number)]
             with mode, Launches((q, k, v)) as forward:
-                kept = q.new_empty(runtime.kept_bytes(jobs[0].wire.sizes), dtype=torch.uint8)
-                lse, out = runtime._run(jobs[0], FORWARD, {"q": (q,), "kv": (k, v)}, kept)["out"]
+                kept = q.new_empty(runtime.kept_bytes(contexts[0].wire.sizes), dtype=torch.uint8)
+                lse, out = runtime._run(contexts[0], FORWARD, {"q": (q,), "kv": (k, v)}, kept)["out"]
             with mode, Launches((q, k, v, dout, lse, out, kept)) as backward:
                 inputs = {"do": (lse, base.row_sums(dout, out, torch.float32), dout)}
                 if runtime.plan.heads == 1:
                     inputs |= {"q": (q,), "kv": (k, v)}
-                runtime._run(jobs[1], BACKWARD, inputs, kept)
+                runtime._run(contexts[1], BACKWARD, inputs, kept)
         return forward, backward, runtime._executor.pool.allocated, sp.sizes(q, k)
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.engine.buffers import KEPT_PASSES, BufferPool
 from startrail.engine.call import AttentionCall
+from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
@@ -131,7 +132,7 @@ def test_the_op_passes_torchs_own_checks():
     sp = startrail.SequenceParallel("1x1")
     q, k, v = (torch.randn(1, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
     for ends in (None, [0, 2, 6]):
-        arguments = (q, k, v, sp.sequence(6, ends)._known_as, sp._name, str(AttentionCall(True, 3, 0.3)))
+        arguments = (q, k, v, sp.sequence(6, ends)._state.op_key, sp._name, str(AttentionCall(Mask(True, 3), 0.3)))
         torch.library.opcheck(torch.ops.startrail.attention.default, arguments)
 
 

@@ -145,13 +145,13 @@ def test_mistakes_with_options_are_refused():
     for options, message in [
         (dict(chunk=2.5), "chunk=2.5 must be a whole number"),
         (dict(chunk=0), "chunk=0 must be at least 1"),
-        (dict(softcap=0.0), "softcap=0.0 must be a number of more than 0"),
+        (dict(softcap=0.0), "softcap=0.0 must be None or a finite number greater than 0"),
         (dict(softcap=float("inf")), "softcap=inf must be"),
         (dict(softcap="50"), "softcap='50' must be"),
         (dict(softcap=True), "softcap=True must be"),
-        (dict(sinks=torch.zeros(3)), "sinks must be a number for each of the 4 query heads"),
+        (dict(sinks=torch.zeros(3)), "sinks must hold one number for each of the 4 query heads"),
         (dict(sinks=[1.0] * 4), "sinks must be a tensor"),
-        (dict(mask=mask, causal=True), "give causal, window and chunk to it"),
+        (dict(mask=mask, causal=True), "pass either mask= or causal/window/chunk, not both"),
         (dict(mask="causal"), "mask must be a startrail.Mask, got str"),
         (dict(mask=startrail.Mask(documents=(0, 16))), "documents and blocks belong to the sequence"),
         (dict(mask=startrail.Mask.from_slices([(0, 17, 0, 16)])), "slices end at 17, but the sequence has 16"),
@@ -162,7 +162,7 @@ def test_mistakes_with_options_are_refused():
         assert message in error_of(lambda: sp.sequence(16, blocks=blocks))  # noqa: B023
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
     assert "these look like (batch, tokens, heads, dim)" in error_of(lambda: sequence.attention(*transposed))
-    assert "not shifted and not cut" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 8, dtype=torch.long)))
+    assert "neither shifted nor split" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 8, dtype=torch.long)))
     assert "labels must be whole numbers" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 16)))
     assert "shift 3 is more than the 2 tokens" in error_of(
         lambda: as_rank(0, 4).sequence(16).roll(torch.zeros(4), 3, dim=0)

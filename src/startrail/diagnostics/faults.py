@@ -70,7 +70,7 @@ def guesses(
     ids, labels = batch["input_ids"], batch["labels"]
     length = ids.shape[1]
     sequence = sp.sequence(length)
-    layout = sequence._tokens.layout
+    layout = sequence._layout
     parts = [torch.tensor([i for chunk in rank for i in range(*_span(layout.run(chunk)))]) for rank in layout.chunks]
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     whole = {name: x for name, x in batch.items() if name != "labels"}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.diagnostics.rounding import ROUNDING, Attention, Floor, floor_of
-from startrail.engine.call import MAX_HEAD_DIM
+from startrail.engine.validate import MAX_HEAD_DIM
 from startrail.geometry.layout import LAYOUTS, check_layout
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulator

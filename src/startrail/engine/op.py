@@ -1,10 +1,10 @@
 """The custom ops ``startrail::attention`` and ``startrail::attention_backward``.
 
-They are opaque to autograd and to torch.compile, so that a compiled graph stays whole, and selective activation
-checkpointing can save their results instead of repeating a distributed forward. An op takes only tensors, numbers and
-texts: ``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of a ``AttentionCall``, and ``sequence`` is how
-a sequence is known: its number and its cu_seqlens, a tensor so that a new batch is not a new constant. A forward pass
-gives its own number as a tensor, too: a backward pass must say whose it is, also where a compiled graph holds it.
+They are opaque to autograd and torch.compile, so a compiled graph stays whole, and selective activation checkpointing
+can save their results instead of repeating a distributed forward pass. An op takes only tensors, numbers and texts:
+``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of an ``AttentionCall``, and ``op_key``
+identifies the sequence (see `op_key`). A forward pass also returns its number as a tensor: its backward pass refers to
+it, also within a compiled graph.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from startrail.engine.call import AttentionCall, check_tensors
+from startrail.engine.call import AttentionCall
 from startrail.engine.runtime import Runtime
+from startrail.engine.validate import check_tensors
 
 _runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def register(runtime: Runtime) -> str:
-    """A name under which the ops find ``runtime``; a text, since torch.compile would take numbers for sizes."""
+    """Returns the name under which the ops find ``runtime``: a text, because torch.compile takes numbers for sizes."""
     name = f"sp{next(_numbers)}"
     _runtimes[name] = runtime
     return name
@@ -38,31 +39,32 @@ def _find(name: str) -> Runtime:
     return _runtimes[name]
 
 
-# Transfers, and buffers that are used again: no replay of a CUDA graph would be right.
+# Transfers and reused buffers: replaying a CUDA graph would give wrong results.
 UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("startrail::attention", mutates_args=(), tags=UNSAFE)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
+    q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, the bytes that the forward pass keeps for its backward pass, the call's number, and the largest logit
-    of each batch entry and head among those that this rank computed (empty unless the call asks for it)."""
-    return _find(runtime).forward(q, k, v, sequence, AttentionCall.parse(call))
+    """out, lse, the bytes kept for the backward pass, the call's number, and the largest logit of each batch entry and
+    head among those that this rank computed (empty unless the call asks for it)."""
+    return _find(runtime).forward(q, k, v, op_key, AttentionCall.parse(call))
 
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, runtime: str, call: str
+    q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    found = _find(runtime)
+    owner = _find(runtime)
     check_tensors(q, k, v)
+    max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
         torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
-        torch.empty(found.kept_bytes(found.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
+        torch.empty(owner.kept_bytes(owner.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
-        torch.empty(q.shape[:2] if AttentionCall.parse(call).largest else (0, 0), dtype=torch.float32, device=q.device),
+        torch.empty(max_logits, dtype=torch.float32, device=q.device),
     )
 
 
@@ -76,17 +78,15 @@ def attention_backward(
     number: Tensor,
     kv_heads: int,
     head_dim: int,
-    sequence: Tensor,
+    op_key: Tensor,
     runtime: str,
     call: str,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse``: the cotangent of
-    lse, if it was used."""
-    found = _find(runtime)
-    return found.backward(
-        dout, qkv, out, lse, kept, number, kv_heads, head_dim, sequence, AttentionCall.parse(call), dlse
-    )
+    """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse``: the cotangent
+    of lse, if lse was used."""
+    parsed = AttentionCall.parse(call)
+    return _find(runtime).backward(dout, qkv, out, lse, kept, number, kv_heads, head_dim, op_key, parsed, dlse)
 
 
 @attention_backward.register_fake
@@ -108,20 +108,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sequence, ctx.runtime, ctx.call = inputs
+    q, k, v, op_key, ctx.runtime, ctx.call = inputs
     out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
-    ctx.alive = _find(ctx.runtime)  # until the backward pass has run, whatever its user drops
-    qkv = () if ctx.alive.plan.heads > 1 else (q, k, v)
-    ctx.save_for_backward(out, lse, kept, number, sequence, *qkv)
+    ctx.owner = _find(ctx.runtime)  # stays alive until the backward pass has run
+    qkv = () if ctx.owner.plan.heads > 1 else (q, k, v)
+    ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    out, lse, kept, number, sequence, *qkv = ctx.saved_tensors
+    out, lse, kept, number, op_key, *qkv = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(out)  # the other ranks may need our part of the backward pass
+        dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, sequence, ctx.runtime, ctx.call, dlse
+        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, op_key, ctx.runtime, ctx.call, dlse
     )
     return (*grads, None, None, None)
 

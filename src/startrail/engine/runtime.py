@@ -1,9 +1,9 @@
-"""What runs behind the op: one ``Runtime`` a ``SequenceParallel``. It knows the plan, the ranks and the lanes, finds
-out whether the ranks agree, and hands each pass to the executor.
+"""The runtime behind the op, one per ``SequenceParallel``. It knows the plan, the ranks and the lanes, makes sure that
+the ranks agree, and hands each pass to the executor.
 
-A call costs a comparison with the other ranks the first time that its signature or its sequence is new, and never
-again: in the steady state a layer pays for its kernels and its transfers only. After an error on any rank all ranks
-raise, and all may go on: their next calls meet as if they were the first.
+A call is compared with those of the other ranks only when its signature or its sequence is new. After that a layer pays
+for its kernels and its transfers only. After an error on any rank all ranks raise, and all can continue: their next
+calls are compared as if they were the first.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from startrail.comm.consensus import CallLedger, Consensus, WaitRegistry
 from startrail.comm.counters import Counters
 from startrail.comm.lanes import Lanes, call_tag, links_used
 from startrail.comm.sanity import digest
-from startrail.engine.batch import BatchGeometry, PreparedCall
-from startrail.engine.call import AttentionCall, check_tensors, describe_tensor
+from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
+from startrail.engine.call import AttentionCall
 from startrail.engine.executor import Executor, PassContext
+from startrail.engine.op_key import OpKey, SequenceState
+from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.engine.wire import Wire
 from startrail.geometry.layout import LAYOUTS
 from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
@@ -41,17 +43,17 @@ from startrail.schedule.program import build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
 
-REMEMBERED = 16  # sequences whose tiles are kept for further batches
-READY = 64  # kinds of calls on one sequence that are kept ready
-COUNTERS = 1 << 12  # of sequences made, by a digest of their documents
-LOOKS = 8  # batches of ids on a device that are looked at: the host waits for it each time
+RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
+PREPARED_CALLS = 64  # kept per sequence
+COUNTERS = 1 << 12  # of sequences made, by a digest of their boundaries
+DEVICE_DIGESTS = 8  # of ids on a device: each makes the host wait
 
-_instances: dict[tuple[int, ...], Iterator[int]] = {}  # how many each group of ranks has made so far
+_num_instances: dict[tuple[int, ...], Iterator[int]] = {}  # by the ranks of their group
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a ``SequenceParallel`` was made with, beside its group."""
+    """The arguments of a ``SequenceParallel``, except for its group."""
 
     plan: Plan
     layout: str
@@ -69,94 +71,92 @@ class Runtime:
         self.place = self.plan.place(self.world, rank)
         self.counters = Counters()
         self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
-        self._number = next(_instances.setdefault(ranks, itertools.count()))
+        self._number = next(_num_instances.setdefault(ranks, itertools.count()))
         self._slots = self.plan.slots(self.world)
-        self._alive: WeakValueDictionary[tuple[int, ...], BatchGeometry] = WeakValueDictionary()
-        self._latest: deque[BatchGeometry] = deque(maxlen=REMEMBERED)
-        self._making = threading.Lock()
-        self._made = _no_counts()
+        self._sequences: WeakValueDictionary[Boundaries, BatchGeometry] = WeakValueDictionary()
+        self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
+        self._lock = threading.Lock()
+        self._counts = _no_counts()
         self._last: tuple[Tensor, BatchGeometry, str] | None = None
-        self._begun, self._after = 0, ""  # sequences since the last error, and where that was
-        lobby = partial(_lobby, self._group_name, rank, self.world, self._number + 1)
-        self.agreement = Consensus(self._board(), lobby, settings.check_every_call)
+        self._num_started, self._error_note = 0, ""  # sequences since the last error, and where that was
+        registry = partial(_wait_registry, self._group_name, rank, self.world, self._number + 1)
+        self.agreement = Consensus(self._ledger(), registry, settings.check_every_call)
         self.agreement.watch()
         self._busy = threading.Lock()
-        self._thread, self._forwards, self._looks = threading.get_ident(), 0, LOOKS
+        self._thread, self._num_forwards, self._device_digests = threading.get_ident(), 0, DEVICE_DIGESTS
         self._executor: Executor | None = None
 
     @property
     def _name(self) -> str:
-        """This instance in the store: each group and each instance has a board and lanes of its own."""
+        """This instance's key in the store: each instance of each group has its own ledger and lanes."""
         return f"{self._group_name}/{self._number}"
 
-    def _board(self) -> CallLedger | None:
-        """Where the ranks of this group compare their calls."""
-        if self.world == 1 or dist.get_backend() == "fake":  # nobody else is there
+    def _ledger(self) -> CallLedger | None:
+        """Where the ranks of this group compare their calls; None without other ranks."""
+        if self.world == 1 or dist.get_backend() == "fake":
             return None
         store = dist.distributed_c10d._get_default_store()
         return CallLedger(PrefixStore(self._name, store), self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
-    def sequence(self, marks: tuple[int, ...]) -> tuple[BatchGeometry, Tensor]:
-        """What is known of the sequence with these documents and blocks, and the tensor by which the op knows it: how
-        many like it this rank has made, so that batches that look alike are told apart, room for a digest of its data,
-        and the marks."""
-        with self._making:  # data loaders make sequences in threads of their own
-            tokens = self._tokens(marks)
-            digest = zlib.crc32(repr(marks).encode()) % COUNTERS
-            self._made[digest] += 1
-            return tokens, torch.tensor((self._made[digest], 0, *marks), device="cpu")
+    def make_sequence(self, boundaries: Boundaries) -> SequenceState:
+        with self._lock:  # data loaders make sequences in their own threads
+            index = zlib.crc32(repr(boundaries).encode()) % COUNTERS
+            self._counts[index] += 1
+            return SequenceState(self._geometry(boundaries), self._counts[index])
 
-    def look_at(self, ids: Tensor, known: bool, looked: int | None) -> tuple[int, int | None] | None:
-        """A digest of a batch's ids, which all ranks should have in common, and if the thread that calls took it, when.
-        None if nothing is to be added to what the sequence has: whether a digest is ``known``, and when it ``looked``
-        last.
+    def record_digest(self, sequence: SequenceState, ids: Tensor) -> None:
+        """Add a digest of the batch's ids to the sequence's key, so that a rank that skips a batch, or gets another
+        one, finds out at its next call although numbers and shapes match.
 
-        So a rank that leaves out a batch, or was given another, is told at its next call, though numbers and shapes
-        are those of the others. The first ids count, and on a sequence that is used again the first after a call; but
-        only in the thread that also calls, since a loader's thread may be ahead by more on some ranks.
+        The first ids count. If a sequence is reused, so do the first ids after each call, but only in the thread that
+        makes the calls: a loader's thread may run further ahead on some ranks than on others.
         """
-        own = threading.get_ident() == self._thread
-        if self.agreement.board is None or ids.device.type == "meta" or (looked == self._forwards if own else known):
-            return None
+        own_thread = threading.get_ident() == self._thread
+        done = sequence.digested_at == self._num_forwards if own_thread else sequence.key.digest != 0
+        if done or self.agreement.board is None or ids.device.type == "meta":
+            return
         if ids.device.type != "cpu":
-            if self._looks == 0:
-                return None
-            self._looks -= 1
-        return int(digest(ids)) % 2**32, self._forwards if own else None
+            if self._device_digests == 0:
+                return
+            self._device_digests -= 1
+        batch_digest = int(digest(ids)) % 2**32
+        if own_thread:
+            sequence.digested_at = self._num_forwards
+        if batch_digest != sequence.key.digest:
+            sequence.set_key(sequence.key._replace(digest=batch_digest))
 
-    def _tokens(self, marks: tuple[int, ...]) -> BatchGeometry:
-        """The last few, and all in use, are remembered."""
-        tokens = self._alive.get(marks)
-        if tokens is None:
-            layout = LAYOUTS[self.settings.layout](self._slots, max(marks))
-            self._alive[marks] = tokens = BatchGeometry(self.place, layout, marks)
-        self._latest.append(tokens)
-        return tokens
+    def _geometry(self, boundaries: Boundaries) -> BatchGeometry:
+        """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
+        geometry = self._sequences.get(boundaries)
+        if geometry is None:
+            layout = LAYOUTS[self.settings.layout](self._slots, boundaries.length)
+            self._sequences[boundaries] = geometry = BatchGeometry(self.place, layout, boundaries)
+        self._recent.append(geometry)
+        return geometry
 
-    def _known(self, sequence: Tensor) -> tuple[BatchGeometry, str]:
-        """The sequence that the op is called with, and what tells it from others that look alike; all layers of a batch
-        bring the same one."""
+    def _lookup_sequence(self, op_key: Tensor) -> tuple[BatchGeometry, str]:
+        """The sequence that the op is called with, and a text that tells it from others with the same boundaries. All
+        layers of a batch bring the same tensor."""
         last = self._last
-        if last is None or (last[0].data_ptr(), last[0].shape) != (sequence.data_ptr(), sequence.shape):
-            number, data, *marks = sequence.tolist()
-            self._begun += 1
-            name = f"sequence {number} of that kind" + (f", data with digest {data:08x}" if data else "")
-            with self._making:
-                self._last = last = sequence, self._tokens(tuple(marks)), name
+        if last is None or (last[0].data_ptr(), last[0].shape) != (op_key.data_ptr(), op_key.shape):
+            key = OpKey.from_tensor(op_key)
+            self._num_started += 1
+            with self._lock:
+                self._last = last = op_key, self._geometry(key.boundaries), str(key)
         return last[1:]
 
     # --- sizes
 
     def sizes_of(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
-        """The sizes of a call with such shards; ``ValueError`` if the plan cannot run it."""
-        wire = self._travels(q.dtype)
+        """The sizes of a call with such shards. Raises ``ValueError`` if the plan cannot run it."""
+        wire = self._wire_dtype(q.dtype)
         shape = (q.shape[2], q.shape[0], q.shape[1], k.shape[1], q.shape[3])
         return Sizes(self.plan, *shape, q.dtype.itemsize, wire.itemsize, None if v is None else v.shape[3])
 
-    def _travels(self, dtype: torch.dtype) -> torch.dtype:
-        """What is sent; one rank alone sends nothing, and need not round anything."""
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of messages. A single rank sends nothing and rounds nothing."""
         return dtype if self.world == 1 else self.settings.wire_dtype or dtype
 
     def kept_bytes(self, sizes: Sizes) -> int:
@@ -165,19 +165,19 @@ class Runtime:
     # --- passes
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """out, lse, the bytes that are kept for the backward pass, the call's number, by which that knows it, and the
-        largest logits that this rank computed."""
-        with self._alone():
-            self._forwards += 1
-            job = self._job(FORWARD, q, k, v, sequence, call, None)
-            kept = torch.empty(self.kept_bytes(job.wire.sizes), dtype=torch.uint8, device=q.device)
-            q, k, v = map(job.wire.rounded, (q, k, v))
-            lse, out = self._run(job, FORWARD, {"q": (q,), "kv": job.wire.with_copies(k, v)}, kept)["out"]
-            if not call.steps:  # whose rows may see nothing
-                self._known(sequence)[0].spoil_hidden_rows(out, lse)
-            return out, lse, kept, torch.tensor(self.agreement.number, device="cpu"), job.largest
+        """out, lse, the bytes kept for the backward pass, the call's number, and the largest logits that this rank
+        computed."""
+        with self._exclusive_call():
+            self._num_forwards += 1
+            context = self._context(FORWARD, q, k, v, op_key, call, None)
+            kept = torch.empty(self.kept_bytes(context.wire.sizes), dtype=torch.uint8, device=q.device)
+            q, k, v = map(context.wire.rounded, (q, k, v))
+            lse, out = self._run(context, FORWARD, {"q": (q,), "kv": context.wire.with_copies(k, v)}, kept)["out"]
+            if not call.mask.steps:  # rows of such a mask may see nothing
+                self._lookup_sequence(op_key)[0].poison_hidden_rows(out, lse)
+            return out, lse, kept, torch.tensor(self.agreement.number, device="cpu"), context.largest
 
     def backward(
         self,
@@ -189,90 +189,91 @@ class Runtime:
         number: Tensor,
         kv_heads: int,
         head_dim: int,
-        sequence: Tensor,
+        op_key: Tensor,
         call: AttentionCall,
         dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv. ``qkv`` is empty where ``kept`` holds them: after an exchange over heads. ``dlse`` is the
-        cotangent of lse: each logit gets its weight's share of it, so it comes off delta."""
-        # without them, only their shapes matter here
+        """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
+        cotangent of lse. Each logit gets its weight's share of it, so it is subtracted from delta."""
+        # without q, k, v only their shapes matter here
         q = qkv[0] if qkv else out.new_empty(()).expand(*out.shape[:3], head_dim)
         k, v = qkv[1:] if qkv else (q[:, :kv_heads], out[:, :kv_heads])
-        with self._alone():
-            job = self._job(BACKWARD, q, k, v, sequence, call, number)
-            q, k, v, dout = map(job.wire.rounded, (q, k, v, dout))
-            delta = row_sums(dout, out, job.wire.acc)
+        with self._exclusive_call():
+            context = self._context(BACKWARD, q, k, v, op_key, call, number)
+            q, k, v, dout = map(context.wire.rounded, (q, k, v, dout))
+            delta = row_sums(dout, out, context.wire.acc)
             if dlse is not None:
                 delta = delta - dlse
                 dout = nudge_zero_rows(dout, delta)
             inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
             if qkv:
-                inputs |= {"q": (q,), "kv": job.wire.with_copies(k, v)}
-            results = self._run(job, BACKWARD, inputs, kept)
+                inputs |= {"q": (q,), "kv": context.wire.with_copies(k, v)}
+            results = self._run(context, BACKWARD, inputs, kept)
             (dq,), (dk, dv) = results["dq"], results["dkv"]
-            return dq, *job.wire.without_copies(dk, dv)
+            return dq, *context.wire.without_copies(dk, dv)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One call. They are numbered in the order in which they begin, which two threads would not keep on all ranks.
-        Whatever ends a call ends it for all ranks."""
+    def _exclusive_call(self) -> Iterator[None]:
+        """One call at a time: calls are numbered in the order in which they begin, which two threads would not keep on
+        all ranks. An error ends the call on all ranks."""
         if not self._busy.acquire(blocking=False):
-            raise ValueError("two threads call one SequenceParallel at once: give each thread an instance of its own")
+            raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
             yield
-            self._after = ""
+            self._error_note = ""
         except BaseException as error:
             self.agreement.give_up(error)
             if self._executor is not None:
                 self._executor.give_up(error)
-            self._executor = None  # its lanes may be closed, here and at the peers: the next call makes new ones
-            # where ranks go on is their program's business, but they are told if they failed in different batches
-            self._after, self._begun = f", after an error in sequence {self._begun}", 0
-            with self._making:
-                self._made = _no_counts()
+            self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
+            # ranks decide themselves where to continue; the note lets them see if they failed in different batches
+            self._error_note, self._num_started = f", after an error in sequence {self._num_started}", 0
+            with self._lock:
+                self._counts = _no_counts()
             raise
         finally:
             self._busy.release()
 
-    def _job(
-        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, call: AttentionCall, of: Tensor | None
+    def _context(
+        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall, forward: Tensor | None
     ) -> PassContext:
-        """Check the arguments, agree on them with the other ranks if they are new, and find what runs them. ``of`` is
-        the number of the forward call that a backward call belongs to.
+        """Check the arguments, compare them with the other ranks if they are new, and find what runs them. ``forward``
+        is the number of the forward call that a backward call belongs to.
 
-        What ranks must agree on is in the detail, and so in the messages' tags: ranks that disagree about anything
-        never take each other's messages.
+        All that ranks must agree on is part of the detail, and so of the messages' tags: ranks that disagree never
+        receive each other's messages.
         """
-        tokens, name = self._known(sequence)
+        geometry, name = self._lookup_sequence(op_key)
         key = (pass_, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call)
-        ready = tokens.ready.get(key)
-        if ready is None:
-            if len(tokens.ready) >= READY:
-                tokens.ready.clear()
-            tokens.ready[key] = ready = self._prepare(pass_, q, k, v, tokens, call)
-        belongs = "" if of is None else f", backward of call {'.'.join(map(str, of.tolist()))}"
-        detail = f"{ready.detail}, {name}{belongs}{self._after}"
+        prepared = geometry.prepared.get(key)
+        if prepared is None:
+            if len(geometry.prepared) >= PREPARED_CALLS:
+                geometry.prepared.clear()
+            geometry.prepared[key] = prepared = self._prepare(pass_, q, k, v, geometry, call)
+        origin = "" if forward is None else f", backward of call {'.'.join(map(str, forward.tolist()))}"
+        detail = f"{prepared.detail}, {name}{origin}{self._error_note}"
         self.agreement.start(detail)
-        keys = ready.signature, tokens.marks
+        keys = prepared.signature, geometry.boundaries
         if not self.agreement.knows(*keys):
             self.agreement.confirm(keys, None)
-        scale, tag = call.scale_of(q.shape[3]), call_tag(f"{self.agreement.number} {detail}")
-        tiles = partial(tokens.tiles, call, ready.kernel.costs)
-        largest = q.new_full(q.shape[:2] if call.largest else (0, 0), float("-inf"), dtype=torch.float32)
-        return PassContext(ready.wire, ready.kept, ready.kernel, tiles, scale, tag, q.device, largest)
+        tag = call_tag(f"{self.agreement.number} {detail}")
+        max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
+        return PassContext(
+            prepared.wire, prepared.kept, prepared.kernel, prepared.tiles, prepared.scale, tag, q.device, max_logits
+        )
 
     def _prepare(
-        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, tokens: BatchGeometry, call: AttentionCall
+        self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, geometry: BatchGeometry, call: AttentionCall
     ) -> PreparedCall:
-        """What a new call is run with; ``ValueError`` on every rank if it cannot be."""
-        settings, layout = self.settings, tokens.layout
+        """What a new kind of call runs with. Raises ``ValueError`` on every rank if it cannot run."""
+        settings, layout = self.settings, geometry.layout
         try:
             check_tensors(q, k, v)
             kernel = kernel_for(q.device, q.dtype, max(q.shape[3], v.shape[3]), call.softcap)
-            call.mask(None, tokens.blocks).check_length(layout.length)  # a window must be one
+            tiles = geometry.tiles(call.mask, kernel.costs)
             if q.shape[2] != layout.local:
                 raise ValueError(
-                    f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens a rank "
+                    f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens per rank "
                     f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}"
                     + (
                         "; these look like (batch, tokens, heads, dim): transpose(1, 2) makes them (batch, heads, "
@@ -284,37 +285,37 @@ class Runtime:
             sizes = self.sizes_of(q, k, v)
         except ValueError as error:
             self._refuse(str(error))
-        wire = Wire(sizes, q.dtype, self._travels(q.dtype), layout.chunk, tokens.places())
+        wire = Wire(sizes, q.dtype, self._wire_dtype(q.dtype), layout.chunk, geometry.chunk_places())
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
-        detail = f"{signature}, {tokens}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
+        detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)
-        return PreparedCall(signature, detail, wire, kept, kernel)
+        return PreparedCall(signature, detail, wire, kept, kernel, tiles, call.scale_for(q.shape[3]))
 
-    def refuse(self, problem: str, sequence: Tensor | None = None) -> NoReturn:
-        """Raise on every rank: the others learn of it when they begin the same call. ``sequence`` is what it would have
-        been on, if it was made."""
-        if self._busy.locked():  # in another thread, as a loader's: no call of ours begins here
+    def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
+        """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
+        call's sequence, if it was made."""
+        if self._busy.locked():  # by another thread: this one, a loader's perhaps, starts no call
             raise ValueError(problem)
-        with self._alone():
-            if sequence is None:
-                self._begun += 1
+        with self._exclusive_call():
+            if op_key is None:
+                self._num_started += 1
             else:
-                self._known(sequence)
+                self._lookup_sequence(op_key)
             self._refuse(problem)
 
     def _refuse(self, problem: str) -> NoReturn:
         self.agreement.start(problem)
         self.agreement.confirm((), problem)
-        raise AssertionError("ranks that have a problem never agree")
+        raise AssertionError("ranks with a problem never agree")
 
     def _run(
-        self, job: PassContext, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, context: PassContext, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
         program = build_program(self.plan, self.world, self.rank, pass_)
-        return self.executor_on(job.device).run(job, program, inputs, kept)
+        return self.executor_on(context.device).run(context, program, inputs, kept)
 
     def executor_on(self, device: torch.device) -> Executor:
-        """What runs passes on this device, with lanes for it; made anew for another kind of device."""
+        """The executor for this device, with its lanes. Another type of device gets a new one."""
         executor = self._executor
         if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
@@ -330,7 +331,7 @@ def _no_counts() -> array[int]:
     return array("q", bytes(8 * COUNTERS))
 
 
-def _lobby(group_name: str, rank: int, world: int, number: int, place: str) -> WaitRegistry:
-    """A rank's entry where ranks see that they wait for each other in different instances, or at different calls."""
+def _wait_registry(group_name: str, rank: int, world: int, number: int, place: str) -> WaitRegistry:
+    """Where ranks find out that they wait for each other in different instances, or at different calls."""
     store = PrefixStore(group_name, dist.distributed_c10d._get_default_store())
     return WaitRegistry(store, rank, world, f"call {place} of number {number} of their SequenceParallels")

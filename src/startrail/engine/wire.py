@@ -1,14 +1,12 @@
-"""Pieces as tensors: in memory and on the wire a piece is one flat run of bytes, its widest tensors first.
+"""``Wire``: pieces as tensors. In memory and in messages a piece is one flat run of bytes, its widest tensors first.
 
-``Wire`` joins the sizes of one attention call with its dtypes and with where the tokens of a piece lie. It knows
-nothing of who talks to whom.
+A ``Wire`` combines the sizes of one attention call with its dtypes and the places of a piece's tokens. It knows nothing
+about which ranks talk to each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
@@ -22,43 +20,40 @@ from startrail.schedule.values import KINDS, Piece
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
 class Wire:
-    """``dtype`` is the inputs', ``travels`` what is sent. A piece consists of chunks of ``chunk`` tokens; ``places``
-    says by head rank where its chunks stand in the piece (``Layout.places``)."""
+    """``dtype`` is that of the inputs, ``wire_dtype`` that of messages. A piece consists of chunks of ``chunk`` tokens;
+    ``places`` says for each head rank where its chunks stand in the piece (``Layout.places``).
 
-    sizes: Sizes
-    dtype: torch.dtype
-    travels: torch.dtype
-    chunk: int
-    places: tuple[tuple[int, ...], ...]
+    ``nbytes`` are the bytes of a whole piece by kind, ``part_bytes`` those of one head rank's tokens. ``format`` tells
+    apart pieces whose bytes mean different things; it is a text because Python caches a text's hash.
+    """
 
-    @property
-    def acc(self) -> torch.dtype:
-        return accumulator(self.dtype)
-
-    @cached_property
-    def _fields(self) -> dict[tuple[str, int], tuple[Field, ...]]:
-        return {}
+    def __init__(
+        self,
+        sizes: Sizes,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        chunk: int,
+        places: tuple[tuple[int, ...], ...],
+    ) -> None:
+        self.sizes, self.dtype, self.wire_dtype = sizes, dtype, wire_dtype
+        self.chunk, self.places = chunk, places
+        self.acc = accumulator(dtype)
+        self.nbytes = sizes.by_kind
+        self.part_bytes = {kind: sizes.part_bytes(kind) for kind in KINDS}
+        self.format = f"{sizes} {dtype} {wire_dtype}"
+        self._holds_inputs = torch.promote_types(wire_dtype, dtype) == wire_dtype
+        self._fields: dict[tuple[str, int], tuple[Field, ...]] = {}
+        self._places_on: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream
 
     def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
         if (kind, tokens) not in self._fields:
             self._fields[kind, tokens] = self.sizes.fields(kind, tokens)
         return self._fields[kind, tokens]
 
-    @cached_property
-    def nbytes(self) -> dict[str, int]:
-        """Of a whole piece, by kind."""
-        return self.sizes.by_kind
-
-    @cached_property
-    def part_bytes(self) -> dict[str, int]:
-        """Of the part of a piece that one head rank's tokens are, by kind."""
-        return {kind: self.sizes.part_bytes(kind) for kind in KINDS}
-
     def cut(self, flat: Tensor, fields: Sequence[Field]) -> list[Tensor]:
         """Views of the bytes (..., n) as these tensors. The widest lie first, so that each is aligned."""
-        dtypes = [self.acc if field.wide else self.travels for field in fields]
+        dtypes = [self.acc if field.wide else self.wire_dtype for field in fields]
         views: list[Tensor] = [flat] * len(fields)
         start = 0
         for index in sorted(range(len(fields)), key=lambda index: -dtypes[index].itemsize):
@@ -72,17 +67,12 @@ class Wire:
         """The tensors of a whole piece, as views of its bytes."""
         return tuple(self.cut(flat, self.fields(kind, self.sizes.tokens)))
 
-    @cached_property
-    def format(self) -> str:
-        """What tells pieces apart whose bytes mean something else; a text, since its hash is remembered."""
-        return f"{self.sizes} {self.dtype} {self.travels}"
-
     def result_shapes(self, kind: str) -> list[tuple[int, ...]]:
-        """Of the sums that a result is kept in; lse comes with its output."""
+        """The shapes of the sums that a result is accumulated in. lse is not one of them: it comes with its output."""
         return [field.shape for field in self.fields(kind, self.sizes.tokens) if len(field.shape) == 4]
 
     def local_results(self, kind: str, device: torch.device) -> tuple[Tensor, ...]:
-        """Room for a result of this rank's tokens, all heads, in the user's dtype."""
+        """Empty tensors for a result of this rank's tokens, all heads, in the user's dtype."""
         sizes = self.sizes
         rows = (sizes.batch, sizes.q_heads, sizes.local)
         keys = (sizes.batch, sizes.kv_heads * sizes.copies, sizes.local)
@@ -95,13 +85,12 @@ class Wire:
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in by_kind[kind])
 
     def rounded(self, x: Tensor) -> Tensor:
-        """``x`` as the peers will see it. If own blocks took more digits, a backward pass that computes them elsewhere
-        would have other logits than those its lse is of, and other sums than those its delta is of. bfloat16 and
-        float16 are of one size, but neither holds the other's numbers."""
-        holds_all = torch.promote_types(self.travels, self.dtype) == self.travels
-        return x if holds_all else x.to(self.travels)
+        """``x`` as the peers see it. If a rank used more digits for its own blocks, the logits and sums of a backward
+        pass that computes them elsewhere would not match lse and delta. bfloat16 and float16 have one size, but neither
+        holds the other's numbers."""
+        return x if self._holds_inputs else x.to(self.wire_dtype)
 
-    # --- key/value heads that are repeated
+    # --- replicated key/value heads
 
     def with_copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         copies = self.sizes.copies
@@ -110,7 +99,7 @@ class Wire:
         return k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
 
     def without_copies(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the copies add up to those of the head."""
+        """The gradient of a head is the sum of its copies' gradients."""
         if self.sizes.copies == 1:
             return dk, dv
         heads = (self.sizes.kv_heads, self.sizes.copies)
@@ -120,8 +109,8 @@ class Wire:
     # --- heads
 
     def shares(self, x: Tensor, piece: Piece) -> Tensor:
-        """What each head rank computes of a tensor (batch, heads, tokens, ...) for a piece: a view (head ranks, batch,
-        heads, tokens, ...)."""
+        """The part of a tensor (batch, heads, tokens, ...) that each head rank computes for a piece: a view (head
+        ranks, batch, heads, tokens, ...)."""
         ranks, groups, group = self.sizes.plan.heads, self.sizes.plan.groups, piece.group
         if self.sizes.split_heads:
             return x.unflatten(1, (ranks, groups, -1))[:, :, group].movedim(1, 0)
@@ -129,7 +118,7 @@ class Wire:
         return x[group * batch : (group + 1) * batch].unflatten(1, (ranks, -1)).movedim(1, 0)
 
     def join(self, whole: Tensor, parts: Tensor) -> None:
-        """Put the tokens of all head ranks where they belong in the whole piece (batch, heads, tokens, ...)."""
+        """Copy the tokens of all head ranks to their places in the whole piece (batch, heads, tokens, ...)."""
         places, by_place, by_rank = self._chunks(whole, parts)
         by_place[places] = by_rank
 
@@ -142,11 +131,7 @@ class Wire:
         """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
         device, chunk = whole.device, self.chunk
         key = device, stream_of(device)
-        if key not in self._places:
-            self._places[key] = numbers_on(device, self.places, torch.int64)
+        if key not in self._places_on:
+            self._places_on[key] = numbers_on(device, self.places, torch.int64)
         by_place, by_rank = whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
-        return self._places[key], by_place, by_rank
-
-    @cached_property
-    def _places(self) -> dict[tuple[torch.device, int], Tensor]:
-        return {}
+        return self._places_on[key], by_place, by_rank

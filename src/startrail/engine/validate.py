@@ -1,0 +1,151 @@
+"""Checks of one rank's arguments. Whether all ranks agree on them is the business of `comm.consensus`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from startrail.engine.batch import Boundaries
+from startrail.engine.call import AttentionCall
+from startrail.engine.wire import DTYPES
+from startrail.geometry.mask import Mask
+
+MAX_HEAD_DIM = 256
+
+
+def read_call(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    causal: object = False,
+    window: object = None,
+    chunk: object = None,
+    mask: object = None,
+    scale: object = None,
+    sinks: object = None,
+    softcap: object = None,
+    max_logits: bool = False,
+) -> AttentionCall:
+    """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `check_tensors`
+    and `Mask.check_length` look at shapes and lengths later.
+
+    >>> x = torch.zeros(1, 4, 16, 8)
+    >>> read_call(x, x, x, window=2.5)
+    Traceback (most recent call last):
+    ValueError: window=2.5 must be a whole number of tokens
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}")
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    return AttentionCall(
+        _read_mask(causal, window, chunk, mask),
+        None if scale is None else _positive("scale", scale),
+        None if softcap is None else _positive("softcap", softcap),
+        max_logits,
+    )
+
+
+def _read_mask(causal: object, window: object, chunk: object, mask: object) -> Mask:
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r} must be True or False")
+    if window is not None and not is_int(window):
+        raise ValueError(f"window={window!r} must be a whole number of tokens")
+    if chunk is not None and not is_int(chunk):
+        raise ValueError(f"chunk={chunk!r} must be a whole number of tokens")
+    if mask is None:
+        return Mask(causal, window, chunk=chunk)  # type: ignore[arg-type]
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a startrail.Mask, got {type(mask).__name__}")
+    if mask.documents is not None or mask.blocks:
+        raise ValueError("documents and blocks belong to the sequence: sp.sequence(length, documents=..., blocks=...)")
+    if causal or window is not None or chunk is not None:
+        raise ValueError("pass either mask= or causal/window/chunk, not both")
+    return mask
+
+
+def _check_sinks(sinks: object, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks must be a tensor with one number per head, got {type(sinks).__name__}")
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks must hold one number for each of the {q.shape[1]} query heads on {q.device}, got "
+            f"{describe_tensor(sinks)}"
+        )
+
+
+def _positive(name: str, number: object) -> float:
+    if isinstance(number, int | float) and not isinstance(number, bool) and number > 0 and math.isfinite(number):
+        return float(number)
+    raise ValueError(f"{name}={number!r} must be None or a finite number greater than 0")
+
+
+def is_int(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and -(2**62) < number < 2**62
+
+
+def read_boundaries(length: int, documents: object, blocks: object) -> Boundaries:
+    """The boundaries of a sequence of ``length`` tokens. Raises ``ValueError`` if the documents are not its cu_seqlens,
+    or the blocks not runs of its tokens.
+
+    >>> read_boundaries(5, None, [(0, 2), (3, 5)]), read_boundaries(5, torch.tensor([0, 2, 5]), None).documents
+    (Boundaries(documents=(0, 5), blocks=((0, 2), (3, 5))), (0, 2, 5))
+    """
+    mask = Mask(documents=_read_documents(documents, length), blocks=_read_blocks(blocks))
+    mask.check_length(length)
+    assert mask.documents is not None
+    return Boundaries(mask.documents, mask.blocks)
+
+
+def _read_documents(documents: object, length: int) -> tuple[int, ...]:
+    if documents is None:
+        return (0, length)
+    try:
+        ends = torch.as_tensor(documents)
+        whole = ends.dim() == 1 and not ends.is_floating_point() and not ends.is_complex() and ends.dtype != torch.bool
+    except (TypeError, ValueError, RuntimeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"documents must be whole numbers in one dimension, got {documents!r}")
+    return tuple(ends.tolist())
+
+
+def _read_blocks(blocks: object) -> tuple[tuple[int, int], ...]:
+    if blocks is None:
+        return ()
+    try:
+        return tuple((int(start), int(stop)) for start, stop in torch.as_tensor(blocks).reshape(-1, 2).tolist())
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"blocks must be pairs (start, stop) of whole numbers, got {blocks!r}") from None
+
+
+def describe_tensor(x: Tensor) -> str:
+    """The properties on which ranks must agree. The index of the GPU is not one of them.
+
+    >>> describe_tensor(torch.zeros(1, 4, 16, 8))
+    '(1, 4, 16, 8) float32 cpu'
+    """
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device.type}"
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ``ValueError`` if no plan can attend these."""
+    given = f"q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
+    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {given}")
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        raise ValueError(f"no dimension may be empty, got {given}")
+    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in DTYPES:
+        raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {given}")
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(f"head dim {max(q.shape[3], v.shape[3])} is more than {MAX_HEAD_DIM}, got {given}")
