@@ -11,7 +11,10 @@ from tests.helpers import qkv
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda s, q, k, v: s.attention(q.numpy(), k, v), "q must be a tensor, got ndarray: convert it with torch.from_numpy"),
+        (
+            lambda s, q, k, v: s.attention(q.numpy(), k, v),
+            "q must be a tensor, got ndarray: convert it with torch.from_numpy",
+        ),
         (lambda s, q, k, v: s.sp.sequence(), r"^sequence\(length\) needs the number of tokens of the whole sequence$"),
         (lambda s, q, k, v: s.sp.sequence(q), r"whole number of tokens, got a tensor of shape \(1, 4, 16, 8\)$"),
         (
