@@ -10,9 +10,9 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import startrail
+from startrail.training.memory import recompute_blocks
 from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
-from startrail.training.recompute import recompute_blocks
 from startrail.training.tasks import ImageTask, TextTask, make_model
 from startrail.training.trainer import Trainer
 from tests.helpers import write_words
@@ -69,7 +69,7 @@ def test_a_step_reads_once(tmp_path, monkeypatch):
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
     from startrail.launch.signals import Stop
-    from startrail.training import all_ranks
+    from startrail.training import collectives
     from startrail.training import trainer as loop
     from startrail.training.display import Display
 
@@ -90,7 +90,7 @@ def test_a_step_reads_once(tmp_path, monkeypatch):
 
         def sums(numbers):
             before = len(reads)
-            found = all_ranks.sum_over_ranks(numbers)
+            found = collectives.sum_over_ranks(numbers)
             del reads[before:]
             return found
 

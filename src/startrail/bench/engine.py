@@ -28,7 +28,7 @@ from startrail.bench.peers.ours import whole_attention, with_gradients
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.training import process_memory
+from startrail.training import memory
 
 PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
 
@@ -67,8 +67,8 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
         # libraries and connections are not attention's
         warm_up = partial(few.attention, causal=not options.full)
         with_gradients(warm_up, q[:, :, :16], k[:, :, :16], v[:, :, :16], dout[:, :, :16])
-        resident = process_memory.resident_bytes()
-        process_memory.reset_peak(dout.device)
+        resident = memory.resident_bytes()
+        memory.reset_peak(dout.device)
         times, shares = [], []
         for _ in range(3):
             dist.barrier()
@@ -79,7 +79,7 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
             times.append(time.perf_counter() - start)
             shares.append(sp.timings()["waiting"] / sp.timings()["total"])
         formula = max(sizes.peak_bytes(pass_, sp.world) for pass_ in PASSES)
-        return min(times[1:]), min(shares[1:]), process_memory.peak_bytes(dout.device) - resident, formula
+        return min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula
 
     results = [result for result in run_local(on_rank, options.ranks) if result is not None]
     seconds, shares, added, formula = zip(*results, strict=True)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES
+from startrail.training.memory import recompute_blocks
 from startrail.training.recipes import Recipe
-from startrail.training.recompute import recompute_blocks
 from startrail.training.tasks import ImageTask, TextTask, make_model
 
 LIBRARIES = 30 * 2**20  # what libraries, threads and connections of a process take once they are used; measured

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from startrail.losses import sum_gradients
 from startrail.training.data.seeds import generator_of
+from startrail.training.memory import recompute_blocks
 from startrail.training.models.dit import DiT
 from startrail.training.models.gpt import GPT
 from startrail.training.recipes import Recipe
-from startrail.training.recompute import recompute_blocks
 from startrail.training.tasks import compute_dtype, make_model
 
 

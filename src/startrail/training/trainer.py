@@ -23,9 +23,9 @@ from startrail.parallel import SequenceParallel
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.values import PASSES
-from startrail.training import process_memory
-from startrail.training.all_ranks import agree, check_same_data, largest_over_ranks, sum_over_ranks
+from startrail.training import memory
 from startrail.training.checkpoints.saving import Checkpoints, TrainingError, steps_in
+from startrail.training.collectives import check_same_data, max_over_ranks, raise_together, sum_over_ranks
 from startrail.training.display import Display, Summary
 from startrail.training.estimate import NOTHING, estimate
 from startrail.training.metrics import Records
@@ -77,15 +77,15 @@ class Trainer:
             self.traffic = self._promised()
         except ValueError as error:
             problem = str(error)
-        agree(problem)
+        raise_together(problem)
         check_same_data(self.task.data_size, data)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
         self.begin = self.checkpoints.prepare(self.expected.checkpoint * (self.world if recipe.zero else 1))
         self.records = self._records()
         if device.type == "cpu":
-            process_memory.return_large()
-        self.before = process_memory.resident_bytes() if device.type == "cpu" else 0  # the program itself
-        process_memory.reset_peak(device)
+            memory.return_large_blocks()
+        self.before = memory.resident_bytes() if device.type == "cpu" else 0  # the program itself
+        memory.reset_peak(device)
         self.model: Any = build_model(recipe, device)
         self.optimizer = _optimizer(self.model, recipe)
         if self.begin:
@@ -137,14 +137,14 @@ class Trainer:
             self.records.write(metrics)
             self.display.step(metrics)
             if sums["failed"]:
-                agree(self.records.problem, TrainingError)
+                raise_together(self.records.problem, TrainingError)
                 self.checkpoints.wait()
             if _due(done, recipe.save_every) and done < recipe.steps and not stopped:
                 self.checkpoints.save(done, self.model, self.optimizer)
         if done > self.begin:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
-        peak = largest_over_ranks(process_memory.peak_bytes(self.device) - self.before)
+        peak = max_over_ranks(memory.peak_bytes(self.device) - self.before)
         finished = done == recipe.steps
         sample = self._sample() if finished and not stopped and recipe.sample else ""
         self.display.finish(
@@ -184,14 +184,14 @@ class Trainer:
                 records.open(self.folder, self.recipe, self.begin)
         except (ValueError, OSError) as error:
             problem = str(error)
-        agree(problem)
+        raise_together(problem)
         return records
 
     def _step(self, step: int) -> tuple[float, float, dict[str, float]]:
         """One update: the loss, the norm of its gradient, and sums over all ranks of what else happened."""
         recipe = self.recipe
         if self.device.type == "cpu":
-            process_memory.return_small()  # what the last step, an evaluation or a checkpoint left
+            memory.trim_heap()  # what the last step, an evaluation or a checkpoint left
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
@@ -240,7 +240,7 @@ class Trainer:
     def _give_up(self, problem: str | None) -> None:
         """End the run on all ranks because some cannot read their data, once the checkpoint under way is there."""
         self.checkpoints.wait()
-        agree(problem, TrainingError)
+        raise_together(problem, TrainingError)
 
     def _evaluate(self, step: int, held_out: dict[int, float]) -> bool:
         """Put the mean loss of held-out batches, the same every time, into ``held_out``; False if a signal came first.
@@ -268,7 +268,7 @@ class Trainer:
 
     def _sample(self) -> str:
         try:
-            agree(self._load(range(1), held_out=True)[1])  # a prompt may come from there
+            raise_together(self._load(range(1), held_out=True)[1])  # a prompt may come from there
             text: str = self.task.show(self.model, self.folder)
         except (OSError, ValueError) as error:  # it is the model that counts, and that is saved
             text = f"no sample: {error}"

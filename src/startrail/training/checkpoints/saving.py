@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from startrail.comm.gather import gather_texts
-from startrail.training.all_ranks import agree, say_to_all
 from startrail.training.checkpoints.manifest import problem_with, read_sums, write_file, write_sums
 from startrail.training.checkpoints.pieces import Index, merge, pack, read_into
+from startrail.training.collectives import broadcast_text, raise_together
 from startrail.training.recipes import CURVE, Recipe
 
 FORMAT = "startrail checkpoint 2"
@@ -106,8 +106,8 @@ class Checkpoints:
                 problem = str(error)
             except OSError as error:
                 problem = f"cannot write to out {self.recipe.out!r}: {error.strerror}; choose another --out"
-        agree(problem)
-        steps: list[int] = json.loads(say_to_all(json.dumps(steps_in(self.folder))))
+        raise_together(problem)
+        steps: list[int] = json.loads(broadcast_text(json.dumps(steps_in(self.folder))))
         if steps and not self.recipe.resume:
             raise ValueError(f"{self.folder} has checkpoints up to step {steps[-1]}: resume, or choose another out")
         damaged: dict[int, str] = {}
@@ -115,7 +115,7 @@ class Checkpoints:
             problem = self._problem_with(step)
             if problem is None:
                 self._set_aside(damaged, step)
-                agree(self._compare(step) if self._lead else None)
+                raise_together(self._compare(step) if self._lead else None)
                 return step
             damaged[step] = problem
         if damaged:
@@ -190,7 +190,7 @@ class Checkpoints:
                 read_into(_by_name(of_model, of_optimizer), state["tensors"], path, state["files"])
         except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = f"checkpoint {path} cannot be read: {first_line(error)}"
-        agree(problem)
+        raise_together(problem)
         set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
     # --- writing
@@ -256,7 +256,7 @@ class Checkpoints:
             good = steps_in(self.folder)
             kept = f"that of step {good[-1]} is kept" if good else "there is none before it"
             problem = f"the checkpoint of step {step} could not be written: {first_line(error)}; {kept}"
-        agree(problem, TrainingError)
+        raise_together(problem, TrainingError)
 
 
 def _order_of_samples(recipe: dict[str, Any], data_size: int | None) -> dict[str, Any]:

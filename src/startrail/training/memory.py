@@ -1,0 +1,86 @@
+"""Memory of a rank: recomputed and offloaded activations, and what the process holds now and at its peak."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from startrail.checkpoint import checkpoint_context
+from startrail.training.models.dit import DiT
+from startrail.training.models.gpt import GPT
+
+M_MMAP_THRESHOLD = -3  # from malloc.h
+
+
+def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
+    """Make every block keep only its input and its attention output, and recompute the rest in the backward pass.
+
+    Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs are kept in
+    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations.
+    """
+    for block in model.blocks:
+        block.forward = _recomputed(block.forward, offload)
+
+
+def _recomputed(forward: Callable[..., Tensor], offload: bool) -> Callable[..., Tensor]:
+    def run(*arguments: Any) -> Tensor:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+            return checkpoint(
+                forward, *arguments, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False
+            )
+
+    return run
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def return_large_blocks() -> None:
+    """Make malloc return every tensor of 1 MiB or more to the system when it is freed (glibc only).
+
+    Otherwise it keeps holes of all sizes, and a process whose tensors take 75 MiB holds twice that.
+    """
+    with suppress(OSError, AttributeError):
+        _libc().mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+def trim_heap() -> None:
+    """Return the holes left by small tensors to the system. Takes milliseconds, so call it between steps."""
+    with suppress(OSError, AttributeError):
+        _libc().malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (Linux; 0 elsewhere)."""
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory of this process since ``reset_peak``."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # without Linux, nothing is measured
+            file.write("5")
+
+
+def _status(name: str) -> int:
+    try:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+    except OSError:
+        return 0
