@@ -1,4 +1,4 @@
-"""Set-ups for ``verify``: the right one of each family, and one for each fault that users plant."""
+"""Set-ups for ``verify``: correct ones, and one with each fault that it names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import startrail
 from startrail.integrations.transformers import attach, shard_batch
 from tests.integrations.tiny import packed, padded, tiny, tokens
 
-LENGTH = 40  # a rank of four has ten tokens, and needs no padding
+LENGTH = 40  # ten tokens per rank on four ranks: no padding
 
 
 def right() -> tuple[Any, dict[str, Tensor]]:
@@ -25,7 +25,7 @@ def right() -> tuple[Any, dict[str, Tensor]]:
 def batch(length: int = LENGTH) -> dict[str, Tensor]:
     ids = tokens(2, length)
     labels = ids.clone()
-    labels[:, : length // 3] = -100  # a prompt: ranks have different numbers of labels
+    labels[:, : length // 3] = -100  # a prompt, so that ranks have different numbers of labels
     return dict(input_ids=ids, labels=labels)
 
 
@@ -34,7 +34,7 @@ def own_step(
     finish: Callable[[Any], None] = lambda model: startrail.sum_gradients(model.parameters()),
     factor: float = 1.0,
 ) -> Callable[..., Tensor]:
-    """A step as it is meant, but for ``change``, which spoils what the model gets, or ``finish``."""
+    """A correct step, except for ``change``, which spoils the model's arguments, or ``finish``."""
 
     def step(model, batch, sp):
         attach(model, sp, check=False)
@@ -60,7 +60,7 @@ def averaged():
 
 def label_lost():
     def change(made, sp):
-        labels = made["startrail"].sequence.shard(batch()["labels"], 1)  # cut, then shifted
+        labels = made["startrail"].sequence.shard(batch()["labels"], 1)  # sharded, then shifted
         made["shift_labels"] = made["labels"] = F.pad(labels[:, 1:], (0, 1), value=-100)
 
     return (*right(), own_step(change))
@@ -98,14 +98,10 @@ def padding_counted():
         made["shift_labels"] = made["labels"] = made["startrail"].sequence.shard(whole, 1)  # padded with 0
 
     def spoil(made, sp):
-        if batch_length(made, sp) == 37:
+        if made["startrail"].sequence.length == 37:
             change(made, sp)
 
     return tiny("llama"), batch(37), own_step(spoil)
-
-
-def batch_length(made, sp) -> int:
-    return made["startrail"].sequence.length
 
 
 def padding_attended():
@@ -145,7 +141,7 @@ def not_reduced():
 
 
 class Plain(torch.nn.Module):
-    """A model of one's own, with a step of one's own."""
+    """A model outside transformers, with its own step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +209,7 @@ def summed_twice():
 FAULTS = {
     averaged: "gradients are 1/4 of one process's: they are averaged over ranks",
     plain_averaged: "gradients are 1/4 of one process's: they are averaged over ranks",
-    label_lost: "labels are lost at the shards' edges",
+    label_lost: "labels are lost at the edges of shards",
     local_positions: "positions are local",
     window_ignored: "the sliding window is ignored",
     sinks_ignored: "attention sinks are ignored",

@@ -1,1 +1,9 @@
-"""TODO"""
+"""Answers to "is it right?": attention against float64, a user's training step against one process, the machine itself.
+
+May import the public API and the packages below it, ``launch`` and ``integrations``. Start with ``exactness``.
+
+- ``exactness``, ``cluster_check``: ``startrail check``, on local ranks and under torchrun
+- ``reference``, ``rounding``: dense float64 attention, and how much rounding error is allowed
+- ``verify``, ``faults``: ``startrail verify``, and the faults it can name
+- ``doctor``: ``startrail doctor``
+"""

@@ -1,12 +1,12 @@
-"""Is a training set-up the same on many ranks as on one process, and if not, what is wrong with it?
+"""Checks that a training step gives the same on many ranks as on one process, and names the fault if it does not.
 
-``verify(make)`` calls ``make()`` for a model, a batch, and optionally the user's own step, and runs it on one process
-and on local ranks. It compares the loss and every parameter's gradient. Where they differ it looks for the reason: what
-a known fault would have given is worked out on one process, and the fault that explains the gradients is named.
+``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step, and runs it on one process
+and on local ranks. It compares the loss and the gradient of every parameter. If they differ, it looks for a known fault
+(``faults``) that gives the same gradients on one process.
 
-A step is ``step(model, batch, sp)``: forward, backward and whatever sums gradients, on this rank; it returns the loss.
-Without one, a transformers model is attached to ``sp`` and gets ``shard_batch(sp, **batch)``. One process is the model
-itself, ``model(**batch).loss``, for a transformers model; for any other, it is the step on a single rank.
+A step is ``step(model, batch, sp)``: it runs forward and backward on this rank, sums the gradients and returns the
+loss. Without a step, a transformers model is attached to ``sp`` and called with ``shard_batch(sp, **batch)``. The
+reference is ``model(**batch).loss`` for a transformers model; for any other model, it is the step on a single rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from startrail.comm.sanity import digest
 from startrail.diagnostics.faults import (
-    EXPLAINED,
-    SAME,
+    EQUAL_TOLERANCE,
+    MATCH_TOLERANCE,
     Gradients,
+    differing,
     distance,
     factor_text,
     gradients,
-    guesses,
-    wrong_ones,
+    predictions,
 )
 from startrail.launch.local import RankError, run_local
 from startrail.losses import sum_gradients
@@ -43,12 +43,25 @@ from startrail.parallel import SequenceParallel
 
 @dataclass(frozen=True)
 class Verdict:
+    """``same``: loss and gradients are those of one process. ``text`` names the fault if they are not. ``conclusive``:
+    the fault cannot come from padding or dropout, so there is no need to try without them."""
+
     same: bool
     text: str
+    conclusive: bool = False
+
+
+class Reference(NamedTuple):
+    """The results of one process."""
+
+    loss: float
+    gradients: Gradients
 
 
 @dataclass
 class Setup:
+    """What the user's function returned."""
+
     model: nn.Module
     batch: Any
     step: Callable[[nn.Module, Any, SequenceParallel], Tensor] | None
@@ -63,7 +76,7 @@ class Setup:
         setup = cls(model, batch, step[0] if step else None)
         if setup.step is None and not setup.is_transformers:
             raise ValueError(
-                f"{type(model).__name__} is no transformers model: return a step(model, batch, sp) as well"
+                f"{type(model).__name__} is not a transformers model: return a step(model, batch, sp) as well"
             )
         return setup
 
@@ -78,55 +91,53 @@ def verify(make: Callable[[], Any], ranks: int = 4, plan: str | None = None, dea
     setup = Setup.of(make)
     if isinstance(setup.batch, Mapping) and not setup.batch:
         raise ValueError("the batch is empty")
-    truth = _truth(setup)
-    found = _run(make, truth, ranks, plan, deadline)
-    if found.same or "padding" in found.text:
-        return found
-    for name, change in (("padding is counted", _without_padding), ("dropout differs", _without_dropout)):
-        other = change(setup, 2 * ranks)
-        if other is None or found.text.startswith(("data", "weights", "it does not run")):
+    verdict = _run(make, _reference(setup), ranks, plan, deadline)
+    if verdict.same or verdict.conclusive:
+        return verdict
+    for change, text in ((_without_padding, PADDING_COUNTED), (_without_dropout, DROPOUT_DIFFERS)):
+        changed = change(setup, 2 * ranks)
+        if changed is None:
             continue
 
-        def changed(change: Callable[[Setup, int], Setup | None] = change) -> tuple[Any, ...]:
+        def make_changed(change: Callable[[Setup, int], Setup | None] = change) -> tuple[Any, ...]:
             again = change(Setup.of(make), 2 * ranks)
             assert again is not None
             return (again.model, again.batch, *([again.step] if again.step else []))
 
-        if _run(changed, _truth(other), ranks, plan, deadline).same:  # it goes away without
-            return Verdict(False, f"{name}: {_WITHOUT[name]}\n{found.text}")
-    return found
+        if _run(make_changed, _reference(changed), ranks, plan, deadline).same:
+            return Verdict(False, f"{text}\n{verdict.text}")
+    return verdict
 
 
-_WITHOUT = {
-    "padding is counted": "with a length that needs none, all is well. Pad labels with -100, as seq.shard_labels does, "
-    "and count labels before the sequence is cut",
-    "dropout differs": "without dropout, all is well. Ranks draw for their own tokens, as one process would in another "
-    "order: nothing is wrong, but set it to 0 to compare",
-}
+PADDING_COUNTED = (
+    "padding is counted: with a length that needs no padding, the results are the same. Pad labels with -100, as "
+    "seq.shard_labels does, and count labels before sharding"
+)
+DROPOUT_DIFFERS = (
+    "dropout differs: without dropout, the results are the same. Each rank draws random numbers for its own tokens, "
+    "in a different order than one process. This is not a mistake, but set dropout to 0 to compare"
+)
 
 
 def load(name: str) -> Callable[[], Any]:
-    """The function that ``module:function`` or ``file.py:function`` names; ``ValueError`` says what is not there."""
+    """The function named by ``module:function`` or ``file.py:function``. Raises ``ValueError`` if it does not exist."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise ValueError(f"{name!r} must be MODULE:FUNCTION, for example my.setup:make or setup.py:make")
     sys.path.insert(0, os.getcwd())
     try:
-        if place.endswith(".py"):
-            found: Any = SimpleNamespace(**runpy.run_path(place))
-        else:
-            found = import_module(place)
+        module: Any = SimpleNamespace(**runpy.run_path(place)) if place.endswith(".py") else import_module(place)
     except (ImportError, OSError) as error:
         raise ValueError(f"{place}: {error}") from None
     finally:
         sys.path.pop(0)
-    if not callable(getattr(found, function, None)):
+    make: Any = getattr(module, function, None)
+    if not callable(make):
         raise ValueError(f"{place} has no function {function!r}")
-    made: Callable[[], Any] = getattr(found, function)
-    return made
+    return make
 
 
-def _truth(setup: Setup) -> tuple[float, Gradients]:
+def _reference(setup: Setup) -> Reference:
     model = copy.deepcopy(setup.model)
     torch.manual_seed(1)
     if setup.is_transformers:
@@ -135,44 +146,41 @@ def _truth(setup: Setup) -> tuple[float, Gradients]:
     else:
         assert setup.step is not None
         loss = setup.step(model, setup.batch, SequenceParallel("1x1"))
-    return float(loss.detach()), gradients(model)
+    return Reference(float(loss.detach()), gradients(model))
 
 
-def _run(
-    make: Callable[[], Any], truth: tuple[float, Gradients], ranks: int, plan: str | None, deadline: float
-) -> Verdict:
-    def on_rank(rank: int) -> tuple[bool, str]:
-        return _on_rank(make, truth, ranks, plan)
-
+def _run(make: Callable[[], Any], reference: Reference, ranks: int, plan: str | None, deadline: float) -> Verdict:
     try:
-        verdict = run_local(on_rank, ranks, deadline)[0]
+        verdict = run_local(lambda rank: _on_rank(make, reference, ranks, plan), ranks, deadline)[0]
     except RankError as error:
-        return Verdict(False, f"it does not run on {ranks} ranks: {str(error).strip().splitlines()[-1]}")
+        reason = str(error).strip().splitlines()[-1]
+        return Verdict(False, f"it does not run on {ranks} ranks: {reason}", conclusive=True)
     assert verdict is not None
-    return Verdict(*verdict)
+    return verdict
 
 
-def _on_rank(make: Callable[[], Any], truth: tuple[float, Gradients], ranks: int, plan: str | None) -> tuple[bool, str]:
+def _on_rank(make: Callable[[], Any], reference: Reference, ranks: int, plan: str | None) -> Verdict | None:
+    """The verdict, on rank 0."""
     setup = Setup.of(make)
-    sp = SequenceParallel(plan or f"1x{ranks}")
-    if text := _differ({name: digest(x) for name, x in _tensors(setup.batch)}):
-        return False, f"data differ between ranks: {text} of the batch; all ranks of a sequence need the same batch"
-    if text := _differ({name: digest(x) for name, x in setup.model.named_parameters()}):
-        return False, f"weights differ between ranks: parameter {text}; load or seed them alike"
     model = setup.model
-    pristine = copy.deepcopy(model) if dist.get_rank() == 0 else None
+    sp = SequenceParallel(plan or f"1x{ranks}")
+    if name := _first_mismatch({name: digest(x) for name, x in _tensors(setup.batch)}):
+        text = f"data differ between ranks: {name} of the batch; all ranks of a sequence need the same batch"
+        return Verdict(False, text, conclusive=True)
+    if name := _first_mismatch({name: digest(x) for name, x in model.named_parameters()}):
+        text = f"weights differ between ranks: parameter {name}; load the same weights or set the same seed"
+        return Verdict(False, text, conclusive=True)
+    initial = copy.deepcopy(model) if dist.get_rank() == 0 else None
     torch.manual_seed(1)
     step = setup.step or _default_step
-    loss = float(step(model, setup.batch, sp).detach())
+    loss = step(model, setup.batch, sp).detach()
     grads = gradients(model)
     losses = [torch.empty(()) for _ in range(ranks)]
-    dist.all_gather(losses, torch.tensor(loss))
-    uneven = _uneven(grads)
-    if pristine is None:
-        return True, ""
-    losses_seen = [float(x) for x in losses]
-    text = _fault(setup, pristine, truth, grads, losses_seen, uneven, sp)
-    return (True, _same_text(truth, grads, ranks)) if text is None else (False, text)
+    dist.all_gather(losses, torch.tensor(float(loss)))
+    unequal = _unequal_gradients(grads)
+    if initial is None:
+        return None
+    return _judge(setup, initial, reference, grads, [float(x) for x in losses], unequal, sp)
 
 
 def _default_step(model: nn.Module, batch: Any, sp: SequenceParallel) -> Tensor:
@@ -185,64 +193,70 @@ def _default_step(model: nn.Module, batch: Any, sp: SequenceParallel) -> Tensor:
     return loss
 
 
-# --- what is wrong
+# --- the verdict
 
 
-def _fault(
+def _judge(
     setup: Setup,
-    pristine: nn.Module,
-    truth: tuple[float, Gradients],
+    initial: nn.Module,
+    reference: Reference,
     grads: Gradients,
     losses: list[float],
-    uneven: list[str],
+    unequal: list[str],
     sp: SequenceParallel,
-) -> str | None:
-    """What is wrong, or None."""
+) -> Verdict:
     world = sp.world
-    if uneven:
-        if len(uneven) == len(grads):
-            return (
-                "gradients are not summed over ranks: call startrail.sum_gradients(model.parameters()) after backward"
-            )
-        return f"gradient of {uneven[0]} is not reduced over ranks ({len(uneven)} of {len(grads)} parameters)"
-    off, factor = distance(grads, truth[1])
-    if off <= SAME and abs(factor - 1) <= SAME and not wrong_ones(grads, truth[1]):
-        right = [sum(losses), losses[0]]
-        if all(abs(x - truth[0]) > 1e-4 * abs(truth[0]) for x in right):
-            return f"gradients are right, but the ranks' losses, {losses[:4]}, neither sum up to {truth[0]} nor are it"
-        return None
-    if off <= EXPLAINED:
-        return factor_text(factor, world)
-    for name, guess in guesses(pristine, setup.batch, setup.is_transformers, sp):
-        off_guess, factor = distance(grads, guess)
-        if off_guess <= EXPLAINED:
-            more = "" if abs(factor - 1) < 1e-3 else f" (and {factor_text(factor, world)})"
-            return name + more
-    wrong = wrong_ones(grads, truth[1])
-    worst = max(wrong or list(truth[1]), key=lambda name: float((grads[name] - truth[1][name]).norm()))
-    return (
-        f"{len(wrong)} of {len(grads)} gradients differ from one process, {off:.1e} of their norm in all; the largest "
-        f"is {worst}. No known fault explains it"
+    if unequal and len(unequal) == len(grads):
+        return Verdict(
+            False,
+            "gradients are not summed over ranks: call startrail.sum_gradients(model.parameters()) after backward",
+        )
+    if unequal:
+        text = f"gradient of {unequal[0]} is not reduced over ranks ({len(unequal)} of {len(grads)} parameters)"
+        return Verdict(False, text)
+    off, factor = distance(grads, reference.gradients)
+    wrong = differing(grads, reference.gradients)
+    if off <= EQUAL_TOLERANCE and abs(factor - 1) <= EQUAL_TOLERANCE and not wrong:
+        if all(abs(x - reference.loss) > 1e-4 * abs(reference.loss) for x in (sum(losses), losses[0])):
+            text = f"gradients are right, but the loss is not: {losses[:4]} on ranks, {reference.loss} on one process"
+            return Verdict(False, text)
+        results = f"loss {reference.loss:.6f} and {len(grads)} gradients"
+        text = f"same: {results} on {world} ranks as on one process; relative difference {off:.1e} in norm"
+        return Verdict(True, text)
+    if off <= MATCH_TOLERANCE:
+        return Verdict(False, factor_text(factor, world))
+    for prediction in predictions(initial, setup.batch, setup.is_transformers, sp):
+        mismatch, factor = distance(grads, prediction.gradients)
+        if mismatch <= MATCH_TOLERANCE:
+            also = "" if abs(factor - 1) < 1e-3 else f" (and {factor_text(factor, world)})"
+            return Verdict(False, prediction.fault + also, prediction.conclusive)
+    largest = max(
+        wrong or list(reference.gradients), key=lambda name: float((grads[name] - reference.gradients[name]).norm())
+    )
+    return Verdict(
+        False,
+        f"{len(wrong)} of {len(grads)} gradients differ from one process, by {off:.1e} of their norm in all; {largest} "
+        "differs most. No known fault explains it",
     )
 
 
-# --- comparing
+# --- comparing ranks
 
 
-def _uneven(grads: Gradients) -> list[str]:
-    """Parameters whose gradients are not the same on all ranks."""
-    found = []
+def _unequal_gradients(grads: Gradients) -> list[str]:
+    """Parameters whose gradients differ between ranks."""
+    unequal = []
     for name, x in grads.items():
         ends = torch.stack([x, -x])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         spread = float((ends[0] + ends[1]).norm())
-        if spread > EXPLAINED * float(torch.maximum(ends[0].abs(), ends[1].abs()).norm()):
-            found.append(name)
-    return found
+        if spread > MATCH_TOLERANCE * float(torch.maximum(ends[0].abs(), ends[1].abs()).norm()):
+            unequal.append(name)
+    return unequal
 
 
-def _differ(digests: dict[str, Tensor]) -> str | None:
-    """The first whose digest is not the same on all ranks."""
+def _first_mismatch(digests: dict[str, Tensor]) -> str | None:
+    """The first name whose digest differs between ranks."""
     if not digests:
         return None
     mine = torch.stack([x.cpu() for x in digests.values()])
@@ -250,12 +264,6 @@ def _differ(digests: dict[str, Tensor]) -> str | None:
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     wrong = (ends[0] != -ends[1]).nonzero().flatten().tolist()
     return list(digests)[wrong[0]] if wrong else None
-
-
-def _same_text(truth: tuple[float, Gradients], grads: Gradients, ranks: int) -> str:
-    off, _ = distance(grads, truth[1])
-    what = f"loss {truth[0]:.6f} and {len(grads)} gradients"
-    return f"same: {what} on {ranks} ranks as on one process, {off:.1e} apart in norm"
 
 
 # --- batches
@@ -270,7 +278,7 @@ def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
 
 
 def _without_padding(setup: Setup, unit: int) -> Setup | None:
-    """The batch cut to a multiple of ``unit`` tokens; None if it is one already, or has no tokens in dimension 1."""
+    """The batch cut to a multiple of ``unit`` tokens; None if it already is, or if tokens are not in dimension 1."""
     tensors = _tensors(setup.batch)
     lengths = {x.shape[1] for _, x in tensors if x.dim() == 2}
     if len(lengths) != 1 or not isinstance(setup.batch, Mapping) or any(x.dim() != 2 for _, x in tensors):
@@ -283,6 +291,7 @@ def _without_padding(setup: Setup, unit: int) -> Setup | None:
 
 
 def _without_dropout(setup: Setup, unit: int) -> Setup | None:
+    """The set-up with dropout switched off. None if it uses none."""
     active = [module for module in setup.model.modules() if isinstance(module, nn.Dropout) and module.p]
     for module in active:
         module.p = 0.0

@@ -1,1 +1,10 @@
-"""Models that others wrote, trained on sequences that are split over ranks: Hugging Face transformers."""
+"""Sequence parallelism for models that others wrote: Hugging Face transformers and its Trainer.
+
+May import the public API and the packages below it. Start with ``transformers``: ``attach`` and ``shard_batch``.
+
+- ``batch``: an ordinary, padded or packed batch as this rank's arguments
+- ``layer_masks``, ``token_mixing``: what a layer's attention sees, and whether tokens mix outside attention
+- ``trainer``: ``StarTrailTrainer``, and ``StarTrailMixin`` for classes derived from ``Trainer``
+- ``survey``: ``startrail models``, which tries every family of the installed transformers
+- ``versions``: the tested versions of transformers, and where they differ
+"""
