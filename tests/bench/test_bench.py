@@ -11,7 +11,6 @@ import pytest
 
 from startrail import lab
 from startrail.bench import measure
-from startrail.bench.__main__ import MACHINES, MINUTES, fitting, main, planned_seconds
 from startrail.bench.cases import (
     AUTO,
     BOUND_BY_LINKS,
@@ -32,6 +31,7 @@ from startrail.bench.cases import (
     plan_contenders,
     unlimited_trials,
 )
+from startrail.bench.defaults import MACHINES, MINUTES
 from startrail.bench.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, why_not
 from startrail.bench.models import expected_results
 from startrail.bench.peers.ours import make_data
@@ -39,11 +39,13 @@ from startrail.bench.report.claims import claims
 from startrail.bench.report.findings import lines_of, measured_trial
 from startrail.bench.report.page import metadata, write
 from startrail.bench.sizes import link_bytes, ring_bytes
+from startrail.bench.suite import fitting, planned_seconds
+from startrail.cli import main
 from startrail.launch.local import run_local
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.topology import Machine, rate_for, transfer_seconds
 from startrail.schedule.plan import Plan
-from tests.helpers import ROOT, torchrun
+from tests.helpers import ROOT, refusal, torchrun
 
 PAIR = Machine(2, 2)
 SMALL = replace(MHA, length=512, q_heads=4, kv_heads=4, batch=2)
@@ -266,7 +268,9 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
     assert "http" not in page.replace("data:image", "")
     stored = json.loads((tmp_path / "report.json").read_text())
     assert {"commit", "torch", "processor", "cores", "arguments"} <= stored["meta"].keys()
-    assert main(["--again", str(tmp_path / "report.json"), "--out", str(tmp_path / "again")]) == 1, "a plan is wrong"
+    assert main(["bench", "--again", str(tmp_path / "report.json"), "--out", str(tmp_path / "again")]) == 1, (
+        "a plan is wrong"
+    )
     assert "best plan of ours against ring >= 3.4x: 3.50x" in capsys.readouterr().out
     assert (tmp_path / "again" / "report.html").read_text() == page
     (verdict,) = [claim for claim in stored["claims"] if claim["text"].startswith("every plan")]
@@ -289,18 +293,17 @@ def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(
 def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(tmp_path, capsys, monkeypatch):
     trials = [Trial(replace(SMALL, length=64 + n), (RING,), None, repeats=1, seconds=1.0) for n in range(2)]
     assert run_on_cluster(PAIR, trials, lambda number, text: None, False, seconds=1e-6) == [[]] * PAIR.world
-    monkeypatch.setattr("startrail.bench.__main__.limited_trials", lambda *_: [])
-    monkeypatch.setattr("startrail.bench.__main__.unlimited_trials", lambda *_: trials)
-    assert main(["--shapes", "2x2", "--minutes", "1e-6", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr("startrail.bench.suite.limited_trials", lambda *_: [])
+    monkeypatch.setattr("startrail.bench.suite.unlimited_trials", lambda *_: trials)
+    assert main(["bench", "--shapes", "2x2", "--minutes", "1e-6", "--out", str(tmp_path)]) == 0
     stored = json.loads((tmp_path / "report.json").read_text())
-    assert len(stored["trials"]) + len([e for e in stored["left_out"] if "time was over" in e["why"]]) == 2
+    assert len(stored["trials"]) + len([e for e in stored["left_out"] if "out of time" in e["why"]]) == 2
     assert len(stored["trials"]) < 2
     monkeypatch.setattr("startrail.bench.measure.ONE_TRIAL", 0.001)
-    assert main(["--shapes", "2x2", "--minutes", "0.0001", "--out", str(tmp_path)]) == 1
+    assert main(["bench", "--shapes", "2x2", "--minutes", "0.0001", "--out", str(tmp_path)]) == 1
     assert "FAILED   2x2: " in capsys.readouterr().err
+    capsys.readouterr()
     (tmp_path / "foreign.json").write_text('{"meta": {}, "trials": []}')
     foreign = ["--again", str(tmp_path / "foreign.json"), "--out", str(tmp_path / "new")]
     for wrong in (["--minutes", "0"], ["--again", "nowhere.json"], foreign, ["--out", "/proc/nowhere"]):
-        with pytest.raises(SystemExit) as ended:
-            main(wrong)
-        assert ended.value.code == 2
+        assert wrong[0] in refusal(["bench", *wrong], capsys)

@@ -5,6 +5,7 @@ import pytest
 
 import startrail
 from startrail.cli import main
+from startrail.cli.app import COMMANDS
 from tests.helpers import refusal
 
 
@@ -29,8 +30,8 @@ from tests.helpers import refusal
         (["doctor", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
         (["train", "gpt-nope", "--help"], "gpt-nope"),
         (["check", "1x2", "--length", "1000000"], "the float64 reference of 1,000,000 tokens 238418.6 GiB, but"),
-        (["show", "auto"], "auto chooses a plan for a machine and a model: give --ranks and --heads"),
-        (["show", "auto", "--ranks", "6", "--nodes", "4", "--heads", "8"], "--ranks 6 do not fill --nodes 4 evenly"),
+        (["show", "auto"], "auto chooses a plan for a cluster and a model: pass --ranks and --heads"),
+        (["show", "auto", "--ranks", "6", "--nodes", "4", "--heads", "8"], "--ranks 6 is not a multiple of --nodes 4"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
@@ -80,12 +81,13 @@ def test_version_and_python_dash_m(capsys):
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        ([], ["what gpt-tiny has", "steps in all [120]", "--width 128", "rows x columns) [2048]"]),
-        (["gpt-3b"], ["what gpt-3b has", "steps in all [10000]", "rows x columns) [131072]"]),
-        (["dit-tiny", "--steps", "7"], ["what dit-tiny has", "steps in all [7]", "minutes that a rank may hang"]),
+        ([], ["in brackets: gpt-tiny", "steps in all [120]", "GPT and DiT [128]", "rows x columns) [2048]", "GPT [4]"]),
+        (["gpt-3b"], ["in brackets: gpt-3b", "steps in all [10000]", "rows x columns) [131072]"]),
+        (["dit-tiny", "--steps", "7"], ["in brackets: dit-tiny", "steps in all [7]", "minutes that a rank may hang"]),
     ],
 )
-def test_train_help_shows_the_chosen_recipe(argv, expected, capsys):
+def test_train_help_shows_the_chosen_recipe(argv, expected, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     with pytest.raises(SystemExit) as ended:
         main(["train", *argv, "--help"])
     assert ended.value.code == 0
@@ -94,19 +96,70 @@ def test_train_help_shows_the_chosen_recipe(argv, expected, capsys):
     assert "143 if SIGTERM stopped the run" in text
 
 
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "startrail check 2x2/u2 --ranks 8 --causal" in capsys.readouterr().out
+def help_of(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("word", ["engine", "train", "memory"])
-def test_bench_lists_its_tools_and_each_has_an_example(word, capsys):
-    for argv, expected in ((["bench", "--help"], f"startrail bench {word} "), (["bench", word, "--help"], "example:")):
-        with pytest.raises(SystemExit) as ended:
-            main(argv)
-        assert ended.value.code == 0
-        assert expected in capsys.readouterr().out
+def test_help_shows_one_example_per_command_and_a_command_its_own(capsys):
+    lines = help_of([], capsys).partition("examples:\n")[2].splitlines()
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    assert [line.split()[1] for line in lines] == names
+    for name in names:
+        examples = help_of([name], capsys).partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+        assert examples and all(
+            f"startrail {name}" in line or f"-m startrail.{name}" in line or f"-m startrail.cli {name}" in line
+            for line in examples
+        )
+
+
+@pytest.mark.parametrize("benchmark", ["engine", "train", "memory"])
+def test_bench_lists_its_benchmarks_and_each_has_an_example(benchmark, capsys):
+    assert f"\n    {benchmark} " in help_of(["bench"], capsys)
+    assert f"examples:\n  startrail bench {benchmark} --" in help_of(["bench", benchmark], capsys)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["show", "auto", "--ranks", "8", "--heads", "8", "--kv-heads", "0"],
+        ["check", "1x2", "--heads", "6", "--kv-heads=4"],
+        ["plan", "--model", "gpt-7b", "--cluster", "a100-4x8", "--length", "1M", "--no-recompute", "--dtype=int8"],
+        ["train", "--data-parallel", "3"],
+        ["train", "--kv-heads", "3", "--wait-minutes=0"],
+        ["lab", "run", "--rack-link", "1gbit", "--log-dir", "logs", "--", "x"],
+        ["bench", "engine", "--head-dim", "8", "--plans", "1x4"],
+        ["bench", "memory", "--no-recompute", "--ranks", "3"],
+        ["verify", "no.such:thing", "--no-such-option"],
+    ],
+)
+def test_options_take_hyphens_and_underscores(argv, capsys):
+    with_underscores = [f"--{part[2:].replace('-', '_')}" if part.startswith("--") else part for part in argv]
+    with_underscores = ["--" if part == "--" else part for part in with_underscores]
+    assert with_underscores != argv
+    assert refusal(argv, capsys) == refusal(with_underscores, capsys)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "startrail: the following arguments are required: COMMAND (see startrail --help)"),
+        (["shw"], "invalid choice: 'shw'"),
+        (["show", "2x2", "--rnk", "3"], "startrail show: unrecognized arguments: --rnk 3; did you mean --rank"),
+        (["check", "1x2", "--length", "x"], "startrail check: argument --length: invalid int value: 'x'"),
+        (["show", "2x2", "--", "script.py"], "startrail show: unrecognized arguments: -- script.py"),
+        (["lab"], "startrail lab: the following arguments are required: command"),
+        (["lab", "run", "--slow", "3"], "startrail lab run: argument --slow: '3' is not NODE=RATE, such as 3=50mbit"),
+        (["lab", "run"], "startrail lab run: no program to run: put it after --"),
+        (["lab", "run", "--link", "fast", "--", "x"], "startrail lab run: 'fast' is not a rate"),
+        (["bench", "--minutes", "0"], "startrail bench: --minutes 0 is not a positive number"),
+        (["bench", "engine", "--plans", "1x8,2y4"], "startrail bench engine: cannot read '2y4'"),
+    ],
+)
+def test_a_mistake_names_the_command_it_was_made_in(argv, message, capsys):
+    assert message in refusal(argv, capsys)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +172,5 @@ def test_bench_lists_its_tools_and_each_has_an_example(word, capsys):
         (["memory", "--ranks", "3"], "3 ranks have no plan here; use 1, 2, 4, 8, 16"),
     ],
 )
-def test_a_mistake_in_a_bench_tool_is_one_line_and_exit_code_2(argv, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *argv])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_a_mistake_in_a_benchmark_is_one_line_and_exit_code_2(argv, message, capsys):
+    assert message in refusal(["bench", *argv], capsys)

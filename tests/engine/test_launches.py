@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import startrail
-from startrail.bench import engine
+from startrail.cli import main
 from startrail.comm import counters
 from startrail.engine.batch import Boundaries
 from startrail.engine.call import AttentionCall
@@ -225,7 +225,7 @@ def test_memory_of_a_pass_is_within_the_formula(plan, fused_kernels):
 
 def test_the_hosts_time_of_a_call_can_be_measured_again(capsys):
     """Not how much it is: this machine is shared."""
-    assert engine.main(["--host", "--plans", "1x8,u4/1x2", "--calls", "3"]) == 0
+    assert main(["bench", "engine", "--host", "--plans", "1x8,u4/1x2", "--calls", "3"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert "least and median of 3; wanted: below 1 forward and 1.6 backward" in head
     assert [row.split()[0] for row in rows] == ["1x8", "u4/1x2"]

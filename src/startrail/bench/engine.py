@@ -1,10 +1,4 @@
-"""``startrail bench engine``: speed and memory of the engine on this machine, in one run.
-
-Efficiency is the time of single-process SDPA with all cores divided by ours, both forward + backward on the same
-sequence: with at least as many ranks as cores, 1.0 would mean that distributing costs nothing. Rounds are interleaved
-and medians reported, because other tenants of a machine come and go. Memory is what attention adds to a rank, against
-the engine's own formula. ``--host`` measures instead what a call costs the host, which a GPU would wait for.
-"""
+"""``startrail bench engine``: speed and memory of the engine on this machine, against single-process SDPA."""
 
 from __future__ import annotations
 
@@ -14,7 +8,6 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,14 +16,12 @@ from torch import Tensor
 
 import startrail
 from startrail.bench import host
-from startrail.bench.options import tool_parser
+from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
 from startrail.bench.peers.ours import whole_attention, with_gradients
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.training import memory
-
-PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
 
 
 def inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,27 +77,13 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
     return max(seconds), statistics.mean(shares), max(added), formula[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = tool_parser("engine", __doc__, "--plans u8,1x8 --rounds 3")
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--plans", help=f"separated by spaces or commas (default {PLANS}; --host: {host.PLANS})")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--full", action="store_true", help="no causal mask")
-    parser.add_argument("--host", action="store_true", help="time of the host in a call, without kernels and transfers")
-    parser.add_argument("--calls", type=int, default=500, help="that --host measures (default %(default)s)")
-    options = parser.parse_args(argv)
+def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    plans = (options.plans or (host.PLANS if options.host else PLANS)).replace(",", " ").split()
+    plans = (options.plans or (HOST_PLANS if options.host else ENGINE_PLANS)).replace(",", " ").split()
     if options.calls < 1:
-        parser.error(f"--calls {options.calls} must be at least 1")
-    try:
-        for plan in plans:
-            Plan.parse(plan).check_world(options.ranks)
-    except ValueError as error:
-        parser.error(str(error))
+        raise ValueError(f"--calls {options.calls} must be at least 1")
+    for plan in plans:
+        Plan.parse(plan).check_world(options.ranks)
     if options.host:
         print(host.table(plans, options.ranks, options.heads, options.calls))
         return 0
@@ -145,7 +122,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _progress(done: int, total: int) -> None:
     if sys.stderr.isatty():
         print(f"\r{done}/{total} " + "#" * (40 * done // total), end="" if done < total else "\n", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,6 @@ from startrail.kernels.cpu import CpuKernel
 from startrail.parallel import SequenceParallel
 
 TOKENS, HEAD_DIM = 16, 8  # of a rank
-PLANS = "1x8,u8,u4/1x2"
 WARM_UP = 5
 LIMITS = 1.0, 1.6  # milliseconds of a forward and of a backward pass
 

@@ -1,21 +1,14 @@
-"""``startrail bench memory``: peak memory of a rank in training, against the estimate that is printed before the start
-and what the planner says before there is a model. Exit code 1 if one of them is too far off.
-
-First the sequence grows on a fixed number of ranks, then both grow together, N/P fixed: memory must follow N/P. The
-model is narrow, because attention costs N², and memory is what this is about. Each run is one step in its own ranks.
-"""
+"""``startrail bench memory``: peak memory of a rank in training, against its estimates."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-import sys
 import tempfile
-from collections.abc import Sequence
 
 import torch
 
-from startrail.bench.options import numbers, tool_parser
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
 from startrail.planner.cluster import find_cluster
@@ -60,18 +53,10 @@ def planned_bytes(recipe: Recipe, ranks: int) -> float:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = tool_parser("memory", __doc__, "--lengths 32768,65536 --ranks 4")
-    parser.add_argument("--lengths", type=numbers, default="32768,65536,131072", help="(default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="for the growing sequence (default %(default)s)")
-    parser.add_argument("--local", type=int, default=16_384, help="N/P of the second part (default %(default)s)")
-    parser.add_argument("--worlds", type=numbers, default="2,4,8", help="P of the second part (default %(default)s)")
-    parser.add_argument("--recipe", default="gpt-tiny")
-    parser.add_argument("--no-recompute", action="store_true", help="hold all activations")
-    options = parser.parse_args(argv)
+def run(options: argparse.Namespace) -> int:
     for ranks in (options.ranks, *options.worlds):
         if ranks not in PLANS:
-            parser.error(f"{ranks} ranks have no plan here; use {', '.join(map(str, PLANS))}")
+            raise ValueError(f"{ranks} ranks have no plan here; use {', '.join(map(str, PLANS))}")
     torch.set_num_threads(1)
     print(
         f"one training step of a GPT ({', '.join(f'{k} {v}' for k, v in NARROW.items())}), float32, ZeRO-3, "
@@ -110,7 +95,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"planner {worst_planned:.1%} (allowed: {ALLOWED_PLANNER:.0%})"
     )
     return 0 if worst <= ALLOWED and worst_planned <= ALLOWED_PLANNER else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

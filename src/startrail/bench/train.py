@@ -1,10 +1,4 @@
-"""``startrail bench train``: tokens/s and exposed communication in training, Ring Attention against the default plan.
-
-Both plans run in the same invocation, one after the other in every round, and medians are reported, because other
-tenants of a machine come and go. Ranks share this machine's cores and its loopback, which is faster than any network:
-what a plan saves over real links shows in the bytes, and in the lab. Beside the measured tokens/s stand those that the
-planner predicts for this machine, as ``startrail doctor`` measures it on as many ranks.
-"""
+"""``startrail bench train``: tokens/s and exposed communication of Ring Attention and the default plan in training."""
 
 from __future__ import annotations
 
@@ -12,14 +6,11 @@ import argparse
 import os
 import platform
 import statistics
-import sys
 import tempfile
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from startrail.bench.options import tool_parser
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
 from startrail.planner.cluster import ClusterSpec
@@ -78,16 +69,8 @@ def predicted(recipe: Recipe, text: str, cluster: ClusterSpec) -> float:
     return recipe.tokens_per_step / recipe.accumulate / step.seconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = tool_parser("train", __doc__, "--rounds 5 --steps 6")
-    parser.add_argument("--recipes", default="gpt-tiny,dit-tiny", help="(default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="measured steps in a round (default %(default)s)")
-    options = parser.parse_args(argv)
-    try:
-        recipes = {name: find(name) for name in options.recipes.split(",")}
-    except ValueError as error:
-        parser.error(str(error))
+def run(options: argparse.Namespace) -> int:
+    recipes = {name: find(name) for name in options.recipes.split(",")}
     torch.set_num_threads(1)
     print(f"training, float32, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}\n")
     heads = f"{'tokens/s':>9s} {'spread':>15s} {'predicted':>9s} {'off':>6s} {'exposed':>8s} {'sent/rank/step':>15s}"
@@ -112,7 +95,3 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

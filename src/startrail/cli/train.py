@@ -1,22 +1,22 @@
-"""``startrail train`` and ``startrail export``: read the arguments, start or join the ranks, and end with one line if
-something is wrong.
+"""``startrail train``: start local ranks or join those of torchrun, and train a recipe on them.
 
-Started plainly, it forks local ranks with gloo, or where there are GPUs, hands over to torchrun. Under torchrun it is
-one of the ranks. The exit code is 0 when all steps are done, 2 for a mistake, 1 for what went wrong on the way, and if
-a signal stopped the run in order, 128 and its number, as in a shell: 143 for SIGTERM, 130 for Ctrl-C.
+Started directly, it forks local ranks with gloo; on GPUs it hands over to torchrun. Under torchrun it is one of the
+ranks. The exit code is 0 when all steps are done, 2 for a mistake, and 1 for a failure during the run. If a signal
+stopped the run and it was saved, it is 128 plus the signal's number, as in a shell: 143 for SIGTERM, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from startrail.cli.options import Commands, add_command
 from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.recipes import RECIPES, Recipe, find
 
@@ -26,76 +26,102 @@ if TYPE_CHECKING:
     from startrail.launch.heartbeat import Heartbeat, WaitLimit
     from startrail.launch.signals import Stop
 
+EXAMPLES = {
+    "startrail train": "a small GPT on 8 local ranks, two minutes",
+    "startrail train dit-tiny --plan 1x4 --ranks 4 --steps 50 --out runs/ring": "",
+    "startrail train gpt-3b --help": "the fields of a recipe, with its values",
+    "torchrun --nproc-per-node 8 -m startrail.cli train gpt-7b --data-parallel 2": "",
+}
 DEFAULT = "gpt-tiny"
 STOPPED = 128 + signal.SIGTERM
 FAILED = 1
+RECIPE_FIELDS = {item.name: item for item in fields(Recipe) if "meaning" in item.metadata}
+MODEL_FIELDS = {item.name: item for config in (GPTConfig, DiTConfig) for item in fields(config)}
 
 
-def overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """``--field value`` and ``--field=value`` as a dict; a field without a value is true.
-
-    >>> overrides(["--steps", "10", "--plan=1x8", "--packed"])
-    {'steps': '10', 'plan': '1x8', 'packed': 'true'}
-    """
-    found: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if not name.startswith("--") or name == "--":
-            raise ValueError(f"cannot read {name!r}; fields are set as --field value")
-        if not equals:
-            value = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
-        found[name.removeprefix("--").replace("-", "_")] = value
-    return found
-
-
-def fields_text(arguments: Sequence[str] = ()) -> str:
-    """What can be set, with the values of the recipe in ``arguments``: for ``startrail train [RECIPE] --help``."""
-    recipe = find(arguments[0] if _names_recipe(arguments) else DEFAULT)
-    with suppress(ValueError):  # a mistake in a field is told when it is to run
-        recipe = _recipe_of([argument for argument in arguments if argument not in ("-h", "--help")])
-    shown = [item for item in fields(Recipe) if "meaning" in item.metadata]
-    lines = [f"  --{item.name:17s} {item.metadata['meaning']} [{_value(recipe, item.name)}]" for item in shown]
-    for model, config in (("GPT", GPTConfig), ("DiT", DiTConfig)):
-        own = isinstance(recipe.config, config)
-        shape = (f"--{item.name}" + (f" {_value(recipe.config, item.name)}" if own else "") for item in fields(config))
-        lines.append(f"  shape of a {model}: " + ", ".join(shape))
-    names = ", ".join(RECIPES)
-    return "\n".join(
-        [
-            f"recipes: {names} (default {DEFAULT}), or a .toml or .json file",
-            f"fields, and in brackets what {recipe.name} has:",
-            *lines,
-        ]
+def add(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "train",
+        EXAMPLES,
+        help="train a GPT or a DiT",
+        usage="%(prog)s [RECIPE] [--FIELD VALUE ...]",
+        description="Starts local ranks itself; under torchrun, uses the ranks of the job. Continues from the newest "
+        "good checkpoint in its folder. Exit code: 0 when all steps are done, 143 if SIGTERM stopped the run and 130 "
+        "if Ctrl-C did (saved; the same command continues), 1 if something failed during the run, 2 for a mistake.",
+        add_help=False,
+        allow_abbrev=False,  # a recipe gets new fields, which may make a short form ambiguous
     )
+    names = ", ".join(RECIPES)
+    command.add_argument(
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        default=DEFAULT,
+        help=f"{names} (default {DEFAULT}), or a .toml or .json file",
+    )
+    command.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help, with the values of RECIPE")
+    run_fields, model_fields = command.add_argument_group("fields of the run"), command.add_argument_group("model")
+    for item in RECIPE_FIELDS.values():
+        _add_field(run_fields, item, item.metadata["meaning"])
+    for item in MODEL_FIELDS.values():
+        models = [
+            name
+            for name, config in (("GPT", GPTConfig), ("DiT", DiTConfig))
+            if item.name in (own.name for own in fields(config))
+        ]
+        _add_field(model_fields, item, " and ".join(models))
+    command.set_defaults(run=run)
 
 
-def _value(holder: object, name: str) -> str:
-    value = getattr(holder, name)
+def _add_field(group: Any, item: Field[Any], text: str) -> None:
+    """An option whose text the recipe reads itself. Without a value, a flag is true."""
+    metavar = {"int": "N", "float": "X", "bool": "BOOL"}.get(str(item.type).removesuffix(" | None"), "TEXT")
+    flag = {"nargs": "?", "const": "true"} if item.type == "bool" else {}
+    option = f"--{item.name.replace('_', '-')}"
+    group.add_argument(option, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **flag)
+
+
+class _Help(argparse.Action):
+    """Print the help with the values of the recipe and of the fields given before ``--help``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        try:
+            recipe = find(namespace.recipe)
+        except ValueError as error:
+            parser.error(str(error))
+        with suppress(ValueError):  # a wrong field is reported when it is to run
+            recipe = recipe.with_(_changes(namespace))
+        values = recipe.as_dict()
+        for action in parser._actions:
+            if action.dest in values and action.dest in (*RECIPE_FIELDS, *MODEL_FIELDS):
+                action.help += f" [{_shown(values[action.dest])}]"
+        parser.epilog = f"values in brackets: {recipe.name}\n\n{parser.epilog}"
+        parser.print_help()
+        parser.exit()
+
+
+def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _names_recipe(arguments: Sequence[str]) -> bool:
-    return bool(arguments) and not arguments[0].startswith("-")
+def _changes(arguments: argparse.Namespace) -> dict[str, str]:
+    """The fields that were given, as texts."""
+    return {name: value for name, value in vars(arguments).items() if name in RECIPE_FIELDS or name in MODEL_FIELDS}
 
 
-def _recipe_of(arguments: Sequence[str]) -> Recipe:
-    """``[RECIPE] [--FIELD VALUE ...]``."""
-    named = _names_recipe(arguments)
-    return find(arguments[0] if named else DEFAULT).with_(overrides(arguments[named:]))
-
-
-def train_command(arguments: Sequence[str]) -> int:
-    """``[RECIPE] [--FIELD VALUE ...]``; the exit code."""
-    recipe = _recipe_of(arguments)
+def run(arguments: argparse.Namespace) -> int:
+    changes = _changes(arguments)
+    recipe = find(arguments.recipe).with_(changes)
     if "RANK" in os.environ:
         return _join(recipe)
     recipe.check_world(recipe.ranks)
-    from startrail.launch.torchrun import use_gpus  # here, so that mistakes are found without torch
+    from startrail.launch.torchrun import use_gpus  # only now: mistakes are found without torch
 
     if use_gpus(recipe.device, recipe.ranks):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={recipe.ranks}"]
-        os.execv(sys.executable, [*launcher, "-m", "startrail.cli", "train", *arguments])
+        same = [arguments.recipe, *(f"--{name}={value}" for name, value in changes.items())]
+        os.execv(sys.executable, [*launcher, "-m", "startrail.cli", "train", *same])
     return _start(recipe)
 
 
@@ -206,10 +232,3 @@ def _end(result: tuple[int, str], stop: Stop) -> int:
     if text:
         print(f"startrail train: {text}", file=sys.stderr, flush=True)
     return 128 + signal.SIGINT if code == STOPPED and stop.interrupted else code
-
-
-def export_command(source: str, target: str) -> int:
-    from startrail.training.checkpoints.export import export
-
-    print(export(Path(source), Path(target)))
-    return 0

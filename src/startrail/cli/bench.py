@@ -1,0 +1,124 @@
+"""``startrail bench``: the benchmark on emulated or real links, and smaller ones of this machine."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS, MACHINES, MINUTES
+from startrail.cli.options import Commands, Parser, add_command, needs_extra
+
+EXAMPLES = {
+    "startrail bench --quick": "plans and peers on limited links: 4x4 ranks, three minutes",
+    "startrail bench --shapes 4x8 16x2 --out report": "",
+    "torchrun --nnodes 4 --nproc-per-node 8 -m startrail.bench --out report": "on real links",
+    "startrail bench engine": "speed and memory of the engine; also: bench train, bench memory",
+}
+ENGINE = (
+    "Efficiency is the time of single-process SDPA on all cores divided by ours, forward + backward on the same "
+    "sequence. With at least as many ranks as cores, 1.0 means that distributing costs nothing. Rounds are "
+    "interleaved and medians reported, because the load of a shared machine varies. Memory is what attention adds to "
+    "a rank, next to the engine's own formula. --host measures the host's time per call instead, which a GPU would "
+    "wait for."
+)
+TRAIN = (
+    "Compares Ring Attention with the recipe's default plan. Both run in every round, one after the other, and "
+    "medians are reported, because the load of a shared machine varies. Ranks share this machine's cores and its "
+    "loopback, which is faster than any network: the bytes show what a plan saves over real links, and so does the "
+    "lab. The prediction is the planner's for this machine, as `startrail doctor` measures it with as many ranks."
+)
+MEMORY = (
+    "Compares the peak memory of a rank with the estimate that training prints at its start and with the planner's. "
+    "The exit code is 1 if one of them is too far off. First the sequence grows on a fixed number of ranks, then both "
+    "grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². Each run "
+    "is one step in new ranks."
+)
+
+
+def add(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "bench",
+        EXAMPLES,
+        help="measure plans and peers side by side",
+        usage="%(prog)s [options]\n       %(prog)s BENCHMARK [options]",
+        description="Runs the benchmark and writes the report. On one machine it emulates a cluster for every shape. "
+        "Under torchrun it measures the ranks and links of the job. `bench engine`, `bench train` and `bench memory` "
+        "measure this machine.",
+    )
+    command.add_argument("--quick", action="store_true", help="4x4 ranks only, in under three minutes")
+    command.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
+    command.add_argument("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default {' '.join(MACHINES)})")
+    command.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="start no trial after this time; the report lists those left out (default %(default)g)",
+    )
+    command.add_argument(
+        "--again", type=Path, metavar="JSON", help="measure nothing: judge and plot a recorded report again"
+    )
+    command.set_defaults(run=run)
+    benchmarks = command.add_subparsers(
+        dest="benchmark", metavar="BENCHMARK", title="other benchmarks", prog="startrail bench"
+    )
+    _add_engine(benchmarks)
+    _add_train(benchmarks)
+    _add_memory(benchmarks)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Every benchmark is a module of `startrail.bench` with a ``run(options)``."""
+    with needs_extra("lab"):
+        benchmark = import_module(f"startrail.bench.{arguments.benchmark or 'suite'}")
+    return int(benchmark.run(arguments))
+
+
+def _add_engine(benchmarks: Commands) -> None:
+    command = _add_benchmark(
+        benchmarks, "engine", "--plans u8,1x8 --rounds 3", "speed and memory of the engine on this machine", ENGINE
+    )
+    command.add_argument("--length", type=int, default=8192, help="tokens (default %(default)s)")
+    command.add_argument("--heads", type=int, default=8, help="(default %(default)s)")
+    command.add_argument("--head-dim", type=int, default=64, help="(default %(default)s)")
+    command.add_argument("--ranks", type=int, default=8, help="(default %(default)s)")
+    command.add_argument("--plans", help=f"separated by commas (default {ENGINE_PLANS}; with --host {HOST_PLANS})")
+    command.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
+    command.add_argument("--full", action="store_true", help="no causal mask")
+    command.add_argument("--host", action="store_true", help="time of the host per call, without kernels and transfers")
+    command.add_argument("--calls", type=int, default=500, help="calls that --host measures (default %(default)s)")
+
+
+def _add_train(benchmarks: Commands) -> None:
+    text = "tokens/s and exposed communication in training"
+    command = _add_benchmark(benchmarks, "train", "--rounds 5 --steps 6", text, TRAIN)
+    command.add_argument("--recipes", default="gpt-tiny,dit-tiny", help="separated by commas (default %(default)s)")
+    command.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
+    command.add_argument("--steps", type=int, default=5, help="measured steps per round (default %(default)s)")
+
+
+def _add_memory(benchmarks: Commands) -> None:
+    text = "peak memory of a rank in training against its estimate"
+    command = _add_benchmark(benchmarks, "memory", "--lengths 32768,65536 --ranks 4", text, MEMORY)
+    command.add_argument("--lengths", type=_numbers, default="32768,65536,131072", help="(default %(default)s)")
+    command.add_argument("--ranks", type=int, default=4, help="for the growing sequence (default %(default)s)")
+    command.add_argument("--local", type=int, default=16_384, help="N/P of the second part (default %(default)s)")
+    command.add_argument("--worlds", type=_numbers, default="2,4,8", help="P of the second part (default %(default)s)")
+    command.add_argument("--recipe", default="gpt-tiny", help="(default %(default)s)")
+    command.add_argument("--no-recompute", action="store_true", help="keep all activations")
+
+
+def _add_benchmark(benchmarks: Commands, name: str, example: str, text: str, description: str) -> Parser:
+    return add_command(benchmarks, name, {f"startrail bench {name} {example}": ""}, help=text, description=description)
+
+
+def _numbers(text: str) -> list[int]:
+    """
+    >>> _numbers("2,4,8")
+    [2, 4, 8]
+    """
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write whole numbers with commas, for example 2,4,8") from None

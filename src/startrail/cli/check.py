@@ -1,0 +1,114 @@
+"""``startrail check``: run a plan and compare results, gradients and bytes with the float64 reference."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from startrail.cli.options import Commands, add_command, world_size
+from startrail.schedule.plan import Plan
+
+EXAMPLES = {
+    "startrail check 2x2/u2 --ranks 8 --causal": "run it on 8 local processes against float64",
+    "startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000": "",
+    "torchrun --nproc-per-node 8 -m startrail.cli check all": "first check of the GPUs on this machine",
+}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "check",
+        EXAMPLES,
+        help="run a plan against float64, on local processes or under torchrun",
+        description="Runs forward and backward with random inputs and output gradients. The exit code is 1 if a result "
+        "is wrong or the bytes sent differ from the predicted count. Started directly, it forks local processes. Under "
+        "torchrun it uses the ranks and devices of the job: with the plan 'all' it checks kernels, dtypes, plans and "
+        "bytes on a new cluster, and prints a table to paste into an issue.",
+    )
+    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto; all: several that fit")
+    command.add_argument(
+        "--ranks",
+        type=int,
+        help="number of ranks (required for star plans, auto and all; default: torchrun's, or the plan's size)",
+    )
+    command.add_argument("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
+    command.add_argument("--batch", type=int, default=1, help="sequences (default %(default)s)")
+    command.add_argument("--heads", type=int, default=8, help="query heads (default %(default)s)")
+    command.add_argument("--kv-heads", type=int, help="KV heads (default: same as --heads)")
+    command.add_argument("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
+    command.add_argument("--dtype", choices=DTYPES, default="float32", help="(default %(default)s)")
+    command.add_argument("--wire-dtype", choices=DTYPES, help="dtype of the payload (default: --dtype)")
+    command.add_argument("--causal", action="store_true")
+    command.add_argument("--window", type=int)
+    command.add_argument("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
+    command.add_argument("--layout", choices=("zigzag", "contiguous"), default="zigzag")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from startrail.diagnostics.cluster_check import check_on_group, table, typical_cases
+    from startrail.diagnostics.exactness import check_cases, check_room, where
+    from startrail.diagnostics.reference import Case
+    from startrail.launch.heartbeat import WaitLimit
+    from startrail.launch.local import RankError
+    from startrail.launch.torchrun import JoinError, device_of_rank, join
+
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+    world = int(os.environ["WORLD_SIZE"]) if launched and arguments.ranks is None else arguments.ranks
+    if arguments.plan not in ("auto", "all"):
+        world = world_size(Plan.parse(arguments.plan), world)
+    elif world is None or world < 1:
+        raise ValueError(f"plan {arguments.plan} needs --ranks, at least 1")
+    case = Case(
+        plan="auto" if arguments.plan == "all" else arguments.plan,
+        world=world,
+        length=arguments.length,
+        batch=arguments.batch,
+        q_heads=arguments.heads,
+        kv_heads=arguments.heads if arguments.kv_heads is None else arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        dtype=getattr(torch, arguments.dtype),
+        causal=arguments.causal,
+        window=arguments.window,
+        documents=_parse_documents(arguments.documents),
+        layout=arguments.layout,
+        wire_dtype=getattr(torch, arguments.wire_dtype) if arguments.wire_dtype else None,
+        seed=arguments.seed,
+    )
+    if not launched:
+        check_room(case)
+    case.validate()
+    cases = typical_cases(case) if arguments.plan == "all" else [case]
+    device, rank = torch.device("cpu"), 0
+    try:
+        if launched:
+            device, rank = device_of_rank("auto"), int(os.environ["RANK"])
+            join(device, WaitLimit(arguments.deadline, "startrail check", "--deadline"))
+            reports = check_on_group(cases, device)
+        else:
+            reports = check_cases(cases, arguments.deadline)
+    except (RankError, JoinError) as error:
+        print(f"startrail check: {error}", file=sys.stderr)
+        return 1
+    if rank == 0:
+        one = len(cases) == 1
+        print(reports[0].text(case, device) if one else f"{where(device, cases)}\n\n{table(cases, reports)}")
+    if launched:
+        torch.distributed.destroy_process_group()
+    return 1 if any(report.verdict() for report in reports) else 0
+
+
+def _parse_documents(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--documents {text!r}: write whole numbers with commas, for example 0,300,1000") from None

@@ -1,0 +1,29 @@
+"""``startrail models``: which Hugging Face models run, and the reason for those that do not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from startrail.cli.options import Commands, add_command, needs_extra
+
+EXAMPLES = {
+    "startrail models llama gemma3": "which Hugging Face models run",
+    "startrail models": "all of them: takes minutes",
+}
+
+
+def add(commands: Commands) -> None:
+    command = add_command(
+        commands, "models", EXAMPLES, help="list the Hugging Face models that run, and why others do not"
+    )
+    command.add_argument("families", nargs="*", metavar="FAMILY", help="for example llama (default: all)")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with needs_extra("hf"):
+        from startrail.integrations.survey import families, table
+
+    print(table(families(arguments.families, progress=sys.stderr.isatty())))
+    return 0
