@@ -155,7 +155,7 @@ def test_options_take_hyphens_and_underscores(argv, capsys):
         (["lab", "run"], "startrail lab run: no program to run: put it after --"),
         (["lab", "run", "--link", "fast", "--", "x"], "startrail lab run: 'fast' is not a rate"),
         (["bench", "--minutes", "0"], "startrail bench: --minutes 0 is not a positive number"),
-        (["bench", "engine", "--plans", "1x8,2y4"], "startrail bench engine: cannot read '2y4'"),
+        (["bench", "engine", "--plans", "1x8,2y4"], "startrail bench engine: plan '2y4': cannot read '2y4'"),
     ],
 )
 def test_a_mistake_names_the_command_it_was_made_in(argv, message, capsys):

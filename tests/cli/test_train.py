@@ -70,7 +70,7 @@ def test_recipe_files(tmp_path):
         (["gpt-tine"], "no recipe 'gpt-tine'; did you mean 'gpt-tiny'?"),
         (["nothing"], "no recipe 'nothing'; there are gpt-tiny, dit-tiny"),
         (["missing.toml"], "missing.toml: No such file or directory"),
-        (["--learning-rat", "1"], "unrecognized arguments: --learning-rat 1; did you mean --learning-rate?"),
+        (["--learning-rat", "1"], "did you mean --learning-rate?"),
         (["--steps", "many"], "steps 'many' is not a whole number"),
         (["--steps", "0"], "steps 0 must be at least 1"),
         (["--packed", "maybe"], "packed 'maybe' is not true or false"),
@@ -87,7 +87,7 @@ def test_recipe_files(tmp_path):
         (["dit-tiny", "--length", "64"], "length is for text"),
         (["dit-tiny", "--rows", "8"], "rows 8 = columns 16"),
         (["--layout", "spiral"], "layout 'spiral' is not one of"),
-        (["--keep", "3"], "unrecognized arguments: --keep 3; did you mean --keep-checkpoints?"),
+        (["--keep", "3"], "did you mean --keep-checkpoints?"),
         (["-x", "1"], "unrecognized arguments: -x"),
         (["gpt-tiny", "extra"], "unrecognized arguments: extra"),
         ([*TINY, "--data", "/nowhere/at/all"], "/nowhere/at/all"),
@@ -326,7 +326,7 @@ def test_gpus_are_left_to_torchrun(monkeypatch):
     with pytest.raises(SystemExit):
         main(["train", "--device", "cuda", "--ranks", "4", "--plan", "2x2"])
     command = " ".join(called[0])
-    assert "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train --device cuda" in command
+    assert "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train gpt-tiny --device=cuda" in command
 
 
 WITHOUT = """

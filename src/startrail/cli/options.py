@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
         """Raise for arguments that the command does not have, and suggest the nearest option."""
         options = [option for action in self._actions for option in action.option_strings]
         name = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(name, options, n=1)
-        near = near or [option for option in options if name.startswith("--") and option.startswith(name)]
+        near = [option for option in options if name.startswith("--") and option.startswith(name)]
+        near = near or difflib.get_close_matches(name, options, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 

@@ -178,8 +178,8 @@ class Cluster:
     ) -> list[Result]:
         """Fork this process once a rank into the nodes, join the ranks with gloo, and return each ``function(rank)``.
 
-        Forking shares what is imported and loaded, so 32 ranks start in a second where programs take 40. As in
-        `startrail.launch.local.run_local`, the parent must not have used its OpenMP threads: ``torch.set_num_threads(1)``.
+        Forked ranks share what the parent has imported: 32 ranks start in one second, programs take 40. As in
+        ``launch.local.run_local``, the parent must not have used OpenMP threads: call ``torch.set_num_threads(1)``.
         """
         return self.fork(function, deadline, env).wait()
 
