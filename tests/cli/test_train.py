@@ -326,7 +326,10 @@ def test_gpus_are_left_to_torchrun(monkeypatch):
     with pytest.raises(SystemExit):
         main(["train", "--device", "cuda", "--ranks", "4", "--plan", "2x2"])
     command = " ".join(called[0])
-    assert "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train gpt-tiny --device=cuda" in command
+    assert (
+        "-m torch.distributed.run --standalone --nproc-per-node=4 -m startrail.cli train gpt-tiny --device=cuda"
+        in command
+    )
 
 
 WITHOUT = """
