@@ -95,7 +95,7 @@ def test_recipe_files(tmp_path):
         (["--wait_minutes", "0"], "wait_minutes 0 would end the run at once"),
         ([*TINY, "--data", "."], "out 'runs/gpt-tiny' lies inside data '.'"),
         (["--device", "cuda"], "device cuda needs 8 GPUs, one per rank, found 0: lower --ranks or pass --device cpu"),
-        ([*TINY, "--vocab", "100"], "the data has 256 tokens, the model a vocab of 100 only"),
+        ([*TINY, "--vocab", "100"], "the data has 256 tokens, but the model's vocab is 100"),
         ([*TINY, "--length", "1000000000"], "a sequence needs 1,000,000,000 tokens"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert main(argv) == 0
     said = capfd.readouterr().out
     for part in (
-        "memory, estimated: ",
+        "estimated memory: ",
         "step 2/2",
         "held-out loss",
         "unigram entropy",
@@ -130,7 +130,7 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
 
     assert main(argv) == 0
     said = capfd.readouterr().out
-    assert f"{out} has all 2 steps already" in said
+    assert f"{out} already has all 2 steps" in said
     assert "held-out loss" not in said and "continued by" not in said, "what is finished is not evaluated again"
     assert "has checkpoints up to step 2: resume, or choose another out" in refusal([*argv, "--resume", "false"], capfd)
     assert "is of a model with hidden 16, not 32" in refusal([*argv, "--hidden", "32"], capfd)

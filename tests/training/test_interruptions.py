@@ -76,9 +76,7 @@ def test_sigterm_saves_and_the_same_command_resumes(data, tmp_path, capfd):
     assert f"stopped after step {stopped} and saved; the same command continues from there" in out
     assert main(["train", file, "--ranks", "4", "--plan", "auto"]) == 0
     out, _ = capfd.readouterr()
-    assert (
-        f"over 4 ranks as {expected_plan(recipe, 4)}" in out and f"continuing {recipe.out} after step {stopped}" in out
-    )
+    assert f"on 4 ranks as {expected_plan(recipe, 4)}" in out and f"continuing {recipe.out} after step {stopped}" in out
     check_curve(tmp_path / "run", expected, 40)
 
 
@@ -185,7 +183,7 @@ def test_sigterm_interrupts_an_evaluation(data, tmp_path):
     recipe = gpt(data, tmp_path / "run", ranks=2, plan="1x2", steps=3, zero=2, evaluate_batches=100_000)
     process = startrail_train(write_recipe(tmp_path / "recipe.json", recipe))
     assert process.stdout is not None
-    assert "memory, estimated" in "".join(process.stdout.readline() for _ in range(3))
+    assert "estimated memory" in "".join(process.stdout.readline() for _ in range(3))
     time.sleep(1)  # now in the evaluation before the first step, which takes minutes
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=30)
@@ -205,7 +203,7 @@ def test_good_parameters_are_saved_when_a_step_is_not_finite(data, tmp_path):
             return loss_sum(model, batch) * (float("nan") if len(calls) == 3 else 1)
 
         trainer.task.loss_sum = broken
-        with pytest.raises(TrainingError, match=r"step 3: loss nan, .* and those of step 2 are saved"):
+        with pytest.raises(TrainingError, match=r"step 3: loss nan, .*; those of step 2 are saved"):
             trainer.run()
         return [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
 
@@ -242,6 +240,6 @@ def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     assert results[0] == results[1]
     text, before, skipped = results[0]
     assert text.startswith("step 3: loss nan, gradient norm nan; stopped before the parameters changed")
-    assert "which are not finite themselves: nothing was saved" in text
+    assert "they are not finite themselves, so nothing was saved" in text
     assert before == [False, False]
     assert skipped[:3] == [False, False, True]

@@ -1,4 +1,4 @@
-"""How often a training step waits for the device: once, when its loss and the norm of its gradients are read."""
+"""A training step waits for the device once: when its loss and gradient norm are read."""
 
 import sys
 from dataclasses import fields, replace
@@ -38,8 +38,8 @@ def dit(folder, **changes):
         (dit, ImageTask, {}),
     ],
 )
-def test_losses_gradients_and_clipping_leave_the_device_alone(make, task_of, changes, tmp_path):
-    """Fake tensors have no values: whoever reads one raises."""
+def test_losses_gradients_and_clipping_do_not_synchronize(make, task_of, changes, tmp_path):
+    """Fake tensors have no values: reading one raises."""
     recipe = make(tmp_path, evaluate_batches=0, sample=0, **changes)
     task = task_of(recipe, startrail.SequenceParallel("1x1"), CPU)
     batches = [task.load(number) for number in range(2)]
@@ -52,8 +52,8 @@ def test_losses_gradients_and_clipping_leave_the_device_alone(make, task_of, cha
         for number, batch in enumerate(batches):
             tensors = ((item.name, getattr(batch, item.name)) for item in fields(batch))
             batches[number] = replace(batch, **{name: mode.from_tensor(x) for name, x in tensors if torch.is_tensor(x)})
-        pulse = SimpleNamespace(passed=lambda step: None)
-        step = SimpleNamespace(device=CPU, pulse=pulse, task=task, model=model, recipe=recipe)
+        heartbeat = SimpleNamespace(advance=lambda step: None)
+        step = SimpleNamespace(device=CPU, heartbeat=heartbeat, task=task, model=model, recipe=recipe)
         found = Trainer._gradients(step, 0, batches, counted)
         assert found.shape == (2,) and found.dtype == torch.float64
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -61,10 +61,10 @@ def test_losses_gradients_and_clipping_leave_the_device_alone(make, task_of, cha
             found.tolist()
 
 
-def test_a_step_reads_once(tmp_path, monkeypatch):
-    """Beside that the host's own: the ranks' numbers, by gloo, and what the engine asks of tensors on the CPU
-    (test_launches.py: on a GPU it asks nothing)."""
-    from startrail.engine import batch as tokens
+def test_a_step_synchronizes_once(tmp_path, monkeypatch):
+    """Not counted: host tensors of gloo's sums, and what the engine reads from tensors on the CPU (on a GPU it reads
+    nothing: test_launches.py)."""
+    from startrail.engine import batch as engine_batch
     from startrail.engine import runtime
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
@@ -73,7 +73,7 @@ def test_a_step_reads_once(tmp_path, monkeypatch):
     from startrail.training import trainer as loop
     from startrail.training.display import Display
 
-    engine = {module.__file__ for module in (cpu, runtime, tokens)}
+    engine = {module.__file__ for module in (cpu, runtime, engine_batch)}
 
     def on_rank(rank):
         trainer = Trainer(recipe, CPU, Display(), Stop())
@@ -90,9 +90,9 @@ def test_a_step_reads_once(tmp_path, monkeypatch):
 
         def sums(numbers):
             before = len(reads)
-            found = collectives.sum_over_ranks(numbers)
+            totals = collectives.sum_over_ranks(numbers)
             del reads[before:]
-            return found
+            return totals
 
         loop.sum_over_ranks = sums
         load = trainer.task.load

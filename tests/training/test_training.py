@@ -70,7 +70,7 @@ def test_a_step_sends_the_predicted_bytes_on_every_level(data, tmp_path):
         results = {}
         for plan, recipe in recipes.items():
             display, _ = run(recipe)
-            results[plan] = display.plan, display.metrics[0]["sent"], display.summary.traffic["ours"]
+            results[plan] = display.plan, display.metrics[0]["sent"], display.summary.traffic["plan"]
         return results
 
     for plan, (shown, sent, predicted) in run_local(on_rank, 4)[0].items():

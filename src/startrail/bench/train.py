@@ -34,7 +34,7 @@ class Collected(Display):
         self.metrics.append(metrics)
 
     def finish(self, summary: Summary) -> None:
-        self.sent = sum(summary.traffic["ours"].values())
+        self.sent = sum(summary.traffic["plan"].values())
 
 
 def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[float], list[float], float]:

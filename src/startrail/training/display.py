@@ -1,4 +1,4 @@
-"""What a run tells a person: a live line in a terminal, plain lines elsewhere, and the summary at the end."""
+"""Progress of a run: a live bar in a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from startrail.training.metrics import Metrics
 from startrail.training.recipes import Recipe
 
-LINE_EVERY = 5.0  # seconds between plain lines
+LINE_SECONDS = 5.0  # between two plain lines
 
 
 @dataclass(frozen=True)
 class Summary:
-    """``held_out`` losses by step; ``traffic``: bytes that the average rank's attention sends in a step, by level, for
-    our plan and Ring Attention; ``peak`` bytes that training added on the fullest rank, ``expected`` before the start,
-    and the program's own ``before`` it had a model."""
+    """The result of a run.
+
+    ``held_out`` has losses by step. ``traffic`` has the bytes that attention sends per step and level on the average
+    rank, with this plan and with Ring Attention. ``peak`` is the memory that training added on the fullest rank,
+    ``expected`` its estimate, and ``baseline`` the memory of the program without a model.
+    """
 
     done: int
     steps: int
@@ -27,43 +30,43 @@ class Summary:
     held_out: dict[int, float]
     traffic: dict[str, dict[str, float]]
     peak: float
-    before: float
+    baseline: float
     expected: float
     sample: str
     stopped: bool
 
     def lines(self, data: str) -> list[str]:
-        found = []
+        lines = []
         if self.steps:
-            found.append(
+            lines.append(
                 f"{self.steps} steps, {self.tokens:,} tokens in {self.seconds:.0f} s: "
                 f"{self.tokens / self.seconds:,.0f} tokens/s, {self.waiting:.1%} of the time exposed in communication"
             )
         if self.held_out:
             (first, start), (last, end) = min(self.held_out.items()), max(self.held_out.items())
-            found.append(f"held-out loss {start:.3f} at step {first}, {end:.3f} at step {last}; {data}")
-        ours, ring = (sum(self.traffic[name].values()) for name in ("ours", "ring"))
+            lines.append(f"held-out loss {start:.3f} at step {first}, {end:.3f} at step {last}; {data}")
+        sent, ring = (sum(self.traffic[name].values()) for name in ("plan", "ring"))
         if ring:
-            less = f"{abs(1 - ours / ring):.0%} {'saved' if ours <= ring else 'more'}"
-            found.append(
-                f"attention sends {size_text(ours)} a rank and step ({by_level(self.traffic['ours'])}); "
-                f"Ring Attention would send {size_text(ring)}: {less}"
+            difference = f"{abs(1 - sent / ring):.0%} {'less' if sent <= ring else 'more'}"
+            lines.append(
+                f"attention sends {size_text(sent)} per rank and step ({by_level(self.traffic['plan'])}), "
+                f"{difference} than Ring Attention with {size_text(ring)}"
             )
         if self.peak:
-            found.append(
-                f"peak memory of a rank {size_text(self.peak)} (estimate {size_text(self.expected)})"
-                + (f", beside {size_text(self.before)} of the program itself" if self.before else "")
+            lines.append(
+                f"peak memory per rank {size_text(self.peak)} (estimate {size_text(self.expected)})"
+                + (f", plus {size_text(self.baseline)} for the program itself" if self.baseline else "")
             )
         if self.sample:
-            found.append(self.sample)
+            lines.append(self.sample)
         if self.stopped:
             saved = " and saved" if self.steps else ""
-            found.append(f"stopped after step {self.done}{saved}; the same command continues from there")
-        return found
+            lines.append(f"stopped after step {self.done}{saved}; the same command continues from there")
+        return lines
 
 
 def size_text(size: float) -> str:
-    """In the unit that suits it.
+    """Bytes in a suitable unit.
 
     >>> size_text(3 * 2**20), size_text(1536)
     ('3.0 MiB', '1.5 KiB')
@@ -84,7 +87,7 @@ def by_level(sent: dict[str, float]) -> str:
 
 
 class Display:
-    """Says nothing: for all ranks but the first."""
+    """Shows nothing: for all ranks except rank 0."""
 
     def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
         pass
@@ -99,36 +102,36 @@ class Display:
         pass
 
     def close(self) -> None:
-        """Leave the terminal as it was; may be called twice."""
+        """Restore the terminal; may be called twice."""
 
 
-class Lines(Display):
+class LineDisplay(Display):
     """Plain lines, at most one every few seconds."""
 
     def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
         self._recipe, self._data = recipe, data
-        self._begin, self._first, self._last = begin, time.monotonic(), 0.0
+        self._begin, self._started_at, self._shown_at = begin, time.monotonic(), 0.0
         split = f"{recipe.data_parallel} x " if recipe.data_parallel > 1 else ""
         self.note(
-            f"{recipe.name}: {recipe.tokens:,} tokens a sequence, {recipe.tokens_per_step:,} a step, "
-            f"over {world} ranks as {split}{plan}"
+            f"{recipe.name}: {recipe.tokens:,} tokens per sequence, {recipe.tokens_per_step:,} per step, "
+            f"on {world} ranks as {split}{plan}"
         )
         self.note(f"data: {data}")
-        self.note(f"memory, estimated: {expected}")
+        self.note(f"estimated memory: {expected}")
         if begin >= recipe.steps:
-            self.note(f"{recipe.out} has all {recipe.steps} steps already; more with --steps, anew with --out")
+            self.note(f"{recipe.out} already has all {recipe.steps} steps: raise --steps, or choose another --out")
         elif begin:
             self.note(f"continuing {recipe.out} after step {begin}")
 
     def step(self, metrics: Metrics) -> None:
         now = time.monotonic()
-        if now - self._last >= LINE_EVERY or "held_out" in metrics or metrics["step"] == self._recipe.steps:
-            self._last = now
+        if now - self._shown_at >= LINE_SECONDS or "held_out" in metrics or metrics["step"] == self._recipe.steps:
+            self._shown_at = now
             self.note(self._line(metrics))
 
     def _line(self, metrics: Metrics) -> str:
         step = metrics["step"]
-        left = (self._recipe.steps - step) * (time.monotonic() - self._first) / max(1, step - self._begin)
+        left = (self._recipe.steps - step) * (time.monotonic() - self._started_at) / max(1, step - self._begin)
         held_out = f" | held-out {metrics['held_out']:.3f}" if "held_out" in metrics else ""
         return (
             f"step {step}/{self._recipe.steps} | loss {metrics['loss']:.3f}{held_out} | "
@@ -141,7 +144,7 @@ class Lines(Display):
             print(text, flush=True)
         except UnicodeEncodeError:
             print(text.encode("ascii", "backslashreplace").decode(), flush=True)
-        except OSError:  # nobody listens any more, or the log's disk is full: the run goes on
+        except OSError:  # the pipe is closed or the log's disk is full: the run continues
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115, for the rest of this process
 
     def finish(self, summary: Summary) -> None:
@@ -150,8 +153,8 @@ class Lines(Display):
             self.note(line)
 
 
-class Live(Lines):
-    """A bar that stays in its place; what is noted scrolls by above it."""
+class LiveDisplay(LineDisplay):
+    """A progress bar; notes scroll by above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -190,12 +193,12 @@ class Live(Lines):
 
 
 def make_display(lead: bool) -> Display:
-    """For the first rank a live bar, if there is a terminal and rich; the others say nothing."""
+    """For rank 0 a live bar if there is a terminal and rich, otherwise lines; nothing for other ranks."""
     if not lead:
         return Display()
     if sys.stdout.isatty():
         try:
-            return Live()
+            return LiveDisplay()
         except ModuleNotFoundError:
             pass
-    return Lines()
+    return LineDisplay()

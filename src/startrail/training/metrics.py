@@ -1,4 +1,4 @@
-"""What a run writes down for programs to read: a line of metrics for every step, and TensorBoard's events."""
+"""Metrics of a run for other programs: one JSON line per step, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Metrics = dict[str, Any]
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    """What a kill or a full disk left in the middle of a line would spoil the next one too."""
+    """Remove a line that a kill or a full disk cut off; the next line would continue it."""
     contents = path.read_bytes()
     os.truncate(path, contents.rfind(b"\n") + 1)
 
 
-class Records:
-    """``metrics.jsonl``, one line a step, and TensorBoard events if the recipe asks for them.
+class MetricsFile:
+    """``metrics.jsonl``, one line per step, and TensorBoard events if the recipe asks for them.
 
-    A run that continues appends; where a step is there twice, the later line counts. Does nothing until ``open``.
-    ``problem`` says what went wrong when a line could not be written, for the ranks to agree on.
+    A resumed run appends; if a step occurs twice, the later line counts. Nothing is written before ``open``. If a line
+    cannot be written, ``problem`` is the reason, which the ranks then raise together.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Records:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ModuleNotFoundError:
-                raise ValueError("tensorboard true needs it: pip install 'startrail[tensorboard]'") from None
+                raise ValueError("tensorboard true needs the package: pip install 'startrail[tensorboard]'") from None
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
         self._file = (folder / "metrics.jsonl").open("a")
         _drop_unfinished_line(folder / "metrics.jsonl")
@@ -59,7 +59,7 @@ class Records:
     def close(self) -> None:
         """May be called twice."""
         if self._file is not None:
-            with suppress(OSError):  # it would write again what could not be written, of which ``problem`` tells
+            with suppress(OSError):  # closing retries the write that failed; ``problem`` has the reason
                 self._file.close()
         if self._writer is not None:
             self._writer.close()

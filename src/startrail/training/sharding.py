@@ -1,7 +1,7 @@
-"""All ranks of a run as data x sequence, and the parameters over both: FSDP2, gradients, clipping.
+"""A data x sequence mesh of all ranks, and parameters sharded over both dimensions: FSDP2, gradients, clipping.
 
-8 ranks with ``data_parallel=2`` are two groups of four. Each group splits its own sequences over its four ranks;
-parameters, gradients and optimizer state are split over all eight, since every rank has a part of every gradient.
+8 ranks with ``data_parallel=2`` are two groups of four. Each group shards its own sequences over its four ranks;
+parameters, gradients and optimizer state are sharded over all eight, since every rank has a part of every gradient.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from startrail.training.recipes import Recipe
 from startrail.training.tasks import compute_dtype, make_model
 
 
-def data_by_sequence(data_parallel: int, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks: neighbours share a sequence."""
+def make_mesh(data_parallel: int, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks: neighbouring ranks share a sequence."""
     world = dist.get_world_size()
     return init_device_mesh(device_type, (data_parallel, world // data_parallel), mesh_dim_names=("data", "sequence"))
 
 
 def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
-    """The recipe's model with its parameters on ``device``, sharded over all ranks if ``zero`` is 2 or 3.
+    """Build the recipe's model on ``device``, sharded over all ranks if ``zero`` is 2 or 3.
 
-    A parameter's values depend on the seed and its name alone. No rank ever holds more than one whole parameter, so
-    models larger than a rank's memory can be built.
+    The initial values of a parameter depend only on the seed and its name. No rank ever holds more than one full
+    parameter, so models larger than a rank's memory can be built.
     """
     with torch.device("meta"):
         model = make_model(recipe.config)
     if recipe.recompute:
         recompute_blocks(model, recipe.offload)
     if recipe.zero:
-        # it warns of outputs that are views, in case somebody changes them in place, which nobody does here
+        # FSDP warns that outputs are views, in case of in-place changes, which do not happen here
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        # autocast would make bfloat16 of float32 weights after they were gathered; so half as many bytes travel
+        # autocast alone would gather float32 weights and then convert them; this halves the bytes
         narrow = compute_dtype(recipe, device) == torch.bfloat16
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         precision = policy if narrow else MixedPrecisionPolicy()
@@ -57,47 +57,45 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, parameter in model.named_parameters():
             torch.manual_seed(generator_of(recipe.seed, name).initial_seed())
-            whole = torch.empty(parameter.shape)
-            model.reset_parameter(name, whole)
+            full = torch.empty(parameter.shape)
+            model.reset_parameter(name, full)
             if isinstance(parameter, DTensor):
-                mine = distribute_tensor(
-                    whole.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-                parameter.copy_(mine)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                parameter.copy_(distribute_tensor(full.to(device), mesh, placements, src_data_rank=None))
             else:
-                parameter.copy_(whole)
+                parameter.copy_(full)
     return model
 
 
 def backward(model: nn.Module, share: Tensor) -> None:
-    """Add to the gradients those of the sum over all ranks of ``share``, once ``finish_gradients`` was called.
+    """Accumulate the gradients of the sum of ``share`` over all ranks; ``finish_gradients`` completes them.
 
-    FSDP divides the sum by the number of ranks, so that it must be multiplied by it first; see ``loss``.
+    FSDP averages over the ranks, so the share is multiplied by their number first; see ``startrail.losses``.
     """
     (share * dist.get_world_size() if isinstance(model, FSDPModule) else share).backward()
 
 
 def finish_gradients(model: nn.Module) -> None:
-    """After the last ``backward`` of a step. FSDP has summed the gradients already."""
+    """Call after the last ``backward`` of a step. FSDP has already summed the gradients."""
     if not isinstance(model, FSDPModule):
         sum_gradients(model.parameters())
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
-    """Scale all gradients so that their norm, as one vector over all ranks, is at most ``largest``; the norm before.
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-    If it is not finite, neither are the gradients then: look at it before they are used.
+    If that is not finite, the clipped gradients are not either: check it before they are used.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(total, DTensor):
         total = total.full_tensor()
-    nn.utils.clip_grads_with_norm_(parameters, largest, total)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 
-def forget_gathered(model: nn.Module) -> None:
-    """After passes without a backward: FSDP would otherwise keep whole parameters, and use them after they changed."""
+def free_gathered(model: nn.Module) -> None:
+    """Call after a forward pass without a backward: FSDP would keep gathered parameters and use them when stale."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

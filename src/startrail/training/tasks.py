@@ -1,8 +1,7 @@
-"""What a run learns: text by a GPT, images by a DiT. A task loads this rank's part of a batch, computes its loss, and
-shows at the end what was learnt.
+"""Training tasks: text with a GPT, images with a DiT.
 
-Random numbers belong to samples, not to ranks: noise and time of image number 17 are the same on any plan and any
-number of ranks, and so is the loss.
+A task loads this rank's part of a batch, computes its loss, and generates a sample at the end. Random numbers belong to
+samples, not to ranks: noise and time of image 17, and so the loss, are the same with any plan and number of ranks.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from startrail.training.models.dit import DiT, flow_matching_loss, sample, unpat
 from startrail.training.models.gpt import GPT
 from startrail.training.recipes import Recipe
 
-PROMPT = 64  # tokens
+PROMPT_TOKENS = 64
 TEMPERATURE = 0.8
-GRID = 8  # images
+GRID_IMAGES = 8
 Batch = TypeVar("Batch")
 Model = TypeVar("Model", GPT, DiT)
 
 
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """What the recipe's ``precision`` means here; on a CPU bfloat16 is slower than float32."""
+    """The dtype for the recipe's ``precision`` on this device; ``auto`` avoids bfloat16 on CPUs, where it is slower."""
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    wanted = recipe.precision == "bfloat16" or (recipe.precision == "auto" and fast)
-    return torch.bfloat16 if wanted else torch.float32
+    narrow = recipe.precision == "bfloat16" or (recipe.precision == "auto" and fast)
+    return torch.bfloat16 if narrow else torch.float32
 
 
 class Task(Generic[Model, Batch]):
-    """``sequence`` is what all samples are like. A batch's ``counted`` is what the loss is divided by, on this rank;
-    ``loss_sum`` is its share before that."""
+    """``sequence`` describes all samples. ``loss_sum`` is this rank's part of a batch's loss before the division by the
+    ``counted`` of all ranks."""
 
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         self.recipe, self.sequence, self.device = recipe, sp.sequence(recipe.tokens), device
@@ -55,7 +54,7 @@ class Task(Generic[Model, Batch]):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def queries_and_keys(self) -> tuple[Tensor, Tensor]:
-        """Tensors without memory, shaped as this rank's queries and keys in one attention call."""
+        """Meta tensors with the shapes of this rank's queries and keys in one attention call."""
         config, local = self.recipe.config, self.sequence.local
         q, k = (
             torch.empty(self.recipe.batch, heads, local, config.head_dim, dtype=self.dtype, device="meta")
@@ -68,12 +67,12 @@ class Task(Generic[Model, Batch]):
 
     @property
     def data_size(self) -> int:
-        """How much there is to learn from."""
+        """Tokens or images to train on."""
         raise NotImplementedError
 
     @property
     def data_digest(self) -> int:
-        """A number that is another, in all likelihood, if other data is to be learnt from."""
+        """A hash of the training data, for comparing ranks."""
         raise NotImplementedError
 
     def loss_sum(self, model: Model, batch: Batch) -> Tensor:
@@ -83,7 +82,7 @@ class Task(Generic[Model, Batch]):
         raise NotImplementedError
 
     def show(self, model: Model, folder: Path) -> str:
-        """Something a person can look at; all ranks must call it."""
+        """Generate a sample for a person to look at; all ranks must call it."""
         raise NotImplementedError
 
 
@@ -95,14 +94,14 @@ class TextTask(Task[GPT, TextBatch]):
             batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
         )
         self.data = TextData(recipe.data, self.sequence, split="train", **arguments)
-        self.held_out = self.data  # unused, unless something is held out
+        self.held_out = self.data  # unused unless the recipe evaluates or samples
         if recipe.evaluate_batches or recipe.sample:
             try:
                 self.held_out = TextData(recipe.data, self.sequence, split="held-out", **arguments)
             except ValueError as error:
-                raise ValueError(f"{error} (evaluate_batches 0 and sample 0 do without)") from error
+                raise ValueError(f"{error} (--evaluate-batches 0 --sample 0 need no held-out data)") from error
         if self.data.vocab > recipe.config.vocab:
-            raise ValueError(f"the data has {self.data.vocab} tokens, the model a vocab of {recipe.config.vocab} only")
+            raise ValueError(f"the data has {self.data.vocab} tokens, but the model's vocab is {recipe.config.vocab}")
 
     def load(self, index: int, held_out: bool = False) -> TextBatch:
         batch = (self.held_out if held_out else self.data).batch(index)
@@ -123,33 +122,35 @@ class TextTask(Task[GPT, TextBatch]):
             return chunked_cross_entropy(hidden, model.output_weight, batch.labels, self.recipe.loss_chunk)[0]
 
     def describe(self) -> str:
-        return f"{self.data.describe()}; a uniform guess costs ln {self.data.vocab} = {math.log(self.data.vocab):.2f}"
+        return (
+            f"{self.data.describe()}; a uniform guess has loss ln {self.data.vocab} = {math.log(self.data.vocab):.2f}"
+        )
 
     @torch.no_grad()
     def show(self, model: GPT, folder: Path) -> str:
-        """A held-out prompt, continued. Every rank computes the same: the text is short, and FSDP needs them all."""
+        """Continue a held-out prompt. Every rank computes the same: the text is short, and FSDP needs all ranks."""
         batch = self.load(0, held_out=True)
-        tokens = batch.sequence.unshard(batch.tokens, 1)[:1, :PROMPT]
+        tokens = batch.sequence.unshard(batch.tokens, 1)[:1, :PROMPT_TOKENS]
         dense = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         generator = generator_of(self.recipe.seed, "text")
         for _ in range(self.recipe.sample):
-            seen = tokens[:, -self.recipe.tokens :]
+            context = tokens[:, -self.recipe.tokens :]
             with self.autocast():
-                hidden = model(seen, torch.arange(seen.shape[1], device=self.device), dense)
+                hidden = model(context, torch.arange(context.shape[1], device=self.device), dense)
                 logits = model.logits(hidden[:, -1]).float().cpu()[:, : self.data.vocab]
             if not logits.isfinite().all():
                 raise ValueError("the model's logits are not finite")
             following = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             tokens = torch.cat((tokens, following.to(self.device)), dim=1)
-        prompt, written = self.data.decode(tokens[0, :PROMPT]), self.data.decode(tokens[0, PROMPT:])
+        prompt, continuation = self.data.decode(tokens[0, :PROMPT_TOKENS]), self.data.decode(tokens[0, PROMPT_TOKENS:])
         if dist.get_rank() == 0:
-            (folder / "sample.txt").write_text(prompt + written)
-        return f"a held-out text, up to |, continued by the model:\n{prompt}|{written}"
+            (folder / "sample.txt").write_text(prompt + continuation)
+        return f"a held-out prompt, continued by the model after |:\n{prompt}|{continuation}"
 
 
 @dataclass(frozen=True)
 class NoisyImages:
-    """This rank's patches of a batch of images, on their way to noise."""
+    """This rank's patches of a batch of images, with their noise and times."""
 
     patches: Tensor
     noise: Tensor
@@ -171,7 +172,7 @@ class ImageTask(Task[DiT, NoisyImages]):
         self.data = ImageData(recipe.data, self.sequence, split="train", **arguments)
         self.held_out = ImageData(recipe.data, self.sequence, split="held-out", **arguments)
         if self.data.num_classes > self.config.classes:
-            raise ValueError(f"the data has {self.data.num_classes} classes, the model {self.config.classes} only")
+            raise ValueError(f"the data has {self.data.num_classes} classes, but the model has {self.config.classes}")
 
     def load(self, index: int, held_out: bool = False) -> NoisyImages:
         batch = (self.held_out if held_out else self.data).batch(index)
@@ -200,23 +201,23 @@ class ImageTask(Task[DiT, NoisyImages]):
             return flow_matching_loss(model, *inputs, attention)[0]
 
     def describe(self) -> str:
-        return f"{self.data.describe()}; loss is the squared error of the velocity, and predicting 0 is how it starts"
+        return f"{self.data.describe()}; the loss is the squared error of the velocity, predicted as 0 at first"
 
     def show(self, model: DiT, folder: Path) -> str:
-        """A grid of new images, one class after the other."""
-        noise, _ = self._noise("grid", 0, GRID)
-        labels = torch.arange(GRID, device=self.device) % self.data.num_classes
+        """Generate a grid of images, one per class in turn."""
+        noise, _ = self._noise("grid", 0, GRID_IMAGES)
+        labels = torch.arange(GRID_IMAGES, device=self.device) % self.data.num_classes
         positions, attention = self.sequence.positions(self.device), self.sequence.attention
         with self.autocast():
             patches = sample(model, noise.to(self.device), labels, positions, attention, self.recipe.sample)
-        whole = self.sequence.unshard(patches, 1).cpu()
-        images = unpatchify(whole, self.config.patch, self.config.rows, self.config.columns)
-        zoom = max(1, 128 // images.shape[-1])  # small images are enlarged, for a person to look at
+        patches = self.sequence.unshard(patches, 1).cpu()
+        images = unpatchify(patches, self.config.patch, self.config.rows, self.config.columns)
+        zoom = max(1, 128 // images.shape[-1])  # enlarge small images for viewing
         images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
         path = folder / "samples.png"
         if dist.get_rank() == 0:
             save_grid(images, path, 4)
-        return f"{GRID} new images by {self.recipe.sample} Euler steps: {path}"
+        return f"{GRID_IMAGES} new images, {self.recipe.sample} Euler steps each: {path}"
 
 
 def make_task(recipe: Recipe, sp: SequenceParallel, device: torch.device) -> TextTask | ImageTask:

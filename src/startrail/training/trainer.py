@@ -1,7 +1,7 @@
-"""The training loop of one rank. Every rank runs the same; the first one tells what happens.
+"""The training loop of one rank. All ranks run the same loop; rank 0 displays and records it.
 
-A step's loss is the sum over all ranks and passes, divided by all that they counted together, so losses and gradients
-are those of one process with all the tokens, whatever the plan, the number of ranks and the passes in a step.
+A step's loss is the sum over all ranks and passes, divided by the total number of labels (or of patch values). Losses
+and gradients therefore equal those of one process, whatever the plan, the number of ranks and the passes per step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers and FSDP need it: better now, once, than later on every forked rank
+import torch._dynamo  # optimizers and FSDP need it: once here rather than on every forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -28,26 +28,26 @@ from startrail.training.checkpoints.saving import Checkpoints, TrainingError, st
 from startrail.training.collectives import check_same_data, max_over_ranks, raise_together, sum_over_ranks
 from startrail.training.display import Display, Summary
 from startrail.training.estimate import NOTHING, estimate
-from startrail.training.metrics import Records
+from startrail.training.metrics import MetricsFile
 from startrail.training.recipes import Recipe
 from startrail.training.sharding import (
     backward,
     build_model,
     clip_gradients,
-    data_by_sequence,
     finish_gradients,
-    forget_gathered,
+    free_gathered,
+    make_mesh,
 )
 from startrail.training.tasks import compute_dtype, make_task
 
 BETAS = (0.9, 0.95)
-SECOND = 10.0  # seconds that attention waits for a peer longer than whoever watches the ranks, who can name it
+ATTENTION_GRACE_SECONDS = 10.0  # attention waits this much longer than the heartbeat monitor, which names the rank
 
 
 class Trainer:
-    """One run in the process group that is there. All ranks make one and ``run`` it.
+    """One run in the current process group. All ranks make one and ``run`` it.
 
-    ``ValueError`` for mistakes in the recipe, its data or its checkpoint, on all ranks, before anything is written.
+    Raises ``ValueError`` on all ranks, before anything is written, if the recipe, its data or its checkpoint is wrong.
     """
 
     def __init__(
@@ -57,34 +57,34 @@ class Trainer:
         self.heartbeat = heartbeat or Heartbeat()
         self.world, self.lead, self.folder = dist.get_world_size(), dist.get_rank() == 0, Path(recipe.out)
         recipe.check_world(self.world)
-        mesh = data_by_sequence(recipe.data_parallel, device.type)
+        mesh = make_mesh(recipe.data_parallel, device.type)
         self.data_rank = mesh["data"].get_local_rank()
-        problem, data = None, 0
+        problem, digest = None, 0
         try:
-            _check_apart(recipe)
+            _check_folders(recipe)
             self.sp = SequenceParallel(
                 recipe.plan,
                 mesh=mesh["sequence"],
                 layout=recipe.layout,
                 job=recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch.")),
-                timeout=60 * recipe.wait_minutes + SECOND,
+                timeout=60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS,
             )
             self.task: Any = make_task(recipe, self.sp, device)
-            self.about = self.task.describe() if self.lead else ""
-            data = self.task.data_digest
+            self.description = self.task.describe() if self.lead else ""
+            digest = self.task.data_digest
             first = self.task.load(0)  # on every rank: all must make the same sequences
             self.expected = estimate(recipe, self.task, self.world, first) if self.lead else NOTHING
-            self.traffic = self._promised()
+            self.traffic = self._predicted_traffic()
         except ValueError as error:
             problem = str(error)
         raise_together(problem)
-        check_same_data(self.task.data_size, data)
+        check_same_data(self.task.data_size, digest)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
         self.begin = self.checkpoints.prepare(self.expected.checkpoint * (self.world if recipe.zero else 1))
-        self.records = self._records()
+        self.metrics_file = self._open_metrics()
         if device.type == "cpu":
             memory.return_large_blocks()
-        self.before = memory.resident_bytes() if device.type == "cpu" else 0  # the program itself
+        self.baseline = memory.resident_bytes() if device.type == "cpu" else 0  # the program without a model
         memory.reset_peak(device)
         self.model: Any = build_model(recipe, device)
         self.optimizer = _optimizer(self.model, recipe)
@@ -92,26 +92,29 @@ class Trainer:
             self.checkpoints.load(self.model, self.optimizer)
 
     def run(self) -> bool:
-        """Train to the recipe's last step; False if a signal stopped it before."""
+        """Train to the recipe's last step; return False if a signal stopped it earlier."""
         try:
             if self.lead:
-                self.display.start(self.recipe, self.begin, self.about, str(self.sp.plan), self.world, self.expected)
+                self.display.start(
+                    self.recipe, self.begin, self.description, str(self.sp.plan), self.world, self.expected
+                )
             return self.begin >= self.recipe.steps or self._run()
         finally:
-            self.records.close()
+            self.metrics_file.close()
             self.checkpoints.release()
             self.heartbeat.stop()
 
     def _run(self) -> bool:
         recipe = self.recipe
         held_out: dict[int, float] = {}
-        spent = waited = 0.0
+        seconds_spent = waited = 0.0
         done, stopped = self.begin, not self._evaluate(self.begin, held_out)
         while done < recipe.steps and not stopped:
             step, start = done, time.perf_counter()
             loss, norm, sums = self._step(step)
             seconds = time.perf_counter() - start
-            spent, waited, done = spent + seconds, waited + sums["waiting"] / self.world, step + 1
+            seconds_spent, done = seconds_spent + seconds, step + 1
+            waited += sums["waiting"] / self.world
             metrics = dict(
                 step=done,
                 loss=loss,
@@ -120,31 +123,33 @@ class Trainer:
                 seconds=seconds,
                 tokens_per_second=recipe.tokens_per_step / seconds,
                 waiting=sums["waiting"] / self.world / seconds,
-                sent={name: sums[name] / self.world for name in self.traffic["ours"]},
+                sent={name: sums[name] / self.world for name in self.traffic["plan"]},
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 metrics["skipped"] = True
                 text = f"step {done}: loss {loss}, gradient norm {norm}"
                 if recipe.on_nan == "stop":
-                    kept = self._save_good(step)
-                    raise TrainingError(f"{text}; stopped before the parameters changed, {kept} (on_nan skip goes on)")
+                    saved = self._save_finite(step)
+                    raise TrainingError(
+                        f"{text}; stopped before the parameters changed; {saved} (--on-nan skip continues instead)"
+                    )
                 self.display.note(f"{text}: skipped")
             stopped = bool(sums["stop"])
-            if not stopped and (_due(done, recipe.evaluate_every) or done == recipe.steps):
+            if not stopped and (_is_due(done, recipe.evaluate_every) or done == recipe.steps):
                 stopped = not self._evaluate(done, held_out)
                 if done in held_out:
                     metrics["held_out"] = held_out[done]
-            self.records.write(metrics)
+            self.metrics_file.write(metrics)
             self.display.step(metrics)
             if sums["failed"]:
-                raise_together(self.records.problem, TrainingError)
+                raise_together(self.metrics_file.problem, TrainingError)
                 self.checkpoints.wait()
-            if _due(done, recipe.save_every) and done < recipe.steps and not stopped:
+            if _is_due(done, recipe.save_every) and done < recipe.steps and not stopped:
                 self.checkpoints.save(done, self.model, self.optimizer)
         if done > self.begin:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
-        peak = max_over_ranks(memory.peak_bytes(self.device) - self.before)
+        peak = max_over_ranks(memory.peak_bytes(self.device) - self.baseline)
         finished = done == recipe.steps
         sample = self._sample() if finished and not stopped and recipe.sample else ""
         self.display.finish(
@@ -152,12 +157,12 @@ class Trainer:
                 done=done,
                 steps=done - self.begin,
                 tokens=(done - self.begin) * recipe.tokens_per_step,
-                seconds=spent,
-                waiting=waited / spent if spent else 0.0,
+                seconds=seconds_spent,
+                waiting=waited / seconds_spent if seconds_spent else 0.0,
                 held_out=held_out,
                 traffic=self.traffic,
                 peak=peak,
-                before=self.before,
+                baseline=self.baseline,
                 expected=self.expected.total,
                 sample=sample,
                 stopped=not finished,
@@ -165,33 +170,36 @@ class Trainer:
         )
         return finished
 
-    def _save_good(self, step: int) -> str:
-        """After ``step`` steps the next one failed: keep what they made, unless that is what is broken; says which."""
+    def _save_finite(self, step: int) -> str:
+        """Save the parameters after ``step`` steps, since the next one failed, unless they are not finite themselves.
+
+        Returns a clause for the error message.
+        """
         self.checkpoints.wait()
-        good = all(bool(part.isfinite().all()) for part in _local(self.model))
-        if sum_over_ranks([float(not good)])[0]:
-            return "which are not finite themselves: nothing was saved"
+        finite = all(bool(part.isfinite().all()) for part in _local_parameters(self.model))
+        if sum_over_ranks([float(not finite)])[0]:
+            return "they are not finite themselves, so nothing was saved"
         if step > self.begin and step not in steps_in(self.checkpoints.folder):
             self.checkpoints.save(step, self.model, self.optimizer)
             self.checkpoints.wait()
-        return f"and those of step {step} are saved" if step else "which are those of the start"
+        return f"those of step {step} are saved" if step else "they are those of the start"
 
-    def _records(self) -> Records:
-        """Only the first rank writes."""
-        problem, records = None, Records()
+    def _open_metrics(self) -> MetricsFile:
+        """Only rank 0 writes."""
+        problem, metrics_file = None, MetricsFile()
         try:
             if self.lead:
-                records.open(self.folder, self.recipe, self.begin)
+                metrics_file.open(self.folder, self.recipe, self.begin)
         except (ValueError, OSError) as error:
             problem = str(error)
         raise_together(problem)
-        return records
+        return metrics_file
 
     def _step(self, step: int) -> tuple[float, float, dict[str, float]]:
-        """One update: the loss, the norm of its gradient, and sums over all ranks of what else happened."""
+        """One update: return the loss, the gradient norm, and the other counters summed over all ranks."""
         recipe = self.recipe
         if self.device.type == "cpu":
-            memory.trim_heap()  # what the last step, an evaluation or a checkpoint left
+            memory.trim_heap()  # of the last step, an evaluation or a checkpoint
         self.sp.reset_counters()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
@@ -201,16 +209,16 @@ class Trainer:
         self.heartbeat.advance(step + 1)
         counted, failed = sum_over_ranks(mine)
         if failed:
-            self._give_up(problem)
-        loss, norm = self._gradients(step, batches, counted).tolist()  # the only time that the host waits for a GPU
+            self._raise_load_error(problem)
+        loss, norm = self._gradients(step, batches, counted).tolist()  # the only time the host waits for a GPU
         self.heartbeat.advance(step + 1)
         traffic = self.sp.traffic()
         numbers = dict(
             loss=loss,
             waiting=self.sp.timings()["waiting"],
             stop=float(self.stop.requested),
-            failed=float(self.checkpoints.failed or self.records.problem is not None),
-            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["ours"]},
+            failed=float(self.checkpoints.failed or self.metrics_file.problem is not None),
+            **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["plan"]},
         )
         sums = dict(zip(numbers, sum_over_ranks(list(numbers.values())), strict=True))
         if math.isfinite(sums["loss"]) and math.isfinite(norm):
@@ -219,7 +227,7 @@ class Trainer:
         return sums["loss"], norm, sums
 
     def _gradients(self, step: int, batches: list[Any], counted: float) -> torch.Tensor:
-        """Give the parameters the gradients of this step, clipped: this rank's share of the loss and their norm."""
+        """Compute and clip the gradients of this step; return this rank's share of the loss, and the gradient norm."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             self.heartbeat.advance(step + 1)
@@ -230,22 +238,22 @@ class Trainer:
         return torch.stack((loss, clip_gradients(self.model.parameters(), self.recipe.clip).double()))
 
     def _load(self, passes: range, held_out: bool = False) -> tuple[list[Any], str | None]:
-        """This group's batches of these passes, or why this rank cannot read them."""
+        """Return this group's batches of these passes, or the reason that this rank cannot read them."""
         indices = [number * self.recipe.data_parallel + self.data_rank for number in passes]
         try:
             return [self.task.load(index, held_out) for index in indices], None
         except ValueError as error:
             return [], str(error)
 
-    def _give_up(self, problem: str | None) -> None:
-        """End the run on all ranks because some cannot read their data, once the checkpoint under way is there."""
+    def _raise_load_error(self, problem: str | None) -> None:
+        """End the run on all ranks because some cannot read their data, after the pending checkpoint is written."""
         self.checkpoints.wait()
         raise_together(problem, TrainingError)
 
     def _evaluate(self, step: int, held_out: dict[int, float]) -> bool:
-        """Put the mean loss of held-out batches, the same every time, into ``held_out``; False if a signal came first.
+        """Store the mean loss of the held-out batches in ``held_out``; return False if a signal interrupts it.
 
-        Ranks ask each other before every batch: an evaluation can be longer than a scheduler waits.
+        Ranks exchange signals before every batch: an evaluation can take longer than a scheduler's grace period.
         """
         total = counted = 0.0
         for number in range(self.recipe.evaluate_batches):
@@ -254,13 +262,13 @@ class Trainer:
             mine = [float(problem is not None), float(self.stop.requested)]
             failed, stop = sum_over_ranks(mine)
             if failed:
-                self._give_up(problem)
+                self._raise_load_error(problem)
             if stop:
                 return False
             with torch.no_grad():
                 total += self.task.loss_sum(self.model, batches[0]).item()
             counted += batches[0].counted
-            forget_gathered(self.model)
+            free_gathered(self.model)
         if self.recipe.evaluate_batches:
             total, counted = sum_over_ranks([total, counted])
             held_out[step] = total / max(counted, 1.0)
@@ -268,44 +276,44 @@ class Trainer:
 
     def _sample(self) -> str:
         try:
-            raise_together(self._load(range(1), held_out=True)[1])  # a prompt may come from there
+            raise_together(self._load(range(1), held_out=True)[1])  # the prompt may come from it
             text: str = self.task.show(self.model, self.folder)
-        except (OSError, ValueError) as error:  # it is the model that counts, and that is saved
+        except (OSError, ValueError) as error:  # the run itself succeeded, and the model is saved
             text = f"no sample: {error}"
-        forget_gathered(self.model)
+        free_gathered(self.model)
         return text
 
-    def _promised(self) -> dict[str, dict[str, float]]:
-        """What attention sends in one step, by level, on the average rank: by our plan and by Ring Attention."""
+    def _predicted_traffic(self) -> dict[str, dict[str, float]]:
+        """Bytes that attention sends per step and level on the average rank, with this plan and with Ring Attention."""
         sizes, world = self.sp.sizes(*self.task.queries_and_keys()), self.sp.world
         calls = self.recipe.config.layers * self.recipe.accumulate
-        promised = {}
-        for name, plan in (("ours", self.sp.plan), ("ring", Plan.parse(f"1x{world}"))):
+        predicted = {}
+        for name, plan in (("plan", self.sp.plan), ("ring", Plan.parse(f"1x{world}"))):
             by_kind = replace(sizes, plan=plan).by_kind
             passes = [closed_form(plan, world, rank, pass_, by_kind) for rank in range(world) for pass_ in PASSES]
             sent = (calls * sum(level) / world for level in zip(*passes, strict=True))
-            promised[name] = dict(zip(lane_names(plan.place(world, 0)), sent, strict=True))
-        return promised
+            predicted[name] = dict(zip(lane_names(plan.place(world, 0)), sent, strict=True))
+        return predicted
 
 
-def _check_apart(recipe: Recipe) -> None:
+def _check_folders(recipe: Recipe) -> None:
     data, out = Path(recipe.data), Path(recipe.out)
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise ValueError(f"out {recipe.out!r} lies inside data {recipe.data!r}: the run would read what it writes")
 
 
-def _local(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What this rank holds of the parameters."""
-    held = (parameter.detach() for parameter in model.parameters())
-    return [part.to_local() if isinstance(part, DTensor) else part for part in held]
+def _local_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """This rank's shards of the parameters."""
+    parameters = (parameter.detach() for parameter in model.parameters())
+    return [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; only matrices decay. Fused: one by one, sharded parameters cost more Python than arithmetic."""
+    """AdamW; weight decay on matrices only. Fused: a Python loop over sharded parameters costs more than the update."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [
