@@ -20,6 +20,7 @@ from startrail.cli import main
 from startrail.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
+FULL = os.environ.get("STARTRAIL_TEST_ALL") == "1"  # make test-all: whole products instead of pairs
 
 # --- attention
 

@@ -1,5 +1,12 @@
-"""The plans of the distributed tests, in one table: what is exact on gloo is run on a backend that behaves like NCCL as
-well (``test_like_nccl.py``), since ``run`` refuses whatever is not in the table."""
+"""Which plans the tests run, in one table, and with which shapes.
+
+A plan that is exact on gloo must also be exact on the backend that behaves like NCCL (``test_like_nccl.py``). Therefore
+``run`` rejects plans that are not in the table.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
 
 from startrail.diagnostics.exactness import Report, check_cases
 from startrail.diagnostics.reference import Case
@@ -46,9 +53,8 @@ VARIED = {
     4: ["2x2", "star2", "2x1/u2", "u4", "u2/2x1"],
     8: ["2x4", "2x1/2x2", "star2/u2", "1x4/u2", "u2/2x2", "u2/1x2/u2", "u2/star2"],
 }
-OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries", "star2"]  # of 4 ranks
-# what single tests ask for beside all these
-OTHERS = {
+OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries", "star2"]  # for 4 ranks
+OTHERS = {  # used by single tests
     2: ["1x2,keep=all"],
     4: ["1x1/u4", "1x2/u2,keep=all", "1x2/u2,groups=2", "u2/1x2,keep=all"],
     8: ["1x2/u4", "star2/u2"],
@@ -56,22 +62,67 @@ OTHERS = {
 
 
 def varied(world: int, variant: str) -> list[str]:
-    """Without those that have no such variant."""
+    """The plans of ``VARIED`` that have this variant."""
     plans = [plan for plan in VARIED[world] if not ("backward" in variant and ("star" in plan or plan == "u4"))]
     return [f"{plan},{variant}" for plan in plans]
 
 
+def variants(world: int) -> list[str]:
+    return [plan for variant in VARIANTS for plan in varied(world, variant)] if world in VARIED else []
+
+
 def every_plan(world: int) -> list[str]:
-    variants = [plan for variant in VARIANTS for plan in varied(world, variant)] if world in VARIED else []
     options = OPTIONS if world == 4 else []
-    return list(dict.fromkeys([*PLANS[world], *variants, *options, *OTHERS.get(world, [])]))
+    return list(dict.fromkeys([*PLANS[world], *variants(world), *options, *OTHERS.get(world, [])]))
 
 
 def run(cases: list[Case]) -> list[Report]:
-    """Reports of cases that are all exact, and whose plans are all in the table."""
+    """Check cases of one world size and return their reports. All must be exact, and all plans in the table."""
     missing = {case.plan for case in cases if case.plan not in every_plan(case.world)}
     assert not missing, f"plans that do not run on the backend that behaves like NCCL: {missing}"
     reports = check_cases(cases)
     wrong = [f"{case}: {text}" for case, report in zip(cases, reports, strict=True) for text in report.verdict()]
     assert not wrong, "\n".join(wrong)
     return reports
+
+
+# --- pairwise coverage
+
+
+def features(plan: str, world: int) -> set[str]:
+    """What a plan is made of: its world size, its kinds of levels and where they are, and its options.
+
+    >>> sorted(features("u2/1x3/2x2,keep=all", 24))
+    ['24 ranks', '3 levels', 'grid innermost', 'heads outermost', 'heads/ring', 'keep=all', 'ring between', 'ring/grid']
+    """
+    levels, *options = plan.split(",")
+    kinds = [_kind(level) for level in levels.split("/")]
+    found = {f"{world} ranks", f"{len(kinds)} levels", *options, f"{kinds[0]} outermost", f"{kinds[-1]} innermost"}
+    found |= {f"{kind} between" for kind in kinds[1:-1]} | {f"{a}/{b}" for a, b in itertools.pairwise(kinds)}
+    return found
+
+
+def _kind(level: str) -> str:
+    if not level[0].isdigit():  # u4, star2, auto
+        return {"u": "heads"}.get(level.rstrip("0123456789"), level.rstrip("0123456789"))
+    concentric, ring = level.split("x")
+    return "ring" if concentric == "1" else "team" if ring == "1" else "grid"
+
+
+def pairwise(plans: Iterable[tuple[str, int]], shapes: int) -> list[tuple[str, int, int]]:
+    """(plan, world, index of a shape): a small part of the product of ``plans`` (with their worlds) and ``shapes``.
+
+    Every plan gets three shapes, or two on more than 8 ranks, chosen so that its features meet new shapes. The choice is greedy and deterministic.
+    """
+    chosen: list[tuple[str, int, int]] = []
+    met: set[tuple[str, int]] = set()
+    uses: Counter[int] = Counter()
+    for plan, world in plans:
+        own, left = features(plan, world), set(range(shapes))
+        for _ in range(3 if world <= 8 else 2):
+            shape = min(left, key=lambda shape: (sum((f, shape) in met for f in own), uses[shape], shape))
+            left.remove(shape)
+            uses[shape] += 1
+            met |= {(f, shape) for f in own}
+            chosen.append((plan, world, shape))
+    return chosen

@@ -1,5 +1,6 @@
 """Forward and backward against float64, random cotangents, every byte accounted for, on 1 to 16 ranks."""
 
+from collections import defaultdict
 from math import lcm
 
 import pytest
@@ -9,9 +10,10 @@ import startrail
 from startrail.diagnostics.reference import Case, Error, make_data
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
-from tests.engine.plans import PLANS, VARIANTS, VARIED, run, varied
+from tests.engine.plans import PLANS, VARIED, features, pairwise, run, variants
+from tests.helpers import FULL
 
-# (length, q heads a U, kv heads, what else); the fewest shapes that meet every mask, ratio, dtype and awkward length
+# The fewest shapes that have every mask, ratio of heads, dtype and awkward length. Without kv, all heads are KV heads.
 SHAPES = [
     dict(length=256, causal=False),
     dict(length=1001, causal=True, kv=2),
@@ -34,22 +36,38 @@ def case_for(text: str, world: int, shape: dict, seed: int) -> Case:
     return Case(text, world, q_heads=heads, kv_heads=kv_heads, seed=seed, **{"head_dim": 16, **shape})
 
 
+def selected() -> list[tuple[str, int, int]]:
+    """(plan, world, index of a shape) of all cases: pairs in ``make test``, the product in ``make test-all``."""
+    plans = [(plan, world) for world in PLANS for plan in PLANS[world]]
+    if FULL:
+        return [(plan, world, shape) for plan, world in plans for shape in range(len(SHAPES))]
+    return pairwise(plans, len(SHAPES))
+
+
 @pytest.mark.parametrize("world", sorted(PLANS))
-def test_every_plan_is_exact_on_every_shape(world):
-    cases = [
-        case_for(plan, world, shape, seed)
-        for plan in PLANS[world]
-        for seed, shape in enumerate(SHAPES)
-        if world <= 8 or seed in (1, 3, 5, 6, 7)
-    ]
-    run(cases)
+def test_every_plan_is_exact(world):
+    run([case_for(plan, world, SHAPES[shape], shape) for plan, size, shape in selected() if size == world])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+def test_pairs_cover_every_shape_with_every_common_feature():
+    shapes_met, plans_with = defaultdict(set), defaultdict(set)
+    for plan, world, shape in selected():
+        for feature in features(plan, world):
+            shapes_met[feature].add(shape)
+            plans_with[feature].add((plan, world))
+    common = [feature for feature, plans in plans_with.items() if len(plans) >= 6]
+    assert len(common) > 15
+    assert all(len(shapes_met[feature]) == len(SHAPES) for feature in common), shapes_met
+
+
 @pytest.mark.parametrize("world", sorted(VARIED))
-def test_backward_forms_keeping_and_groups(world, variant):
+def test_backward_forms_keeping_and_groups(world):
     shapes = [SHAPES[1], {**SHAPES[5], "batch": 2}, SHAPES[7]]
-    run([case_for(plan, world, shape, seed) for plan in varied(world, variant) for seed, shape in enumerate(shapes)])
+    cases = []
+    for number, plan in enumerate(variants(world)):
+        seeds = range(3) if FULL else [number % 3]  # each variant has 4 or more plans, each plan 4 or more variants
+        cases += [case_for(plan, world, shapes[seed], seed) for seed in seeds]
+    run(cases)
 
 
 def test_ulysses_below_and_above_the_number_of_kv_heads():
@@ -64,19 +82,14 @@ def test_ulysses_below_and_above_the_number_of_kv_heads():
 
 
 def test_head_dims_to_256_and_a_narrow_wire():
-    cases = [Case("2x2", 4, head_dim=dim, length=130, causal=True) for dim in (1, 3, 128, 256)]
-    run(cases)
-    (report,) = run([Case("2x2", 4, wire_dtype=torch.bfloat16, length=256)])  # its yardstick is SDPA in bfloat16
+    dims = [Case("2x2", 4, head_dim=dim, length=130, causal=True) for dim in (1, 3, 128, 256)]
+    narrow = Case("2x2", 4, wire_dtype=torch.bfloat16, length=256)  # its yardstick is SDPA in bfloat16
+    # In rows that see one key, dq and dk are zero only if delta is computed from the dout that was sent.
+    one_key = dict(length=64, window=1, wire_dtype=torch.bfloat16)
+    cases = [Case(plan, 4, **one_key) for plan in ("u2/u2", "u2/1x2,keep=all", "1x2/u2,groups=2")]
+    report, *_ = run([narrow, *dims, *cases])
     assert 1e-5 < report.errors["out"].rms < 1e-2, "a bfloat16 wire must show, and no more than that"
-    plans = {"u2": 2, "u2/u2": 4, "u2/1x2,keep=all": 4, "1x2/u2,groups=2": 4}
-    for world in (2, 4):  # rows that see one key: dq and dk are zero if delta is that of the dout that travelled
-        run(
-            [
-                Case(plan, world, length=64, window=1, wire_dtype=torch.bfloat16)
-                for plan in plans
-                if plans[plan] == world
-            ]
-        )
+    run([Case("u2", 2, **one_key)])
 
 
 def test_float64_inputs_are_computed_in_float64():
@@ -84,17 +97,17 @@ def test_float64_inputs_are_computed_in_float64():
     assert max(error.worst for error in report.errors.values()) < 1e-13
 
 
-@pytest.mark.parametrize("plan", ["1x8", "4x2", "1x2/u4", "star2"])
-def test_only_the_result_is_rounded_when_the_wire_is_wide(plan):
-    """bfloat16 inputs, float32 on the wire: sums, merges, delta and repeated heads must all be float32, so that the
-    error is that of rounding the exact result once."""
-    case = Case(plan, 8, length=512, q_heads=8, kv_heads=2, dtype=torch.bfloat16, wire_dtype=torch.float32, causal=True)
-    exact = make_data(case).exact
-    (report,) = run([case])
-    for name, error in report.errors.items():
-        rounding = Error.of(exact[name].bfloat16(), exact[name])
-        # dq and dk start from the rounded output, as in every flash attention
-        assert error.rms < (1.2 if name in ("dq", "dk") else 1.01) * rounding.rms, name
+def test_only_the_result_is_rounded_when_the_wire_is_wide():
+    """With bfloat16 inputs and a float32 wire, sums, merges, delta and repeated heads are all float32. The error is then
+    that of rounding the exact result once."""
+    shape = dict(length=512, q_heads=8, kv_heads=2, dtype=torch.bfloat16, wire_dtype=torch.float32, causal=True)
+    plans = ("1x8", "4x2", "1x2/u4", "star2")
+    exact = make_data(Case("", 2, **shape)).exact
+    for plan, report in zip(plans, run([Case(plan, 8, **shape) for plan in plans]), strict=True):
+        for name, error in report.errors.items():
+            rounding = Error.of(exact[name].bfloat16(), exact[name])
+            # dq and dk start from the rounded output, as in every flash attention
+            assert error.rms < (1.2 if name in ("dq", "dk") else 1.01) * rounding.rms, (plan, name)
 
 
 def test_wide_wires_and_wide_inputs_go_together():
