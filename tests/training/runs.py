@@ -135,4 +135,4 @@ def mismatches(display, first, expected):
 
 def expected_plan(recipe, ranks):
     """The plan that ``auto`` must choose: the planner's for the tests' cluster (tests/conftest.py)."""
-    return plan_for_job(fit_cluster(find_cluster("lab"), Machine(1, ranks)), recipe.job("float32")).plan
+    return str(plan_for_job(fit_cluster(find_cluster("lab"), Machine(1, ranks)), recipe.job("float32")).plan)
