@@ -28,12 +28,12 @@ from startrail.engine.executor import Executor, PassContext
 from startrail.engine.validate import describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.kernels import base, cuda, kernel_for
-from startrail.kernels.flash_ops import ops_of_package
+from startrail.kernels.flash_ops import flash_attn_ops
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from tests.helpers import eventually
-from tests.kernels import test_cuda as stand_ins
+from tests.kernels import stand_ins
 
 CUDA = torch.device("cuda", 0)
 
@@ -48,7 +48,7 @@ def test_ranks_agree_about_tensors_on_their_own_gpus():
 
 def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
     stream = 1
-    monkeypatch.setattr(buffers, "stream_of", lambda device: stream)
+    monkeypatch.setattr(buffers, "current_stream_id", lambda device: stream)
     pool = BufferPool()
     buffer = pool.get(64, torch.device("cpu"))
     pool.put(buffer)
@@ -64,18 +64,18 @@ def test_numbers_on_a_gpu_are_those_of_its_current_stream(monkeypatch):
     """Another stream may be ahead of the copy that brings them."""
     stream, cpu = 1, torch.device("cpu")
     for module in (cuda, wire):
-        monkeypatch.setattr(module, "stream_of", lambda device: stream)
+        monkeypatch.setattr(module, "current_stream_id", lambda device: stream)
     made = Wire(Sizes(Plan(), 4, 1, 1, 1, 1, 4), torch.float32, torch.float32, 2, ((0, 1), (2, 3)))
     whole, parts = torch.arange(8.0).view(1, 1, 8, 1), torch.empty(2, 1, 1, 4, 1)
     packs = ((2, 2), (3, 3))
-    first = cuda._cuts(packs, cpu)
+    first = cuda._cu_seqlens(packs, cpu)
     made.split(whole, parts)
     assert torch.equal(parts.flatten(), whole.flatten())
-    assert cuda._cuts(packs, cpu) is first and len(made._places_on) == 1
+    assert cuda._cu_seqlens(packs, cpu) is first and len(made._places_on) == 1
     stream = 2
     made.split(whole, parts)
-    assert cuda._cuts(packs, cpu) is not first and len(made._places_on) == 2
-    cuda._cuts_on.cache_clear()
+    assert cuda._cu_seqlens(packs, cpu) is not first and len(made._places_on) == 2
+    cuda._cu_seqlens_on.cache_clear()
 
 
 class Current:
@@ -155,7 +155,7 @@ def cuda_backend(monkeypatch):
     def kernel_for(device, dtype, dim, softcap):
         if softcap is None:
             return cuda.FlashKernel(dtype)
-        return cuda.FlashKernel(dtype, ops_of_package(stand_ins.PACKAGE, softcap), "attn", softcap)
+        return cuda.FlashKernel(dtype, flash_attn_ops(stand_ins.PACKAGE, softcap), "attn", softcap)
 
     monkeypatch.setattr("startrail.engine.runtime.kernel_for", kernel_for)
 

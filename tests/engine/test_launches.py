@@ -23,7 +23,7 @@ from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD
-from tests.kernels.test_cuda import WithoutDeviceGuard
+from tests.kernels.stand_ins import WithoutDeviceGuard
 
 aten = torch.ops.aten
 VIEWS = (
@@ -87,7 +87,7 @@ class Fused:
     def row_sums(self, dout, out, dtype):
         return dout.new_empty(dout.shape[:3], dtype=dtype).neg_()
 
-    def stand_in_out(self, dout, delta, picks):
+    def surrogate_out(self, dout, delta, picks):
         return torch.empty_like(dout).neg_()
 
 
@@ -123,9 +123,9 @@ def fused_kernels(monkeypatch):
     monkeypatch.setattr(
         "startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: cuda.FlashKernel(dtype)
     )
-    cuda._cuts_on.cache_clear()
+    cuda._cu_seqlens_on.cache_clear()
     yield
-    cuda._cuts_on.cache_clear()  # fake ones
+    cuda._cu_seqlens_on.cache_clear()  # fake ones
 
 
 def run(plan, documents=None, passes=2, device="cpu", **mask):

@@ -356,7 +356,7 @@ def test_what_cannot_be_run_is_refused_when_it_is_attached():
     with pytest.MonkeyPatch.context() as patch:  # as on a GPU without flash-attn
         patch.setattr(masks, "kernel_for", lambda device, *x: kernel_for(torch.device("cuda"), *x))
         text = error_of(lambda: attach(tiny("gemma2"), sp))
-    assert text.startswith("ValueError: model.layers.0.self_attn: softcap=0.5: of the kernels for GPUs only flash-attn")
+    assert text.startswith("ValueError: model.layers.0.self_attn: softcap=0.5: of all GPU kernels only flash-attn")
     OddAttention.forward = lambda self, hidden_states, **options: (hidden_states, None)  # attention that does not ask
     assert "model.layers.1.self_attn does not ask for attention" in error_of(lambda: attach(model, sp))
     model = tiny("qwen3-moe")

@@ -10,7 +10,7 @@ import torch
 from startrail.geometry.bands import bands_of
 from startrail.geometry.tiles import segments_of
 from startrail.kernels import cuda
-from tests.kernels import test_cuda as stand_ins
+from tests.kernels import stand_ins
 
 PATH = "flash_attn.cute.interface"
 
@@ -58,7 +58,7 @@ def kernel(monkeypatch):
     cuda._newer_flash.cache_clear()
     yield lambda dtype: cuda.FlashKernel(dtype, cuda._newer_flash("FA4", PATH), "FA4")
     cuda._newer_flash.cache_clear()
-    cuda._cuts_on.cache_clear()
+    cuda._cu_seqlens_on.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "aligned"])

@@ -5,7 +5,7 @@ import torch
 
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
-from startrail.kernels import kernel_for, stand_in_out
+from startrail.kernels import kernel_for, surrogate_out
 from startrail.kernels.cpu import CpuKernel, check_block
 from startrail.kernels.reference import ReferenceKernel
 from tests.helpers import tensors
@@ -48,7 +48,7 @@ def test_a_backward_from_delta_instead_of_out(mask):
     visible = tiles_of(mask, ((0, 300),), ((0, 300),))
     kernel = CpuKernel(torch.float64)
     partial = kernel.forward(q, k, v, visible, 0.3)
-    replaced = stand_in_out(dout, (dout * partial.out).sum(-1))
+    replaced = surrogate_out(dout, (dout * partial.out).sum(-1))
     assert replaced[:, :, 7].abs().max() == 0
     pairs = zip(
         kernel.backward(dout, q, k, v, partial.out, partial.lse, visible, 0.3),
@@ -65,7 +65,7 @@ def test_a_stand_in_adds_up_to_delta_also_in_half_precision(dtype, tolerance):
     dout[10] = 0
     delta = torch.randn(1000) * 4
     delta[10] = 0
-    sums = (dout.double() * stand_in_out(dout, delta).double()).sum(-1)
+    sums = (dout.double() * surrogate_out(dout, delta).double()).sum(-1)
     error = (sums - delta).abs()
     assert error[10:].max() < 20 * tolerance and error[11:].square().mean().sqrt() < tolerance
     assert error[:10].max() <= 20 * torch.finfo(dtype).eps
@@ -100,9 +100,9 @@ def test_rows_that_see_nothing_have_no_weight():
 
 def test_the_kernels_traps_are_refused():
     q, k, v, _ = tensors(300, kv_heads=4)
-    with pytest.raises(ValueError, match="does not go with"):
+    with pytest.raises(ValueError, match="does not fit"):
         check_block(q, k[:, :, :0], v[:, :, :0])
-    with pytest.raises(ValueError, match="does not go with"):
+    with pytest.raises(ValueError, match="does not fit"):
         check_block(q, k[:, :3], v[:, :3])
     with pytest.raises(ValueError, match="last dimension must be dense"):
         check_block(q, k[..., ::2], v[..., ::2])
@@ -130,6 +130,6 @@ def test_gradients_of_numbers_that_are_not_finite_come_out_as_in_one_process(spo
     kernel = CpuKernel(torch.float32)
     q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
     partial = kernel.forward(q, k, v, visible, 0.3)
-    out = stand_in_out(dout, (dout * partial.out).sum(-1))
+    out = surrogate_out(dout, (dout * partial.out).sum(-1))
     grads = kernel.backward(dout, q, k, v, out, partial.lse.float(), visible, 0.3)
     assert tuple((~grad.value.isfinite()).sum().item() for grad in grads) == bad

@@ -27,7 +27,7 @@ from startrail.kernels import triton_kernels as kernels
 POINTERS = {
     "_merge": dict(out="*fp32", lse="*fp64", new="*bf16", new_lse="*fp32"),
     "_row_sums": dict(dout="*bf16", out="*bf16", sums="*fp32"),
-    "_stand_in": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
+    "_surrogate_out": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
 }
 for name, pointers in POINTERS.items():
     kernel = getattr(kernels, name)
@@ -90,7 +90,7 @@ def test_stand_in_out(dtype, dim):
     delta = rows((2, 3, 37, 1), accumulate.accumulator(dtype), seed=1).squeeze(-1) * 4
     delta[:, :, 4] = 0
     picks = min(dim, 1 if torch.finfo(dtype).eps < 1e-6 else 3)
-    ours, plain = fused.stand_in_out(dout, delta, picks), base.stand_in_out(dout, delta)
+    ours, plain = fused.surrogate_out(dout, delta, picks), base.surrogate_out(dout, delta)
     assert ours.dtype == dtype
     assert not ours[:, :, 4].any()
     sums = [(dout.double() * x.double()).sum(-1) for x in (ours, plain)]
@@ -107,7 +107,7 @@ def test_numbers_that_are_none_are_not_lost(dtype):
     """A row with NaN or an infinite sum has no gradient, and merged results of such rows are none."""
     special = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0], device=DEVICE)
     dout, delta = rows((1, 1, 4, 16), dtype).clone(), special.view(1, 1, 4)
-    for x in (fused.stand_in_out(dout, delta, 1), base.stand_in_out(dout, delta)):
+    for x in (fused.surrogate_out(dout, delta, 1), base.surrogate_out(dout, delta)):
         assert (dout.float() * x.float()).sum(-1).isnan().tolist() == [[[True, True, True, False]]]
     first, second = special.repeat_interleave(4).view(1, 1, 16), special.repeat(4).view(1, 1, 16)
     out = rows((1, 1, 16, 4), dtype)

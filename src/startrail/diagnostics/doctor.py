@@ -114,7 +114,7 @@ def _kernels() -> list[str]:
         name = str(dtype).removeprefix("torch.")
         try:
             kernel = kernel_for(device, dtype, 128)
-            lines.append(f"{name} on {device.type}: {kernel.name} ({kernel.why})")
+            lines.append(f"{name} on {device.type}: {kernel.name} ({kernel.reason})")
         except ValueError as error:
             lines.append(f"{name} on {device.type}: none ({error})")
     return lines

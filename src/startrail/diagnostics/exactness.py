@@ -246,5 +246,5 @@ def where(device: torch.device, cases: Sequence[Case]) -> str:
     lines = [f"torch {torch.__version__}, {cases[0].world} x {name}, {backend}, seed {cases[0].seed}"]
     for dtype, dim in dict.fromkeys((case.dtype, case.head_dim) for case in cases):
         kernel = kernel_for(device, dtype, dim)
-        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.why})")
+        lines.append(f"{str(dtype).removeprefix('torch.')}: {kernel.name} ({kernel.reason})")
     return "\n".join(lines)

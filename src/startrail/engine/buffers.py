@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from startrail.kernels.device import stream_of
+from startrail.kernels.device import current_stream_id
 
 KEPT_PASSES = 64
 KEPT_VIEWS = 8
@@ -60,7 +60,7 @@ class BufferPool:
 
     def get(self, nbytes: int, device: torch.device) -> Buffer:
         """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
-        stream = stream_of(device)
+        stream = current_stream_id(device)
         free = self._free.get((nbytes, device, stream)) or self._larger(nbytes, device, stream)
         if not free:
             self.allocated += nbytes

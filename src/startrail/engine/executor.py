@@ -25,7 +25,7 @@ from startrail.engine.exchange import Exchange
 from startrail.engine.lowering import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.engine.wire import Wire
 from startrail.geometry.tiles import Tile
-from startrail.kernels import Kernel, Partial, Sums, largest_logits, stand_in_out
+from startrail.kernels import Kernel, Partial, Sums, block_max_logits, surrogate_out
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
 from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
@@ -350,14 +350,14 @@ class _PassRun:
         self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
         if self.job.largest.numel():
             mine = self.wire.shares(self.job.largest, made)[self.place.head]
-            mine.copy_(torch.maximum(mine, largest_logits(q, k, visible, self.job.scale)))
+            mine.copy_(torch.maximum(mine, block_max_logits(q, k, visible, self.job.scale)))
 
     def _backward(self, block: CompiledBlock) -> None:
         queries, gradient, keys = block.needs
         (q,), (k, v) = self._ready(queries), self._ready(keys)
         if gradient not in self.rows:
             lse, delta, dout = self._ready(gradient)
-            self.rows[gradient] = dout, self.job.kernel.prepare(stand_in_out(dout, delta)), lse
+            self.rows[gradient] = dout, self.job.kernel.prepare(surrogate_out(dout, delta)), lse
         dout, out, lse = self.rows[gradient]
         by_row, by_key = map(self._result, block.makes)
         assert isinstance(by_row, Sums)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from startrail.kernels import accumulator
-from startrail.kernels.device import numbers_on, stream_of
+from startrail.kernels.device import current_stream_id, ints_on
 from startrail.schedule.sizes import Field, Sizes
 from startrail.schedule.values import KINDS, Piece
 
@@ -130,8 +130,8 @@ class Wire:
     def _chunks(self, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
         device, chunk = whole.device, self.chunk
-        key = device, stream_of(device)
+        key = device, current_stream_id(device)
         if key not in self._places_on:
-            self._places_on[key] = numbers_on(device, self.places, torch.int64)
+            self._places_on[key] = ints_on(device, self.places, torch.int64)
         by_place, by_rank = whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
         return self._places_on[key], by_place, by_rank

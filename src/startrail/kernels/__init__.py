@@ -1,13 +1,22 @@
-"""Block kernels: one signature, several backends. ``kernel_for`` picks the one for a device and dtype."""
+"""Attention of one block (a query shard with a key/value shard), forward and backward: one signature, several backends.
+
+May import `geometry`. Start reading at `base`, then `reference`, the plainest backend.
+
+- `base`: the ``Kernel`` that all backends implement, and the arithmetic around them
+- `accumulate`: partial outputs that merge by log-sum-exp, and gradients that add up
+- `cpu`, `cuda`, `reference`: the backends; `flash_ops` and `fa4` adapt the flash-attn packages for `cuda`
+- `fused`, `triton_kernels`: small kernels that save launches on GPUs
+- `max_logits`: the largest logits, for QK-clip; `device`: CUDA's current device and stream
+"""
 
 from __future__ import annotations
 
 import torch
 
 from startrail.kernels.accumulate import Partial, Sum, Sums, accumulator
-from startrail.kernels.base import Kernel, nudge_zero_rows, row_sums, stand_in_out
+from startrail.kernels.base import Kernel, nudge_zero_rows, row_sums, surrogate_out
 from startrail.kernels.cpu import CpuKernel
-from startrail.kernels.max_logits import largest_logits
+from startrail.kernels.max_logits import block_max_logits
 
 __all__ = [
     "Kernel",
@@ -15,19 +24,19 @@ __all__ = [
     "Sum",
     "Sums",
     "accumulator",
+    "block_max_logits",
     "kernel_for",
-    "largest_logits",
     "nudge_zero_rows",
     "row_sums",
-    "stand_in_out",
+    "surrogate_out",
 ]
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
-    """The fastest backend for these tensors, which says ``why`` it is; ``ValueError`` names what has none.
+    """The fastest backend for these tensors, and the ``reason`` for the choice. Raises ``ValueError`` without one.
 
     >>> kernel = kernel_for(torch.device("cpu"), torch.bfloat16, 64)
-    >>> print(f"{kernel.name}: {kernel.why}")
+    >>> print(f"{kernel.name}: {kernel.reason}")
     cpu: ATen's flash attention for CPUs, in float32
     """
     if device.type == "cpu":

@@ -1,6 +1,6 @@
 """Running results: partial outputs merged by log-sum-exp, and gradients that add up.
 
-Both give their tensors in the order in which they travel (``tensors``) and take in those of a peer (``take``).
+Both return their tensors in the order of a message (``tensors``) and add those of a peer (``take``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Partial:
-    """A running merge of partial outputs by log-sum-exp. Rows that saw nothing have out 0 and lse -inf.
+    """Partial outputs, merged by log-sum-exp. Rows that saw no key have out 0 and lse -inf.
 
-    ``out`` is kept in float32 or wider, ``lse`` in float64: it is one number a row, and its rounding would enter the
+    ``out`` is kept in float32 or wider, ``lse`` in float64: it is one number per row, and its rounding would affect the
     weight of every later merge.
     """
 
@@ -47,12 +47,12 @@ class Partial:
             self._out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._lse = torch.full(self.shape[:3], float("-inf"), dtype=torch.float64, device=self.device)
 
-    def merge(self, out: Tensor, lse: Tensor, rows: slice = slice(None), fresh: bool = False) -> None:
-        """Merge a result for ``rows``; where it saw nothing (lse = -inf) it changes nothing.
+    def merge(self, out: Tensor, lse: Tensor, rows: slice = slice(None), donated: bool = False) -> None:
+        """Merge a result for ``rows``. Rows with lse = -inf, which saw no key, change nothing.
 
-        ``fresh``: nobody else holds these tensors, so a first result for all rows is taken without a copy.
+        ``donated``: the caller gives the tensors away, so a first result for all rows needs no copy.
         """
-        if fresh and self._out is None and out.shape == self.shape:
+        if donated and self._out is None and out.shape == self.shape:
             self._out, self._lse = out.to(self.dtype), lse.double()
             return
         mine, total = self.out, self.lse
@@ -62,7 +62,7 @@ class Partial:
             fused.merge(mine, total, out, lse)
             return
         lse = lse.double()
-        weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN where both have seen nothing
+        weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN if neither has seen a key
         mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
         total.copy_(torch.logaddexp(total, lse))
 
@@ -75,7 +75,7 @@ class Partial:
 
 
 class Sum:
-    """A running sum of gradients, in float32 or wider; zero where nothing was added."""
+    """A sum of gradients, in float32 or wider. Zero where nothing was added."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
@@ -87,16 +87,16 @@ class Sum:
             self._value = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self._value
 
-    def add(self, grad: Tensor, rows: slice = slice(None), fresh: bool = False) -> None:
-        if fresh and self._value is None and grad.shape == self.shape:
+    def add(self, grad: Tensor, rows: slice = slice(None), donated: bool = False) -> None:
+        if donated and self._value is None and grad.shape == self.shape:
             self._value = grad.to(self.dtype)
         else:
             mine = self.value if grad.shape[2] == self.shape[2] else self.value[:, :, rows]
-            mine.add_(grad)  # not value[rows] += grad, which would copy the rows onto themselves once more
+            mine.add_(grad)  # value[rows] += grad would copy the rows onto themselves as well
 
 
 class Sums:
-    """Several sums that travel together, such as dk and dv."""
+    """Several sums that share a message, such as dk and dv."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
         self.sums = tuple(Sum(shape, dtype, device) for shape in shapes)

@@ -1,9 +1,9 @@
 """The block kernel: attention of one query shard to one key/value shard, forward and backward.
 
-``visible`` is the block's list of tiles (see ``startrail.geometry.mask``). A backend computes one tile: full, causal or under
-a boolean mask; everything else is here: slicing, anticausal squares by reversing both sides, and adding up tiles.
+``visible`` is the block's list of tiles (see `geometry.tiles`). A backend computes one tile: full, causal, or under a
+boolean mask. Everything else is here: slicing, anticausal squares by reversing both sides, and adding up tiles.
 
-The backward of a block takes the *global* out and lse of its rows, so block gradients simply add up.
+The backward pass of a block takes the *global* out and lse of its rows, so block gradients simply add up.
 """
 
 from __future__ import annotations
@@ -23,75 +23,79 @@ from startrail.kernels.fused import fused_on
 
 
 class TileMask(NamedTuple):
-    """How a rectangle is seen: ``causal`` only for squares, ``mask`` (rows, keys) is True where visible; or, by
-    backends that take bands, as ``packs`` of (rows, keys) one behind the other under a ``window`` (see `bands`)."""
+    """The visible part of a rectangle. ``causal`` is for squares only; ``boolean`` (rows, keys) is True where visible.
+    Backends that support bands get ``packs`` instead: (rows, keys) one after the other under a ``window`` (see
+    `geometry.bands`)."""
 
     causal: bool
-    mask: Tensor | None
+    boolean: Tensor | None
     scale: float
     window: tuple[int, int] = (-1, -1)
     packs: tuple[tuple[int, int], ...] = ()
 
 
-WIDE_COPY = 2**18  # elements that are widened to float64 at once
-PAIRS = 2**22  # logits that exist at once, where they are written out
+MAX_WIDENED_ELEMENTS = 2**18  # at a time, from the inputs' dtype to float64
+MAX_HELD_LOGITS = 2**22  # by backends that write out their logits
 
 
 class Kernel(ABC):
     """A backend. Shapes: q, dout, out (batch, heads, rows, dim); k, v (batch, kv heads, keys, dim); lse (batch, heads,
     rows), float32 or wider. ``heads`` is a multiple of ``kv heads``; no side is ever empty.
 
-    ``costs`` say how its blocks are best cut into tiles; ``why`` says why this backend was chosen. ``softcap`` c, of
-    backends that have it: a logit x counts as c * tanh(x / c); lse and gradients are those of the bent logits."""
+    ``costs`` decide how its blocks are cut into tiles. ``reason`` says why this backend was chosen. With a ``softcap``
+    c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits."""
 
     name: str
     costs = Costs()
-    why = ""
+    reason = ""
     softcap: float | None = None
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
-        """``x`` as this backend computes with it: its dtype, and a last dimension without gaps."""
+        """``x`` as this backend needs it: in its dtype, with a dense last dimension."""
 
     @abstractmethod
-    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         """out and lse of a rectangle."""
 
     @abstractmethod
     def backward_tile(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of a rectangle, from the global out and lse of its rows."""
 
-    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
-        """What computes the tiles of a block with these values: ``forward_tile``, unless it cannot."""
+    def select_forward(
+        self, q: Tensor, k: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
+        """The function that computes the tiles of a block with these values: ``forward_tile``, unless it would get them
+        wrong."""
         return self.forward_tile
 
-    def backward_of(
+    def select_backward(
         self, out: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
-        """The same for ``backward_tile``."""
+        """Likewise for ``backward_tile``."""
         return self.backward_tile
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
     ) -> Partial:
-        """Attend, and merge the result into ``into`` (a fresh ``Partial`` if none is given)."""
+        """Attend, and merge the result into ``into`` (a new ``Partial`` if not given)."""
         width = v.shape[3]
         if into is None:
             into = Partial((*q.shape[:3], width), accumulator(q.dtype), q.device)
-        forward_tile = self.forward_of(q, k)
-        q, k, v = _as_wide(q, k, v)
+        forward_tile = self.select_forward(q, k)
+        q, k, v = _pad_head_dims(q, k, v)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            qt, kt, vt = _part(q, rows), _part(k, keys), _part(v, keys)
-            look, flip = _look_at(tile, q.device, scale)
+            qt, kt, vt = _rows_of(q, rows), _rows_of(k, keys), _rows_of(v, keys)
+            tile_mask, flip = _tile_mask(tile, q.device, scale)
             if flip:
                 qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
-            out, lse = forward_tile(qt, kt, vt, look)
+            out, lse = forward_tile(qt, kt, vt, tile_mask)
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
-            into.merge(out[..., :width], lse, rows, fresh=True)
+            into.merge(out[..., :width], lse, rows, donated=True)
         return into
 
     def backward(
@@ -111,60 +115,61 @@ class Kernel(ABC):
             dtype = accumulator(q.dtype)
             into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
         widths = q.shape[3], k.shape[3], v.shape[3]
-        backward_tile = self.backward_of(out, lse)
-        q, k, v, dout, out = _as_wide(q, k, v, dout, out)
+        backward_tile = self.select_backward(out, lse)
+        q, k, v, dout, out = _pad_head_dims(q, k, v, dout, out)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            look, flip = _look_at(tile, q.device, scale)
-            dt, qt, ot, lt = (_part(x, rows) for x in (dout, q, out, lse))
-            kt, vt = _part(k, keys), _part(v, keys)
+            tile_mask, flip = _tile_mask(tile, q.device, scale)
+            dt, qt, ot, lt = (_rows_of(x, rows) for x in (dout, q, out, lse))
+            kt, vt = _rows_of(k, keys), _rows_of(v, keys)
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
-            grads = backward_tile(dt, qt, kt, vt, ot, lt, look)
+            grads = backward_tile(dt, qt, kt, vt, ot, lt, tile_mask)
             for total, grad, part, width in zip(into, grads, (rows, keys, keys), widths, strict=True):
-                total.add((grad.flip(2) if flip else grad)[..., :width], part, fresh=True)
+                total.add((grad.flip(2) if flip else grad)[..., :width], part, donated=True)
         return into
 
 
-def few_rows(q: Tensor, keys: int) -> Iterator[slice]:
-    """The rows of ``q`` in parts whose logits may be written out.
+def row_chunks(q: Tensor, keys: int) -> Iterator[slice]:
+    """The rows of ``q`` in parts that are small enough to write out their logits.
 
-    >>> list(few_rows(torch.zeros(1, 2, 5, 8), keys=2**20))
+    >>> list(row_chunks(torch.zeros(1, 2, 5, 8), keys=2**20))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     batch, heads, rows, _ = q.shape
-    step = max(1, PAIRS // (batch * heads * keys))
+    step = max(1, MAX_HELD_LOGITS // (batch * heads * keys))
     return (slice(row, min(row + step, rows)) for row in range(0, rows, step))
 
 
-def _part(x: Tensor, rows: slice) -> Tensor:
-    """Some rows; most tiles are whole blocks, and a view costs the host as much as a launch."""
+def _rows_of(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of ``x``. Most tiles are whole blocks: skip the view, which costs the host as much as a launch."""
     return x if rows.stop - rows.start == x.shape[2] else x[:, :, rows]
 
 
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """``delta = sum(dout * out)`` of every row, rounded once; few heads at a time, so that wide copies stay small."""
+    """``delta = sum(dout * out)`` of every row, rounded once. A few heads at a time, to keep wide copies small."""
     if (fused := fused_on(dout.device)) is not None:
-        with on_device(dout.device):  # unlike all else that is fused, this is launched outside of a pass
+        with on_device(dout.device):  # unlike the other fused kernels, this one runs outside of a pass
             return fused.row_sums(dout, out, dtype)
-    heads = max(1, WIDE_COPY * dout.shape[1] // dout.numel())
+    heads = max(1, MAX_WIDENED_ELEMENTS * dout.shape[1] // dout.numel())
     pairs = zip(dout.split(heads, 1), out.split(heads, 1), strict=True)
     return torch.cat([torch.linalg.vecdot(d.double(), o.double()).to(dtype) for d, o in pairs], 1)
 
 
-def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """An ``out`` with the row sums ``delta = sum(dout * out)``, which is all that a backward kernel uses of it.
+def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """A substitute for ``out`` with the same row sums ``delta = sum(dout * out)``, which is all that a backward kernel
+    uses of it.
 
-    It lets a row travel with one number instead of its whole output. The sum is put where dout is largest, so that the
-    kernel has nothing to round when it adds the row up again; in a half-precision dtype, the next two largest take what
-    rounding left over. A row with dout = 0 has delta = 0. Where delta is not finite, the sum is NaN.
+    A message then carries one number per row instead of the whole output. The sum is placed where dout is largest, so
+    that the kernel rounds nothing when it adds the row up again. In half precision the next two largest elements take
+    the remainder. A row with dout = 0 has delta = 0. If delta is not finite, the sum is NaN.
 
-    >>> stand_in_out(torch.tensor([3.0, 4.0]), torch.tensor(5.0))
+    >>> surrogate_out(torch.tensor([3.0, 4.0]), torch.tensor(5.0))
     tensor([0.0000, 1.2500])
     """
     picks = min(dout.shape[-1], 1 if torch.finfo(dout.dtype).eps < 1e-6 else 3)
     if (fused := fused_on(dout.device)) is not None:
-        return fused.stand_in_out(dout, delta, picks)
+        return fused.surrogate_out(dout, delta, picks)
     out, rest, size = torch.zeros_like(dout), delta.unsqueeze(-1), dout.abs()
     limit = torch.finfo(dout.dtype).max
     for _ in range(picks):
@@ -172,16 +177,17 @@ def stand_in_out(dout: Tensor, delta: Tensor) -> Tensor:
         value = dout.gather(-1, place).to(delta.dtype)
         part = (rest / value).clamp(-limit, limit).where(value != 0, 0).where(rest.isfinite(), torch.nan).to(dout.dtype)
         out.scatter_(-1, place, part)
-        size = size.scatter(-1, place, -1)  # so that it is not chosen again
+        size = size.scatter(-1, place, -1)  # do not pick it again
         rest = rest - value * part
     return out
 
 
 def nudge_zero_rows(dout: Tensor, delta: Tensor) -> Tensor:
-    """``dout`` with a number in every row in which ``delta`` would otherwise have nothing to stand on.
+    """``dout`` with a tiny number in each row of zeros whose ``delta`` is not zero, so that `surrogate_out` can
+    represent it.
 
-    With a cotangent of lse, delta need not be zero where dout is. Such a row gets one number that is so much smaller
-    than delta that all it adds to a gradient is lost in rounding. A delta that is not finite needs none.
+    With a cotangent of lse, delta can differ from zero where dout is zero. The number is so much smaller than delta
+    that rounding removes its effect on the gradients. Rows whose delta is not finite stay as they are.
 
     >>> nudge_zero_rows(torch.zeros(1, 2), torch.ones(1)).tolist() == [[2.0**-46, 0.0]]
     True
@@ -196,22 +202,22 @@ def nudge_zero_rows(dout: Tensor, delta: Tensor) -> Tensor:
     return dout.scatter(-1, place, number)
 
 
-def _as_wide(*tensors: Tensor) -> Iterator[Tensor]:
-    """Kernels want one head dim: the narrower tensors are padded with zeros, which change no score and no result."""
+def _pad_head_dims(*tensors: Tensor) -> Iterator[Tensor]:
+    """Kernels need one head dim: narrower tensors are padded with zeros, which change no logit and no result."""
     widest = max(x.shape[3] for x in tensors)
     return (x if x.shape[3] == widest else F.pad(x, (0, widest - x.shape[3])) for x in tensors)
 
 
-def _look_at(tile: Tile, device: torch.device, scale: float) -> tuple[TileMask, bool]:
-    """How a backend sees a tile, and whether both sides must be reversed first."""
+def _tile_mask(tile: Tile, device: torch.device, scale: float) -> tuple[TileMask, bool]:
+    """A tile's mask, and whether to reverse both sides first."""
     if tile.form == "bands":
         return TileMask(False, None, scale, tile.window, tile.packs), False
     if tile.form == "masked":
-        return TileMask(False, tile_mask(tile, device), scale), False
+        return TileMask(False, boolean_mask(tile, device), scale), False
     return TileMask(tile.form != "full", None, scale), tile.form == "anticausal"
 
 
-def tile_mask(tile: Tile, device: torch.device) -> Tensor:
+def boolean_mask(tile: Tile, device: torch.device) -> Tensor:
     """(rows, keys), True where visible."""
     low, high = [], []
     for s in tile.bounds:

@@ -1,13 +1,13 @@
 """CPU: ATen's flash attention kernel.
 
-It computes in float32 (float64 for float64 inputs) whatever the inputs' dtype: its half-precision paths are no faster
-on CPUs without matrix units, up to ten times slower in the backward, and round every block's result.
+It computes in float32 (float64 for float64 inputs) for every input dtype: its half-precision paths are no faster on
+CPUs without matrix units, up to ten times slower in the backward pass, and round every block's result.
 
-Traps of the ATen op, all kept away from it here or by the caller: an empty side kills the process, a gap in the last
-dimension and a head ratio that is not whole give wrong numbers without a word, and a row that sees nothing returns
-lse = 0. ``prepare`` closes the gaps, ``check_block`` refuses the rest, and tiles never contain a row that sees nothing.
-It also returns lse = 0 for logits that are all -inf, and loses NaN: blocks with such values take plain math, and so do
-their gradients. So does everything under a softcap, which it does not have.
+The ATen op has traps. An empty side kills the process. A gap in the last dimension, or a number of query heads that is
+not a multiple of the key/value heads, silently gives wrong numbers. A row that sees no key returns lse = 0. ``prepare``
+closes gaps, ``check_block`` raises for the others, and tiles never contain a row that sees no key. The op also returns
+lse = 0 if all logits are -inf, and loses NaN: blocks with such values, and their gradients, use plain math. So do calls
+with a softcap, which the op does not support.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import Kernel, TileMask
@@ -30,63 +31,70 @@ class CpuKernel(Kernel):
 
     def __init__(self, dtype: torch.dtype, softcap: float | None = None) -> None:
         self.dtype, self.softcap = accumulator(dtype), softcap
-        self.why = f"ATen's flash attention for CPUs, in {str(self.dtype).removeprefix('torch.')}"
+        self.reason = f"ATen's flash attention for CPUs, in {str(self.dtype).removeprefix('torch.')}"
         if softcap is not None:
-            self.why = f"softcap={softcap}: plain math in float64, since ATen's flash attention for CPUs has none"
+            self.reason = (
+                f"softcap={softcap}: plain math in float64; ATen's flash attention for CPUs does not support it"
+            )
+        self._finite = WeakTensorKeyDictionary()  # prepared tensors, by whether all their numbers are finite
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
         x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
-        x = x.view_as(x)  # an object of our own, whose numbers stay: all its blocks share what is found of them
-        x.is_finite = None  # type: ignore[attr-defined]
+        x = x.view_as(x)  # a new object, whose numbers do not change: its blocks share one check for finite numbers
+        self._finite[x] = None
         return x
 
-    def forward_of(self, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
-        return self.forward_tile if self.softcap is None and _finite(q) and _finite(k) else self._plain_math
+    def select_forward(
+        self, q: Tensor, k: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
+        plain_math = self.softcap is not None or not self._is_finite(q) or not self._is_finite(k)
+        return self._plain_math if plain_math else self.forward_tile
 
-    def backward_of(
+    def select_backward(
         self, out: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
-        """A query, or a key that it sees, that is not finite shows in its lse; a value, or a gradient, in its sum of
-        dout * out. So keys and values that pass by need not be looked at again."""
-        finite = self.softcap is None and _finite(out) and _finite(lse.clamp(min=0))  # padding has lse = -inf
-        return self.backward_tile if finite else self._plain_math_backward
+        """A query or visible key that is not finite shows in lse; a value or gradient shows in the sum of dout * out.
+        So keys and values need no second check."""
+        finite = self._is_finite(out) and self._is_finite(lse.clamp(min=0))  # padding has lse = -inf
+        return self.backward_tile if self.softcap is None and finite else self._plain_math_backward
 
-    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
-        return _forward(q, k, v, 0.0, look.causal, attn_mask=_additive(look.mask, q.dtype), scale=look.scale)
+        return _forward(
+            q, k, v, 0.0, tile_mask.causal, attn_mask=_additive(tile_mask.boolean, q.dtype), scale=tile_mask.scale
+        )
 
     def backward_tile(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
-        mask = _additive(look.mask, q.dtype)
-        return _backward(dout, q, k, v, out, lse, 0.0, look.causal, attn_mask=mask, scale=look.scale)
+        mask = _additive(tile_mask.boolean, q.dtype)
+        return _backward(dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
 
-    def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, look: TileMask) -> tuple[Tensor, Tensor]:
-        return ReferenceKernel(self.softcap).forward_tile(q.double(), k.double(), v.double(), look)
+    def _is_finite(self, x: Tensor) -> bool:
+        """True if all numbers are finite. If only their sum overflows, plain math does no harm."""
+        known: bool | None = self._finite.get(x)
+        if known is None:
+            known = bool(x.sum().isfinite())
+            if x in self._finite:
+                self._finite[x] = known
+        return known
+
+    def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
+        return ReferenceKernel(self.softcap).forward_tile(q.double(), k.double(), v.double(), tile_mask)
 
     def _plain_math_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, look: TileMask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = (x.double() for x in (dout, q, k, v, out, lse))
-        return ReferenceKernel(self.softcap).backward_tile(dout, q, k, v, out, lse, look)
-
-
-def _finite(x: Tensor) -> bool:
-    """Whether all numbers are finite (a sum that overflows is no harm); remembered by what ``prepare`` made."""
-    known: bool | None = getattr(x, "is_finite", None)
-    if known is None:
-        known = bool(x.sum().isfinite())
-        if hasattr(x, "is_finite"):
-            x.is_finite = known
-    return known
+        return ReferenceKernel(self.softcap).backward_tile(dout, q, k, v, out, lse, tile_mask)
 
 
 def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what the kernels would crash on or silently get wrong."""
+    """Raises ``ValueError`` for blocks that the kernels would crash on or silently get wrong."""
     if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1] or k.shape != v.shape:
-        raise ValueError(f"block kernel: q {tuple(q.shape)} does not go with k {tuple(k.shape)}, v {tuple(v.shape)}")
+        raise ValueError(f"block kernel: q {tuple(q.shape)} does not fit k {tuple(k.shape)}, v {tuple(v.shape)}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError(
             f"block kernel: last dimension must be dense, strides {q.stride()}, {k.stride()}, {v.stride()}"

@@ -1,7 +1,7 @@
-"""What CUDA takes from the *current* device and stream, whatever the tensors of a call say.
+"""CUDA's current device and stream, which matter regardless of where a call's tensors are.
 
-Triton's launches, events and capture belong to the current device, and each stream has an order of its own: what one
-stream has been given is of no use to another until both have met. On CPUs all of this is nothing.
+Triton's launches, events and graph capture use the current device. Work on one stream is not ordered with work on
+another until they synchronize. On CPUs all of this is a no-op.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """With ``device`` as the current one, if it is a GPU."""
+    """Makes ``device`` the current one if it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def stream_of(device: torch.device) -> int:
-    """What tells the current stream of a device apart from its others; a CPU has one."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # else it is a fake one
+def current_stream_id(device: torch.device) -> int:
+    """Identifies the current stream among those of a device; 0 on CPUs."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # otherwise the tensors are fake
     return torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
 
 
-def numbers_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """Whole numbers of the host on a device. The host does not wait for it; streams but the current one may not see
-    them yet."""
-    pinned = device.type == "cuda" and torch.cuda.is_initialized()  # from elsewhere a copy stops the host
+def ints_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Copies whole numbers from the host to a device. The host does not wait; only the current stream is ordered after
+    the copy."""
+    pinned = device.type == "cuda" and torch.cuda.is_initialized()  # a copy from pageable memory blocks the host
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Flash attention by ATen's signatures, whoever made it: what `cuda.FlashKernel` calls.
+"""Flash attention with ATen's signatures, which `cuda.FlashKernel` calls.
 
-The flash-attn package has layouts and names of its own, and what ATen's ops do not have: a softcap. It bends logits
-with the GPU's approximate tanh (relative error 2**-11), so under a softcap c a logit is off by up to c * 2**-11.
+The flash-attn package has its own layouts and names, and supports a softcap, which ATen's ops do not. It uses the GPU's
+approximate tanh (relative error 2**-11), so under a softcap c a logit is off by up to c * 2**-11.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 class FlashOps(NamedTuple):
-    """Ops with the signatures of ATen's: of whole rectangles (batch, heads, rows, dim), and of bands (batch, rows,
-    heads, dim), or without batch where several lie behind one another."""
+    """Ops with ATen's signatures: for whole rectangles (batch, heads, rows, dim), and for bands (batch, rows, heads,
+    dim), or (rows, heads, dim) if several are concatenated."""
 
     forward: Any
     backward: Any
@@ -22,30 +22,30 @@ class FlashOps(NamedTuple):
     bands_backward: Any
 
 
-def ops_of_package(package: Any, softcap: float | None = None) -> FlashOps:
-    """flash-attn 2.7 and newer."""
+def flash_attn_ops(package: Any, softcap: float | None = None) -> FlashOps:
+    """The ops of flash-attn 2.7 and newer."""
     always = dict(softcap=0.0 if softcap is None else softcap, alibi_slopes=None)
 
     def bands_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
-        *cuts, dropout, causal, debug = rest  # cuts: where rectangles end on both sides, and the longest sides
+        *lengths, dropout, causal, debug = rest  # cu_seqlens and the longest of both sides
         options = dict(dropout_p=dropout, softmax_scale=scale, causal=causal, return_softmax=debug, **always, **window)
-        if cuts[0] is None:
+        if lengths[0] is None:
             out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
         else:
-            out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *cuts, **options)
+            out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *lengths, **options)
         return out, lse
 
     def bands_backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float, **window: int
     ) -> tuple[Tensor, ...]:
-        *cuts, dropout, causal = rest[:6]  # and seeds, of no use without dropout
+        *lengths, dropout, causal = rest[:6]  # the rest are seeds, unused without dropout
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         options = dict(dropout_p=dropout, softmax_scale=scale, causal=causal, **always, **window)
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        if cuts[0] is None:
+        if lengths[0] is None:
             package._flash_attn_backward(dout, q, k, v, out, lse, *grads, **options)
         else:
-            package._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *cuts, **options)
+            package._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths, **options)
         return grads
 
     whole: Any = dict(window_size_left=-1, window_size_right=-1)

@@ -1,5 +1,5 @@
-"""Which small kernels are fused: those of `triton_kernels` on a GPU with Triton, which comes with torch's CUDA builds;
-else nothing, and torch's own operations do the same."""
+"""Chooses the fused kernels of `triton_kernels` on GPUs with Triton, which comes with torch's CUDA builds. Elsewhere
+torch's own operations do the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The largest logit of each head, which QK-clip watches. Kernels do not tell it, so it is worked out beside them, few
-rows at a time, and only when it is asked for."""
+"""The largest logit of each head, which QK-clip watches. Kernels do not return it, so it is computed separately, a few
+rows at a time, and only on request."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import torch
 from torch import Tensor
 
 from startrail.geometry.tiles import Tile
-from startrail.kernels.base import few_rows
+from startrail.kernels.base import row_chunks
 
 
-def largest_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) -> Tensor:
-    """(batch, heads), -inf where nothing is visible. q (batch, heads, rows, dim); k may have fewer heads. No
-    softcap bends these: QK-clip watches what it would hide.
+def block_max_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float) -> Tensor:
+    """(batch, heads), -inf where nothing is visible. q (batch, heads, rows, dim); k may have fewer heads. No softcap is
+    applied: it would hide the logits that QK-clip watches.
 
     >>> q = torch.tensor([[[[1.0], [2.0]]]])
-    >>> largest_logits(q, q, [Tile(0, 2, 0, 2, "causal")], 0.5).item()      # 0.5 * 2 * 2
+    >>> block_max_logits(q, q, [Tile(0, 2, 0, 2, "causal")], 0.5).item()      # 0.5 * 2 * 2
     2.0
 
-    Of the pair whose logit is the largest as the kernels compute it, the logit is worked out once more in float64: one
-    rounding, instead of as many as there are products.
+    The logit of the pair that is largest as kernels compute it is computed again in float64: one rounding instead of
+    one per product.
     """
     batch, heads = q.shape[:2]
-    found = q.new_full((batch, heads), float("-inf"), dtype=torch.float32)
+    largest = q.new_full((batch, heads), float("-inf"), dtype=torch.float32)
     k = k.repeat_interleave(heads // k.shape[1], 1)
     for tile in visible:
         low, high = _bounds(tile, q.device)
         keys = torch.arange(tile.k0, tile.k1, device=q.device)
         rows = q[:, :, tile.q0 : tile.q1]
-        for part in few_rows(rows, len(keys)):
+        for part in row_chunks(rows, len(keys)):
             seen = (keys >= low[part].unsqueeze(1)) & (keys < high[part].unsqueeze(1))
             logits = (rows[:, :, part] @ k[:, :, tile.k0 : tile.k1].mT).mul_(scale).masked_fill_(~seen, float("-inf"))
-            found = torch.maximum(found, _exactly(logits, rows[:, :, part], k[:, :, tile.k0 : tile.k1], scale))
-    return found
+            largest = torch.maximum(largest, _rounded_once(logits, rows[:, :, part], k[:, :, tile.k0 : tile.k1], scale))
+    return largest
 
 
-def _exactly(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(batch, heads) the largest logits, in float32 but rounded once; what is not finite stays what it is."""
+def _rounded_once(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(batch, heads) the largest logits in float32, rounded once. Values that are not finite stay as they are."""
     largest, pair = logits.flatten(2).max(2)
     row, key = (index.view(*pair.shape, 1, 1) for index in (pair // k.shape[2], pair % k.shape[2]))
     chosen = (x.take_along_dim(index, 2).squeeze(2).double() for x, index in ((q, row), (k, key)))

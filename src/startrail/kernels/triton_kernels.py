@@ -1,9 +1,9 @@
-"""Small kernels in Triton for what torch would do in many launches: merging by log-sum-exp (9), delta (2 for every few
-heads) and the stand-in for a row's output (10 to 40). The same arithmetic as the plain versions in `accumulate` and
-`base`, one launch each.
+"""Small Triton kernels, one launch each, that replace many launches of torch: merging by log-sum-exp (9), delta (2 per
+few heads) and the substitute for a row's output (10 to 40). The arithmetic is that of the plain versions in
+`accumulate` and `base`.
 
-Rows are (batch, heads, rows, dim) with any strides but for the last dimension, which has no gaps. Without a GPU they
-run in Triton's interpreter (TRITON_INTERPRET=1), which is how they are tested; on a GPU they have not run yet.
+Tensors are (batch, heads, rows, dim) with any strides, except that the last dimension is dense. Tests run them in
+Triton's interpreter (TRITON_INTERPRET=1); they have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048  # that one program holds at once: with four times as many all three run out of registers
+ELEMENTS = 2048  # per program: with four times as many all three run out of registers
 
 
 @triton.jit
@@ -31,13 +31,13 @@ def _merge(
     nothing = float("-inf")
     at = lse + batch * lse_b + head * lse_h + row * lse_r
     total = tl.load(at, mask=here, other=nothing)
-    come = tl.load(new_lse + batch * new_lse_b + head * new_lse_h + row * new_lse_r, mask=here, other=nothing)
-    come = come.to(tl.float64)
-    weight = 1.0 / (1.0 + tl.exp(total - come))
-    weight = tl.where(come == nothing, 0.0, weight)  # not NaN where both have seen nothing
-    more = tl.log(1.0 + tl.exp(-tl.abs(total - come)))  # NaN where one is, which the larger of them need not be
-    more = tl.where(total == come, 0.6931471805599453, more)  # also of two that are infinite
-    tl.store(at, tl.maximum(total, come) + more, mask=here)
+    added = tl.load(new_lse + batch * new_lse_b + head * new_lse_h + row * new_lse_r, mask=here, other=nothing)
+    added = added.to(tl.float64)
+    weight = 1.0 / (1.0 + tl.exp(total - added))
+    weight = tl.where(added == nothing, 0.0, weight)  # not NaN if neither has seen a key
+    more = tl.log(1.0 + tl.exp(-tl.abs(total - added)))  # NaN if either is; the maximum need not be
+    more = tl.where(total == added, 0.6931471805599453, more)  # also if both are infinite
+    tl.store(at, tl.maximum(total, added) + more, mask=here)
 
     inside = here[:, None] & (column < dim)[None, :]
     to = out + batch * out_b + head * out_h + row[:, None] * out_r + column[None, :]
@@ -65,7 +65,7 @@ def _row_sums(
 
 
 @triton.jit
-def _stand_in(
+def _surrogate_out(
     dout, delta, out, dout_b, dout_h, dout_r, delta_b, delta_h, delta_r, out_b, out_h, out_r, heads, rows, dim, limit,
     PICKS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -78,19 +78,19 @@ def _stand_in(
     rest = tl.load(delta + batch * delta_b + head * delta_h + row * delta_r, mask=here, other=0.0)
     wide = x.to(rest.dtype)
     size = tl.where((column < dim)[None, :], tl.abs(wide), -1.0)
-    found = tl.zeros_like(wide)
+    result = tl.zeros_like(wide)
     for _ in tl.static_range(PICKS):
         picked = column[None, :] == tl.argmax(size, 1)[:, None]
         value = tl.sum(tl.where(picked, wide, 0.0), 1)
         safe = tl.where(value == 0.0, 1.0, value)
         part = tl.where(value == 0.0, 0.0, tl.minimum(tl.maximum(rest / safe, -limit), limit))
-        part = tl.where(tl.abs(rest) < float("inf"), part, float("nan"))  # which comparisons would lose
+        part = tl.where(tl.abs(rest) < float("inf"), part, float("nan"))  # comparisons would lose the NaN
         part = part.to(out.dtype.element_ty).to(rest.dtype)
-        found = tl.where(picked, part[:, None], found)
-        size = tl.where(picked, -1.0, size)  # so that it is not chosen again
+        result = tl.where(picked, part[:, None], result)
+        size = tl.where(picked, -1.0, size)  # do not pick it again
         rest -= value * part
     at = out + batch * out_b + head * out_h + row[:, None] * out_r + column[None, :]
-    tl.store(at, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
 
 def merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
@@ -107,10 +107,10 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def stand_in_out(dout: Tensor, delta: Tensor, picks: int) -> Tensor:
+def surrogate_out(dout: Tensor, delta: Tensor, picks: int) -> Tensor:
     dout, out = _dense(dout), torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     strides = (*dout.stride()[:3], *delta.stride(), *out.stride()[:3])
-    _launch(_stand_in, dout, (dout, delta, out, *strides), torch.finfo(dout.dtype).max, PICKS=picks)
+    _launch(_surrogate_out, dout, (dout, delta, out, *strides), torch.finfo(dout.dtype).max, PICKS=picks)
     return out
 
 

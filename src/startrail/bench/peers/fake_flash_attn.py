@@ -34,7 +34,7 @@ def _flash_attn_forward(
     _no_window(window_size_left, window_size_right)
     kernel, dtype = CpuKernel(q.dtype, softcap or None), q.dtype
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    forward = kernel.forward_of(q, k) if softcap else kernel.forward_tile  # nobody looks for NaN at a peer's cost
+    forward = kernel.select_forward(q, k) if softcap else kernel.forward_tile  # nobody looks for NaN at a peer's cost
     out, lse = forward(q, k, v, TileMask(causal, None, softmax_scale))
     return out.transpose(1, 2).to(dtype), lse.float(), None, None
 
@@ -63,7 +63,7 @@ def _flash_attn_backward(
     _no_window(window_size_left, window_size_right)
     kernel = CpuKernel(q.dtype, softcap or None)
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    backward = kernel.backward_of(out, softmax_lse) if softcap else kernel.backward_tile
+    backward = kernel.select_backward(out, softmax_lse) if softcap else kernel.backward_tile
     gradients = backward(dout, q, k, v, out, softmax_lse, TileMask(causal, None, softmax_scale))
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient.transpose(1, 2))

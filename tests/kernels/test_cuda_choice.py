@@ -1,0 +1,118 @@
+"""Which backend a CUDA device gets, by dtype, head dim, compute capability and installed packages."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from startrail.kernels import cuda, kernel_for
+from tests.kernels.stand_ins import HALF, PACKAGE
+
+
+@pytest.fixture
+def select(monkeypatch):
+    """Select a backend as if flash-attn of some version were installed, on a device of some capability."""
+
+    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None):
+        parent = None
+        if installed is not None:
+            parent = types.ModuleType("flash_attn")
+            parent.__version__, parent.__path__ = installed, []
+        monkeypatch.setitem(sys.modules, "flash_attn", parent)
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", parent and PACKAGE)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        cuda._flash_attn.cache_clear()
+        cuda._newer_flash.cache_clear()
+        kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
+        assert kernel.softcap == softcap
+        assert kernel.reason
+        chosen.reason = kernel.reason
+        return kernel.name
+
+    yield chosen
+    cuda._flash_attn.cache_clear()
+    cuda._newer_flash.cache_clear()
+
+
+@pytest.mark.parametrize("installed", [None, "2.8.3"])
+def test_selection_by_dtype_and_head_dim(select, installed):
+    flash = "cuda-flash" if installed is None else "cuda-flash-attn"
+    for dtype in HALF:
+        assert select(dtype, 256, installed) == flash
+        assert select(dtype, 20, installed) == flash
+        assert select(dtype, 257, installed) == "cuda-efficient"
+    assert select(torch.float32, 64, installed) == "cuda-efficient"
+    assert select(torch.float64, 64, installed) == "reference"
+    with pytest.raises(ValueError, match=r"torch\.int8"):
+        select(torch.int8, 64, installed)
+
+
+@pytest.mark.parametrize(
+    "version, name",
+    [("2.6.3", "cuda-flash"), ("2.7.0.post2", "cuda-flash-attn"), ("2.10", "cuda-flash-attn"), ("3.0", "cuda-flash")],
+)
+def test_other_signatures_of_flash_attn_fall_back_to_aten(select, version, name):
+    assert select(torch.bfloat16, installed=version) == name
+
+
+def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch):
+    """FA3 and FA4 through torch's adapters, and before them what torch was told to use; why is said."""
+    made = cuda.FlashOps(None, None, None, None)
+    installed = {"FA3"}
+    found = lambda name, path: made if name in installed else None  # noqa: E731
+    found.cache_clear = lambda: None
+    monkeypatch.setattr(cuda, "_newer_flash", found)
+    assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0)) == "cuda-flash-fa3"
+    assert select.reason == "FA3 is installed and supports (9, 0)"
+    assert select(torch.bfloat16, installed="2.8.3", capability=(10, 0)) == "cuda-flash-attn"
+    assert "FlashAttention 3 or 4 would be faster here" in select.reason
+    assert select(torch.bfloat16, installed="2.8.3", capability=(8, 0)) == "cuda-flash-attn"
+    assert select.reason == "flash-attn 2.8.3 is installed"
+    installed |= {"FA4"}
+    assert select(torch.bfloat16, capability=(10, 0)) == "cuda-flash-fa4"
+    assert select(torch.bfloat16, 128, capability=(10, 0)) == "cuda-flash-fa4"
+    assert select(torch.bfloat16, 192, capability=(10, 0)) == "cuda-flash", "whose kernels are not for all of these"
+    assert select(torch.bfloat16, 256, installed="2.8.3", capability=(10, 0)) == "cuda-flash-attn"
+    assert select(torch.bfloat16, 192, capability=(9, 0)) == "cuda-flash-fa3"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert select(torch.bfloat16, capability=(9, 0)) == "cuda-flash"
+    assert select.reason == "torch is set to use FA4"
+    assert select(torch.bfloat16, 192, capability=(9, 0)) == "cuda-efficient"
+    assert select.reason == "head dim 192: FA4, which torch is set to use, is known to be right up to 128"
+    assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
+
+
+def test_torchs_adapter_for_flash_attention_3_is_what_we_call():
+    """By name in this torch; the packages themselves are not here."""
+    for name, path, _ in cuda._NEWER_PACKAGES:
+        assert cuda._newer_flash(name, path) is None
+    from torch.nn.attention import _fa3
+
+    for op in ("scaled_dot_product_flash_attention", "flash_attention"):
+        assert callable(getattr(_fa3, f"_fa3_{op}_forward_impl_default"))
+        assert callable(getattr(_fa3, f"_fa3_{op}_backward_impl"))
+    assert callable(_fa3._fa3_import_module)
+
+
+def test_who_has_a_softcap_is_chosen_or_why_nobody_has_is_said(select):
+    assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0), softcap=50.0) == "cuda-flash-attn"
+    assert select.reason == "softcap=50.0: of all GPU kernels only flash-attn supports it"
+    assert select(torch.float64, softcap=50.0) == "reference"
+    only = r"softcap=50.0: of all GPU kernels only flash-attn >= 2.7 supports it, "
+    for options, problem in [
+        (dict(dtype=torch.bfloat16), r"and it is not installed \(pip install flash-attn\)"),
+        (dict(dtype=torch.bfloat16, installed="2.6.3"), "and it is not installed"),
+        (dict(dtype=torch.float32, installed="2.8.3"), "but only in half precision, not float32"),
+        (dict(dtype=torch.float16, installed="2.8.3", head_dim=264), "but only up to head dim 256, not 264"),
+        (dict(dtype=torch.float16, installed="2.8.3", capability=(7, 5)), r"but only from compute capability \(8, 0\)"),
+    ]:
+        with pytest.raises(ValueError, match=only + problem):
+            select(**options, softcap=50.0)
+
+
+def test_flash_needs_ampere(select):
+    assert select(torch.float16, installed="2.8.3", capability=(7, 5)) == "cuda-efficient"
+    assert select(torch.float16, installed="2.8.3", capability=(8, 0)) == "cuda-flash-attn"
+    assert select(torch.float16, capability=(9, 0)) == "cuda-flash"
