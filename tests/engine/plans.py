@@ -112,7 +112,8 @@ def _kind(level: str) -> str:
 def pairwise(plans: Iterable[tuple[str, int]], shapes: int) -> list[tuple[str, int, int]]:
     """(plan, world, index of a shape): a small part of the product of ``plans`` (with their worlds) and ``shapes``.
 
-    Every plan gets three shapes, or two on more than 8 ranks, chosen so that its features meet new shapes. The choice is greedy and deterministic.
+    Every plan gets three shapes, or two on more than 8 ranks, chosen so that its features meet new shapes. The choice
+    is greedy and deterministic.
     """
     chosen: list[tuple[str, int, int]] = []
     met: set[tuple[str, int]] = set()

@@ -98,8 +98,8 @@ def test_float64_inputs_are_computed_in_float64():
 
 
 def test_only_the_result_is_rounded_when_the_wire_is_wide():
-    """With bfloat16 inputs and a float32 wire, sums, merges, delta and repeated heads are all float32. The error is then
-    that of rounding the exact result once."""
+    """With bfloat16 inputs and a float32 wire, sums, merges, delta and repeated heads are all float32. The error
+    is then that of rounding the exact result once."""
     shape = dict(length=512, q_heads=8, kv_heads=2, dtype=torch.bfloat16, wire_dtype=torch.float32, causal=True)
     plans = ("1x8", "4x2", "1x2/u4", "star2")
     exact = make_data(Case("", 2, **shape)).exact
