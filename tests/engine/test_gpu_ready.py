@@ -269,7 +269,7 @@ def test_what_torchrun_starts_measures_gpus_in_bfloat16(monkeypatch):
     device = peers.own_device()
     assert device == live.own_device() == torch.device("cuda", 1)
     line = next(line for line in doctor._kernels() if "bfloat16" in line)
-    assert line == "bfloat16 on cuda: cuda-flash (FlashAttention 2 of torch: no newer one is installed)"
+    assert line == "bfloat16 on cuda: cuda-flash (torch's FlashAttention 2: no newer one is installed)"
     assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
     data = peers.make_data(Workload(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
     assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
