@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.engine.buffers import KEPT_PASSES, BufferPool
 from startrail.engine.call import AttentionCall
+from startrail.engine.runtime import RECENT_SEQUENCES
 from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
@@ -101,6 +102,35 @@ def test_torch_compile_takes_new_sequences_and_other_lengths_without_compiling_e
     for error, compiled in run_local(on_rank, 2):
         assert error < 2e-6
         assert compiled <= 2, "once, and once more with a length that changes"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pending_backward_pass_outlives_its_sequence_and_all_that_are_made_after_it(compiled):
+    data, documents = tensors(64), (0, 9, 40, 64)
+    truth = dense(*data, attn_mask=causal_mask(64, documents))
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2")
+
+        def attend(sequence, q, k, v):
+            return sequence.attention(q, k, v, causal=True) * 1.0
+
+        if compiled:
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        sequence = sp.sequence(64, documents)
+        q, k, v, dout, *expected = (sequence.shard(x, 2) for x in (*data, *truth))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(sequence, *inputs)
+        geometry = weakref.ref(sequence._state.geometry)
+        del sequence
+        for length in range(4, 4 * RECENT_SEQUENCES + 4, 4):
+            sp.sequence(length).attention(*(torch.randn(2, 4, length // 2, 16) for _ in range(3)))
+        gc.collect()
+        grads = torch.autograd.grad(out, inputs, dout)
+        return geometry() is None, worst([out, *grads], expected)
+
+    for forgotten, error in run_local(on_rank, 2):
+        assert forgotten and error < 2e-6
 
 
 def test_every_step_is_a_range_in_the_profiler_with_the_schedules_own_text():
