@@ -27,7 +27,7 @@ import torch
 
 from startrail import lab
 from startrail.cli import main as startrail
-from startrail.lab.namespaces import processes_in
+from startrail.lab.namespaces import living_in
 from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
 from startrail.training.checkpoints.saving import path_of, steps_in
 from startrail.training.recipes import RECIPES
@@ -388,9 +388,9 @@ def chaos(local: int, on_nodes: int, seed: int, folder: Path, say: Callable[[str
             there = Lab(folder, steps, cluster)
             costs += storm(there, in_turn(ON_NODES, on_nodes, chance), chance, say)
             compare(there, truth)
-            assert cluster._supervisor is not None
-            networks = cluster._supervisor.networks
-        assert eventually(lambda: not processes_in(networks)), processes_in(networks)
+            assert cluster._holder is not None
+            networks = cluster._holder.networks
+        assert eventually(lambda: not living_in(networks)), living_in(networks)
         assert not holders_of(networks)
     assert not list(temporary.iterdir())
     return summary(costs, steps, time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""Layers share the work of one sequence, and ranks with different sequences raise."""
+"""What a sequence shares between layers is worked out once, and ranks that mean different sequences are told."""
 
 import pytest
 import torch
@@ -6,16 +6,16 @@ import torch.distributed as dist
 
 import startrail
 import startrail.engine.batch
-from startrail.comm.consensus import CallLedger
+from startrail.comm.ledger import CallLedger
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
 
 
 @pytest.mark.parametrize("plan", ["2x2/u2", "u2/2x2", "1x8", "star2/u2"])
-def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(plan):
+def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice(plan):
     def on_rank(rank):
         asked, tiles = [], []
-        for name in ("put", "differs", "complete", "read", "given_up"):
+        for name in ("write", "matches", "is_complete", "read", "read_failure"):
             original = getattr(CallLedger, name)
 
             def counted(self, *arguments, original=original, name=name, **options):
@@ -49,36 +49,36 @@ def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(pl
 
     for first, again, packed, packed_again, others in run_local(on_rank, 8):
         assert first[0] > 0 and first[1] == first[2] > 0
-        assert again == packed_again == (0, 0, 0), "the store is not used, and no tile computed"
-        assert packed[0] > 0 and packed[1] == packed[2] > 0, "new documents: compared once, tiles computed once"
+        assert again == packed_again == (0, 0, 0), "nothing is asked, and no tile worked out"
+        assert packed[0] > 0 and packed[1] == packed[2] > 0, "documents that are new: compared once, tiles once"
         assert others[1] == others[2] > 0
 
 
-def test_a_sequence_is_compared_once_for_all_layers():
+def test_a_sequence_is_compared_once_however_many_layers_see_it():
     def on_rank(rank):
-        puts = []
-        put = CallLedger.put
+        writes = []
+        write = CallLedger.write
 
         def counted(self, *arguments, **options):
-            puts.append(arguments[0])
-            put(self, *arguments, **options)
+            writes.append(arguments[0])
+            write(self, *arguments, **options)
 
-        CallLedger.put = counted
+        CallLedger.write = counted
         sp = startrail.SequenceParallel("u2/1x2")
         sp.sequence(64).attention(*qkv(16))
         counts = []
         for end in (3, 4, 5):
-            puts.clear()
+            writes.clear()
             sequence = sp.sequence(64, [0, end, 64])
             for _ in range(4):
                 sequence.attention(*qkv(16))
-            counts.append(len(puts))
+            counts.append(len(writes))
         return counts
 
     assert run_local(on_rank, 4) == [[1, 1, 1]] * 4
 
 
-def test_ranks_with_different_documents_raise_before_anything_is_sent():
+def test_ranks_with_other_documents_are_told_before_anything_is_sent():
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2", timeout=30)
         sp.sequence(32).attention(*qkv(16))
@@ -112,17 +112,17 @@ def test_sequences_of_several_lengths_are_used_in_turn():
     assert max(run_local(on_rank, 4)) < 2e-6
 
 
-def test_a_sequence_in_use_is_kept_when_one_rank_makes_many_others():
+def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2", timeout=30)
         sequence = sp.sequence(32, [0, 7, 32])
         sequence.attention(*qkv(16))
         for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
             sp.sequence(length)
-        put, puts = CallLedger.put, []
-        CallLedger.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
+        write, writes = CallLedger.write, []
+        CallLedger.write = lambda self, *given, **options: (writes.append(given), write(self, *given, **options))
         sequence.attention(*qkv(16))
         sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
-        return len(puts)
+        return len(writes)
 
     assert run_local(on_rank, 2, deadline=60) == [0, 0]

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from startrail._compat import TorchDispatchMode
 
 TOKENS, MORE = 4, 2
 FIRST = 3  # the smallest id: padding, often 0, is embedded as zeros, through which nothing is seen
