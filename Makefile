@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup setup-bench validate validate-paper scaling test lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench validate validate-paper scaling test test-all lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: .venv/ready
 
@@ -21,12 +21,15 @@ setup-bench: .venv/ready-bench
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@
 
-# What runs ranks of its own and looks at the clock runs alone; the rest two at a time.
-ALONE := tests/api tests/comm tests/engine tests/lab tests/bench tests/planner/test_auto.py tests/training/test_training.py tests/training/test_interruptions.py tests/training/test_models_on_ranks.py tests/training/test_data_on_ranks.py tests/fuzz.py tests/chaos.py
+# Four at a time on two cores, since many tests wait; then, one by one, those that measure the machine.
+PYTEST := $(BIN)/python -m pytest -q --durations=10
 
-test: setup            ## every test
-	$(BIN)/python -m pytest -q -n 2 --durations=10 $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest -q --durations=25 $(ALONE)
+test: setup            ## every test, plans x shapes pairwise (tests/README.md)
+	$(PYTEST) -n 4 --dist loadgroup -m "not alone"
+	$(PYTEST) -m alone tests/lab
+
+test-all: setup        ## the same with whole products instead of pairs
+	STARTRAIL_TEST_ALL=1 $(MAKE) test
 
 lint: setup            ## style and types
 	$(BIN)/ruff check .

@@ -1,9 +1,31 @@
 import os
+from pathlib import Path
 
+import pytest
 import torch
-import torch._dynamo
+import torch._dynamo  # once, rather than in every forked rank
 
-# what auto chooses should not depend on what a busy machine measures
-os.environ.setdefault("STARTRAIL_CLUSTER", "lab")
+os.environ.setdefault(
+    "STARTRAIL_CLUSTER", "lab"
+)  # a busy machine would measure another cluster, and auto choose another plan
 
 torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
+
+ROOT = Path(__file__).parent
+LAB = ("lab/", "bench/", "cli/test_lab.py")  # network namespaces: one test after the other
+LONG = ("training/", "chaos.py", "integrations/", "engine/", "fuzz.py", "comm/", "schedule/")  # first, to end together
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "alone: measures the machine, so that nothing else may run; see tests/README.md")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if _path(item).startswith(LAB):
+            item.add_marker(pytest.mark.xdist_group("lab"))
+    items.sort(key=lambda item: next((n for n, start in enumerate(LONG) if _path(item).startswith(start)), len(LONG)))
+
+
+def _path(item):
+    return os.path.relpath(item.path, ROOT)

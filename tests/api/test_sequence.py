@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import startrail
 import startrail.engine.batch
-from startrail.comm.ledger import CallLedger
+from startrail.comm.consensus import CallLedger
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
 
@@ -15,7 +15,7 @@ from tests.helpers import dense, error_of, qkv, tensors, worst
 def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice(plan):
     def on_rank(rank):
         asked, tiles = [], []
-        for name in ("write", "matches", "is_complete", "read", "read_failure"):
+        for name in ("put", "differs", "complete", "read", "given_up"):
             original = getattr(CallLedger, name)
 
             def counted(self, *arguments, original=original, name=name, **options):
@@ -56,23 +56,23 @@ def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice
 
 def test_a_sequence_is_compared_once_however_many_layers_see_it():
     def on_rank(rank):
-        writes = []
-        write = CallLedger.write
+        puts = []
+        put = CallLedger.put
 
         def counted(self, *arguments, **options):
-            writes.append(arguments[0])
-            write(self, *arguments, **options)
+            puts.append(arguments[0])
+            put(self, *arguments, **options)
 
-        CallLedger.write = counted
+        CallLedger.put = counted
         sp = startrail.SequenceParallel("u2/1x2")
         sp.sequence(64).attention(*qkv(16))
         counts = []
         for end in (3, 4, 5):
-            writes.clear()
+            puts.clear()
             sequence = sp.sequence(64, [0, end, 64])
             for _ in range(4):
                 sequence.attention(*qkv(16))
-            counts.append(len(writes))
+            counts.append(len(puts))
         return counts
 
     assert run_local(on_rank, 4) == [[1, 1, 1]] * 4
@@ -119,10 +119,10 @@ def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
         sequence.attention(*qkv(16))
         for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
             sp.sequence(length)
-        write, writes = CallLedger.write, []
-        CallLedger.write = lambda self, *given, **options: (writes.append(given), write(self, *given, **options))
+        put, puts = CallLedger.put, []
+        CallLedger.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
         sequence.attention(*qkv(16))
         sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
-        return len(writes)
+        return len(puts)
 
     assert run_local(on_rank, 2, deadline=60) == [0, 0]

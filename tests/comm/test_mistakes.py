@@ -24,48 +24,51 @@ def attend(sp, q, k, v, documents=None, length=None, **options):
     return sequence.attention(q, k, v, **options)
 
 
-@pytest.mark.parametrize(
-    "plan, arguments, options, message",
-    [
-        ("1x2", qkv(tokens=15), {}, r"length 32 on 2 ranks gives 16 local tokens per rank .*, but this rank has 15"),
-        ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens per rank"),
-        ("1x2", qkv(), dict(length=0), "length=0 must be a whole number of tokens, length >= 1"),
-        ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
-        ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
-        ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
-        ("1x2", qkv(), dict(documents=[0, 9.5, 32]), "documents must be whole numbers"),
-        ("1x2", qkv(), dict(documents=[[0, 9, 32]]), "documents must be whole numbers in one dimension"),
-        ("1x2", qkv(), dict(documents=torch.tensor(32)), "documents must be whole numbers in one dimension"),
-        ("1x2", qkv(), dict(documents=[0, "a"]), "documents must be whole numbers in one dimension"),
-        ("1x2", qkv(), dict(window=2.5), "window=2.5 must be a whole number"),
-        ("1x2", qkv(), dict(window=2**70), "must be a whole number of tokens"),
-        ("1x2", qkv(), dict(length=32.0), "length=32.0 must be a whole number"),
-        ("1x2", qkv(), dict(causal=1.0), "causal=1.0 must be True or False"),
-        ("1x2", [qkv()[0], qkv()[1].numpy(), qkv()[2]], {}, "k must be a tensor, got ndarray"),
-        ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be None or a finite number greater than 0"),
-        ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be None or a finite number greater than 0"),
-        ("1x2", [qkv()[0], qkv()[1].to("meta"), qkv()[2]], {}, "q, k, v must be on one device"),
-        ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
-        ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
-        ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
-        ("1x2", qkv(dim=300), {}, "head dim 300 is more than 256"),
-        ("1x2", qkv(dtype=torch.int64), {}, "must share one dtype"),
-        ("1x2", [*qkv()[:2], qkv(tokens=18)[2]], {}, "k, v of one shape"),
-        ("1x2", [qkv()[0], *qkv(dim=4)[1:]], {}, "must agree in batch, local tokens and head dim"),
-        ("1x2", [x[0] for x in qkv()], {}, r"need q \(batch, heads, tokens, dim\)"),
-        ("1x2", [x[:0] for x in qkv()], {}, "no dimension may be empty"),
-        ("1x2", [qkv()[0].double(), *qkv()[1:]], {}, "must share one dtype"),
-    ],
-)
-def test_the_same_mistake_everywhere(plan, arguments, options, message):
-    def on_rank(rank):
-        sp = startrail.SequenceParallel(plan, timeout=20)
-        with pytest.raises(ValueError, match=message):
-            attend(sp, *arguments, **{"length": 32, **options})
-        assert not sp.traffic(), "nothing was sent"
-        return attend(sp, *qkv(heads=6, kv_heads=6)).shape == (1, 6, 16, 8)  # and the next call works
+MISTAKES = [  # plan, q, k and v, other arguments, error
+    ("1x2", qkv(tokens=15), {}, r"length 32 on 2 ranks gives 16 local tokens per rank .*, but this rank has 15"),
+    ("1x2", qkv(), dict(length=40), "length 40 on 2 ranks gives 20 local tokens per rank"),
+    ("1x2", qkv(), dict(length=0), "length=0 must be a whole number of tokens, length >= 1"),
+    ("1x2", qkv(), dict(window=0), "window=0 must be at least 1"),
+    ("1x2", qkv(), dict(documents=[0, 5]), "documents end at 5, but the sequence has 32 tokens"),
+    ("1x2", qkv(), dict(documents=[0, 9, 5, 32]), "documents must be cu_seqlens"),
+    ("1x2", qkv(), dict(documents=[0, 9.5, 32]), "documents must be whole numbers"),
+    ("1x2", qkv(), dict(documents=[[0, 9, 32]]), "documents must be whole numbers in one dimension"),
+    ("1x2", qkv(), dict(documents=torch.tensor(32)), "documents must be whole numbers in one dimension"),
+    ("1x2", qkv(), dict(documents=[0, "a"]), "documents must be whole numbers in one dimension"),
+    ("1x2", qkv(), dict(window=2.5), "window=2.5 must be a whole number"),
+    ("1x2", qkv(), dict(window=2**70), "must be a whole number of tokens"),
+    ("1x2", qkv(), dict(length=32.0), "length=32.0 must be a whole number"),
+    ("1x2", qkv(), dict(causal=1.0), "causal=1.0 must be True or False"),
+    ("1x2", [qkv()[0], qkv()[1].numpy(), qkv()[2]], {}, "k must be a tensor, got ndarray"),
+    ("1x2", qkv(), dict(scale=-0.5), "scale=-0.5 must be None or a finite number greater than 0"),
+    ("1x2", qkv(), dict(scale=float("nan")), "scale=nan must be None or a finite number greater than 0"),
+    ("1x2", [qkv()[0], qkv()[1].to("meta"), qkv()[2]], {}, "q, k, v must be on one device"),
+    ("1x2", qkv(kv_heads=3), {}, "4 query heads are not a multiple of 3 key/value heads"),
+    ("u2", qkv(heads=3, kv_heads=3), {}, "3 query heads cannot be split over u2; use u1, u3"),
+    ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
+    ("1x2", qkv(dim=300), {}, "head dim 300 is more than 256"),
+    ("1x2", qkv(dtype=torch.int64), {}, "must share one dtype"),
+    ("1x2", [*qkv()[:2], qkv(tokens=18)[2]], {}, "k, v of one shape"),
+    ("1x2", [qkv()[0], *qkv(dim=4)[1:]], {}, "must agree in batch, local tokens and head dim"),
+    ("1x2", [x[0] for x in qkv()], {}, r"need q \(batch, heads, tokens, dim\)"),
+    ("1x2", [x[:0] for x in qkv()], {}, "no dimension may be empty"),
+    ("1x2", [qkv()[0].double(), *qkv()[1:]], {}, "must share one dtype"),
+]
 
-    assert all(run_local(on_rank, 2, deadline=60))
+
+def test_the_same_mistake_on_every_rank():
+    """Nothing is sent, and the next call works: a new instance each, on one set of ranks."""
+
+    def on_rank(rank):
+        for plan, inputs, options, message in MISTAKES:
+            sp = startrail.SequenceParallel(plan, timeout=20)
+            with pytest.raises(ValueError, match=message):
+                attend(sp, *inputs, **{"length": 32, **options})
+            assert not sp.traffic(), f"bytes were sent before {message!r}"
+            assert attend(sp, *qkv(heads=6, kv_heads=6)).shape == (1, 6, 16, 8), message
+        return True
+
+    assert run_local(on_rank, 2, deadline=60) == [True, True]
 
 
 def test_one_rank_with_other_arguments_is_named_on_every_rank():

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import startrail.engine.op  # noqa: F401, registers the ops
-from startrail import _compat
 from startrail.bench.cases import Workload
 from startrail.bench.peers import ours as peers
 from startrail.comm import process_groups as groups
@@ -130,10 +129,10 @@ def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current)
     """Or asking for an event would make every rank use memory on GPU 0."""
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
-    lanes = SimpleNamespace(device=torch.device("cuda", 1), aborted=None)
-    monitor = TransferMonitor(TransferContext(lanes, SimpleNamespace(find_reason=lambda: None), Counters()))
-    monitor.pending.append(SimpleNamespace(work=work, posted=0.0))
-    monitor.check()
+    lanes = SimpleNamespace(device=torch.device("cuda", 1), ended=None)
+    look = TransferMonitor(TransferContext(lanes, SimpleNamespace(reason=lambda: None), Counters()))
+    look.under_way.append(SimpleNamespace(work=work, posted=0.0))
+    look.look()
     assert (asked, current.index) == ([1], 0)
 
 
@@ -202,7 +201,7 @@ def test_whatever_one_abort_does_the_others_are_not_kept_from_theirs(monkeypatch
     hangs.set()
 
 
-def test_the_watchdog_survives_whatever_a_check_raises(monkeypatch):
+def test_the_watching_thread_survives_whatever_a_look_raises(monkeypatch):
     monkeypatch.setattr(TIMING, "slow_wait", 0.04)
     looked = []
 
@@ -210,16 +209,16 @@ def test_the_watchdog_survives_whatever_a_check_raises(monkeypatch):
         def __init__(self, error):
             self.error = error
 
-        def check(self):
+        def look(self):
             looked.append(self)
             if self.error is not None:
                 raise self.error
 
     bad, good = Looks(KeyError("gone")), Looks(None)
-    watcher = watch.Watchdog()
+    watcher = watch._Watcher()
     watcher.watched |= {bad, good}
     assert eventually(lambda: bad in looked and looked.count(good) > 3)
-    watcher.stop()
+    watcher.end()
     assert looked.count(bad) == 1
 
 
@@ -290,19 +289,19 @@ class NcclOptions:
 def test_lanes_on_nccl_have_their_settings_in_one_place(monkeypatch):
     """Streams of high priority, few channels, and a watchdog that comes after our own deadline."""
     made = []
-    monkeypatch.setattr(_compat.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(groups, "PrefixStore", lambda name, store: name)
-    monkeypatch.setattr(_compat.c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(groups.c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(_compat, "without_bound_device", nullcontext)
+    monkeypatch.setattr(groups, "unbound", nullcontext)
     monkeypatch.setattr(
-        _compat.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
+        groups.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
     )
-    monkeypatch.setattr(_compat.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    monkeypatch.setattr(groups.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5))
     ((size, index, members, backend, _, name, options, timeout),) = made
     assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
-    assert options.high and options.config.max_ctas == groups.MAX_CHANNELS
+    assert options.high and options.config.max_ctas == groups.CHANNELS
     assert timeout == options._timeout == timedelta(seconds=5) + timedelta(seconds=TIMING.nccl_grace)
 
 
@@ -325,7 +324,7 @@ class Recorded:
 def test_a_step_posts_on_its_lanes_in_one_order_on_all_ranks():
     """Two communicators whose kernels do not fit on a GPU together would wait for each other; a work a lane."""
     lanes, calls = object.__new__(Lanes), []
-    lanes.has_tags, lanes.device, lanes.local_ranks = False, CUDA, [{1: 0}, {1: 0}]
+    lanes.tagged, lanes.device, lanes.places = False, CUDA, [{1: 0}, {1: 0}]
     lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]
     messages = [Message(send, lane, 1, (), False, 0) for lane in (1, 0) for send in (True, False)]
     assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]

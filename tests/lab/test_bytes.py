@@ -18,8 +18,8 @@ def test_the_interfaces_see_what_the_closed_form_promises():
         found = []
         for plan in plans:
             sp = startrail.SequenceParallel(plan)
-            sequence = sp.sequence(4 * 2048)
-            q, k, v = (torch.randn(1, 4, 2048, 32, requires_grad=True) for _ in range(3))
+            sequence = sp.sequence(4 * 768)
+            q, k, v = (torch.randn(1, 4, 768, 32, requires_grad=True) for _ in range(3))
             out = sequence.attention(q, k, v)  # groups connect and ranks agree here
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             sp.reset_counters()

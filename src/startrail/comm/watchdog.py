@@ -1,7 +1,7 @@
-"""Threads that end before the program does: a C++ call that returns into a finalizing Python aborts the process.
+"""Threads that must not outlive the program: a C++ call that returns into a Python that is ending aborts it.
 
-One daemon thread checks everything that is watched; it is stopped and joined at exit. A call that may hang runs in its
-own thread and is abandoned after a timeout.
+One thread watches everything that asks for it; it is stopped and waited for when the program ends. A call that may hang
+runs in a thread of its own, and is left behind when its time is over.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from startrail.comm.timing import TIMING
 
 
 class Watched(Protocol):
-    def check(self) -> None: ...
+    def look(self) -> None: ...
 
 
-class Watchdog:
-    """The thread of one process. A forked process needs its own."""
+class _Watcher:
+    """The thread of one process; a forked one needs its own."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.watched: WeakSet[Watched] = WeakSet()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="startrail-watchdog", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="startrail-watch", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
 
     def _run(self) -> None:
-        while not self._stopped.wait(TIMING.watch_interval):
-            with _lock:  # iterating over a set that grows would raise
+        while not self.stop.wait(TIMING.watch_interval):
+            with _lock:  # a set that grows meanwhile would end this thread
                 watched_now = list(self.watched)
             while watched_now:
                 watched = watched_now.pop()
                 try:
-                    watched.check()
-                except Exception:  # such as a store that is gone: stop checking this object only
+                    watched.look()
+                except Exception:  # the store is gone, and with it the job; the others are looked after all the same
                     self.watched.discard(watched)
-                del watched  # a local variable would keep the last one alive
+                del watched  # or the last one would live as long as we do
 
-    def stop(self) -> None:
-        self._stopped.set()
+    def end(self) -> None:
+        self.stop.set()
         if self.process == os.getpid():
-            self._thread.join(TIMING.thread_join)
+            self.thread.join(TIMING.thread_join)
 
 
-_watchdog: Watchdog | None = None
+_watcher: _Watcher | None = None
 _lock = threading.Lock()
 
 
 def watch(watched: Watched) -> None:
-    """Call ``watched.check()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive, until it raises."""
-    global _watchdog
+    """Call ``watched.look()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive, until it raises."""
+    global _watcher
     with _lock:
-        if _watchdog is None or _watchdog.process != os.getpid():
-            _watchdog = Watchdog()
-        _watchdog.watched.add(watched)
+        if _watcher is None or _watcher.process != os.getpid():
+            _watcher = _Watcher()
+        _watcher.watched.add(watched)
 
 
-def run_within(seconds: float, function: Callable[[], None], abandoned: threading.Event | None = None) -> bool:
-    """Run a function that may hang. Returns True if it ended in time, and raises its error. ``abandoned`` is set when
-    its result no longer matters.
+def run_within(seconds: float, function: Callable[[], None], ended: threading.Event | None = None) -> bool:
+    """Whether ``function``, which may hang, ended in time; what it raises is raised here. ``ended`` is set when nobody
+    waits for it any more.
 
     >>> run_within(5.0, lambda: None)
     True
@@ -81,16 +81,16 @@ def run_within(seconds: float, function: Callable[[], None], abandoned: threadin
     try:
         done = run_all_within(seconds, [run])
     finally:
-        if abandoned is not None:
-            abandoned.set()
+        if ended is not None:
+            ended.set()
     if errors:
         raise errors[0]
     return done
 
 
 def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
-    """Run functions that may hang, each in its own thread. They must not raise. Returns True if all ended in time."""
-    threads = [threading.Thread(target=function, name="startrail-helper", daemon=True) for function in functions]
+    """Whether functions that may hang, each in a thread of its own, have all ended in time; they must not raise."""
+    threads = [threading.Thread(target=function, name="startrail-apart", daemon=True) for function in functions]
     end = time.monotonic() + seconds
     for thread in threads:
         thread.start()
@@ -99,6 +99,6 @@ def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> b
             thread.join(max(0.0, end - time.monotonic()))
     finally:
         late = [thread for thread in threads if thread.is_alive()]
-        for thread in late:  # it may return from C++ while the program ends
+        for thread in late:  # what it called may return at any time: do not end the program meanwhile
             atexit.register(thread.join, TIMING.thread_join)
     return not late

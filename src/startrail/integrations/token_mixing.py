@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from startrail._compat import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS, MORE = 4, 2
 FIRST = 3  # the smallest id: padding, often 0, is embedded as zeros, through which nothing is seen

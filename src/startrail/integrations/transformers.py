@@ -34,7 +34,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
+from startrail.comm.sanity import STEPS, check_same_parameters, unwatched, watch_gradients
 from startrail.integrations.batch import IGNORE, Shared, shard_batch
 from startrail.integrations.layer_masks import (
     LayerKind,
@@ -141,7 +141,7 @@ class Attached:
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
-        self.checking = self.asked is None and self.steps < CHECKED_STEPS and model.training
+        self.checking = self.asked is None and self.steps < STEPS and model.training
         self.checking = self.checking and not torch.compiler.is_compiling()
         if self.checking:
             self.steps += 1
@@ -182,7 +182,7 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     except BaseException:
         detach(model)
         raise
-    attached.steps = 0 if check else CHECKED_STEPS
+    attached.steps = 0 if check else STEPS
     # handles of hooks stay with the model: a copy of the model has its own
     model._startrail_hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True))
     if check and sp.world > 1:
@@ -347,12 +347,12 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
     loss = found if isinstance(found, Tensor) and found.requires_grad else None
     new, agreed = [], False
     if model._startrail.checking:
-        new = [] if loss is None else unchecked_parameters(loss)
+        new = [] if loss is None else unwatched(loss)
         ready = torch.tensor(float(bool(new)), device=model.device)
         dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
-        check_gradients(loss, new, agreed, None)
+        watch_gradients(loss, new, agreed, None)
 
 
 def _unregister(name: str) -> None:

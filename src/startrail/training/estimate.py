@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from startrail._compat import FakeTensorMode, TorchDispatchMode, tree_leaves
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES
 from startrail.training.memory import recompute_blocks
 from startrail.training.recipes import Recipe
