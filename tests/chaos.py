@@ -29,7 +29,7 @@ from startrail import lab
 from startrail.cli import main as startrail
 from startrail.lab.namespaces import living_in
 from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
-from startrail.training.checkpoints.saving import path_of, steps_in
+from startrail.training.checkpoints.saving import checkpoint_path, steps_in
 from startrail.training.recipes import RECIPES
 from tests.helpers import eventually, holders_of, write_words
 
@@ -242,7 +242,7 @@ def flip_bit(place: Place, chance: random.Random) -> None:
     place.ask_to_stop()
     assert eventually(place.ended, DEADLINE), "the run does not stop"
     folder = place.out / "checkpoints"
-    file = chance.choice(sorted(path_of(folder, steps_in(folder)[-1]).iterdir()))
+    file = chance.choice(sorted(checkpoint_path(folder, steps_in(folder)[-1]).iterdir()))
     contents = bytearray(file.read_bytes())
     contents[chance.randrange(len(contents))] ^= 1 << chance.randrange(8)
     file.write_bytes(contents)

@@ -132,12 +132,14 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     said = capfd.readouterr().out
     assert f"{out} already has all 2 steps" in said
     assert "held-out loss" not in said and "continued by" not in said, "what is finished is not evaluated again"
-    assert "has checkpoints up to step 2: resume, or choose another out" in refusal([*argv, "--resume", "false"], capfd)
-    assert "is of a model with hidden 16, not 32" in refusal([*argv, "--hidden", "32"], capfd)
+    assert "has checkpoints up to step 2: pass --resume true or another --out" in refusal(
+        [*argv, "--resume", "false"], capfd
+    )
+    assert "has a model with hidden 16, not 32" in refusal([*argv, "--hidden", "32"], capfd)
     text.write_text("less\n" * 400)
     assert main([*argv, "--steps", "3", "--warmup", "2", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
     said = capfd.readouterr().err
-    assert "seed was 0, is 1: other samples from here on" in said
+    assert "seed was 0, is 1: the samples differ from here on" in said
     assert "sequences in a step was 1, is 2" in said
     assert "data_size was" in said
     assert "steps was 2, is 3, warmup was 20, is 2: the learning rate of step 3 is 0.0015 instead of 0.000225" in said
@@ -148,8 +150,8 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert "tensors of step 3" in capfd.readouterr().out
     tensors = safetensors.load_file(file)
     assert tensors["embedding.weight"].shape == (256, 16)
-    assert "exists already" in refusal(["export", str(out), str(file)], capfd)
-    assert "is not a whole checkpoint of startrail" in refusal(
+    assert "already exists" in refusal(["export", str(out), str(file)], capfd)
+    assert "is not a complete startrail checkpoint" in refusal(
         ["export", str(tmp_path), str(tmp_path / "other")], capfd
     )
 
@@ -197,17 +199,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_p
     folder, argv = copy_of(trained, tmp_path)
     chance = random.Random(1)
     flip(folder / "step-00000002" / "part-00000.bin", chance)
-    problem = f"checkpoint {folder / 'step-00000002'} is damaged: part-00000.bin has other contents than were written"
+    problem = f"checkpoint {folder / 'step-00000002'} is damaged: part-00000.bin has changed since it was written"
     capfd.readouterr()
     file = tmp_path / "model.safetensors"
     assert problem in refusal(["export", str(folder / "step-00000002"), str(file)], capfd)
     assert main(["export", str(folder.parent), str(file)]) == 0
     said = capfd.readouterr().out
-    assert f"{problem}; took the one before it" in said and "tensors of step 1" in said
+    assert f"{problem}; used the one before it" in said and "tensors of step 1" in said
     assert safetensors.load_file(file)["embedding.weight"].shape == (256, 16)
     assert main(argv) == 0
     out, error = capfd.readouterr()
-    assert f"{problem}; it is unusable-00000002 now, and the run continues from step 1" in error
+    assert f"{problem}; renamed it to unusable-00000002; the run continues from step 1" in error
     assert "after step 1" in out
     lines = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
@@ -231,17 +233,17 @@ def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(trained, tmp
 
     part = folder / "part-00000.bin"
     part.write_bytes(whole[part][:-10])
-    refused("is damaged: part-00000.bin has other contents")
+    refused("is damaged: part-00000.bin has changed")
     part.unlink()
     refused("is damaged: part-00000.bin is missing")
     (folder / "state.json").write_text('{"format": "other"}')
-    refused("is damaged: state.json has other contents")
+    refused("is damaged: state.json has changed")
     (folder / "SHA256SUMS").unlink()
-    refused("is not a whole checkpoint of startrail: SHA256SUMS is missing")
+    refused("is not a complete startrail checkpoint: SHA256SUMS is missing")
     state = '{"format": "startrail checkpoint 3"}'
     (folder / "state.json").write_text(state)
     (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(state.encode()).hexdigest()}  state.json\n")
-    refused("is not a checkpoint that this version reads: need format 'startrail checkpoint 2'")
+    refused("is not a checkpoint that this version reads: its format must be 'startrail checkpoint 2'")
     state = json.loads(whole[folder / "state.json"])
     state["tensors"]["model.embedding.weight"]["pieces"][0][0] = "../../metrics.jsonl"
     text = json.dumps(state)
@@ -251,7 +253,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(trained, tmp
         f"{hashlib.sha256(text.encode()).hexdigest()}  state.json"
     ]
     (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n")
-    refused("'../../metrics.jsonl', which is no file of this checkpoint")
+    refused("'../../metrics.jsonl', which is not a file of this checkpoint")
 
 
 class Bomb:

@@ -118,7 +118,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_checkpoint(da
     done = subprocess.run(limited, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 1
     assert "startrail train: the checkpoint of step 8 could not be written: " in done.stderr
-    assert "File too large; that of step 4 is kept" in done.stderr
+    assert "File too large; the one of step 4 is kept" in done.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 
 

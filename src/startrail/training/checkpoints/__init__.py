@@ -1,1 +1,9 @@
-"""TODO"""
+"""Checkpoints of a training run. May import ``comm`` and ``training``'s recipes and collectives.
+
+Start reading at ``saving``: its docstring shows the folder of a checkpoint.
+
+- ``saving``: writes checkpoints in the background and resumes from the newest good one.
+- ``pieces``: tensors as bytes in files, written and read by different numbers of ranks.
+- ``manifest``: checksums of all files.
+- ``export``: a checkpoint's model as one safetensors file.
+"""

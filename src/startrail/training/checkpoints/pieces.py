@@ -1,5 +1,6 @@
-"""Named tensors as bytes in files: every rank writes its own part of each, and reads what its part needs, whoever wrote
-it. Files hold numbers and nothing else, so that reading one runs no code; where each piece lies is plain data.
+"""Named tensors as bytes in files. Each rank writes its part of every tensor, and reads its part from any rank's files.
+
+Files hold only numbers, so reading one runs no code; an index of plain data locates each piece.
 
 >>> buffer, index = pack({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, "part.bin", rank=0, world=1)
 >>> len(buffer), index
@@ -20,34 +21,34 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Index = dict[str, dict[str, Any]]
-ALIGNED = 16  # bytes, so that every dtype begins where the processor likes it to
+ALIGNMENT_BYTES = 16  # enough for every dtype
 
 
 def pack(tensors: Mapping[str, Tensor], file: str, rank: int, world: int) -> tuple[bytearray, Index]:
-    """A copy of what this rank writes to ``file``, and where it lies there. Of tensors that all ranks hold whole, each
-    rank writes some."""
-    boxes, index, size = [], {}, 0
+    """Return a copy of the bytes that this rank writes to ``file``, and their index. Replicated tensors are divided
+    among the ranks."""
+    parts, index, size = [], {}, 0
     for number, (name, tensor) in enumerate(tensors.items()):
-        part, first = _own_part(tensor)
+        part, first = _local_part(tensor)
         writes = isinstance(tensor, DTensor) or number % world == rank
         pieces: list[list[object]] = []
         if writes and part.numel():
             pieces.append([file, size, list(first), list(part.shape)])
-            boxes.append((size, part))
-            size += part.nbytes + -part.nbytes % ALIGNED
+            parts.append((size, part))
+            size += part.nbytes + -part.nbytes % ALIGNMENT_BYTES
         index[name] = {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
             "pieces": pieces,
         }
     buffer = bytearray(size)
-    for start, part in boxes:
+    for start, part in parts:
         _view(buffer, part.dtype, part.shape, start).copy_(part)
     return buffer, index
 
 
-def merge(indices: Iterable[Index]) -> Index:
-    """One index of what all ranks wrote."""
+def merge_indices(indices: Iterable[Index]) -> Index:
+    """Merge the indices of all ranks."""
     merged: Index = {}
     for index in indices:
         for name, entry in index.items():
@@ -57,31 +58,30 @@ def merge(indices: Iterable[Index]) -> Index:
 
 
 def read_into(tensors: Mapping[str, Tensor], index: Index, folder: Path, files: Iterable[str]) -> None:
-    """Fill the tensors, each rank its own part, from pieces in ``files`` of ``folder``; ``ValueError`` if they do not
-    fit."""
+    """Fill this rank's part of the tensors from ``files`` of ``folder``; raise ``ValueError`` on a mismatch."""
     known = frozenset(files)
     for name, tensor in tensors.items():
         entry = index.get(name)
         if entry is None or entry["shape"] != list(tensor.shape):
-            found = "is missing" if entry is None else f"has shape {tuple(entry['shape'])}"
-            raise ValueError(f"{name} {found}, the model has {tuple(tensor.shape)}")
-        part, first = _own_part(tensor)
+            saved = "is missing" if entry is None else f"has shape {tuple(entry['shape'])}"
+            raise ValueError(f"{name} {saved}; in the model its shape is {tuple(tensor.shape)}")
+        part, first = _local_part(tensor)
         missing = part.numel()
         for file, start, offsets, sizes in entry["pieces"]:
             if file not in known:
-                raise ValueError(f"{name} is in {file!r}, which is no file of this checkpoint")
-            both = _overlap(first, part.shape, offsets, sizes)
-            if both is not None:
+                raise ValueError(f"{name} is in {file!r}, which is not a file of this checkpoint")
+            overlap = _overlap(first, part.shape, offsets, sizes)
+            if overlap is not None:
                 piece = _read(folder / file, start, getattr(torch, entry["dtype"]), sizes)
-                mine = part[tuple(slice(a - i, b - i) for (a, b), i in zip(both, first, strict=True))]
-                mine.copy_(piece[tuple(slice(a - i, b - i) for (a, b), i in zip(both, offsets, strict=True))])
-                missing -= mine.numel()
+                target = part[tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, first, strict=True))]
+                target.copy_(piece[tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, offsets, strict=True))])
+                missing -= target.numel()
         if missing:
-            raise ValueError(f"{name}: {missing} elements are in no file")
+            raise ValueError(f"{name}: {missing} elements are not in any file")
 
 
 def empty_tensors(index: Index, prefix: str) -> dict[str, Tensor]:
-    """Whole tensors to read into, of all names that begin with ``prefix``."""
+    """Uninitialized full tensors for all names that start with ``prefix``."""
     return {
         name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         for name, entry in index.items()
@@ -89,8 +89,8 @@ def empty_tensors(index: Index, prefix: str) -> dict[str, Tensor]:
     }
 
 
-def _own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a tensor, as a view, and its first element in each dimension."""
+def _local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """A view of this rank's part of a tensor, and the part's offset in each dimension."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()
@@ -101,9 +101,9 @@ def _own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _overlap(
     first: Iterable[int], shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]
 ) -> list[tuple[int, int]] | None:
-    """Where two boxes meet, from and to in each dimension."""
-    both = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(first, shape, offsets, sizes, strict=True)]
-    return both if all(start < stop for start, stop in both) else None
+    """The intersection of two boxes as (start, stop) per dimension, or None if it is empty."""
+    overlap = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(first, shape, offsets, sizes, strict=True)]
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def _read(path: Path, start: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
