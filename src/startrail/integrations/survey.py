@@ -1,7 +1,7 @@
-"""Which families of the installed transformers run with startrail, and why the others do not.
+"""Finds out which model families of the installed transformers run with startrail, and why the others do not.
 
-Nothing is listed: every causal language model that transformers knows is made from its own default config, on the meta
-device and with few layers, and attached. What its layers ask for is what the table says.
+The families are not listed anywhere. Each causal language model that transformers knows is created from its default
+config, on the meta device and with few layers, and attached. The table shows what its layers ask for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from startrail.integrations.transformers import attach, detach
 from startrail.parallel import SequenceParallel
 
-LAYERS = 4  # enough to meet a model's kinds of layers; a model whose pattern is longer keeps its own number
+LAYERS = 4  # enough for all kinds of layers of most models; a model that refuses this number keeps its own
 
 
 class ModelFamily(NamedTuple):
@@ -34,61 +34,61 @@ class ModelFamily(NamedTuple):
 
 
 def families(names: Sequence[str] = (), progress: bool = False) -> list[ModelFamily]:
-    """One entry for each causal language model of transformers, or for those named."""
+    """One entry for each causal language model of transformers, or for each name."""
     known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING_NAMES)
     for name in names:
         if name not in known:
             close = ", ".join(other for other in known if other.startswith(name[:3])) or f"one of {len(known)}"
             raise ValueError(
-                f"{name!r} is no causal language model of transformers {transformers.__version__}: {close}"
+                f"{name!r} is not a causal language model of transformers {transformers.__version__}: {close}"
             )
-    found = []
+    result = []
     for index, name in enumerate(names or known):
         if progress:
             print(f"\r{index + 1}/{len(names or known)} {name:30s}", end="", file=sys.stderr, flush=True)
-        found.append(_family(name))
+        result.append(_try_family(name))
     if progress:
         print("\r" + " " * 50 + "\r", end="", file=sys.stderr)
-    return found
+    return result
 
 
-def table(found: Sequence[ModelFamily]) -> str:
-    runs = sum(family.problem is None for family in found)
-    head = f"transformers {transformers.__version__}: {runs} of {len(found)} families of causal language models run"
-    return "\n".join([head, "", *map(str, found)])
+def table(tried: Sequence[ModelFamily]) -> str:
+    runs = sum(family.problem is None for family in tried)
+    head = f"transformers {transformers.__version__}: {runs} of {len(tried)} families of causal language models run"
+    return "\n".join([head, "", *map(str, tried)])
 
 
-def _family(name: str) -> ModelFamily:
-    with _quietly():
+def _try_family(name: str) -> ModelFamily:
+    with _no_warnings():
         try:
-            model = _model(name)
-        except Exception as error:  # a default config need not make a model
-            return ModelFamily(name, (), f"not tried: its default config makes no model ({_first_line(error)})")
+            model = _make_model(name)
+        except Exception as error:  # not every default config is valid
+            return ModelFamily(name, (), f"not tried: its default config gives no model ({_first_line(error)})")
         try:
             attach(model, SequenceParallel("1x1"), check=False)
         except ValueError as error:
             text = _first_line(error)
-            unknown = isinstance(error.__cause__, RuntimeError)  # it reads values, and meta tensors have none
-            return ModelFamily(name, (), f"not tried: {text}" if unknown else text)
+            reads_values = isinstance(error.__cause__, RuntimeError)  # meta tensors have none
+            return ModelFamily(name, (), f"not tried: {text}" if reads_values else text)
         attached = model._startrail
         kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
-        kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn's)" for softcap in sorted(attached.softcaps))
+        kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn only)" for softcap in sorted(attached.softcaps))
         detach(model)
         return ModelFamily(name, kinds, None)
 
 
-def _model(name: str) -> Any:
+def _make_model(name: str) -> Any:
     kind = CONFIG_MAPPING[name]
     try:
         config = kind(num_hidden_layers=LAYERS)
-    except Exception:  # some derive their number of layers, or state what every layer is
+    except Exception:  # some derive the number of layers, or list the type of every layer
         config = kind()
     text = config.get_text_config(decoder=True)
     for option in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
         if hasattr(text, option):
-            setattr(text, option, 0.0)  # a matter of the recipe, not of the family
+            setattr(text, option, 0.0)  # depends on the recipe, not on the family
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # the one dtype that all kernels take
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # the dtype that all kernels support
 
 
 def _first_line(error: Exception) -> str:
@@ -96,7 +96,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _no_warnings() -> Iterator[None]:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:

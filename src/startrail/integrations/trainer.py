@@ -1,11 +1,11 @@
-"""``Trainer`` of transformers on sequences that are split over ranks: training, evaluation, accumulation, saving.
+"""Trains, evaluates, accumulates and saves with ``Trainer`` of transformers, on sequences sharded over ranks.
 
     trainer = StarTrailTrainer(model, arguments, train_dataset=data, sp=sp)
     trainer.train()
 
-``StarTrailMixin`` goes in front of any class derived from ``Trainer``, such as TRL's ``SFTTrainer``. Ranks of one
-sequence get the same batches; where there are more ranks, the groups of ``sp`` get different ones. The loss is the
-global one: summed over all labels of all ranks and accumulation steps, divided by their number.
+Put ``StarTrailMixin`` before any class derived from ``Trainer``, such as TRL's ``SFTTrainer``. All ranks of a sequence
+get the same batches. With more ranks than ``sp`` has, each group gets its own. The loss is global: summed over the
+labels of all ranks and accumulation steps, and divided by their number.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ from startrail.parallel import SequenceParallel
 
 
 class StarTrailMixin:
-    """In front of a ``Trainer`` class. ``sp`` is what the sequences are split over; the model is attached to it."""
+    """Mixin for a ``Trainer`` class: shards sequences over the ranks of ``sp`` and attaches the model to it."""
 
     sp: SequenceParallel
 
     def __init__(self, *arguments: Any, sp: SequenceParallel, **options: Any) -> None:
         for given in (*arguments, *options.values()):
             if isinstance(given, TrainingArguments):
-                _refuse_other_splits(given)
+                _check_other_parallelism(given)
         self.sp = sp
-        self._data_ranks, self._data_rank = _data_ranks(sp)
+        self._num_groups, self._group_index = _groups(sp)
         super().__init__(*arguments, **options)
         trainer: Any = self
         if not trainer.args.average_tokens_across_devices:
-            raise ValueError("average_tokens_across_devices=False would average what must be summed: leave it on")
+            raise ValueError(
+                "average_tokens_across_devices=False would average losses that must be summed: leave it True"
+            )
         if trainer.compute_metrics is not None or trainer.label_smoother is not None:
             raise ValueError(
-                "compute_metrics and label smoothing need whole logits, but a rank has those of its tokens"
+                "compute_metrics and label smoothing need all logits, but a rank has only those of its tokens"
             )
         trainer.args.prediction_loss_only = True
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
-        base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # of PEFT
+        base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # PEFT
         if not hasattr(base, "_startrail"):
             attach(base, sp)
         if not trainer.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{type(base).__name__} does not take num_items_in_batch, which its loss must be divided by"
+                f"{type(base).__name__} does not take num_items_in_batch, by which its loss must be divided"
             )
 
     def _get_dataloader(self, *arguments: Any, **options: Any) -> DataLoader[Any]:
-        """The same batches for all ranks of a sequence."""
+        """A loader with the same batches for all ranks of a sequence."""
         accelerator = self.accelerator  # type: ignore[attr-defined]
         prepare = accelerator.prepare
 
@@ -66,8 +68,8 @@ class StarTrailMixin:
             return prepare_data_loader(
                 loader,
                 accelerator.device,
-                num_processes=self._data_ranks,
-                process_index=self._data_rank,
+                num_processes=self._num_groups,
+                process_index=self._group_index,
                 put_on_device=True,
                 rng_types=list(accelerator.rng_types or ()),
                 even_batches=settings.even_batches,
@@ -82,13 +84,13 @@ class StarTrailMixin:
             accelerator.prepare = prepare
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        """Labels of all batches of a step, on all ranks that have different ones."""
+        """The number of labels in all batches of a step, over all groups."""
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
         names = ("labels", "shift_labels")
         count = sum(count_labels(**{name: x[name] for name in names if name in x}) for x in batch_samples)
         total = torch.tensor(count, device=device)
-        if self._data_ranks > 1:
+        if self._num_groups > 1:
             dist.all_reduce(total)
             total //= self.sp.world
         return total.clamp(min=1)
@@ -101,40 +103,40 @@ class StarTrailMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: object = None
     ) -> tuple[Tensor, None, None]:
-        """One batch of an evaluation. Trainers have evaluations of their own (TRL's does not split batches), but all
-        of them take the loss from ``compute_loss``."""
+        """The loss of one evaluation batch. Trainers override this (TRL's does not shard batches), but all of them take
+        the loss from ``compute_loss``."""
         trainer: Any = self
         inputs = trainer._prepare_inputs(inputs)
         count = self._get_num_items_in_batch([inputs], trainer.args.device)
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, shard_batch(self.sp, **inputs), num_items_in_batch=count)
         loss = loss.detach()
-        if dist.is_initialized():  # the same on all ranks: of the last batch, trainers leave out some
+        if dist.is_initialized():  # the same on all ranks: trainers drop some of the last batch's
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
         return loss, None, None
 
 
 class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
-    """``Trainer`` on sequences that are split over the ranks of ``sp``."""
+    """``Trainer`` on sequences sharded over the ranks of ``sp``."""
 
 
-def _refuse_other_splits(arguments: TrainingArguments) -> None:
-    """Whatever else would split sequences: accelerate is told by ``parallelism_config``, or by the environment."""
+def _check_other_parallelism(arguments: TrainingArguments) -> None:
+    """Refuse accelerate's own sequence parallelism, set by ``parallelism_config`` or by the environment."""
     config = arguments.parallelism_config
     for name in ("cp_size", "sp_size"):
-        said = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if config is None else getattr(config, name)
-        if int(said) > 1:
-            raise ValueError(f"parallelism_config has {name}={said}, but sp splits the sequences: leave {name} at 1")
+        size = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if config is None else getattr(config, name)
+        if int(size) > 1:
+            raise ValueError(f"parallelism_config has {name}={size}, but sp shards the sequences: leave {name} at 1")
 
 
-def _data_ranks(sp: SequenceParallel) -> tuple[int, int]:
-    """How many groups of ranks have different batches, and which is this rank's."""
+def _groups(sp: SequenceParallel) -> tuple[int, int]:
+    """The number of groups with different batches, and the index of this rank's."""
     if not dist.is_initialized() or dist.get_world_size() == sp.world:
         return 1, 0
     assert sp.group is not None
     first = torch.tensor(dist.get_process_group_ranks(sp.group)[0])
-    everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, first)
-    groups = sorted({int(x) for x in everyone})
+    firsts = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+    dist.all_gather(firsts, first)
+    groups = sorted({int(x) for x in firsts})
     return len(groups), groups.index(int(first))

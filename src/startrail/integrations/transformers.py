@@ -1,16 +1,15 @@
-"""Hugging Face transformers: a causal language model whose attention runs over all ranks, in three lines::
+"""Hugging Face transformers: run the attention of a causal language model over all ranks, in three lines::
 
     sp = startrail.SequenceParallel("auto", heads=32, kv_heads=8)
     model = attach(AutoModelForCausalLM.from_pretrained(...), sp)
     loss = model(**shard_batch(sp, input_ids=ids, labels=labels)).loss      # this rank's share of one process's loss
 
-``attach`` gives the model an attention function and a mask function of its own, under a name of their own, so that two
-models with two plans live side by side. It then asks the model for one forward pass of a few tokens, in which every
-layer says what it wants: its mask, its scale, sinks, and whatever else it passes on. What cannot be run is refused
-there, with the layer's name; so is a model in which tokens see each other without attention, or whose loss does not
-take labels that are already shifted.
+``attach`` registers an attention function and a mask function for the model under a unique name, so two models can use
+two plans at the same time. It then probes the model with a forward pass of a few tokens, in which every layer shows its
+mask, scale, sinks and other arguments. It refuses a layer that cannot run, by name; a model that mixes tokens outside
+attention; and a model whose loss does not take labels that are already shifted.
 
-The mask function returns a ``MaskPlaceholder`` instead of a mask: the batch's sequence, and which keys this kind of
+The mask function returns a ``MaskPlaceholder`` instead of a mask: the batch's context, and which keys this kind of
 layer sees. The model passes it to its layers, so a layer that is recomputed in the backward pass gets the batch of its
 forward pass.
 """
@@ -35,59 +34,62 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
 from startrail.comm.sanity import STEPS, check_same_parameters, unwatched, watch_gradients
-from startrail.integrations.batch import IGNORE, Shared, shard_batch
+from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import (
     LayerKind,
     MaskPlaceholder,
     MaskUseError,
-    kind_of,
-    problem_of,
+    layer_problem,
+    read_layer_kind,
     softcap_problem,
 )
-from startrail.integrations.token_mixing import seen_by_neighbours
+from startrail.integrations.token_mixing import find_token_mixing
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 
-TRIED_TOKENS = 4
+PROBE_TOKENS = 4
 
 _numbers = itertools.count()
 
 
 class Attached:
-    """What a model, its copies, and its functions share. ``kinds`` are those of its masks, by what tells them apart
-    when they are made, ``softcaps`` those of its layers; ``asked`` is what the layers ask for while the model is tried,
-    else None; ``before`` is how its modules attended."""
+    """State shared by a model, its copies, and the functions registered for it.
+
+    ``kinds`` are the kinds of its masks, by the arguments with which masks are made, and ``softcaps`` those of its
+    layers. ``probed`` has the name and the problem of each layer while the model is probed, else None.
+    ``original_attention`` is the attention that each config had before.
+    """
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
         self.name = f"startrail-{next(_numbers)}"
         self.kinds: dict[tuple[object, ...], LayerKind] = {}
         self.softcaps: set[float] = set()
-        self.shared: Shared | None = None
-        self.asked: list[tuple[str, str | None]] | None = None
-        self.before: dict[str, str | None] = {}
+        self.context: BatchContext | None = None
+        self.probed: list[tuple[str, str | None]] | None = None
+        self.original_attention: dict[str, str | None] = {}
         self.steps = 0
-        self.checking = False  # whether the forward pass that runs is one of the first in training
+        self.checking = False  # True during the first training steps
 
     def __deepcopy__(self, memo: object) -> Attached:
-        """A copied model asks for attention by the same name."""
+        """A copied model keeps the name, and so the functions."""
         return self
 
-    # --- what transformers calls
+    # --- called by transformers
 
     def mask(self, *arguments: Any, mask_function: Callable[..., Any] | None = None, **options: Any) -> MaskPlaceholder:
         key = (options.get("local_size"), "allow_is_bidirectional_skip" in options, bool(options.get("use_vmap")))
-        if self.asked is not None:
-            kind = kind_of(mask_function)
+        if self.probed is not None:
+            kind = read_layer_kind(mask_function)
             if self.kinds.setdefault(key, kind) != kind:
-                raise ValueError(f"masks of {kind} and {self.kinds[key]} cannot be told apart")
+                raise ValueError(f"cannot distinguish the masks {kind} and {self.kinds[key]}")
             return MaskPlaceholder(None, kind)
         if key not in self.kinds:
-            raise ValueError(f"a mask that the model did not ask for when it was attached: {key}")
-        return MaskPlaceholder(self.shared, self.kinds[key])
+            raise ValueError(f"the model asks for a mask that it did not ask for in attach: {key}")
+        return MaskPlaceholder(self.context, self.kinds[key])
 
     def attend(
         self,
@@ -103,45 +105,46 @@ class Attached:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Attention of one layer: (batch, heads, tokens, dim) in, (batch, tokens, heads, dim) out."""
-        problem = problem_of(query, key, attention_mask, dropout, others)
-        if self.asked is not None:
+        problem = layer_problem(query, key, attention_mask, dropout, others)
+        name = str(getattr(module, "_startrail_name", type(module).__name__))
+        if self.probed is not None:
             if softcap is not None:
                 self.softcaps.add(softcap)
                 problem = problem or softcap_problem(query, softcap)
-            self.asked.append((str(getattr(module, "_startrail_name", type(module).__name__)), problem))
+            self.probed.append((name, problem))
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-        problem = problem or self._problem_with_batch(attention_mask, s_aux)
+        problem = problem or self._batch_problem(attention_mask.context, s_aux)
         if problem is not None:
-            raise ValueError(f"{getattr(module, '_startrail_name', type(module).__name__)}: {problem}")
-        kind, shared = attention_mask.kind, attention_mask.shared
-        sequence, chunk = shared.chunked(kind.chunk)
+            raise ValueError(f"{name}: {problem}")
+        kind, context = attention_mask.kind, attention_mask.context
+        sequence, chunk = context.sequence_for(kind.chunk)
         options: dict[str, Any] = dict(scale=scaling, sinks=s_aux, softcap=softcap)
         out = sequence.attention(query, key, value, causal=kind.causal, window=kind.window, chunk=chunk, **options)
-        if shared.blind is not None:
-            out = out.masked_fill(shared.blind.view(1, 1, -1, 1), 0)
+        if context.fully_masked is not None:
+            out = out.masked_fill(context.fully_masked.view(1, 1, -1, 1), 0)
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
 
-    def _problem_with_batch(self, seen: MaskPlaceholder, sinks: Tensor | None) -> str | None:
-        if seen.shared is None:
-            return "the model was called without a batch: model(**shard_batch(sp, ...))"
-        if seen.shared.blind is not None and sinks is None and "eager" in self.before.values():
+    def _batch_problem(self, context: BatchContext | None, sinks: Tensor | None) -> str | None:
+        if context is None:
+            return "the model was called without a batch: call model(**shard_batch(sp, ...))"
+        if context.fully_masked is not None and sinks is None and "eager" in self.original_attention.values():
             return (
-                "a label is learnt from padding on the left, which attends to everything in transformers' eager "
-                "attention: give the first token of each row the label -100"
+                "a label is predicted from padding on the left, which sees all keys in transformers' eager attention: "
+                f"set the label of each row's first token to {IGNORE}"
             )
         return None
 
     def before_forward(
         self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take the batch's sequence out of what the model gets; in the first steps, check what could go wrong."""
-        self.shared = options.pop("startrail", None)
-        if self.asked is None and self.shared is None:
+        """Remove the batch's context from the model's arguments; in the first training steps, compare parameters."""
+        self.context = options.pop("startrail", None)
+        if self.probed is None and self.context is None:
             raise ValueError(
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
-        self.checking = self.asked is None and self.steps < STEPS and model.training
+        self.checking = self.probed is None and self.steps < STEPS and model.training
         self.checking = self.checking and not torch.compiler.is_compiling()
         if self.checking:
             self.steps += 1
@@ -150,90 +153,88 @@ class Attached:
 
 
 def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) -> PreTrainedModel:
-    """Let ``model`` attend over all ranks of ``sp``, and return it.
+    """Make ``model`` attend over all ranks of ``sp``, and return it.
 
-    ``ValueError`` names what cannot be run, and the layer. ``check``: in the first two training steps, compare the
-    ranks' parameters, and find out whether gradients are averaged that should be summed.
+    Raises ``ValueError`` with the reason and the layer if the model cannot run. With ``check``, the first two training
+    steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
     """
     if not isinstance(model, PreTrainedModel):
         hint = ""
         if type(model).__module__.startswith("diffusers."):
-            hint = " of diffusers: give its attention modules a processor of your own that calls sequence.attention"
+            hint = " of diffusers: give its attention modules a processor that calls sequence.attention"
         raise ValueError(f"attach needs a transformers model, got {type(model).__name__}{hint}")
     if hasattr(model, "_startrail"):
-        raise ValueError(f"the model is attached already, to {model._startrail.sp}; detach(model) first")
+        raise ValueError(f"the model is already attached to {model._startrail.sp}; detach(model) first")
     warn_if_untested()
-    _refuse_by_config(model)
+    _check_config(model)
     attached = Attached(sp)
-    _own_configs(model)
+    _copy_configs(model)
     for name, module in model.named_modules():
         module._startrail_name = name or type(module).__name__
-    found = weakref.ref(attached)  # the registry must not keep the model's plan alive
-    AttentionInterface.register(attached.name, _method(found, "attend"))
-    AttentionMaskInterface.register(attached.name, _method(found, "mask"))
+    AttentionInterface.register(attached.name, _weak_method(attached, "attend"))
+    AttentionMaskInterface.register(attached.name, _weak_method(attached, "mask"))
     weakref.finalize(attached, _unregister, attached.name)
     configs = _configs(model)
-    attached.before = {name: config._attn_implementation for name, config in configs.items()}
+    attached.original_attention = {name: config._attn_implementation for name, config in configs.items()}
     for config in configs.values():
         config._attn_implementation_internal = attached.name
     model._startrail, model._startrail_hooks = attached, []
     try:
-        _try(model, attached)
+        _probe(model, attached)
     except BaseException:
         detach(model)
         raise
     attached.steps = 0 if check else STEPS
-    # handles of hooks stay with the model: a copy of the model has its own
+    # the model, not ``attached``, holds the hooks' handles: a copy of the model has its own
     model._startrail_hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True))
     if check and sp.world > 1:
         model._startrail_hooks.append(model.register_forward_hook(_watch_loss))
-    # bound, so that a copy of the model acts on the copy
-    model.gradient_checkpointing_enable = MethodType(_checkpointing_that_keeps_attention, model)
+    # a bound method, so that a copy of the model has one bound to the copy
+    model.gradient_checkpointing_enable = MethodType(_enable_checkpointing, model)
     if is_checkpointing(model):
         model.gradient_checkpointing_enable()
     return model
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it was, for generation on one process."""
+    """Undo ``attach``, for example to generate on one process, and return the model."""
     attached: Attached | None = model.__dict__.pop("_startrail", None)
     if attached is None:
-        raise ValueError("the model is not attached")
+        raise ValueError("the model is not attached to startrail")
     for name, config in _configs(model).items():
-        config._attn_implementation_internal = attached.before[name]
+        config._attn_implementation_internal = attached.original_attention[name]
     for hook in model.__dict__.pop("_startrail_hooks"):
         hook.remove()
     model.__dict__.pop("gradient_checkpointing_enable", None)
     return model
 
 
-# --- refusing
+# --- checks
 
 
-def _refuse_by_config(model: PreTrainedModel) -> None:
-    config = model.config
+def _check_config(model: PreTrainedModel) -> None:
+    config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__}: a decoder that attends to an encoder's states is not supported")
+        raise ValueError(f"{name}: a decoder that attends to an encoder's states is not supported")
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            f"{type(model).__name__}: the routers' auxiliary loss is of a rank's own tokens, not of all; set "
+            f"{name}: the routers' auxiliary loss would see only this rank's tokens; set "
             "config.output_router_logits=False"
         )
     text = config.get_text_config(decoder=True)
-    known = {"full_attention", "sliding_attention", "chunked_attention", None}
+    supported = {"full_attention", "sliding_attention", "chunked_attention", None}
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in known:
-            reason = (
-                "its state would have to pass from rank to rank" if "linear" in str(kind) else "it is not known here"
-            )
-            raise ValueError(f"{type(model).__name__}: layer {index} is {kind!r}: {reason}")
+        if kind not in supported:
+            recurrent = "linear" in str(kind)
+            reason = "its state would have to pass from rank to rank" if recurrent else "unsupported layer type"
+            raise ValueError(f"{name}: layer {index} is {kind!r}: {reason}")
 
 
-def _try(model: PreTrainedModel, attached: Attached) -> None:
-    """Ask every layer what it wants, with forward passes of a few tokens in which nothing is attended."""
-    owners = {module._startrail_name for module in model.modules() if _is_attention(module)}
+def _probe(model: PreTrainedModel, attached: Attached) -> None:
+    """Run forward passes of a few tokens, in which layers show their arguments and attention returns zeros."""
+    expected = {module._startrail_name for module in model.modules() if _is_attention(module)}
     device = next(model.parameters()).device
-    ids = torch.arange(TRIED_TOKENS, device=device).unsqueeze(0) % 2
+    ids = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0) % 2
     labels = torch.tensor([[1, 0, 1, IGNORE]], device=device)
     options = dict(labels=labels, shift_labels=labels, num_items_in_batch=7)
 
@@ -241,85 +242,80 @@ def _try(model: PreTrainedModel, attached: Attached) -> None:
         mask, positions = torch.ones_like(ids), torch.full_like(ids, 3)
         return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **options)
 
-    with _trying(model, attached):
+    with _probing(model, attached):
         model.train()
-        found = run(ids, **options)
-        asked = attached.asked or []
-    for name, problem in asked:
+        output = run(ids, **options)
+        probed = attached.probed or []
+    for name, problem in probed:
         if problem:
             raise ValueError(f"{name}: {problem}")
-    if not asked:
-        raise ValueError(
-            f"no layer of {type(model).__name__} asks for attention through transformers' AttentionInterface"
-        )
-    silent = owners - {name for name, _ in asked}
+    if not probed:
+        raise ValueError(f"no layer of {type(model).__name__} calls attention through transformers' AttentionInterface")
+    silent = expected - {name for name, _ in probed}
     if silent:
         raise ValueError(
-            f"{sorted(silent)[0]} does not ask for attention through transformers' AttentionInterface, or not for text"
+            f"{sorted(silent)[0]} does not call attention through transformers' AttentionInterface, or not for text"
         )
-    with _trying(model, attached):
+    with _probing(model, attached):
         model.eval()  # without dropout
-        place = seen_by_neighbours(model, lambda ids: run(ids)[0])
-    if place is not None:
+        module = find_token_mixing(model, lambda ids: run(ids)[0])
+    if module is not None:
         raise ValueError(
-            f"{place}: a token's result depends on other tokens although nothing is attended (a recurrence, a "
-            "convolution or a token shift): its state would have to pass from rank to rank"
+            f"{module}: a token's result depends on other tokens outside attention (a recurrence, a convolution or a "
+            "token shift): its state would have to pass from rank to rank"
         )
-    if device.type != "meta" and getattr(found, "loss", None) is not None:
-        logits = found.logits.float().reshape(-1, found.logits.shape[-1])
-        expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") / 7
-        if not torch.allclose(found.loss.float(), expected, rtol=1e-3, atol=1e-5):
+    if device.type != "meta" and getattr(output, "loss", None) is not None:
+        logits = output.logits.float().reshape(-1, output.logits.shape[-1])
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") / 7
+        if not torch.allclose(output.loss.float(), loss, rtol=1e-3, atol=1e-5):
             raise ValueError(
                 f"{type(model).__name__}: its loss is not the sum over shift_labels divided by num_items_in_batch "
-                f"({found.loss.item():.4f}, expected {expected.item():.4f}): take its logits, and a loss of your own"
+                f"({output.loss.item():.4f}, expected {loss.item():.4f}): compute your own loss from its logits"
             )
 
 
 @contextmanager
-def _trying(model: PreTrainedModel, attached: Attached) -> Iterator[None]:
-    """Inside, layers say what they want and attend to nothing; what a model trips over is a ``ValueError``."""
+def _probing(model: PreTrainedModel, attached: Attached) -> Iterator[None]:
+    """Inside, attention records its layers and returns zeros. Any error of the model becomes a ``ValueError``."""
     training = [(module, module.training) for module in model.modules()]
-    attached.asked = []
+    attached.probed = []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     except ValueError:
         raise
-    except Exception as error:  # whatever a model trips over that expects a mask of another kind
-        raise ValueError(f"{type(model).__name__} cannot run with startrail: {_why(error)}") from error
+    except Exception as error:  # a model that expects another kind of mask can fail anywhere
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, MaskUseError):
+            reason = "a layer computes with its mask (a position bias such as ALiBi, or its own attention)"
+        raise ValueError(f"{type(model).__name__} cannot run with startrail: {reason}") from error
     finally:
-        attached.asked = None
-        for module, was in training:
-            module.training = was
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, MaskUseError):
-        return "a layer calculates with its mask (a position bias such as ALiBi, or attention of its own)"
-    return f"{type(error).__name__}: {error}"
+        attached.probed = None
+        for module, was_training in training:
+            module.training = was_training
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether a module projects to queries, keys and values: the innermost one whose name says attention."""
+    """True if a module projects to queries, keys and values: the innermost one with attention in its name."""
     here = "attention" in type(module).__name__.lower() and any(True for _ in module.parameters())
     return here and not any("attention" in type(child).__name__.lower() for child in module.children())
 
 
-# --- arrangements
+# --- configs, hooks and registered functions
 
 
 def _configs(model: PreTrainedModel) -> dict[str, PretrainedConfig]:
-    """Every config that a module of the model reads, once, by the first module that does."""
-    found: dict[int, tuple[str, PretrainedConfig]] = {}
+    """Every config of the model's modules, by the name of the first module that has it."""
+    configs: dict[int, tuple[str, PretrainedConfig]] = {}
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            found.setdefault(id(config), (name, config))
-    return dict(found.values())
+            configs.setdefault(id(config), (name, config))
+    return dict(configs.values())
 
 
-def _own_configs(model: PreTrainedModel) -> None:
-    """Models made from one config object share it: what is set for one would be set for all."""
+def _copy_configs(model: PreTrainedModel) -> None:
+    """Give the model its own configs. Models made from one config share it, and would share the attention too."""
     memo: dict[int, Any] = {}
     copies = {id(config): copy.deepcopy(config, memo) for config in _configs(model).values()}
     for module in model.modules():
@@ -327,10 +323,13 @@ def _own_configs(model: PreTrainedModel) -> None:
             module.config = copies[id(module.config)]
 
 
-def _method(found: weakref.ref[Attached], name: str) -> Callable[..., Any]:
+def _weak_method(attached: Attached, name: str) -> Callable[..., Any]:
+    """A function that calls a method, for transformers' registry. It does not keep ``attached`` and its plan alive."""
+    reference = weakref.ref(attached)
+
     def call(*arguments: Any, **options: Any) -> Any:
-        attached = found()
-        assert attached is not None, "a model that lives keeps what it is attached to"
+        attached = reference()
+        assert attached is not None, "the model keeps it alive"
         return getattr(attached, name)(*arguments, **options)
 
     return call
@@ -343,8 +342,8 @@ def _before_forward(
 
 
 def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
-    found = getattr(output, "loss", None)
-    loss = found if isinstance(found, Tensor) and found.requires_grad else None
+    loss = getattr(output, "loss", None)
+    loss = loss if isinstance(loss, Tensor) and loss.requires_grad else None
     new, agreed = [], False
     if model._startrail.checking:
         new = [] if loss is None else unwatched(loss)
@@ -360,10 +359,10 @@ def _unregister(name: str) -> None:
         interface._global_mapping.pop(name, None)
 
 
-def _checkpointing_that_keeps_attention(
+def _enable_checkpointing(
     model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
 ) -> None:
-    """``gradient_checkpointing_enable`` that recomputes everything but the distributed attention."""
+    """``gradient_checkpointing_enable`` that recomputes everything except the distributed attention."""
     options = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": checkpoint_context}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # 5.23 deprecates this name, but calls overrides of it
