@@ -70,8 +70,8 @@ def test_trainers_that_would_split_sequences_too_and_those_that_split_none_are_r
         return found
 
     ((cp, sp, plain, environment),) = run_local(on_rank, 1)
-    assert cp == "ValueError: parallelism_config has cp_size=2, but sp splits the sequences: leave cp_size at 1"
-    assert sp == "ValueError: parallelism_config has sp_size=2, but sp splits the sequences: leave sp_size at 1"
+    assert cp == "ValueError: parallelism_config has cp_size=2, but sp shards the sequences: leave cp_size at 1"
+    assert sp == "ValueError: parallelism_config has sp_size=2, but sp shards the sequences: leave sp_size at 1"
     assert "the model is attached to startrail: call model(**shard_batch" in plain
     assert "parallelism_config has cp_size=4" in environment
 
@@ -121,7 +121,7 @@ def test_a_model_of_diffusers_is_refused_with_what_to_do():
     model = type("DiTTransformer2DModel", (torch.nn.Module,), {"__module__": "diffusers.models.transformers.dit"})()
     assert error_of(lambda: attach(model, startrail.SequenceParallel("1x1"))) == (
         "ValueError: attach needs a transformers model, got DiTTransformer2DModel of diffusers: give its attention "
-        "modules a processor of your own that calls sequence.attention"
+        "modules a processor that calls sequence.attention"
     )
 
 

@@ -18,6 +18,7 @@ SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+TEXT_OF_THREE = dict(SMALL, rope_parameters=dict(rope_type="default", mrope_section=[2, 1, 1]))  # mRoPE
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 
 

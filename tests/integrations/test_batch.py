@@ -1,0 +1,55 @@
+"""``shard_batch``: documents, padding and positions, and the batches that it refuses."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+
+import startrail
+from startrail.integrations.transformers import attach, shard_batch
+from tests.helpers import error_of
+from tests.integrations.tiny import packed, tiny, tokens
+
+
+def test_traps_of_batches():
+    sp = startrail.SequenceParallel("1x1")
+    model = attach(tiny("llama"), sp)
+    ids = tokens(1, 8)
+    assert "is attached to startrail: call model(**shard_batch" in error_of(lambda: model(input_ids=ids))
+    both = dict(packed(4, 4), attention_mask=torch.ones_like(ids))
+    assert "leave the attention_mask out" in error_of(lambda: shard_batch(sp, **both))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    assert "row 0, token 6 has attention_mask 0" in error_of(lambda: shard_batch(sp, ids, ids, mask))
+    assert "pixel_values cannot be sharded by tokens: it is (1, 3)" in error_of(
+        lambda: shard_batch(sp, ids, pixel_values=torch.zeros(1, 3))
+    )
+    for wrong in (ids[0], ids.float(), [[1, 2]]):
+        assert "input_ids must be an integer tensor (batch, tokens)" in error_of(lambda: shard_batch(sp, wrong))  # noqa: B023
+    three = torch.arange(8).expand(3, 2, 8)
+    made = shard_batch(sp, tokens(2, 8), position_ids=three)
+    assert made["position_ids"].shape == (3, 2, 8), "mRoPE's"
+    made = shard_batch(sp, tokens(2, 8), attention_mask=torch.tensor([[1] * 8, [0] * 3 + [1] * 5]), position_ids=three)
+    assert made["position_ids"].shape == (3, 1, 13) and made["startrail"].sequence.documents.tolist() == [0, 8, 13]
+    assert made["position_ids"][0, 0].tolist() == [*range(8), *range(3, 8)], "every token keeps its position"
+    again = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]).expand(3, 1, 8)
+    text = error_of(lambda: shard_batch(sp, ids, position_ids=again))
+    assert "position_ids with 3 axes decrease in row 0 at token 4" in text and "pass documents=" in text
+    made = shard_batch(sp, ids, position_ids=again, documents=[0, 4, 8])
+    assert made["startrail"].sequence.documents.tolist() == [0, 4, 8]
+    with_text = torch.cat([again[:1], torch.zeros(3, 1, 8, dtype=torch.long)])  # four axes: the first is the text's
+    made = shard_batch(sp, ids, position_ids=with_text)
+    assert made["startrail"].sequence.documents.tolist() == [0, 4, 8]
+    left = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    made = shard_batch(sp, ids, ids.masked_fill(left == 0, -100), left)
+    assert made["startrail"].sequence.documents.tolist() == [0, 1, 7] and made["startrail"].fully_masked.tolist()[0]
+    assert made["num_items_in_batch"] == 6, "the first token is learnt from padding that sees nothing"
+    hole = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]])
+    text = error_of(lambda: shard_batch(sp, ids, ids.masked_fill(hole == 0, -100), hole))
+    assert "row 0, token 4 has a label, but comes after padding inside the row" in text
+    eager = attach(tiny("gemma2"), sp)
+    text = error_of(lambda: eager(**shard_batch(sp, ids, ids.masked_fill(left == 0, -100), left)))
+    assert "model.layers.0.self_attn: a label is predicted from padding on the left" in text
+    text = error_of(lambda: shard_batch(sp, ids, attention_mask=left, blocks=[(2, 4)]))
+    assert "documents and blocks need rows with the same documents and positions, and no padding" in text
+    made = shard_batch(sp, ids, blocks=[(2, 4)])
+    assert made["startrail"].sequence.blocks == ((2, 4),)
