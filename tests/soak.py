@@ -1,5 +1,5 @@
-"""Many calls with ever new shapes, documents, windows, sinks and scales, by turns on plans of several kinds:
-``make soak`` (20,000 calls), and a short one in the tests.
+"""Many calls with changing shapes, documents, windows, sinks and scales, on several plans in turn: ``make soak``
+(20,000 calls), and a short one in the tests.
 
 Memory, descriptors, threads and the store's keys must not grow.
 """
@@ -20,7 +20,7 @@ from startrail.launch.local import run_local
 
 WORLD = 4
 PLANS = ("1x4", "u2/1x2", "2x1/1x2,keep=all", "1x2/u2,groups=2", "star2")
-MEMORY = 8 * 2**20  # bytes that may come and go
+MEMORY_BYTES = 8 * 2**20  # allowed fluctuation
 
 
 def resources() -> dict[str, int]:
@@ -29,31 +29,31 @@ def resources() -> dict[str, int]:
     return {
         "memory": 1024 * int(status["VmRSS"].split()[0]),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": int(status["Threads"]),  # also those that Python does not know
+        "threads": int(status["Threads"]),  # also those not started by Python
         "keys": dist.distributed_c10d._get_default_store().num_keys(),
     }
 
 
 def soak(calls: int, warm: int, every: int = 0) -> tuple[dict[str, int], dict[str, int]]:
-    """What this rank holds after ``warm`` calls, and after ``calls``."""
-    chance = random.Random(0)
+    """This rank's resources after ``warm`` calls and after ``calls``."""
+    rng = random.Random(0)
     parallels = [startrail.SequenceParallel(plan) for plan in PLANS]
     before, start = {}, time.monotonic()
     for call in range(calls):
         sp = parallels[call % len(parallels)]
-        length = chance.choice([16, 24, 64, chance.randint(8, 96)])
-        documents = sorted({0, length, *(chance.randrange(length) for _ in range(chance.choice([0, 1, 5])))})
+        length = rng.choice([16, 24, 64, rng.randint(8, 96)])
+        documents = sorted({0, length, *(rng.randrange(length) for _ in range(rng.choice([0, 1, 5])))})
         sequence = sp.sequence(length, documents)
-        heads, dim = chance.choice([4, 8]), chance.choice([8, 16])
-        q = torch.randn(chance.choice([1, 2]), heads, sequence.local, dim, requires_grad=True)
+        heads, dim = rng.choice([4, 8]), rng.choice([8, 16])
+        q = torch.randn(rng.choice([1, 2]), heads, sequence.local, dim, requires_grad=True)
         options = dict(
-            causal=chance.random() < 0.5,
-            window=chance.choice([None, None, chance.randint(1, 100)]),
-            scale=chance.choice([None, chance.random() + 0.1]),
-            sinks=torch.randn(heads, requires_grad=True) if chance.random() < 0.2 else None,
+            causal=rng.random() < 0.5,
+            window=rng.choice([None, None, rng.randint(1, 100)]),
+            scale=rng.choice([None, rng.random() + 0.1]),
+            sinks=torch.randn(heads, requires_grad=True) if rng.random() < 0.2 else None,
         )
         out = sequence.attention(q, q, q, **options)
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             torch.autograd.grad(out, q, torch.randn_like(out))
         if call + 1 == warm:
             dist.barrier()
@@ -65,8 +65,8 @@ def soak(calls: int, warm: int, every: int = 0) -> tuple[dict[str, int], dict[st
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What has grown by more than it may, and by how much."""
-    allowed = {"memory": MEMORY, "keys": 2 * len(PLANS), "descriptors": 0, "threads": 0}
+    """The resources that have grown by more than allowed, and by how much."""
+    allowed = {"memory": MEMORY_BYTES, "keys": 2 * len(PLANS), "descriptors": 0, "threads": 0}
     return {name: after[name] - before[name] for name in before if after[name] > before[name] + allowed[name]}
 
 
@@ -77,11 +77,11 @@ def main() -> int:
     torch.set_num_threads(1)
     warm = options.calls // 4
     ranks = run_local(lambda rank: soak(options.calls, warm, warm // 2), WORLD, deadline=7200)
-    for rank, (before, after) in enumerate(found for found in ranks if found is not None):
+    for rank, (before, after) in enumerate(result for result in ranks if result is not None):
         print(
             f"rank {rank}: {before} after call {warm}, {after} after {options.calls}; too much: {grown(before, after)}"
         )
-    return int(any(grown(*found) for found in ranks if found is not None))
+    return int(any(grown(*result) for result in ranks if result is not None))
 
 
 if __name__ == "__main__":

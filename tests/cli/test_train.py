@@ -140,7 +140,7 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert main([*argv, "--steps", "3", "--warmup", "2", "--seed", "1", "--accumulate", "2", "--sample", "0"]) == 0
     said = capfd.readouterr().err
     assert "seed was 0, is 1: the samples differ from here on" in said
-    assert "sequences in a step was 1, is 2" in said
+    assert "sequences per step was 1, is 2" in said
     assert "data_size was" in said
     assert "steps was 2, is 3, warmup was 20, is 2: the learning rate of step 3 is 0.0015 instead of 0.000225" in said
 
