@@ -89,9 +89,7 @@ def hang_rank(run: ChaosRun, rng: random.Random) -> None:
 
 def fill_disk(run: ChaosRun, rng: random.Random) -> None:
     """Limit the size of files from now on: writing fails halfway, as on a full disk."""
-    limit = (
-        rng.choice([64, 20_000]) if isinstance(run, LocalRun) else 20_000
-    )  # ranks in the lab must be able to log the error
+    limit = rng.choice([64, 20_000]) if isinstance(run, LocalRun) else 20_000  # lab ranks must still log it
     for rank in run.ranks:
         resource.prlimit(rank, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
@@ -278,7 +276,7 @@ def summary(costs: Sequence[Cost], steps: int, seconds: float) -> str:
         lines.append(f"{run:5s} {name:32s} {len(mine):5d} {repeated:14.1f} {took:8.1f}")
     lines += [
         "",
-        f"{len(costs)} faults in {seconds:.0f} s: all losses of {steps} steps equal the undisturbed ones, nothing is left",
+        f"{len(costs)} faults in {seconds:.0f} s: all losses of {steps} steps match, nothing is left",
     ]
     return "\n".join(lines)
 
