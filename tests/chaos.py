@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from startrail import lab
-from startrail.lab.namespaces import living_in
+from startrail.lab.namespaces import processes_in
 from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
 from startrail.training.checkpoints.saving import checkpoint_path, steps_in
 from tests.chaos_runs import HANG_MINUTES, NODES, RANKS, ChaosRun, LabRun, LocalRun
@@ -246,9 +246,9 @@ def chaos(local: int, on_nodes: int, seed: int, folder: Path, log: Callable[[str
             there = LabRun(folder, steps, cluster)
             costs += storm(there, pick_faults(LAB_FAULTS, on_nodes, rng), rng, log)
             check_losses(there, expected)
-            assert cluster._holder is not None
-            networks = cluster._holder.networks
-        assert eventually(lambda: not living_in(networks)), living_in(networks)
+            assert cluster._supervisor is not None
+            networks = cluster._supervisor.networks
+        assert eventually(lambda: not processes_in(networks)), processes_in(networks)
         assert not holders_of(networks)
     assert not list(temporary.iterdir())
     return summary(costs, steps, time.monotonic() - start)

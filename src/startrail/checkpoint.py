@@ -1,4 +1,4 @@
-"""Activation checkpointing that never repeats a distributed forward.
+"""Activation checkpointing that never repeats distributed attention.
 
 >>> import torch
 >>> from torch.utils.checkpoint import checkpoint
@@ -17,6 +17,6 @@ from startrail.engine import op as _op
 
 
 def checkpoint_context() -> Any:
-    """Pass as ``context_fn``: everything is recomputed in the backward pass but attention, whose results are saved."""
-    assert _op.attention is not None  # the op must be registered before it can be named
+    """Pass as ``context_fn``: the backward pass recomputes everything except attention, whose results are saved."""
+    assert _op.attention is not None  # importing it registers the op
     return create_selective_checkpoint_contexts([torch.ops.startrail.attention.default])

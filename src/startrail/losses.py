@@ -1,21 +1,21 @@
-"""Losses over a sequence that is split over ranks: sums and counts, normalised once, by all that all ranks counted.
+"""Losses over a sequence that is split over ranks: sums and counts, divided once by the count of all ranks.
 
-The usual mistake is to average on each rank and then over ranks. Say one rank counts 3 tokens with losses 1, 2, 3 and
-the other, mostly padding, 1 token with loss 6. The mean loss is 12 / 4 = 3, but the mean of means is (2 + 6) / 2 = 4,
-and it weighs the last token's gradient three times as much as each of the others. A rank without any token gives 0 / 0.
-The right way, with or without our trainer::
+The usual mistake is to average on each rank and then over ranks. Say one rank has 3 tokens with losses 1, 2, 3 and the
+other, mostly padding, has 1 token with loss 6. The mean loss is 12 / 4 = 3, but the mean of means is (2 + 6) / 2 = 4,
+and gives the last token's gradient three times the weight of the others. A rank without tokens gives 0 / 0. The right
+way, with or without our trainer::
 
     loss_sum, count = chunked_cross_entropy(hidden, weight, labels, chunk=1024)
     loss = global_mean(loss_sum, count, group)          # 3.0 on both ranks
     loss.backward()
     sum_gradients(model.parameters(), group)            # now the gradients of one process with all 4 tokens
 
-``group`` is all ranks whose gradients are summed: the sequence axis, times the data axis if there is one.
+``group`` contains all ranks whose gradients are summed: the sequence axis, times the data axis if there is one.
 
-FSDP and DDP reduce gradients themselves and divide the sum by their number of ranks W. So with them, leave out
+FSDP and DDP reduce gradients themselves and divide the sum by their number of ranks W. With them, leave out
 ``sum_gradients`` and call ``(gradient_factor(model) * loss).backward()``, which multiplies by W. (FSDP2's
-``set_gradient_divide_factor(1.0)`` would do as well, but counts only for the module it is called on, not for those
-inside that are sharded on their own.)
+``set_gradient_divide_factor(1.0)`` works as well, but only for the module it is called on, not for submodules that are
+sharded separately.)
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of ``hidden @ weight.T``, summed over the tokens, and the number of tokens with a label.
 
-    Only ``chunk`` tokens' logits exist at a time, forward and backward: their gradients are taken on the spot, while
-    the logits are there, and the backward pass only scales them. hidden (..., width), weight (vocab, width),
-    labels (...).
+    Only the logits of ``chunk`` tokens exist at a time: the forward pass computes their gradients too, and the backward
+    pass only scales them. hidden (..., width), weight (vocab, width), labels (...).
 
     >>> hidden, weight = torch.zeros(3, 2, requires_grad=True), torch.eye(2)
     >>> loss_sum, count = chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, -100]), chunk=2)
-    >>> round(loss_sum.item(), 4), count.item()      # each of the two even choices costs ln 2 = 0.6931
+    >>> round(loss_sum.item(), 4), count.item()      # two even choices: ln 2 = 0.6931 each
     (1.3863, 2)
     >>> loss_sum.backward()
-    >>> hidden.grad.tolist()                         # probabilities (0.5, 0.5) minus the label; nothing for the last
+    >>> hidden.grad.tolist()                         # probabilities (0.5, 0.5) minus the label; zero if ignored
     [[-0.5, 0.5], [0.5, -0.5], [0.0, 0.0]]
     """
     if chunk < 1:
@@ -81,7 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss_sum += (log_total - logits.gather(1, target)).masked_fill(ignored, 0).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            # in place, from here on the gradient of the logits: probabilities minus 1 at the label
+            # in place: from here on, logits hold their gradient, the probabilities minus 1 at the label
             logits.sub_(log_total).exp_().scatter_add_(1, target, logits.new_full((), -1).expand(target.shape))
             gradient = logits.masked_fill_(ignored, 0).to(weight.dtype)
             if grad_hidden is not None:
@@ -99,8 +98,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class NextTokens(NamedTuple):
-    """One number a token, 0 where the label is ignored. ``kl`` is KL(policy || reference), exact over the vocabulary,
-    or None without a reference."""
+    """One number per token, 0 where the label is ignored. ``kl`` is KL(policy || reference), exact over the vocabulary;
+    None without a reference."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -117,18 +116,18 @@ def next_tokens(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> NextTokens:
-    """Of the logits ``hidden @ weight.T / temperature``: the log-probability of each label, and the entropy, with
-    gradients. hidden (..., width), weight (vocab, width), labels (...): those of ``seq.shard_labels``. ``reference`` is
+    """The log-probability of each label and the entropy, under the logits ``hidden @ weight.T / temperature``, with
+    gradients. hidden (..., width), weight (vocab, width), labels (...) as from ``seq.shard_labels``. ``reference`` is
     the (hidden, weight) of another policy, which gets no gradient.
 
-    >>> seen = next_tokens(torch.zeros(1, 2, 4), torch.randn(8, 4), torch.tensor([[3, -100]]))
-    >>> [round(x, 4) for x in (*seen.log_probs[0].tolist(), *seen.entropy[0].tolist())]     # ln 8 = 2.0794
+    >>> result = next_tokens(torch.zeros(1, 2, 4), torch.randn(8, 4), torch.tensor([[3, -100]]))
+    >>> [round(x, 4) for x in (*result.log_probs[0].tolist(), *result.entropy[0].tolist())]     # ln 8 = 2.0794
     [-2.0794, 0.0, 2.0794, 0.0]
     """
     if chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
     if temperature <= 0:
-        raise ValueError(f"temperature {temperature} must be more than 0")
+        raise ValueError(f"temperature {temperature} must be greater than 0")
     shapes = [hidden.shape[:-1], *([reference[0].shape[:-1]] if reference else [])]
     if any(shape != labels.shape for shape in shapes) or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -140,14 +139,14 @@ def next_tokens(
     parts = []
     for start in range(0, len(flat), chunk):
         rows = slice(start, start + chunk)
-        theirs = (None, None) if other is None else (other[0][rows], other[1])
+        reference_rows = (None, None) if other is None else (other[0][rows], other[1])
         parts.append(
             checkpoint(
-                _of_chunk,
+                _chunk_statistics,
                 flat[rows],
                 weight,
                 targets[rows],
-                *theirs,
+                *reference_rows,
                 temperature,
                 ignore_index,
                 use_reentrant=False,
@@ -158,7 +157,7 @@ def next_tokens(
     return NextTokens(log_probs, entropy, None if reference is None else kl)
 
 
-def _of_chunk(
+def _chunk_statistics(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -183,13 +182,13 @@ def _of_chunk(
 
 
 def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The mean loss over everything that all ranks of ``group`` counted, to call ``backward`` on.
+    """The mean loss over the tokens of all ranks of ``group``, to call ``backward`` on.
 
-    Its value is that mean, the same on every rank. Its gradient is this rank's share: *sum* the gradients over the
-    group (``sum_gradients``) for those of one process. Ranks that counted nothing take part with shares of zero; if
-    none counted anything, the loss is 0. ``group=None`` is the whole world, or one process if there is no world.
+    Its value is the same on every rank. Its gradient is this rank's share: *sum* the gradients over the group
+    (``sum_gradients``) to get those of one process. Ranks without tokens take part with a share of zero; if no rank has
+    any, the loss is 0. ``group=None`` is the whole world, or a single process without one.
 
-    In the first two steps, ``ValueError`` when the optimizer finds gradients that were averaged, or never summed.
+    In the first two steps, raises ``ValueError`` if the optimizer gets gradients that were averaged or not summed.
 
     >>> w = torch.tensor(2.0, requires_grad=True)
     >>> losses = w * torch.tensor([1.0, 2.0, 3.0])
@@ -198,24 +197,24 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     >>> loss.item(), w.grad.item()
     (4.0, 2.0)
     """
-    alone = not (dist.is_available() and dist.is_initialized())
-    new = [] if alone else unwatched(loss_sum)
+    single = not (dist.is_available() and dist.is_initialized())
+    new = [] if single else unwatched(loss_sum)
     numbers = (loss_sum, count, bool(new))
     totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
-    if not alone:
+    if not single:
         with peer_errors("global_mean"):
             dist.all_reduce(totals, group=group)
     everywhere, counted = totals[0], totals[1].clamp(min=1)
     share = loss_sum / counted.to(loss_sum.dtype)
     mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
-    if not alone and mean.requires_grad:
+    if not single and mean.requires_grad:
         watch_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group)
     return mean
 
 
 def gradient_factor(model: torch.nn.Module) -> int:
-    """What to multiply the loss by before ``backward``, so that gradients come out summed over ranks: the number of
-    ranks that DDP or FSDP averages over, 1 for a model that is wrapped in neither (then call ``sum_gradients``).
+    """The factor for the loss before ``backward`` that makes DDP or FSDP sum gradients over ranks: the number of ranks
+    that they average over. 1 for a model that is wrapped in neither: then call ``sum_gradients``.
 
     >>> gradient_factor(torch.nn.Linear(2, 2))
     1
@@ -234,13 +233,13 @@ def sum_gradients(
     """Replace every gradient by its sum over the ranks of ``group``, in buckets of about 32 MiB.
 
     A parameter without a gradient takes part as zero, since another rank may have one. ``check``: the first two times,
-    make sure that the parameters are the same on all ranks, and that nobody has reduced the gradients already.
+    make sure that all ranks have the same parameters, and that the gradients have not been reduced already.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
     parameters = list(parameters)
-    if check and parameters and _seen.setdefault(parameters[0], 0) < STEPS:
-        _seen[parameters[0]] += 1
+    if check and parameters and _num_checks.setdefault(parameters[0], 0) < STEPS:
+        _num_checks[parameters[0]] += 1
         _check_gradients(parameters, group)
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
@@ -258,8 +257,8 @@ def sum_gradients(
             _sum_bucket(bucket, group)
 
 
-# How often a model's gradients were summed, by its first parameter.
-_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# How often a model's gradients were checked, by its first parameter.
+_num_checks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
@@ -271,12 +270,12 @@ def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGr
         )
     check_same_parameters(((f"{i} {tuple(x.shape)}", x) for i, x in enumerate(parameters)), group)
     grads = [x.grad for x in parameters if x.grad is not None]
-    mine = torch.stack([digest(grad) for grad in grads]).sum() if grads else torch.zeros((), dtype=torch.long)
+    own = torch.stack([digest(grad) for grad in grads]).sum() if grads else torch.zeros((), dtype=torch.long)
     size = torch.stack([grad.abs().max().double() for grad in grads]).max() if grads else torch.zeros(())
-    both = torch.stack([mine, (size > 0).long()])
-    everyone = [torch.empty_like(both) for _ in range(world)]
-    dist.all_gather(everyone, both, group=group)
-    if world > 1 and all(bool(x[1]) and x[0] == everyone[0][0] for x in everyone):
+    both = torch.stack([own, (size > 0).long()])
+    all_ranks = [torch.empty_like(both) for _ in range(world)]
+    dist.all_gather(all_ranks, both, group=group)
+    if world > 1 and all(bool(x[1]) and x[0] == all_ranks[0][0] for x in all_ranks):
         raise ValueError(
             "gradients are the same on all ranks before they are summed: DDP has averaged them already, or every rank "
             "has the same tokens. With DDP leave out sum_gradients, and call (startrail.gradient_factor(model) * loss)"

@@ -1,4 +1,4 @@
-"""``SequenceParallel``: what a user holds. It makes the sequences that are attended, and tells what that cost."""
+"""``SequenceParallel``: the object that a user makes once. It makes sequences, and reports traffic and timings."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 from startrail.sequence import Sequence
 
-LONGEST = 10**9  # seconds; timedelta takes no more than a few times that
+MAX_TIMEOUT_SECONDS = 10**9  # timedelta overflows at a few times that
 
 
 class SequenceParallel:
     """Exact attention over sequences that are split over the ranks of a group.
 
     >>> sp = SequenceParallel("1x1")                      # one process: no process group needed
-    >>> sequence = sp.sequence(5)                         # once a batch
+    >>> sequence = sp.sequence(5)                         # once per batch
     >>> q = sequence.shard(torch.randn(1, 4, 5, 8), dim=2)
     >>> sequence.attention(q, q, q, causal=True).shape
     torch.Size([1, 4, 5, 8])
 
-    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. That needs the model's ``heads`` (and
-    ``kv_heads`` if there are fewer), and is better informed by ``head_dim`` and the ``length`` of sequences. A ``job``
-    (a ``planning.workload.Job``: model, run and data-parallel groups) says all of that and more: then the plan is the
-    one that ``startrail plan`` finds, and fits the memory; all ranks of all its groups must ask together. ``cluster``
-    is the name or file of a description (also: the environment variable STARTRAIL_CLUSTER); without one the
-    cluster is measured, once. The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh
-    whose dimensions together are the sequence axis. ``wire_dtype`` is what
-    travels (default: the inputs' dtype); sums are always kept in float32 or wider. ``timeout`` (seconds) limits every
-    wait for a peer; the default is the group's own. ``check_every_call`` compares the arguments of all ranks on every
-    call, not only on the first of its signature and of its sequence (also: the environment variable
-    STARTRAIL_CHECK_EVERY_CALL=1).
+    ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. ``"auto"`` needs the model's ``heads``
+    (and ``kv_heads`` if there are fewer); ``head_dim`` and the ``length`` of sequences help it. Or pass a ``job`` (a
+    ``planner.workload.Job``: model, run and data-parallel groups): then the plan is the one that ``startrail plan``
+    finds, and fits the memory; all ranks of all groups of the job must ask together. ``cluster`` is the name or file of
+    a cluster description (also: the environment variable STARTRAIL_CLUSTER); without one the cluster is measured once.
+
+    The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh whose dimensions together form
+    the sequence axis. ``wire_dtype`` is the dtype of messages (default: that of the inputs); sums are always kept in
+    float32 or wider. ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
+    ``check_every_call`` compares the arguments of all ranks on every call, not only on the first with a signature or a
+    sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class SequenceParallel:
         check_layout(layout)
         if wire_dtype is not None and wire_dtype not in DTYPES:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < LONGEST):
-            raise ValueError(f"timeout={timeout!r} must be a number of seconds, more than 0")
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < MAX_TIMEOUT_SECONDS):
+            raise ValueError(f"timeout={timeout!r} must be a number of seconds greater than 0")
         for name, given, kind in (("group", group, dist.ProcessGroup), ("mesh", mesh, DeviceMesh)):
             if given is not None and not isinstance(given, kind):
                 hint = ": write mesh=" if isinstance(given, DeviceMesh) else ""
@@ -124,9 +124,9 @@ class SequenceParallel:
             ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
         else:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
-        machine = Machine.of_ranks(asking, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # torchrun's
+        machine = Machine.of_ranks(asking, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # set by torchrun
         plan, reason = choose(group, machine, ask, cluster)
-        if ranks[self.rank] == 0:  # once, also where several groups share a job
+        if ranks[self.rank] == 0:  # once, even if several groups share a job
             print(f"startrail: {reason}", file=sys.stderr)
         return plan
 
@@ -154,15 +154,15 @@ class SequenceParallel:
             self._runtime.refuse(str(error))
         return Sequence(self, self._runtime.make_sequence(boundaries))
 
-    # --- what happened
+    # --- counters
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes and messages that this rank has sent, by level of the plan, since it was made or last reset."""
+        """Bytes and messages that this rank has sent, by level of the plan, since the last reset."""
         lanes = self._runtime.counters.traffic.items()
         return {name: {"bytes": lane.bytes, "hops": lane.hops} for name, lane in sorted(lanes)}
 
     def timings(self) -> dict[str, float]:
-        """Seconds in attention in all, and of those the seconds that this rank's program waited for transfers."""
+        """Seconds spent in attention, and how many of them this rank spent waiting for transfers."""
         counters = self._runtime.counters
         return {"total": counters.total.seconds(), "waiting": counters.waiting.seconds()}
 
@@ -170,8 +170,8 @@ class SequenceParallel:
         self._runtime.counters.reset()
 
     def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:
-        """Bytes by level that each pass of a call with such shards must send, by closed form; values are as wide as
-        keys unless they are given."""
+        """Bytes by level that each pass of a call with such shards sends, by closed form. Without ``v``, values have
+        the head dim of keys."""
         names, sizes = lane_names(self._runtime.place), self.sizes(q, k, v)
         return {
             str(pass_): {
@@ -185,15 +185,15 @@ class SequenceParallel:
         }
 
     def sizes(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
-        """How large the pieces of a call with such shards are, and what its passes hold at most."""
+        """The sizes of the pieces of a call with such shards, and the peak memory of its passes."""
         return self._runtime.sizes_of(q, k, v)
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
-        """A copied model talks over the same lanes."""
+        """A copied model uses the same lanes."""
         return self
 
     def __reduce__(self) -> str:
-        raise ValueError("SequenceParallel belongs to its process and cannot be pickled; make a new one from its plan")
+        raise ValueError("SequenceParallel belongs to its process and cannot be pickled: make a new one from its plan")
 
 
 def _wrong_length(length: object) -> str:
@@ -205,12 +205,12 @@ def _wrong_length(length: object) -> str:
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group of the sequence axis; None where there is only one process."""
+    """The process group of the sequence axis; None for a single process."""
     if mesh is not None:
         if mesh.ndim == 1:
             return mesh.get_group()
         ranks = mesh.mesh.flatten().tolist()
-        with unbound():  # or it would be split off the world's communicator, for which all ranks of that are needed
+        with unbound():  # otherwise it is split off the world's communicator, which takes all its ranks
             return dist.new_group(ranks, use_local_synchronization=True)
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
@@ -221,8 +221,8 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """How long the group's own operations may take."""
+    """The timeout of the group's own operations."""
     if group is None:
         return dist.distributed_c10d.default_pg_timeout
     options = group._get_backend(group._device_types[0]).options
-    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # none: a fake group
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # None: a fake group

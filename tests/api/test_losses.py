@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against F.cross_entropy, and what needs no second rank of the rest."""
+"""The chunked cross-entropy against F.cross_entropy, and the other losses on a single rank."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def problem(dtype=torch.float64, batch=2, tokens=9, width=5, vocab=11):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 18, 1000])
-def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
+def test_loss_and_gradients_match_cross_entropy(chunk):
     hidden, weight, labels = problem()
     upstream = torch.tensor(-1.7, dtype=torch.float64)
     loss_sum, count = chunked_cross_entropy(hidden, weight, labels, chunk)
@@ -80,7 +80,7 @@ def test_autocast_keeps_the_parameters_dtype():
     assert (loss_sum.dtype, hidden.grad.dtype, weight.grad.dtype) == (torch.float32,) * 3
 
 
-def test_nothing_counted_is_zero_not_nan():
+def test_without_labels_the_loss_is_zero_not_nan():
     hidden, weight, labels = problem()
     loss_sum, count = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), 4)
     loss = global_mean(loss_sum, count)

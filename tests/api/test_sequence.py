@@ -1,4 +1,4 @@
-"""What a sequence shares between layers is worked out once, and ranks that mean different sequences are told."""
+"""Layers share the work of one sequence, and ranks with different sequences raise."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.helpers import dense, error_of, qkv, tensors, worst
 
 
 @pytest.mark.parametrize("plan", ["2x2/u2", "u2/2x2", "1x8", "star2/u2"])
-def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice(plan):
+def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(plan):
     def on_rank(rank):
         asked, tiles = [], []
         for name in ("put", "differs", "complete", "read", "given_up"):
@@ -49,12 +49,12 @@ def test_layers_with_an_unchanged_sequence_ask_nobody_and_work_out_no_tile_twice
 
     for first, again, packed, packed_again, others in run_local(on_rank, 8):
         assert first[0] > 0 and first[1] == first[2] > 0
-        assert again == packed_again == (0, 0, 0), "nothing is asked, and no tile worked out"
-        assert packed[0] > 0 and packed[1] == packed[2] > 0, "documents that are new: compared once, tiles once"
+        assert again == packed_again == (0, 0, 0), "the store is not used, and no tile computed"
+        assert packed[0] > 0 and packed[1] == packed[2] > 0, "new documents: compared once, tiles computed once"
         assert others[1] == others[2] > 0
 
 
-def test_a_sequence_is_compared_once_however_many_layers_see_it():
+def test_a_sequence_is_compared_once_for_all_layers():
     def on_rank(rank):
         puts = []
         put = CallLedger.put
@@ -78,7 +78,7 @@ def test_a_sequence_is_compared_once_however_many_layers_see_it():
     assert run_local(on_rank, 4) == [[1, 1, 1]] * 4
 
 
-def test_ranks_with_other_documents_are_told_before_anything_is_sent():
+def test_ranks_with_different_documents_raise_before_anything_is_sent():
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2", timeout=30)
         sp.sequence(32).attention(*qkv(16))
@@ -112,7 +112,7 @@ def test_sequences_of_several_lengths_are_used_in_turn():
     assert max(run_local(on_rank, 4)) < 2e-6
 
 
-def test_a_sequence_in_use_is_never_forgotten_however_many_one_rank_makes():
+def test_a_sequence_in_use_is_kept_when_one_rank_makes_many_others():
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2", timeout=30)
         sequence = sp.sequence(32, [0, 7, 32])

@@ -8,6 +8,8 @@ from startrail.cli import main
 from startrail.cli.app import COMMANDS
 from tests.helpers import refusal
 
+BEYOND_LIMIT = "2,000 ranks need a process each, and one machine runs at most 256"
+
 
 @pytest.mark.parametrize(
     "argv, message",
@@ -24,10 +26,10 @@ from tests.helpers import refusal
         (["check", "1x2", "--head-dim", "512"], "head dim 512 is more than 256"),
         (["check", "1x2", "--length", "0"], "length 0 must be at least 1"),
         (["check", "auto"], "plan auto needs --ranks"),
-        (["check", "40x50"], "2,000 ranks, a process each: at most 256 are started on one machine"),
-        (["train", "--ranks", "2000", "--plan", "1x2000"], "2,000 ranks, a process each: at most 256"),
-        (["verify", "no.such:thing", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
-        (["doctor", "--ranks", "2000"], "2,000 ranks, a process each: at most 256"),
+        (["check", "40x50"], BEYOND_LIMIT),
+        (["train", "--ranks", "2000", "--plan", "1x2000"], BEYOND_LIMIT),
+        (["verify", "no.such:thing", "--ranks", "2000"], BEYOND_LIMIT),
+        (["doctor", "--ranks", "2000"], BEYOND_LIMIT),
         (["train", "gpt-nope", "--help"], "gpt-nope"),
         (["check", "1x2", "--length", "1000000"], "the float64 reference of 1,000,000 tokens 238418.6 GiB, but"),
         (["show", "auto"], "auto chooses a plan for a cluster and a model: pass --ranks and --heads"),

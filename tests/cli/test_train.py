@@ -58,7 +58,6 @@ def test_recipe_files(tmp_path):
     (tmp_path / "odd.json").write_text(json.dumps({"recipe": ["gpt-tiny"]}))
     with pytest.raises(ValueError, match=r"recipe \['gpt-tiny'\] is not one of gpt-tiny"):
         find(str(tmp_path / "odd.json"))
-    pytest.importorskip("tomllib")
     (tmp_path / "short.toml").write_text('plan = "1x8"\npacked = true\n')
     recipe = find(str(tmp_path / "short.toml"))
     assert (recipe.plan, recipe.packed, recipe.config) == ("1x8", True, RECIPES["gpt-tiny"].config)

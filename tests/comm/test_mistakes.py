@@ -212,7 +212,7 @@ def test_wrong_constructor_arguments():
         (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
         (dict(plan="1x1", wire_dtype=torch.int8), "wire_dtype torch.int8"),
         (dict(plan="1x1", timeout=0), "timeout=0"),
-        (dict(plan="1x1", timeout="3"), "timeout='3' must be a number of seconds, more than 0"),
+        (dict(plan="1x1", timeout="3"), "timeout='3' must be a number of seconds greater than 0"),
         (dict(plan="1x1", timeout=timedelta(seconds=3)), r"timeout=datetime.timedelta\(seconds=3\) must be a number"),
         (dict(plan="1x1", timeout=float("inf")), "timeout=inf must be a number of seconds"),
         (dict(plan=4), "plan 4 must be a Plan or its text form"),

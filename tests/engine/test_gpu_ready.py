@@ -1,4 +1,4 @@
-"""What a first run on GPUs would hit, found without one: with fake tensors, stand-ins and fake process groups."""
+"""Problems that a first run on GPUs would meet, tested without one: fake tensors, stand-ins, fake process groups."""
 
 import threading
 import time
@@ -46,7 +46,7 @@ def test_ranks_agree_about_tensors_on_their_own_gpus():
         read_call(first, second, first)
 
 
-def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
+def test_a_buffer_is_reused_on_its_own_stream_only(monkeypatch):
     stream = 1
     monkeypatch.setattr(buffers, "current_stream_id", lambda device: stream)
     pool = BufferPool()
@@ -60,8 +60,8 @@ def test_a_buffer_is_used_again_on_its_own_stream_only(monkeypatch):
     assert pool.get(64, torch.device("cpu")) is buffer
 
 
-def test_numbers_on_a_gpu_are_those_of_its_current_stream(monkeypatch):
-    """Another stream may be ahead of the copy that brings them."""
+def test_ints_on_a_gpu_are_cached_per_stream(monkeypatch):
+    """Another stream is not ordered after the copy."""
     stream, cpu = 1, torch.device("cpu")
     for module in (cuda, wire):
         monkeypatch.setattr(module, "current_stream_id", lambda device: stream)
@@ -79,7 +79,7 @@ def test_numbers_on_a_gpu_are_those_of_its_current_stream(monkeypatch):
 
 
 class Current:
-    """Stands for torch.cuda.device: which device is the current one."""
+    """A stand-in for torch.cuda.device, which keeps the current device."""
 
     index = 0
 
@@ -101,7 +101,7 @@ def current(monkeypatch):
 
 
 def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
-    """Triton's launches, events and the question about graphs are about the current device, whatever tensors say."""
+    """Triton's launches, events and the check for graph capture use the current device, not that of the tensors."""
     seen = []
 
     def capturing():
@@ -125,8 +125,8 @@ def test_row_sums_are_launched_on_their_own_gpu(current, monkeypatch):
     assert launched == [1]
 
 
-def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current):
-    """Or asking for an event would make every rank use memory on GPU 0."""
+def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
+    """Otherwise querying an event makes every rank use memory on GPU 0."""
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
     lanes = SimpleNamespace(device=torch.device("cuda", 1), ended=None)
@@ -136,7 +136,7 @@ def test_the_watching_thread_asks_with_the_lanes_gpu_as_the_current_one(current)
     assert (asked, current.index) == ([1], 0)
 
 
-def test_cuda_graphs_are_refused(current, monkeypatch):
+def test_cuda_graph_capture_raises(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     executor = Executor(None, Consensus(None, None, False), Counters())
     job = PassContext(None, {}, None, None, 1.0, 0, CUDA)
@@ -148,7 +148,7 @@ def test_cuda_graphs_are_refused(current, monkeypatch):
 
 @pytest.fixture
 def cuda_backend(monkeypatch):
-    """The engine's CUDA backend on CPU tensors: stand-ins that compute as flash attention does, in half precision."""
+    """The engine's CUDA backend on CPU tensors, with stand-ins that compute in half precision like flash attention."""
     for op in ("flash_forward", "flash_backward", "bands_forward", "bands_backward"):
         monkeypatch.setattr(cuda, f"_{op}", getattr(stand_ins, op))
 
@@ -161,9 +161,8 @@ def cuda_backend(monkeypatch):
 
 
 def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
-    """lse and delta are one number a row, and stay in float32; rounded to bfloat16 they made gradients four times as
-    wrong, and more where logits are as large as here. Also windows and documents as flash attention's own, and a
-    softcap as flash-attn's."""
+    """lse and delta are one number per row and stay in float32. Rounded to bfloat16 they made the errors of gradients
+    four times as large, and more with large logits as here. Also windows, documents and a softcap."""
     shape = dict(world=2, length=192, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16, causal=True, scale=1.0)
     cases = [Case("1x2", **shape), Case("u2", **shape), Case("2x1", **shape, window=20)]
     cases += [
@@ -179,8 +178,8 @@ def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
     assert not wrong, "\n".join(wrong)
 
 
-def test_whatever_one_abort_does_the_others_are_not_kept_from_theirs(monkeypatch):
-    """One raises, one hangs; and one ends only together with another, as two communicators that hang on one GPU do."""
+def test_an_abort_that_raises_or_hangs_does_not_stop_the_others(monkeypatch):
+    """One raises, one hangs, and two end only together, like two communicators that hang on one GPU."""
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(TIMING, "abort", 1.0)
     together, hangs = threading.Barrier(2), threading.Event()
@@ -201,7 +200,7 @@ def test_whatever_one_abort_does_the_others_are_not_kept_from_theirs(monkeypatch
     hangs.set()
 
 
-def test_the_watching_thread_survives_whatever_a_look_raises(monkeypatch):
+def test_the_watchdog_thread_survives_errors(monkeypatch):
     monkeypatch.setattr(TIMING, "slow_wait", 0.04)
     looked = []
 
@@ -243,7 +242,7 @@ class Event:
         return 1000 * (end.time - self.time)
 
 
-def test_time_on_a_gpu_is_taken_by_events_and_read_when_asked(monkeypatch):
+def test_time_on_a_gpu_is_measured_by_events_and_read_on_request(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
     Event.now, Event.synchronized = 0.0, False
     stopwatch = Stopwatch()
@@ -257,8 +256,8 @@ def test_time_on_a_gpu_is_taken_by_events_and_read_when_asked(monkeypatch):
     assert Event.synchronized
 
 
-def test_what_torchrun_starts_measures_gpus_in_bfloat16(monkeypatch):
-    """Without a choice torch's backend is called 'undefined', and GPUs were taken for CPUs."""
+def test_ranks_under_torchrun_measure_gpus_in_bfloat16(monkeypatch):
+    """By default torch calls the backend 'undefined'; GPUs were once taken for CPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -269,7 +268,7 @@ def test_what_torchrun_starts_measures_gpus_in_bfloat16(monkeypatch):
     device = peers.own_device()
     assert device == live.own_device() == torch.device("cuda", 1)
     line = next(line for line in doctor._kernels() if "bfloat16" in line)
-    assert line == "bfloat16 on cuda: cuda-flash (FlashAttention 2 of torch: no newer one is installed)"
+    assert line == "bfloat16 on cuda: cuda-flash (torch's FlashAttention 2: no newer one is installed)"
     assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
     data = peers.make_data(Workload(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
     assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"
@@ -286,8 +285,8 @@ class NcclOptions:
         self.config = SimpleNamespace(max_ctas=None)
 
 
-def test_lanes_on_nccl_have_their_settings_in_one_place(monkeypatch):
-    """Streams of high priority, few channels, and a watchdog that comes after our own deadline."""
+def test_nccl_lanes_share_one_set_of_options(monkeypatch):
+    """High-priority streams, few channels, and a watchdog that waits longer than our own timeout."""
     made = []
     monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(groups, "PrefixStore", lambda name, store: name)
@@ -321,8 +320,8 @@ class Recorded:
     recv = send
 
 
-def test_a_step_posts_on_its_lanes_in_one_order_on_all_ranks():
-    """Two communicators whose kernels do not fit on a GPU together would wait for each other; a work a lane."""
+def test_all_ranks_post_on_lanes_in_the_same_order():
+    """Two communicators whose kernels do not fit on a GPU together would wait for each other. One work per lane."""
     lanes, calls = object.__new__(Lanes), []
     lanes.tagged, lanes.device, lanes.places = False, CUDA, [{1: 0}, {1: 0}]
     lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]

@@ -40,14 +40,14 @@ BLOCK = 512  # what CUDA's caching allocator rounds up to
 
 
 def copies_between_devices(out, x, source=None, non_blocking=False, **options):
-    """Whether a copy goes between host and GPU while the host looks on."""
+    """True if a copy between host and GPU blocks the host."""
     devices = {each.device.type for each in (out, x, source) if isinstance(each, torch.Tensor)}
     return len(devices) > 1 and not non_blocking
 
 
 class Launches(TorchDispatchMode):
-    """Counts ops that would be kernels on a GPU, and the bytes that the caching allocator would have handed out at
-    once; a read of a device value by the host is a mistake."""
+    """Counts ops that would be kernels on a GPU, and the peak bytes of the caching allocator. Raises if the host reads a
+    value from the device."""
 
     def __init__(self, given=()):
         super().__init__()
@@ -79,7 +79,7 @@ class Launches(TorchDispatchMode):
 
 
 class Fused:
-    """Stands for the Triton kernels: each is one launch."""
+    """A stand-in for the Triton kernels, one launch each."""
 
     def merge(self, out, lse, new, new_lse):
         out.neg_()
@@ -100,7 +100,7 @@ def fake_world(world):
         dist.destroy_process_group()
 
 
-def test_a_fake_process_group_runs_it():
+def test_a_fake_process_group_runs_calls():
     with fake_world(8):
         for plan in ("1x8", "u8", "u4/1x2", "2x2/u2,keep=all"):
             sp = startrail.SequenceParallel(plan)
@@ -129,7 +129,7 @@ def fused_kernels(monkeypatch):
 
 
 def run(plan, documents=None, passes=2, device="cpu", **mask):
-    """Launches of one forward and one backward pass on 8 ranks: 8k tokens a rank, 16 heads x 128, bfloat16."""
+    """Launches of one forward and one backward pass on 8 ranks: 8k tokens per rank, 16 heads x 128, bfloat16."""
     with fake_world(8):
         sp = startrail.SequenceParallel(plan)
         runtime, mode = sp._runtime, FakeTensorMode(allow_non_fake_inputs=True)
@@ -156,7 +156,7 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
     [("1x8", 21, 74), ("u8", 15, 21), ("u4/1x2", 17, 30), ("2x4", 26, 64), ("u2/2x2,keep=all", 25, 46)],
 )
 def test_launches_of_a_pass_are_pinned_and_the_host_reads_nothing(plan, forward, backward, fused_kernels):
-    """Kernels beside the transfers: of 1x8 forward 8 of flash attention, 7 that merge, 2 casts and 4 copies."""
+    """Kernels without the transfers. 1x8 forward: 8 of flash attention, 7 merges, 2 casts and 4 copies."""
     found = run(plan, causal=True)
     assert (found[0].kernels, found[1].kernels) == (forward, backward), (found[0].counts, found[1].counts)
 
@@ -165,8 +165,8 @@ def test_launches_of_a_pass_are_pinned_and_the_host_reads_nothing(plan, forward,
     "documents, window, forward, backward",
     [(tuple(range(0, 65537, 512)), None, 1, 1), (None, 1024, 2, 2), (tuple(range(0, 65537, 128)), 100, 1, 1)],
 )
-def test_all_documents_of_a_block_and_a_window_are_one_call(documents, window, forward, backward, fused_kernels):
-    """Of 8k tokens a rank: 128 documents, 512 of them in a window, or a window that reaches into one neighbour."""
+def test_documents_and_the_window_of_a_block_take_one_call(documents, window, forward, backward, fused_kernels):
+    """With 8k tokens per rank: 128 documents, 512 documents in a window, or a window that reaches one neighbour."""
     found = run("1x8", documents, causal=True, window=window)
     assert found[0].counts["_flash_attention_forward"] == forward
     assert found[1].counts["_flash_attention_backward"] == backward
@@ -175,14 +175,14 @@ def test_all_documents_of_a_block_and_a_window_are_one_call(documents, window, f
 
 
 @pytest.mark.parametrize("plan, exchanges, messages", [("u8", (2, 2), (0, 0)), ("u4/1x2", (2, 2), (1, 2))])
-def test_an_exchange_over_heads_is_one_all_to_all(plan, exchanges, messages, fused_kernels):
-    """One of the inputs and one of the results; the other messages are those of the ring."""
+def test_a_head_exchange_is_one_all_to_all(plan, exchanges, messages, fused_kernels):
+    """One for the inputs and one for the results; the other messages belong to the ring."""
     found = run(plan, causal=True)
     counts = {name: tuple(part.counts[name] for part in found[:2]) for name in TRANSFERS}
     assert counts == {"alltoall_base_": exchanges, "send": messages, "recv_": messages}
 
 
-def test_what_a_call_needs_is_worked_out_once(monkeypatch):
+def test_a_kind_of_call_is_prepared_once(monkeypatch):
     prepared, plain = [], Runtime._prepare
 
     def prepare(runtime, pass_, *arguments):
@@ -198,12 +198,12 @@ def test_what_a_call_needs_is_worked_out_once(monkeypatch):
             sequence.attention(q, k, v, causal=True).sum().backward()
             compiled.append(compile_program.cache_info().misses)
     assert prepared == [FORWARD, BACKWARD]
-    assert compiled[0] == compiled[-1], "nor are messages made anew"
+    assert compiled[0] == compiled[-1], "and messages are made once"
 
 
 @pytest.mark.parametrize("plan", ["1x8", "u8", "u4/1x2"])
-def test_not_even_the_first_pass_on_a_gpu_waits_for_a_copy_to_it(plan, fused_kernels, monkeypatch):
-    """Places of chunks and ends of documents go there while the host goes on; nothing ever comes back."""
+def test_the_host_never_waits_for_a_copy_to_the_gpu(plan, fused_kernels, monkeypatch):
+    """Not even the first pass: places of chunks and cu_seqlens are copied asynchronously, and nothing comes back."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(counters, "_event", lambda device: None)
@@ -215,7 +215,7 @@ def test_not_even_the_first_pass_on_a_gpu_waits_for_a_copy_to_it(plan, fused_ker
 
 @pytest.mark.parametrize("plan", ["1x8", "u8", "u4/1x2", "2x4", "u2/2x2,keep=all"])
 def test_memory_of_a_pass_is_within_the_formula(plan, fused_kernels):
-    """As the caching allocator sees it, buffers that are kept for later passes included."""
+    """As the caching allocator counts it, including buffers that are kept for later passes."""
     forward, backward, _, sizes = run(plan, passes=1, causal=True)
     kept = -(-sizes.kept_bytes(build_program(sizes.plan, 8, 0, FORWARD).kept) // BLOCK) * BLOCK
     assert sizes.peak_bytes(FORWARD, 8) / 4 < forward.peak - kept < sizes.peak_bytes(FORWARD, 8)
@@ -223,8 +223,8 @@ def test_memory_of_a_pass_is_within_the_formula(plan, fused_kernels):
     assert sizes.peak_bytes(BACKWARD, 8) / 4 < backward.peak + pool < sizes.peak_bytes(BACKWARD, 8)
 
 
-def test_the_hosts_time_of_a_call_can_be_measured_again(capsys):
-    """Not how much it is: this machine is shared."""
+def test_the_host_time_benchmark_runs(capsys):
+    """The times themselves are not checked: this machine is shared."""
     assert main(["bench", "engine", "--host", "--plans", "1x8,u4/1x2", "--calls", "3"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert "least and median of 3; wanted: below 1 forward and 1.6 backward" in head

@@ -1,4 +1,4 @@
-"""The op in a user's program: compile, checkpointing, meshes, sharding, stand-alone oracle, counters."""
+"""The op in a user's program: compile, checkpointing, meshes, sharding, an independent oracle, counters."""
 
 import gc
 import weakref
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.engine.buffers import KEPT_PASSES, BufferPool
 from startrail.engine.call import AttentionCall
+from startrail.engine.runtime import RECENT_SEQUENCES
 from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
@@ -78,7 +79,7 @@ def test_torch_compile_makes_one_graph_with_exact_gradients():
     assert max(run_local(on_rank, 4)) < 2e-6
 
 
-def test_torch_compile_takes_new_sequences_and_other_lengths_without_compiling_each_anew():
+def test_torch_compile_does_not_recompile_for_new_sequences_and_lengths():
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2")
         counter = CompileCounterWithBackend("aot_eager")
@@ -103,7 +104,36 @@ def test_torch_compile_takes_new_sequences_and_other_lengths_without_compiling_e
         assert compiled <= 2, "once, and once more with a length that changes"
 
 
-def test_every_step_is_a_range_in_the_profiler_with_the_schedules_own_text():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pending_backward_pass_outlives_its_sequence(compiled):
+    data, documents = tensors(64), (0, 9, 40, 64)
+    truth = dense(*data, attn_mask=causal_mask(64, documents))
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2")
+
+        def attend(sequence, q, k, v):
+            return sequence.attention(q, k, v, causal=True) * 1.0
+
+        if compiled:
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        sequence = sp.sequence(64, documents)
+        q, k, v, dout, *expected = (sequence.shard(x, 2) for x in (*data, *truth))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(sequence, *inputs)
+        geometry = weakref.ref(sequence._state.geometry)
+        del sequence
+        for length in range(4, 4 * RECENT_SEQUENCES + 4, 4):
+            sp.sequence(length).attention(*(torch.randn(2, 4, length // 2, 16) for _ in range(3)))
+        gc.collect()
+        grads = torch.autograd.grad(out, inputs, dout)
+        return geometry() is None, worst([out, *grads], expected)
+
+    for forgotten, error in run_local(on_rank, 2):
+        assert forgotten and error < 2e-6
+
+
+def test_every_step_is_a_profiler_range_labelled_by_the_schedule():
     data = tensors(64)
 
     def on_rank(rank):
@@ -171,7 +201,7 @@ def test_checkpointing_never_repeats_the_distributed_forward(plan):
     assert all(run_local(on_rank, 4))
 
 
-def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
+def test_one_or_several_mesh_dimensions_form_the_sequence_axis():
     data = tensors(40)
     truth = dense(*data)
 
@@ -194,7 +224,7 @@ def test_a_mesh_dimension_or_several_may_be_the_sequence_axis():
     assert max(run_local(on_rank, 8)) < 2e-6
 
 
-def test_repeated_calls_reuse_buffers_and_remember_nothing():
+def test_repeated_calls_reuse_buffers_and_keep_no_state():
     first, second = tensors(64, seed=1), tensors(64, seed=2)
 
     def on_rank(rank):
@@ -228,8 +258,7 @@ def test_repeated_calls_reuse_buffers_and_remember_nothing():
 
 @pytest.mark.parametrize("plan", ["2x2", "star2", "2x1/u2,groups=2", "1x2/u2,keep=all", "u2/2x1"])
 def test_a_call_leaves_nothing_for_the_garbage_collector(plan):
-    """Tensors in a reference cycle, or held by a buffer, would stay until Python looks, and it does not see a GPU's
-    memory."""
+    """Tensors in a reference cycle would stay until the collector runs, which does not know about a GPU's memory."""
     data = tensors(64)
 
     def on_rank(rank):
@@ -305,7 +334,7 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
     assert max(run_local(on_rank, 4)) < 2e-6
 
 
-def test_buffers_are_used_again_also_for_somewhat_less_but_not_before_they_are_sent():
+def test_buffers_are_reused_for_smaller_pieces_but_not_before_they_are_sent():
     pool, sent = BufferPool(), []
     first = pool.get(100, torch.device("cpu"))
     first.sends.append(lambda: sent.append(True))

@@ -1,4 +1,4 @@
-"""What today's models ask of attention beside a causal mask: staircases, sinks, lse, values of another width, roll."""
+"""Options that today's models need besides a causal mask: staircases, sinks, lse, another value dim, roll."""
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ def test_options_are_exact_under_every_kind_of_plan():
             assert max(error.worst for error in report.errors.values()) < 2e-13
 
 
-def test_a_cotangent_of_lse_alone():
-    """dout is zero, but delta is not: the stand-in for the output must have something to stand on."""
+def test_a_cotangent_of_lse_only():
+    """dout is zero but delta is not: `surrogate_out` needs a nonzero dout."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 4, 50, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
     dlse = torch.randn(1, 4, 50, dtype=torch.float64, generator=generator)
@@ -66,7 +66,7 @@ def test_a_cotangent_of_lse_alone():
         assert wide < 1e-12 and single < 2e-6 and half < 5e-2
 
 
-def test_roll_and_labels_over_edges_of_shards_and_documents():
+def test_roll_and_labels_across_shards_and_documents():
     for length, documents in ((21, [0, 21]), (21, [0, 1, 9, 10, 21]), (40, [0, 17, 40])):
         whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(1))
         cotangent = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(2))
@@ -103,7 +103,7 @@ def test_roll_and_labels_over_edges_of_shards_and_documents():
         assert run_local(on_rank, 4) == [[]] * 4
 
 
-def test_next_tokens_are_those_of_whole_logits():
+def test_next_tokens_match_full_logits():
     generator = torch.Generator().manual_seed(0)
     hidden, other = torch.randn(2, 2, 30, 16, dtype=torch.float64, generator=generator)
     weight = torch.randn(50, 16, dtype=torch.float64, generator=generator)
@@ -138,7 +138,7 @@ def test_next_tokens_are_those_of_whole_logits():
             startrail.next_tokens(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
 
 
-def test_mistakes_with_options_are_refused():
+def test_wrong_options_raise():
     sequence = startrail.SequenceParallel("1x1").sequence(16)
     q, k, v = qkv()
     mask = startrail.Mask.from_slices([(0, 16, 0, 16, True)])
@@ -169,7 +169,7 @@ def test_mistakes_with_options_are_refused():
     )
 
 
-def test_ranks_with_other_data_are_told_on_the_first_call():
+def test_ranks_with_different_data_raise_on_the_first_call():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=20)
         sequence = sp.sequence(16)
@@ -186,7 +186,7 @@ def test_ranks_with_other_data_are_told_on_the_first_call():
         assert second == "no error"
 
 
-def test_gradients_that_ddp_has_reduced_are_not_summed_again():
+def test_sum_gradients_raises_if_they_are_reduced_already():
     def on_rank(rank):
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 2)
@@ -204,8 +204,8 @@ def test_gradients_that_ddp_has_reduced_are_not_summed_again():
         assert "parameter 0 (2, 2) is not the same on all ranks" in different
 
 
-def test_a_sink_of_small_weight_has_all_digits_of_its_gradient():
-    """It is a multiple of 1 - w, w being what the sink leaves: of a w that was rounded, few digits would be left."""
+def test_the_gradient_of_a_sink_with_little_weight_is_accurate():
+    """It is a multiple of 1 - w, where w is the weight of the other keys: rounding w would leave few digits."""
     torch.manual_seed(0)
     q, k, v, dout = torch.randn(4, 1, 2, 64, 16)
     sequence, grads = startrail.SequenceParallel("1x1").sequence(64), []

@@ -6,7 +6,7 @@ from tests.kernels.stand_ins import use_stand_ins
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """The tensors are tiny: threads would only wait for each other."""
+    """The tensors are tiny: threads would only slow them down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -65,7 +65,7 @@ def flash_backward(
 
 
 def check_bands(q, k, v, *others):
-    """What flash attention demands of (..., rows, heads, dim)."""
+    """Flash attention's requirements for (..., rows, heads, dim)."""
     for x in (q, k, v, *others):
         assert x.dtype == q.dtype
         assert not any(step % 8 for step in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])), "misaligned"
@@ -108,7 +108,7 @@ def bands_forward(
                  else x.transpose(0, 1).double().unsqueeze(0) for x in sides]  # fmt: skip
         part, sums = kernel.forward_tile(*sides, TileMask(False, seen, scale))
         out[..., rows, :, :] = (part if query.dim() == 4 else part[0]).transpose(-2, -3).to(query.dtype)
-        sums = sums.masked_fill(sums.isneginf(), float("inf"))  # so it says that a row saw nothing
+        sums = sums.masked_fill(sums.isneginf(), float("inf"))  # its sign of a row that saw no key
         lse[..., rows] = (sums if query.dim() == 4 else sums[0]).float()
     return out, lse, torch.empty(2), torch.empty(0), torch.empty(0)
 

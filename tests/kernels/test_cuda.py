@@ -124,7 +124,7 @@ def test_prepare_gives_the_kernels_dtype_and_a_dense_last_dimension():
 
 @pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
 @pytest.mark.parametrize("shape", [(1, 3, 4, 8), (1, 2, 0, 8)])
-def test_blocks_that_do_not_fit_are_refused(name, shape):
+def test_blocks_that_do_not_fit_raise(name, shape):
     with pytest.raises(ValueError, match="block kernel"):
         make(name, torch.float32).forward_tile(
             torch.randn(1, 4, 4, 8), *torch.randn(2, *shape), TileMask(False, None, SCALE)
@@ -133,8 +133,8 @@ def test_blocks_that_do_not_fit_are_refused(name, shape):
 
 @pytest.mark.parametrize("name", ["flash", "flash-attn", "softcap"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_documents_and_windows_are_flash_attentions_own(name, block, stand_in_ops):
-    """A shard with itself, and with another: as bands they are few calls, and the same numbers."""
+def test_flash_attention_handles_documents_and_windows_itself(name, block, stand_in_ops):
+    """A shard with itself and with another: as bands they take few calls and give the same numbers."""
     mask, most = BLOCKS[block]
     whole, outer, inner = ((0, 40),), ((0, 10), (30, 10)), ((10, 20),)
     for own, other in ((whole, whole), (outer, inner), (inner, outer), (outer, outer), (whole, outer), (whole, inner)):
@@ -153,13 +153,13 @@ def test_a_gpu_masks_what_a_cpu_cuts_into_tiles():
 
 
 @pytest.mark.parametrize("form", ["full", "causal", "anticausal"])
-def test_softcap_is_flash_attns_own(form, stand_in_ops):
+def test_flash_attn_supports_a_softcap(form, stand_in_ops):
     """Whole rectangles; windows and documents are above. Its reference is held to float64 in test_options."""
     tiles = [Tile(0, 30, 0, 30, form), Tile(30, 40, 0, 30, "full")]
     check_blocks(make("softcap", torch.float32), tensors(40, 30, 4, 2, 20, torch.float64), tiles)
 
 
-def test_the_benchs_stand_in_has_a_softcap_and_refuses_windows():
+def test_the_benchmarks_stand_in_supports_a_softcap_but_no_windows():
     kernel = cuda.FlashKernel(torch.float32, flash_attn_ops(fake_flash_attn, SOFTCAP), "attn", SOFTCAP)
     sides = tensors(40, 40, 4, 2, 16, torch.float64)
     check_blocks(kernel, sides, [Tile(0, 40, 0, 40, "causal")])

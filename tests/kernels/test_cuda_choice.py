@@ -57,8 +57,8 @@ def test_other_signatures_of_flash_attn_fall_back_to_aten(select, version, name)
     assert select(torch.bfloat16, installed=version) == name
 
 
-def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch):
-    """FA3 and FA4 through torch's adapters, and before them what torch was told to use; why is said."""
+def test_newer_flash_attention_is_preferred_if_it_supports_the_gpu(select, monkeypatch):
+    """The implementation that torch is set to use comes first, then FA3 and FA4; the reason is given."""
     made = cuda.FlashOps(None, None, None, None)
     installed = {"FA3"}
     found = lambda name, path: made if name in installed else None  # noqa: E731
@@ -84,8 +84,8 @@ def test_newer_flash_attentions_are_preferred_where_they_run(select, monkeypatch
     assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
 
 
-def test_torchs_adapter_for_flash_attention_3_is_what_we_call():
-    """By name in this torch; the packages themselves are not here."""
+def test_torch_has_the_adapter_for_flash_attention_3():
+    """Only its names: the packages are not installed here."""
     for name, path, _ in cuda._NEWER_PACKAGES:
         assert cuda._newer_flash(name, path) is None
     from torch.nn.attention import _fa3
@@ -96,7 +96,7 @@ def test_torchs_adapter_for_flash_attention_3_is_what_we_call():
     assert callable(_fa3._fa3_import_module)
 
 
-def test_who_has_a_softcap_is_chosen_or_why_nobody_has_is_said(select):
+def test_a_softcap_selects_flash_attn_or_raises_with_the_reason(select):
     assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0), softcap=50.0) == "cuda-flash-attn"
     assert select.reason == "softcap=50.0: of all GPU kernels only flash-attn supports it"
     assert select(torch.float64, softcap=50.0) == "reference"

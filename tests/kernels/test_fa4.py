@@ -50,7 +50,7 @@ def _flash_attn_bwd(
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The backend, as it is made where the package is installed."""
+    """The backend as if the package were installed."""
     package = types.SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
     parents = {name: types.ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
     for name, module in {**parents, PATH: package}.items():
@@ -62,8 +62,8 @@ def kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "aligned"])
-def test_rectangles_are_taken_from_whatever_a_call_returns(kernel, kind):
-    """Four results of a forward pass, of which torch's own adapter expects two."""
+def test_further_results_of_a_call_are_ignored(kernel, kind):
+    """A forward pass returns four; torch's own adapter expects two."""
     for heads, kv_heads in stand_ins.HEADS:
         stand_ins.check_numbers(kernel(torch.bfloat16), kind, heads, kv_heads, 64)
 
@@ -75,7 +75,7 @@ def test_documents_and_windows(kernel, block):
     stand_ins.check_blocks(kernel(torch.float32), stand_ins.tensors(40, 40, 4, 2, 16, torch.float64), tiles)
 
 
-def test_another_package_of_that_name_is_passed_over(monkeypatch):
+def test_another_package_of_that_name_is_ignored(monkeypatch):
     parents = {name: types.ModuleType(name) for name in ("flash_attn", "flash_attn.cute", PATH)}
     for name, module in parents.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -84,8 +84,8 @@ def test_another_package_of_that_name_is_passed_over(monkeypatch):
     cuda._newer_flash.cache_clear()
 
 
-def test_of_torchs_own_adapter():
-    """If it takes more than two results now, ours can go."""
+def test_torchs_own_adapter_still_expects_two_results():
+    """If it takes more results, we no longer need our own."""
     from torch.nn.attention import _fa4
 
     assert "out, lse = module._flash_attn_fwd(" in inspect.getsource(_fa4._fa4_run_forward)

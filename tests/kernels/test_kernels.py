@@ -1,4 +1,4 @@
-"""Backends against each other and against float64, tile kinds included; the traps of ATen's CPU kernel."""
+"""Backends against each other and against float64, for all kinds of tiles, and the traps of ATen's CPU kernel."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_cpu_agrees_with_the_reference_forward_and_backward(mask, kv_heads, dtyp
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_backward_from_delta_instead_of_out(mask):
-    """What travels is delta; any out with the same row sums gives the same gradients, also where dout is zero."""
+    """Messages carry delta. Any out with the same row sums gives the same gradients, also where dout is zero."""
     q, k, v, dout = tensors(300, dtype=torch.float64)
     dout[:, :, 7] = 0
     visible = tiles_of(mask, ((0, 300),), ((0, 300),))
@@ -59,7 +59,7 @@ def test_a_backward_from_delta_instead_of_out(mask):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 4e-7), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
-def test_a_stand_in_adds_up_to_delta_also_in_half_precision(dtype, tolerance):
+def test_a_surrogate_out_sums_to_delta_also_in_half_precision(dtype, tolerance):
     dout = torch.randn(1000, 16, dtype=torch.float64).to(dtype)
     dout[:10, 1:] = 0  # one number left: then it carries all, to its own precision
     dout[10] = 0
@@ -98,7 +98,7 @@ def test_rows_that_see_nothing_have_no_weight():
     assert torch.equal(partial.out, before), "merging nothing changes nothing, also where nothing was seen so far"
 
 
-def test_the_kernels_traps_are_refused():
+def test_blocks_that_the_kernel_gets_wrong_raise():
     q, k, v, _ = tensors(300, kv_heads=4)
     with pytest.raises(ValueError, match="does not fit"):
         check_block(q, k[:, :, :0], v[:, :, :0])
@@ -121,8 +121,8 @@ def test_the_kernels_traps_are_refused():
         ("dout", float("nan"), (8, 32, 4)),
     ],
 )
-def test_gradients_of_numbers_that_are_not_finite_come_out_as_in_one_process(spoilt, value, bad):
-    """ATen's kernel loses some of them, and gives others where there should be none."""
+def test_gradients_of_values_that_are_not_finite_match_one_process(spoilt, value, bad):
+    """ATen's kernel loses some NaNs and makes others."""
     given = dict(zip(("q", "k", "v", "dout"), (x[:1] for x in tensors(4, heads=2, dim=8)), strict=True))
     given["q"][0, 0, :, 0] = 1.0  # so that an infinite key is the largest of every row
     given[spoilt][0, 0, 1, 0] = value

@@ -1,4 +1,4 @@
-"""The fused kernels, in Triton's interpreter (or on a GPU where there is one), against torch's own operations."""
+"""The fused kernels, in Triton's interpreter or on a GPU if there is one, against torch's own operations."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def rows(shape, dtype, seed=0):
     return torch.randn(batch, length, heads, dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
 
 
-def test_they_are_used_on_gpus():
+def test_fused_kernels_are_used_on_gpus():
     assert fused_on(torch.device("cuda", 1)) is fused
     assert fused_on(torch.device("cpu")) is None
 
@@ -54,7 +54,7 @@ def test_they_are_used_on_gpus():
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
 @pytest.mark.parametrize("dim", [20, 64])
 def test_merging(dtype, dim):
-    """Rows that saw nothing on either side or on both, a slice of the rows, and sums in float32 or wider."""
+    """Rows that saw no key on one side or both, a slice of the rows, and sums in float32 or wider."""
     acc = accumulate.accumulator(dtype)
     shape = (2, 3, 37, dim)
     ours, plain = Partial(shape, acc, DEVICE), Partial(shape, acc, DEVICE)
@@ -83,7 +83,7 @@ def test_row_sums(dtype, dim):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
 @pytest.mark.parametrize("dim", [1, 2, 20, 64])
-def test_stand_in_out(dtype, dim):
+def test_surrogate_out(dtype, dim):
     dout = rows((2, 3, 37, dim), dtype).clone()
     dout[:, :, 4] = 0
     dout[:, :, 5, 1:] = 0
@@ -103,8 +103,8 @@ def test_stand_in_out(dtype, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_numbers_that_are_none_are_not_lost(dtype):
-    """A row with NaN or an infinite sum has no gradient, and merged results of such rows are none."""
+def test_nan_and_infinity_are_kept(dtype):
+    """Rows with NaN or an infinite sum give NaN, and so do merges with them."""
     special = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0], device=DEVICE)
     dout, delta = rows((1, 1, 4, 16), dtype).clone(), special.view(1, 1, 4)
     for x in (fused.surrogate_out(dout, delta, 1), base.surrogate_out(dout, delta)):
@@ -120,7 +120,7 @@ def test_numbers_that_are_none_are_not_lost(dtype):
 
 
 def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):
-    """What ptxas says of them, without a GPU: with too many elements a program they would keep some in memory."""
+    """As ptxas reports without a GPU: with too many elements per program, registers would spill to memory."""
     nvidia = pytest.importorskip("triton.backends.nvidia", reason="Triton here is not for NVIDIA's GPUs")
     ptxas = next(iter(nvidia.__path__)) + "/bin/ptxas"
     if not os.access(ptxas, os.X_OK):

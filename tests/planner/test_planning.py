@@ -17,6 +17,7 @@ from startrail.planner.auto import fit_cluster, plan_for_heads, plan_for_job
 from startrail.planner.bounds import Bounds
 from startrail.planner.candidates import options_of, plans_on
 from startrail.planner.cluster import Slow, cluster_text, find_cluster, read_cluster
+from startrail.planner.memory import LIBRARY_BYTES, estimate_memory
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.search import search
 from startrail.planner.step import Training
@@ -27,7 +28,7 @@ from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan, plans_for
 from startrail.schedule.program import closed_form
 from startrail.schedule.values import PASSES
-from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS
+from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS, GPTConfig
 from startrail.training.recipes import find
 from tests.helpers import refusal
 
@@ -117,17 +118,18 @@ def test_a_mistake_in_a_cluster_file_names_the_key(path, value, message):
     assert "\n" not in str(refused.value)
 
 
-def test_models_are_those_of_the_recipes():
-    for name, config in GPT_CONFIGS.items():
-        ours = find_model(name)
-        theirs = (config.vocab, config.width, config.layers, config.heads, config.kv_heads, config.hidden, config.tied)
-        assert (ours.vocab, ours.width, ours.layers, ours.heads, ours.kv_heads, ours.hidden, ours.tied) == theirs
+def test_recipes_and_planner_share_the_shapes_of_models():
+    assert {
+        "gpt-3b": GPTConfig(vocab=50_304, width=2560, layers=32, heads=32, kv_heads=32, hidden=6912),
+        "gpt-7b": GPTConfig(vocab=50_304, width=4096, layers=32, heads=32, kv_heads=32, hidden=11_008),
+        "gpt-tiny": GPTConfig(vocab=256, width=128, layers=4, heads=8, kv_heads=4, hidden=512, tied=True),
+    } == GPT_CONFIGS
+    assert {name: (c.width, c.layers, c.heads) for name, c in DIT_CONFIGS.items()} == {
+        "dit-1b": (1536, 24, 24),
+        "dit-tiny": (128, 4, 8),
+    }
     for name, config in DIT_CONFIGS.items():
-        ours = find_model(name)
-        assert (ours.width, ours.layers, ours.heads, ours.hidden) == (
-            *(config.width, config.layers, config.heads),
-            4 * config.width,
-        )
+        assert find_model(name).hidden == 4 * config.width  # which a DiT has by definition
 
 
 LLAMA = dict(
@@ -386,20 +388,41 @@ NARROW = Model("narrow", 256, 32, 2, 1, 1, 32, 256, 3, True, True, (None, None))
 
 
 @pytest.mark.parametrize(
-    "length, text, mib",
+    "length, text, recompute, mib",
     [
-        (32768, "2x2", 107.9),
-        (65536, "2x2", 172.9),
-        (131072, "2x2", 319.7),
-        (32768, "2x1", 159.5),
-        (131072, "2x4", 182.8),
+        (32768, "2x2", True, 107.9),
+        (65536, "2x2", True, 172.9),
+        (131072, "2x2", True, 319.7),
+        (32768, "2x1", True, 159.5),
+        (131072, "2x4", True, 182.8),
+        (32768, "2x2", False, 130.3),
+        (65536, "2x2", False, 237.7),
     ],
 )
-def test_memory_is_what_was_measured_within_a_tenth(length, text, mib):
-    plan = Plan.parse(text)
-    cluster = find_cluster(f"lab@1x{plan.size}")
-    memory = Training(cluster, NARROW, Run(length, dtype="float32")).memory(plan)
-    assert memory.total / 2**20 + 30 == pytest.approx(mib, rel=0.1)
+def test_memory_is_what_was_measured_within_a_tenth(length, text, recompute, mib):
+    plan, run = Plan.parse(text), Run(length, dtype="float32", recompute=recompute)
+    memory = estimate_memory(Job(NARROW, run), plan, plan.size, libraries=LIBRARY_BYTES)
+    assert memory.total / 2**20 == pytest.approx(mib, rel=0.1)
+    on_cluster = Training(find_cluster(f"lab@1x{plan.size}"), NARROW, run).memory(plan)
+    assert on_cluster.total == memory.total - LIBRARY_BYTES and on_cluster.limit == 1e9
+
+
+@pytest.mark.parametrize(
+    "name, changes, ranks, mib",
+    [
+        ("gpt-tiny", dict(plan="2x2", length=16384), 4, 272.7),
+        ("gpt-tiny", dict(plan="2x1", length=8192, data_parallel=2), 4, 267.6),
+        ("gpt-tiny", dict(recompute=True), 8, 48.3),
+        ("dit-tiny", dict(plan="2x2", batch=64), 4, 172.0),
+        ("dit-tiny", dict(plan="2x2", recompute=True, zero=3), 4, 59.8),
+        ("dit-tiny", dict(), 8, 55.8),
+    ],
+)
+def test_memory_of_recipes_is_what_was_measured_within_a_tenth(name, changes, ranks, mib):
+    """Peaks of one step, or of a few with a checkpoint, on CPU ranks: ``Trainer`` prints this estimate."""
+    recipe = find(name).with_(changes)
+    memory = estimate_memory(recipe.job("float32"), Plan.parse(recipe.plan), ranks, libraries=LIBRARY_BYTES)
+    assert memory.total / 2**20 == pytest.approx(mib, rel=0.1)
 
 
 # --- arithmetic

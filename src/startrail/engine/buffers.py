@@ -1,4 +1,4 @@
-"""Buffers: bytes on their way in or out, used again by later passes."""
+"""Buffers for messages, reused by later passes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ KEPT_VIEWS = 8
 
 
 class Buffer:
-    """Bytes, and what must end before they may be read (``arrivals``) or written again (``sends``).
+    """Bytes, and the transfers to wait for before they may be read (``arrivals``) or overwritten (``sends``).
 
-    Views of the bytes are remembered: a buffer is used again and again for the same kind of piece. ``whole`` is the
-    buffer that these bytes are the beginning of, if the pool had none of their size. ``stream`` is the one in whose
-    order it is written and read.
+    Views of the bytes are cached, because a buffer is reused for the same kind of piece. ``whole`` is the larger buffer
+    that these bytes are the start of, if the pool had none of their size. ``stream`` is the one that reads and writes
+    it.
     """
 
     def __init__(self, flat: Tensor, whole: Buffer | None = None, stream: int = 0) -> None:
         self.flat, self.whole, self.stream = flat, whole, stream
         self.arrivals: list[Callable[[], None]] = []
         self.sends: list[Callable[[], None]] = []
-        self.used = 0  # in which pass the pool got it back
+        self.last_pass = 0  # the one that returned it to the pool
         self._views: dict[object, tuple[Tensor, ...]] = {}
 
     def views(self, key: object, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What ``make`` makes of the bytes, made once for each ``key``."""
+        """The result of ``make`` for these bytes, cached by ``key``."""
         if key not in self._views:
             if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
@@ -46,11 +46,10 @@ Key = tuple[int, torch.device, int]
 
 
 class BufferPool:
-    """Flat byte buffers that are used again, also by the next call. A buffer whose send is under way is handed out
-    only once the send has ended; one that nobody has used in the last ``KEPT_PASSES`` goes.
+    """Flat byte buffers, reused within a pass and by later ones. A buffer whose send is pending is handed out only once
+    the send has completed. One that was not used in the last ``KEPT_PASSES`` is dropped.
 
-    That a send has ended is known to the stream that waited for it, and to no other: a buffer is used again on its own
-    stream only.
+    Only the stream that waited for a send is ordered after it, so a buffer is reused on its own stream only.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class BufferPool:
         self.allocated = 0
 
     def get(self, nbytes: int, device: torch.device) -> Buffer:
-        """The smallest free buffer that is large enough but not wastefully so; the one that waits longest if equal."""
+        """The smallest free buffer of ``nbytes`` to twice that; among equals, the one that was returned first."""
         stream = current_stream_id(device)
         free = self._free.get((nbytes, device, stream)) or self._larger(nbytes, device, stream)
         if not free:
@@ -78,14 +77,14 @@ class BufferPool:
 
     def put(self, buffer: Buffer) -> None:
         whole = buffer.whole or buffer
-        whole.sends, whole.used = buffer.sends, self._pass
+        whole.sends, whole.last_pass = buffer.sends, self._pass
         self._free.setdefault((whole.flat.numel(), whole.flat.device, whole.stream), []).append(whole)
 
     def settle(self) -> None:
-        """A pass is over, and so are all its sends: forget them, and buffers of sizes that are no longer asked for."""
+        """Call it after a pass, when all its sends have completed. Drops buffers that are no longer used."""
         self._pass += 1
         for key, free in list(self._free.items()):
-            kept = [buffer for buffer in free if buffer.used > self._pass - KEPT_PASSES]
+            kept = [buffer for buffer in free if buffer.last_pass > self._pass - KEPT_PASSES]
             for buffer in kept:
                 buffer.sends = []
             self._free[key] = kept

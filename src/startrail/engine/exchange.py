@@ -1,7 +1,7 @@
-"""The exchange over heads (Ulysses): every rank has all heads of some tokens, and gets some heads of all tokens.
+"""The head exchange (Ulysses): every rank has all heads of some tokens, and gets some heads of all tokens.
 
-What one step exchanges is one ``Exchange``, however many pieces that are: their parts for one head rank lie side by
-side and travel as one message. Our own part never leaves, and is copied.
+One step makes one ``Exchange`` for all its pieces: their parts for one head rank lie side by side and form one message.
+The rank's own part is copied, not sent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from startrail.schedule.values import Piece
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of several pieces, the parts of all head ranks one behind the other, and views of them by piece: tensors
-    (head ranks, batch, heads, tokens, ...)."""
+    """Bytes of several pieces, concatenated by head rank, and views of them by piece: tensors (head ranks, batch,
+    heads, tokens, ...)."""
 
     buffer: Buffer
-    of_rank: tuple[Tensor, ...]  # the bytes that go to each head rank, or come from it
+    of_rank: tuple[Tensor, ...]  # the bytes sent to each head rank, or received from it
     views: dict[Piece, tuple[Tensor, ...]]
 
     @property
@@ -49,7 +49,7 @@ class Parts:
 
 
 class Exchange:
-    """``all_to_all``: the lane can exchange all parts in one call, our own included, if they lie without gaps."""
+    """``all_to_all``: the lane can exchange all parts in one call, including our own, if they are dense."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class Exchange:
         self.wire, self.pool, self.head = wire, pool, head
         self.leaving = Parts.make(wire, pieces, pool, device)
         self.coming = Parts.make(wire, pieces, pool, device)
-        self.open = set(pieces)  # those that have not been taken out yet
+        self.open = set(pieces)  # not taken yet
         self.at_once = all_to_all and self.leaving.dense
 
     def send_inputs(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
-        """Of our tokens (batch, heads, tokens, ...): each head rank gets the heads that it computes."""
+        """Pack our tokens (batch, heads, tokens, ...): each head rank gets the heads that it computes."""
         for target, x in zip(self.leaving.views[piece], tensors, strict=True):
             target.copy_(self.wire.shares(x, piece))
         self._keep_own(piece)
 
     def send_results(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
-        """Of our heads: each head rank gets back the results of its tokens."""
+        """Pack our heads: each head rank gets the results of its tokens."""
         for target, whole in zip(self.leaving.views[piece], tensors, strict=True):
             self.wire.split(whole, target)
         self._keep_own(piece)
@@ -81,18 +81,18 @@ class Exchange:
     def _keep_own(self, piece: Piece) -> None:
         if self.at_once:
             return
-        for room, ours in zip(self.coming.views[piece], self.leaving.views[piece], strict=True):
-            room[self.head] = ours[self.head]
+        for target, own in zip(self.coming.views[piece], self.leaving.views[piece], strict=True):
+            target[self.head] = own[self.head]
 
     def take_inputs(self, piece: Piece, whole: Sequence[Tensor]) -> None:
-        """Once all parts have come: our heads of all tokens."""
+        """Wait for all parts, and unpack our heads of all tokens."""
         self.coming.buffer.arrive()
         for target, parts in zip(whole, self.coming.views[piece], strict=True):
             self.wire.join(target, parts)
         self._taken(piece)
 
     def take_results(self, piece: Piece, local: Sequence[Tensor]) -> None:
-        """Once all parts have come: all heads of our tokens."""
+        """Wait for all parts, and unpack all heads of our tokens."""
         self.coming.buffer.arrive()
         for target, parts in zip(local, self.coming.views[piece], strict=True):
             self.wire.shares(target, piece).copy_(parts)

@@ -1,6 +1,8 @@
-"""The lab: a cluster on one machine. Nodes are network namespaces, links have real limits, and traffic is real TCP.
+"""An emulated cluster on one machine: nodes are network namespaces, links have real limits, traffic is real TCP.
 
-`Cluster` builds one, runs programs and functions on it, and counts what crosses each link.
+`Cluster` builds one, runs programs and functions on it, and counts the bytes on each link. May import ``launch`` and
+``planner``. Start reading at `cluster`. `wiring` describes the links, `network` makes them over netlink, `supervisor`
+is the process that owns them, `job` and `forked` are the jobs, and `cleanup` removes what killed clusters leave.
 """
 
 from startrail.lab.cluster import Cluster, available, own_link_bytes

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from startrail.lab.cleanup import MARK, new_folder
+from startrail.lab.cleanup import FOLDER_VARIABLE, new_folder
 from startrail.lab.job import LabJob, ProgramJob
-from startrail.lab.namespaces import die_with, enter_held_network, kill_all, signal_all
+from startrail.lab.namespaces import die_with, enter_network_of, kill_all, signal_all
 from startrail.lab.supervisor import LabError, Supervisor
 from startrail.lab.wiring import LINK, Wiring, parse_rate
 from startrail.planner.topology import Machine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
-PORTS = 1000  # ports below the kernel's own range, taken in turn, so that a job never meets the last one's sockets
+PORTS = 1000  # ports below the kernel's own range, used in turn, so that a job never finds its predecessor's sockets
 
 
 class Cluster:
@@ -32,17 +32,17 @@ class Cluster:
     ::
 
         with Cluster(nodes=2, ranks_per_node=2, link="100mbit") as cluster:
-            cluster.run(["train.py", "--steps", "3"], deadline=60)    # as torchrun would, once a rank
+            cluster.run(["train.py", "--steps", "3"], deadline=60)    # like torchrun, once per rank
             sizes = cluster.call(lambda rank: dist.get_world_size(), deadline=60)   # [4, 4, 4, 4]
             print(cluster.link_bytes()[0]["sent"])
 
-    ``link`` is every node's rate each way ("100mbit"; None: not limited), ``slow`` gives some nodes another one, and
-    ``rack_link`` limits what passes between ``racks``. Ranks of one node meet on its loopback, which has no limit and
-    is not counted. ``mtu`` defaults to jumbo frames, whose headers add about 1 % to the bytes. ``shaper`` chooses tbf
-    or htb; None takes tbf where the kernel has it.
+    ``link`` is every node's rate each way ("100mbit"; None: unlimited), ``slow`` gives some nodes a different rate, and
+    ``rack_link`` limits the traffic between ``racks``. Ranks of one node talk over its loopback, which has no limit and
+    is not counted. ``mtu`` defaults to jumbo frames, whose headers add about 1 % to the bytes. ``shaper`` is tbf or
+    htb; None takes tbf if the kernel has it.
 
-    Works as root, and otherwise in a user namespace where the system allows one; `LabError` says why not. Everything is
-    removed when the block ends, however it ends, and also when this process is killed.
+    Works as root, and otherwise in a user namespace if the system allows one; if not, `LabError` gives the reason.
+    Everything is removed when the block ends, however it ends, and also when this process is killed.
     """
 
     def __init__(
@@ -59,62 +59,62 @@ class Cluster:
     ) -> None:
         self.machine = Machine(nodes, ranks_per_node)
         self.wiring = Wiring(self.machine, link, racks, rack_link, dict(slow or {}), mtu, shaper)
-        self._holder: Supervisor | None = None
+        self._supervisor: Supervisor | None = None
         self._folder = ""
         self._owner = 0
         self._job: LabJob | None = None
         self._jobs = 0
 
     def __enter__(self) -> Cluster:
-        self._folder = new_folder()  # the holder removes it
+        self._folder = new_folder()  # removed by the supervisor
         self._owner = os.getpid()
-        self._holder = Supervisor(self.wiring, self._folder)
+        self._supervisor = Supervisor(self.wiring, self._folder)
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        holder = self._running()
+        supervisor = self._get_supervisor()
         try:
             if self._job is not None:
                 self._job.kill()
         finally:
-            self._holder = None
-            holder.close()
+            self._supervisor = None
+            supervisor.close()
 
     def link_bytes(self) -> dict[int, dict[str, int]]:
-        """Bytes that each node's link has carried so far: ``{node: {"sent": ..., "received": ...}}``."""
-        return dict(enumerate(self._running().ask("link_bytes")))
+        """Bytes that each node's link has carried: ``{node: {"sent": ..., "received": ...}}``."""
+        return dict(enumerate(self._get_supervisor().ask("link_bytes")))
 
     def rack_bytes(self) -> dict[int, dict[str, int]]:
-        """Bytes that have left and entered each rack so far; empty with one rack."""
-        return dict(enumerate(self._running().ask("rack_bytes")))
+        """Bytes that have left and entered each rack; empty with one rack."""
+        return dict(enumerate(self._get_supervisor().ask("rack_bytes")))
 
     def set_link(self, node: int, rate: str | None) -> None:
-        """Give a node's link another rate, both ways, at once."""
+        """Change the rate of a node's link, both ways, immediately."""
         self.wiring.check_node(node)
         parse_rate(rate)
-        self._running().ask("set_link", node, rate)
+        self._get_supervisor().ask("set_link", node, rate)
 
     def cut(self, node: int) -> None:
         """Pull a node's cable: nothing passes, and connections wait for `restore`."""
         self.wiring.check_node(node)
-        self._running().ask("cut", node)
+        self._get_supervisor().ask("cut", node)
 
     def restore(self, node: int) -> None:
         """Plug a node's cable back in."""
         self.wiring.check_node(node)
-        self._running().ask("restore", node)
+        self._get_supervisor().ask("restore", node)
 
     def stop(self, node: int) -> None:
-        """Freeze every process of a node, as if the machine hung: its connections stay, and nobody answers."""
+        """Freeze every process of a node, as if the machine hung: its connections stay open, but it does not answer."""
         self.wiring.check_node(node)
-        signal_all({self._running().networks[node]}, signal.SIGSTOP)
+        signal_all({self._get_supervisor().networks[node]}, signal.SIGSTOP)
 
     def resume(self, node: int) -> None:
-        """Let a stopped node run on."""
+        """Resume a stopped node."""
         self.wiring.check_node(node)
-        signal_all({self._running().networks[node]}, signal.SIGCONT)
+        signal_all({self._get_supervisor().networks[node]}, signal.SIGCONT)
 
     def start(
         self,
@@ -125,16 +125,16 @@ class Cluster:
     ) -> ProgramJob:
         """Start ``script.py args``, ``-m module args`` or any command on every rank, and return without waiting.
 
-        Links can be cut and slowed until ``wait()`` of what this returns. The environment is torchrun's; see `run`.
-        Ranks end with the thread that started them.
+        Links can be cut and slowed before ``wait()`` is called on the job. The environment is torchrun's; see `run`.
+        Ranks are killed when the thread that started them ends.
         """
-        self._be_free()
+        self._begin_job()
         folder = Path(log_dir) if log_dir is not None else Path(self._folder, f"job{self._jobs}")
         environments = [{**os.environ, **variables, **(env or {})} for variables in self._environments()]
         try:
-            job = ProgramJob(argv, environments, self._enter, folder, deadline, self._sweep)
+            job = ProgramJob(argv, environments, self._enter, folder, deadline, self._kill_leftovers)
         except subprocess.SubprocessError:
-            raise LabError("the ranks cannot enter their nodes: the process that holds them has ended") from None
+            raise LabError("the ranks cannot enter their nodes: the supervisor process has ended") from None
         self._job = job
         return job
 
@@ -147,9 +147,9 @@ class Cluster:
     ) -> list[Path]:
         """Run a torchrun-style program on every rank, and return the log files by rank.
 
-        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the like are set, so ``init_process_group("gloo")`` meets through
-        the emulated links; ``env`` adds to them. The first rank that fails ends the job and is shown; so does the
-        ``deadline`` in seconds. Without a ``log_dir`` the logs go when the cluster does.
+        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the like are set, so ``init_process_group("gloo")`` connects over
+        the emulated links; ``env`` adds to them. The first rank that fails ends the job, and so does the ``deadline``
+        in seconds; both raise `JobError`. Without a ``log_dir`` the logs are removed with the cluster.
         """
         return self.start(argv, deadline, env, log_dir).wait()
 
@@ -162,35 +162,35 @@ class Cluster:
     ) -> ForkedJob:
         """Start ``function(rank)`` on every rank as `call` does, and return without waiting.
 
-        ``expendable`` ranks are not waited for and may die, in tests of what the others then do; they return None.
+        ``expendable`` ranks may die and are not waited for; they return None. Tests of failures use them.
         """
-        from startrail.lab.forked import ForkedJob  # here, so that whoever only runs programs does not wait for torch
+        from startrail.lab.forked import ForkedJob  # here, so that running programs does not import torch
 
-        self._be_free()
+        self._begin_job()
         environments = [{**variables, **(env or {})} for variables in self._environments()]
         store = Path(self._folder, f"store{self._jobs}")
-        job = ForkedJob(function, environments, self._enter, store, deadline, expendable, self._sweep)
+        job = ForkedJob(function, environments, self._enter, store, deadline, expendable, self._kill_leftovers)
         self._job = job
         return job
 
     def call(
         self, function: Callable[[int], Result], deadline: float = 300.0, env: Mapping[str, str] | None = None
     ) -> list[Result]:
-        """Fork this process once a rank into the nodes, join the ranks with gloo, and return each ``function(rank)``.
+        """Fork this process once per rank into the nodes, join the ranks with gloo, and return each ``function(rank)``.
 
         Forked ranks share what the parent has imported: 32 ranks start in one second, programs take 40. As in
         ``launch.local.run_local``, the parent must not have used OpenMP threads: call ``torch.set_num_threads(1)``.
         """
         return self.fork(function, deadline, env).wait()
 
-    def _running(self) -> Supervisor:
-        if self._holder is None:
+    def _get_supervisor(self) -> Supervisor:
+        if self._supervisor is None:
             raise LabError("the cluster is not running: use it inside its with block")
-        return self._holder
+        return self._supervisor
 
-    def _be_free(self) -> None:
-        self._running()
-        if self._job is not None and not self._job.over:
+    def _begin_job(self) -> None:
+        self._get_supervisor()
+        if self._job is not None and not self._job.is_done:
             raise LabError("the cluster is still running a job: wait() for it, or kill() it")
         self._jobs += 1
 
@@ -204,9 +204,9 @@ class Cluster:
             "MASTER_PORT": str(FIRST_PORT + self._jobs % PORTS),
             "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every rank warns that its peers' addresses have no names
-            MARK: self._folder,
-            "PYTHONUNBUFFERED": "1",  # a killed rank's last lines should be its last lines
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # or every rank warns that its peers' addresses have no names
+            FOLDER_VARIABLE: self._folder,
+            "PYTHONUNBUFFERED": "1",  # or the last lines of a killed rank are lost
         }
         return [
             {
@@ -221,17 +221,17 @@ class Cluster:
 
     def _enter(self, rank: int) -> None:
         # In the forked child, before it becomes a rank.
-        holder = self._running()
-        enter_held_network(holder.pid, holder.descriptors[self.machine.node(rank)], holder.in_user_namespace)
+        supervisor = self._get_supervisor()
+        enter_network_of(supervisor.pid, supervisor.descriptors[self.machine.node(rank)], supervisor.in_user_namespace)
         die_with(self._owner)
 
-    def _sweep(self) -> None:
-        kill_all(set(self._running().networks))
+    def _kill_leftovers(self) -> None:
+        kill_all(set(self._get_supervisor().networks))
 
 
 @cache
 def available() -> str | None:
-    """Why a cluster cannot be emulated on this machine, or None if it can: found out by building a small one."""
+    """The reason why no cluster can be emulated on this machine, or None. Tries it by building a small one."""
     try:
         with Cluster(nodes=1, ranks_per_node=1, link="1gbit"):
             return None
@@ -240,7 +240,7 @@ def available() -> str | None:
 
 
 def own_link_bytes() -> dict[str, int]:
-    """For use by a rank: the bytes that its own node's link has carried so far."""
+    """Bytes that the link of this rank's own node has carried."""
     with open("/proc/self/net/dev") as file:
         fields = next(line for line in file if line.strip().startswith(f"{LINK}:")).split(":")[1].split()
     return {"sent": int(fields[8]), "received": int(fields[0])}

@@ -1,4 +1,4 @@
-"""Calls: a function on forked ranks. Imports torch, so that the ranks find it imported."""
+"""A function as a job of forked ranks. Imports torch, so that the ranks inherit it."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class ForkedJob(LabJob):
         store: Path,
         deadline: float,
         expendable: frozenset[int],
-        sweep: Callable[[], None],
+        kill_leftovers: Callable[[], None],
     ) -> None:
-        super().__init__(deadline, sweep)
+        super().__init__(deadline, kill_leftovers)
         self._expendable = expendable
         self._pipes: list[Connection] = []
         context = multiprocessing.get_context("fork")
         try:
             for rank, environment in enumerate(environments):
-                ours, theirs = context.Pipe(duplex=False)
+                receiver, sender = context.Pipe(duplex=False)
                 join = partial(_join, rank, environment, enter, store, deadline)
-                process = context.Process(target=run_rank, args=(function, rank, join, theirs, not expendable))
+                process = context.Process(target=run_rank, args=(function, rank, join, sender, not expendable))
                 process.start()
-                theirs.close()
-                self._pipes.append(ours)
+                sender.close()
+                self._pipes.append(receiver)
                 self._processes.append(process)
         except BaseException:
             self.kill()
             raise
 
     def wait(self) -> list[Any]:
-        """What the function returned, by rank."""
-        self._be_running()
+        """Wait for all ranks and return the function's results by rank."""
+        self._check_running()
         with self:
             try:
                 return collect_results(self._pipes, self._processes, self._expendable, self._end)
@@ -64,10 +64,10 @@ class ForkedJob(LabJob):
 def _join(
     rank: int, environment: Mapping[str, str], enter: Callable[[int], None], store: Path, deadline: float
 ) -> None:
-    os.setsid()  # Ctrl-C is the parent's to handle
+    os.setsid()  # only the parent handles Ctrl-C
     enter(rank)
     os.environ.update(environment)
     world = int(environment["WORLD_SIZE"])
-    # Forked ranks share a disk, so they meet in a file and the links carry nothing but gloo.
+    # Forked ranks share a disk: with a file as the store, the links carry gloo traffic only.
     files, timeout = FileStore(str(store), world), timedelta(seconds=deadline)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timeout)

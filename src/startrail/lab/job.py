@@ -1,4 +1,4 @@
-"""Jobs: one process a rank in the nodes' namespaces, waited for with a deadline, and never left behind."""
+"""Jobs: one process per rank in the nodes' namespaces, with a deadline. No process outlives its job."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ ECHO_SECONDS = 0.2
 
 
 class JobError(RuntimeError):
-    """A rank failed or the deadline passed; the text names the rank and holds its last words."""
+    """A rank failed or the deadline passed; the message names the rank and ends with its last lines."""
 
 
 class LabJob:
-    """What programs and calls have in common: ranks to kill, and a deadline that counts from the start."""
+    """Base of programs and forked functions: processes to kill, and a deadline that counts from the start."""
 
-    def __init__(self, deadline: float, sweep: Callable[[], None]) -> None:
+    def __init__(self, deadline: float, kill_leftovers: Callable[[], None]) -> None:
         if not deadline > 0:
             raise ValueError(f"deadline={deadline!r} is not a positive number of seconds")
         self._deadline = deadline
         self._end = time.monotonic() + deadline
-        self._sweep = sweep
+        self._kill_leftovers = kill_leftovers
         self._processes: list[Any] = []
-        self.over = False
+        self.is_done = False
 
     def kill(self) -> None:
-        """End every rank, and whatever the ranks started; harmless when the job is over."""
-        if self.over:
+        """Kill every rank and all processes that the ranks started. Does nothing if the job is done."""
+        if self.is_done:
             return
         for process in self._processes:
             process.kill()
-        self._sweep()
+        self._kill_leftovers()
         for process in self._processes:
             process.wait() if isinstance(process, subprocess.Popen) else process.join()
-        self.over = True
+        self.is_done = True
 
-    def _be_running(self) -> None:
-        if self.over:
-            raise JobError("the job is over: it was waited for, or killed")
+    def _check_running(self) -> None:
+        if self.is_done:
+            raise JobError("the job is over: it has been waited for or killed")
 
     def __enter__(self) -> Any:
         return self
@@ -60,7 +60,7 @@ class LabJob:
 
 
 class ProgramJob(LabJob):
-    """A command started once a rank, with a log file each."""
+    """A command started once per rank, with one log file each."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class ProgramJob(LabJob):
         enter: Callable[[int], None],
         log_dir: Path,
         deadline: float,
-        sweep: Callable[[], None],
+        kill_leftovers: Callable[[], None],
     ) -> None:
-        super().__init__(deadline, sweep)
+        super().__init__(deadline, kill_leftovers)
         command = _command(argv)
         log_dir.mkdir(parents=True, exist_ok=True)
         self.logs = [log_dir / f"rank{rank}.log" for rank in range(len(environments))]
@@ -94,11 +94,11 @@ class ProgramJob(LabJob):
             raise
 
     def wait(self, echo: TextIO | None = None) -> list[Path]:
-        """Wait for every rank to end well, and return their log files; ``echo`` gets rank 0's output as it comes.
+        """Wait until every rank has exited with code 0, and return their log files; ``echo`` gets rank 0's output live.
 
-        Whoever reads ``echo`` slowly, or not at all, delays what this returns but neither the ranks nor the deadline.
+        A slow reader of ``echo`` delays the return of this call, but neither the ranks nor the deadline.
         """
-        self._be_running()
+        self._check_running()
         ended = threading.Event()
         copier = threading.Thread(target=self._copy, args=(echo, ended), daemon=True)
         if echo is not None:
@@ -118,7 +118,7 @@ class ProgramJob(LabJob):
                 try:
                     echo.write(output.read())
                     echo.flush()
-                except OSError:  # nobody reads any more: the ranks go on
+                except OSError:  # the reader has closed the pipe; the ranks go on
                     return
                 if last:
                     return
@@ -133,22 +133,22 @@ class ProgramJob(LabJob):
                 while waiting:
                     left = self._end - time.monotonic()
                     if left <= 0:
-                        raise JobError(self._late(sorted(waiting.values())))
+                        raise JobError(self._timeout_message(sorted(waiting.values())))
                     for descriptor, _ in ended.poll(1000 * left):
                         ended.unregister(descriptor)
                         rank = waiting.pop(descriptor)
                         os.close(descriptor)
                         if code := self._processes[rank].wait():
-                            raise JobError(self._failure(rank, code))
+                            raise JobError(self._failure_message(rank, code))
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
 
-    def _failure(self, rank: int, code: int) -> str:
+    def _failure_message(self, rank: int, code: int) -> str:
         how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         return f"rank {rank} {how}; {self._last_lines(rank)}"
 
-    def _late(self, ranks: list[int]) -> str:
+    def _timeout_message(self, ranks: list[int]) -> str:
         return f"ranks {ranks} did not finish within {self._deadline:g} s; {self._last_lines(ranks[0])}"
 
     def _last_lines(self, rank: int) -> str:
@@ -159,9 +159,9 @@ class ProgramJob(LabJob):
 
 
 def _command(argv: Sequence[str]) -> list[str]:
-    """The command line of ``script.py args`` or ``-m module args``, which need an interpreter, or of any program."""
+    """The command line of a program; ``script.py args`` and ``-m module args`` get the interpreter."""
     if not argv:
-        raise ValueError("there is no program to run: give a script.py, -m module, or a command")
+        raise ValueError("no program to run: pass a script.py, -m module, or a command")
     if argv[0].endswith(".py") and not Path(argv[0]).is_file():
-        raise ValueError(f"there is no script {argv[0]!r}")
+        raise ValueError(f"no script {argv[0]!r}")
     return [sys.executable, *argv] if argv[0].endswith(".py") or argv[0] == "-m" else list(argv)

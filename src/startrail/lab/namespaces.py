@@ -1,4 +1,4 @@
-"""The few system calls the lab needs to make and enter namespaces, and to find who lives in one."""
+"""System calls that make and enter namespaces, and a search for the processes in one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: int) -> None:
-    # os.unshare and os.setns came with Python 3.12; prctl never did.
+    # Python has os.unshare and os.setns since 3.12, and no prctl.
     if getattr(_libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
 def is_privileged() -> bool:
-    """Whether this process may make network namespaces without a user namespace around them."""
+    """True if this process may make network namespaces without a user namespace around them."""
     status = Path("/proc/self/status").read_text()
     effective = int(next(line for line in status.splitlines() if line.startswith("CapEff")).split()[1], 16)
     return all(effective >> capability & 1 for capability in (NET_ADMIN, SYS_ADMIN))
 
 
 def enter_user_namespace() -> None:
-    """Become root in a new user namespace, where only this user exists; needs a process of one thread."""
+    """Become root in a new user namespace, where only this user exists; the process must have one thread."""
     user, group = os.geteuid(), os.getegid()
     _call("unshare", NEW_USER)
-    # Taking on capabilities makes a process "undumpable", and its /proc entries root's: undo that for our own parent.
+    # New capabilities make a process "undumpable" and root the owner of its /proc entries, which our parent must read.
     _call("prctl", SET_DUMPABLE, 1)
-    # "deny" is the kernel's condition for writing gid_map without privileges.
+    # The kernel requires "deny" before an unprivileged process may write gid_map.
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         try:
             Path("/proc/self", name).write_text(text)
@@ -58,16 +58,16 @@ def enter_network(descriptor: int) -> None:
     _call("setns", descriptor, NEW_NET)
 
 
-def enter_held_network(holder: int, descriptor: int, in_user_namespace: bool) -> None:
-    """Join the network namespace that process ``holder`` keeps at ``descriptor``; for a process just forked.
+def enter_network_of(supervisor: int, descriptor: int, in_user_namespace: bool) -> None:
+    """Enter the network namespace that process ``supervisor`` has open at ``descriptor``; for a process just forked.
 
-    The namespace is reached through /proc, so that its only lasting reference is the holder's.
+    The namespace is opened through /proc, so that the supervisor's stays its only lasting reference.
     """
-    network = os.open(f"/proc/{holder}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    network = os.open(f"/proc/{supervisor}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     if in_user_namespace:
-        user = os.open(f"/proc/{holder}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        user = os.open(f"/proc/{supervisor}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         _call("setns", user, NEW_USER)
-        _call("prctl", SET_DUMPABLE, 1)  # else the holder could not tell which namespace this process lives in
+        _call("prctl", SET_DUMPABLE, 1)  # or the supervisor cannot see which namespace this process is in
         os.close(user)
     enter_network(network)
     os.close(network)
@@ -76,30 +76,30 @@ def enter_held_network(holder: int, descriptor: int, in_user_namespace: bool) ->
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread of ``parent`` that forked it ends."""
     _call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 
-def living_in(networks: Collection[int]) -> list[int]:
-    """The processes whose network namespace has one of these inode numbers, except this process."""
-    found = []
+def processes_in(networks: Collection[int]) -> list[int]:
+    """Pids of processes whose network namespace has one of these inode numbers, except this process."""
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
-            with suppress(OSError):  # it ended, or it is not ours to look at
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if os.stat(f"/proc/{name}/ns/net").st_ino in networks:
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def signal_all(networks: Collection[int], number: int) -> None:
-    for pid in living_in(networks):
+    for pid in processes_in(networks):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill_all(networks: Collection[int], seconds: float = 10.0) -> None:
-    """Kill whoever lives in these namespaces, children that ranks left behind included, and see them gone."""
+    """Kill all processes in these namespaces, also those that ranks left behind, and wait until they are gone."""
     end = time.monotonic() + seconds
-    while living_in(networks) and time.monotonic() < end:
-        signal_all(networks, signal.SIGKILL)  # again and again: a process may fork between our look and our signal
+    while processes_in(networks) and time.monotonic() < end:
+        signal_all(networks, signal.SIGKILL)  # repeated, because a process may fork between the search and the signal
         time.sleep(0.005)

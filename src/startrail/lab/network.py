@@ -1,11 +1,11 @@
-"""The links themselves: bridges, veth pairs and rate limits, made over netlink. Runs in the holder process only.
+"""The links themselves: bridges, veth pairs and rate limits, made over netlink. Runs only in the supervisor.
 
 ::
 
     node 0: eth0 ---- node0 :rack0: up0 ---- down0 :core: down1 ---- up1 :rack1: node2 ---- eth0 :node 2
     node 1: eth0 ---- node1 :                                                  : node3 ---- eth0 :node 3
 
-What lies between colons is a bridge; bridges live in the switch's namespace, each node in its own. Each end of a pair
+Names between colons are bridges. Bridges are in the switch's namespace, each node has its own. Each end of a pair
 limits what it sends, so a link has its rate both ways. With one rack there is only ``rack0``.
 """
 
@@ -21,21 +21,21 @@ from pyroute2.netlink.exceptions import NetlinkError
 from startrail.lab.namespaces import enter_network, new_network
 from startrail.lab.wiring import LINK, Wiring, parse_rate
 
-# A bucket holds this much of a link's time, so that a timer served late on a busy machine costs no throughput. It is
-# also all that a run can gain by: once, after an idle spell.
+# The bucket's size in time, so that a timer that fires late on a busy machine costs no throughput. A run can gain this
+# much once, after the link was idle.
 BURST_SECONDS = 0.002
-# Queues long enough never to drop: fabrics for training are lossless, and a TCP timeout would cost 200 ms.
+# Queues are long enough never to drop: training fabrics are lossless, and a TCP timeout would cost 200 ms.
 QUEUE_BYTES = 1 << 30
 ROOT = 0x10000  # tc writes 1:0; its one class is 1:1
 
 
 class Network:
-    """All namespaces and links of one cluster; the calling process ends up in the switch's namespace."""
+    """All namespaces and links of one cluster. The calling process is left in the switch's namespace."""
 
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
         self.switch = new_network()
-        _quieten()
+        _configure_tcp()
         self._at_switch = IPRoute(groups=0)
         self._shaper = wiring.shaper or self._find_shaper()
         for rack in range(wiring.racks):
@@ -53,7 +53,7 @@ class Network:
         self._limit_node(node, parse_rate(rate))
 
     def cut(self, node: int) -> None:
-        """Pull the node's cable: its own interface loses the carrier, as it would in a real machine."""
+        """Pull the node's cable: its own interface loses the carrier, as on a real machine."""
         self._at_switch.link("set", index=_index(self._at_switch, f"node{node}"), state="down")
 
     def restore(self, node: int) -> None:
@@ -67,10 +67,10 @@ class Network:
         return [_counters(self._at_switch, f"up{rack}") for rack in racks]
 
     def remove(self) -> None:
-        """Delete every link now. The kernel would, once nobody holds the namespaces, but in its own time."""
+        """Delete every link now. The kernel does so after the last reference to a namespace is gone, but later."""
         for link in self._at_switch.get_links():
             if link.get("ifname") != "lo":
-                with suppress(NetlinkError):  # the other end of a pair went with the first
+                with suppress(NetlinkError):  # deleting one end of a pair deletes the other
                     self._at_switch.link("del", index=link["index"])
 
     def _find_shaper(self) -> str:
@@ -101,7 +101,7 @@ class Network:
         wiring = self._wiring
         namespace = new_network()
         self.nodes.append(namespace)
-        _quieten()
+        _configure_tcp()
         ip = IPRoute(groups=0)
         self._at_node.append(ip)
         enter_network(self.switch)
@@ -115,8 +115,8 @@ class Network:
         self._limit_node(node, wiring.rate(node))
 
     def _pair_options(self, rate: int | None) -> dict[str, int]:
-        # A limited link carries real frames: one segment each, so that the bucket never meets a 64 KiB super-frame
-        # and the counters count every header. An unlimited link keeps them, to cost as little CPU as it can.
+        # A limited link carries real frames of one segment each, so that the bucket never gets a 64 KiB super-frame
+        # and the counters include every header. An unlimited link keeps super-frames, which cost less CPU.
         return {"mtu": self._wiring.mtu} | ({} if rate is None else {"gso_max_segs": 1})
 
     def _attach(self, name: str, bridge: str) -> None:
@@ -128,41 +128,42 @@ class Network:
         self._limit(self._at_node[node], LINK, rate, self._shaper)
 
     def _limit(self, ip: IPRoute, name: str, rate: int | None, shaper: str) -> None:
-        """Limit what one end of a pair sends, or stop limiting it."""
+        """Set or remove the rate limit of one end of a pair."""
         index = _index(ip, name)
         limited = any(queue.get_attr("TCA_KIND") == shaper for queue in ip.get_qdiscs(index))
         if rate is None:
             if limited:
                 ip.tc("del", index=index, root=True)
             return
-        bytes_a_second = rate // 8
-        burst = max(2 * self._wiring.mtu, int(bytes_a_second * BURST_SECONDS))
+        bytes_per_second = rate // 8
+        burst = max(2 * self._wiring.mtu, int(bytes_per_second * BURST_SECONDS))
         if shaper == "tbf":
-            ip.tc("replace", "tbf", index, ROOT, rate=bytes_a_second, burst=burst, limit=QUEUE_BYTES)
+            ip.tc("replace", "tbf", index, ROOT, rate=bytes_per_second, burst=burst, limit=QUEUE_BYTES)
             return
         if not limited:
             ip.tc("add", "htb", index, ROOT, default=1)
-        bucket = {"rate": bytes_a_second, "burst": burst, "cburst": burst, "quantum": self._wiring.mtu}
+        bucket = {"rate": bytes_per_second, "burst": burst, "cburst": burst, "quantum": self._wiring.mtu}
         ip.tc("replace-class", "htb", index, ROOT + 1, parent=ROOT, **bucket)
 
 
-def _quieten() -> None:
-    """In a new namespace: no IPv6 chatter on the counters, no dead rank's socket that retries for minutes, and nothing
-    sent twice. Links lose nothing, but to TCP a long queue or a frame that another core overtook looks like a loss."""
+def _configure_tcp() -> None:
+    """In a new namespace: disable IPv6, whose background traffic would be counted, retries for dead ranks, and resends.
+
+    Links lose nothing, but TCP takes a long queue or frames reordered between cores for a loss."""
     settings = {
         "ipv6/conf/all/disable_ipv6": 1,
         "ipv6/conf/default/disable_ipv6": 1,
         "ipv4/tcp_orphan_retries": 1,
-        "ipv4/tcp_rto_min_us": 1_000_000,  # longer than any queue: the first slow answer after fast ones is not a loss
+        "ipv4/tcp_rto_min_us": 1_000_000,  # longer than any queue: a slow answer is no loss
         "ipv4/tcp_early_retrans": 0,  # no probes when acknowledgements are late
-        # a few frames of each connection in front of the shaper, so that what is short overtakes what is long
+        # few frames of each connection in the shaper's queue, so that short messages overtake long ones
         "ipv4/tcp_limit_output_bytes": 8192,
-        "ipv4/tcp_sack": 0,  # no guesses from frames out of order
+        "ipv4/tcp_sack": 0,  # no losses inferred from reordered frames
         "ipv4/tcp_recovery": 0,
         "ipv4/tcp_reordering": 300,
     }
     for name, value in settings.items():
-        with suppress(OSError):  # a kernel without IPv6, or a container's read-only /proc: the lab works all the same
+        with suppress(OSError):  # no IPv6 in the kernel, or a read-only /proc in a container: the lab works anyway
             Path("/proc/sys/net", name).write_text(str(value))
 
 

@@ -1,13 +1,13 @@
-"""The holder: one small process that owns a cluster's namespaces and outlives nothing.
+"""The supervisor: a small process that owns a cluster's namespaces and removes them when its parent ends.
 
-Namespaces have no names and no files: they live as long as the holder's file descriptors do, or a process inside them.
-The holder watches the process that started it; when that process asks, or dies in whatever way, the holder kills
-everything that lives in the namespaces and leaves, and the kernel removes the rest. It is a process of its own, not a
-thread, because a user namespace can only be entered by a process of one thread.
+Namespaces have no names and no files. They exist as long as the supervisor's file descriptors, or a process inside. The
+supervisor watches the process that started it. When that process asks or dies, the supervisor kills every process in
+the namespaces and exits, and the kernel removes the rest. It is a process and not a thread, because only a process with
+one thread can enter a user namespace.
 
-The holder in turn is watched by a fork of itself, the reaper, which does nothing until the holder is gone: if somebody
-kills the parent and the holder at once, the reaper kills what lives in the namespaces and removes the folder. If the
-reaper is killed as well, the next cluster of this user on this machine does so: see `remains`.
+A fork of the supervisor, the reaper, waits until the supervisor is gone. If the parent and the supervisor are killed
+together, the reaper kills the processes in the namespaces and removes the folder. If the reaper is killed as well, the
+next cluster of this user on this machine does so: see `cleanup`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from startrail.lab.cleanup import describe_owners
+from startrail.lab.cleanup import write_owners
 from startrail.lab.namespaces import enter_user_namespace, is_privileged, kill_all
 from startrail.lab.wiring import Wiring
 from startrail.planner.topology import Machine
@@ -34,18 +34,18 @@ MESSAGE_BYTES = 1 << 16
 
 
 class LabError(RuntimeError):
-    """The machine does not let us emulate a cluster, or took it away; the text says why."""
+    """The machine cannot emulate a cluster, or the cluster is gone; the message gives the reason."""
 
 
 class Supervisor:
-    """The started holder process, as its parent sees it."""
+    """Handle of the supervisor process in its parent."""
 
     def __init__(self, wiring: Wiring, folder: str) -> None:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_SECONDS)
-        with theirs:
+        with child_socket:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -54,10 +54,10 @@ class Supervisor:
                     json.dumps(asdict(wiring)),
                     folder,
                 ],
-                stdin=theirs.fileno(),
+                stdin=child_socket.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for the parent: the holder must be there to clean up
+                start_new_session=True,  # Ctrl-C must not reach the supervisor, which cleans up
             )
         self.pid = self._process.pid
         try:
@@ -70,15 +70,15 @@ class Supervisor:
         self.networks: list[int] = ready["networks"]
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of the holder's `startrail.lab.network.Network`."""
+        """Call a method of the supervisor's ``Network`` and return its result."""
         try:
             self._socket.send(json.dumps([method, *arguments]).encode())
         except OSError as error:
-            raise LabError(f"the lab's holder process {self.pid} is gone: {error}") from None
+            raise LabError(f"the lab's supervisor process {self.pid} is gone: {error}") from None
         return self._answer()
 
     def close(self) -> None:
-        """Have everything removed, and wait until it is."""
+        """Remove everything, and wait until it is gone."""
         self._socket.close()
         try:
             self._process.wait(ANSWER_SECONDS)
@@ -90,9 +90,11 @@ class Supervisor:
         try:
             message = self._socket.recv(MESSAGE_BYTES)
         except TimeoutError:
-            raise LabError(f"the lab's holder process {self.pid} did not answer in {ANSWER_SECONDS:.0f} s") from None
+            raise LabError(
+                f"the lab's supervisor process {self.pid} did not answer in {ANSWER_SECONDS:.0f} s"
+            ) from None
         if not message:
-            raise LabError(f"the lab's holder process {self.pid} ended with code {self._process.wait()}")
+            raise LabError(f"the lab's supervisor process {self.pid} ended with code {self._process.wait()}")
         answer = json.loads(message)
         if "error" in answer:
             raise LabError(answer["error"])
@@ -100,8 +102,8 @@ class Supervisor:
 
 
 def main() -> None:
-    """What the holder process runs: build the network, serve the parent's requests, then remove everything."""
-    parent = os.pidfd_open(os.getppid())  # a descriptor, since forks of the parent may keep its end of the socket open
+    """Entry point of the supervisor process: build the network, serve the parent's requests, then remove everything."""
+    parent = os.pidfd_open(os.getppid())  # not the socket's end, which forks of the parent may keep open
     control = socket.socket(fileno=0)
     fields = json.loads(sys.argv[1])
     slow = {int(node): rate for node, rate in fields["slow"].items()}
@@ -118,13 +120,13 @@ def main() -> None:
         control.send(_reply(error=f"cannot emulate a cluster here: {_reason(error)}"))
         shutil.rmtree(folder, ignore_errors=True)
         if reaper is not None:
-            reaper.dismiss()
+            reaper.close()
         return
     networks = [os.fstat(descriptor).st_ino for descriptor in network.nodes]
     reaper.watch(networks)
-    describe_owners(folder, [os.getpid(), os.getppid(), reaper.pid], networks)
+    write_owners(folder, [os.getpid(), os.getppid(), reaper.pid], networks)
     try:
-        with suppress(OSError):  # the parent has gone
+        with suppress(OSError):  # the parent is gone
             ready = dict(in_user_namespace=in_user_namespace, descriptors=network.nodes, networks=networks)
             control.send(_reply(value=ready))
             _serve(network, control, parent)
@@ -132,46 +134,47 @@ def main() -> None:
         kill_all(networks)
         network.remove()
         shutil.rmtree(folder, ignore_errors=True)
-        reaper.dismiss()
+        reaper.close()
 
 
 class Reaper:
-    """A fork of the holder that outlives it by a moment. Forked before there are links: it lives in none of the nodes,
-    and has nothing open that keeps a namespace alive."""
+    """A fork of the supervisor that cleans up if the supervisor is killed.
+
+    It is forked before the links are made: it is in no node, and holds no descriptor that keeps a namespace alive."""
 
     def __init__(self, folder: str) -> None:
-        ours, self._pipe = os.pipe()
+        read_end, self._write_end = os.pipe()
         self.pid = os.fork()
         if self.pid:
-            os.close(ours)
+            os.close(read_end)
             return
-        os.close(self._pipe)
-        os.setsid()  # apart from the holder, for whoever kills a whole session
+        os.close(self._write_end)
+        os.setsid()  # so that killing the supervisor's session spares the reaper
         with suppress(BaseException):
-            _reap(ours, folder)
+            _reap(read_end, folder)
         os._exit(0)
 
     def watch(self, networks: list[int]) -> None:
-        os.write(self._pipe, json.dumps(networks).encode())
+        os.write(self._write_end, json.dumps(networks).encode())
 
-    def dismiss(self) -> None:
-        """Nothing is left to do: wait until it has seen that for itself."""
-        os.close(self._pipe)
+    def close(self) -> None:
+        """Everything is removed: let the reaper exit, and wait for it."""
+        os.close(self._write_end)
         os.waitpid(self.pid, 0)
 
 
 def _reap(pipe: int, folder: str) -> None:
-    said = b""
+    message = b""
     os.closerange(0, pipe)
-    while part := os.read(pipe, MESSAGE_BYTES):  # until the holder is gone
-        said += part
-    if said:
-        kill_all(json.loads(said))
+    while part := os.read(pipe, MESSAGE_BYTES):  # until the supervisor is gone
+        message += part
+    if message:
+        kill_all(json.loads(message))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build(wiring: Wiring) -> Any:
-    from startrail.lab.network import Network  # here, so that a missing pyroute2 is reported like any other obstacle
+    from startrail.lab.network import Network  # here, so that a missing pyroute2 is reported to the parent
 
     return Network(wiring)
 

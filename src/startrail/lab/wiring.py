@@ -1,4 +1,4 @@
-"""How an emulated cluster is wired: plain values, checked when they are made, known to both ends of the lab."""
+"""The links of an emulated cluster, as values that are validated when made. Used by the parent and the supervisor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from startrail.planner.topology import Machine, check_counts
 
-LINK = "eth0"  # the interface of every node's link, as the node sees it
+LINK = "eth0"  # name of a node's interface, inside the node
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-MIN_RATE = 100_000  # below this one jumbo frame takes most of a second, and TCP gives up before it starts
-MAX_RATE = 8 * (2**32 - 1)  # tbf holds bytes a second in 32 bits
+MIN_RATE = 100_000  # below this, one jumbo frame takes most of a second and TCP times out while connecting
+MAX_RATE = 8 * (2**32 - 1)  # tbf stores bytes per second in 32 bits
 MAX_NODES = 250
 SHAPERS = ("tbf", "htb")
 
 
 def parse_rate(text: str | None) -> int | None:
-    """Bits a second of a rate written as tc writes it; None for a link that is not limited.
+    """Bits per second of a rate in tc's notation; None for an unlimited link.
 
     >>> parse_rate("100mbit"), parse_rate("2.5gbit"), parse_rate("unlimited"), parse_rate(None)
     (100000000, 2500000000, None, None)
@@ -37,7 +37,7 @@ class Wiring:
     """A machine, and the links that join its nodes.
 
     Every node has one link, to the switch of its rack; with several racks, each rack's switch has one link to the core.
-    ``slow`` gives some nodes a rate of their own.
+    ``slow`` gives some nodes a different rate.
 
     >>> wiring = Wiring(Machine(4, 2), link="100mbit", racks=2, rack_link="50mbit", slow={3: "10mbit"})
     >>> [wiring.rack(node) for node in range(4)], wiring.address(3), wiring.rate(3)
@@ -56,7 +56,7 @@ class Wiring:
         check_counts(racks=self.racks)
         nodes = self.machine.nodes
         if nodes > MAX_NODES:
-            raise ValueError(f"nodes={nodes} is more than the {MAX_NODES} that the lab has addresses for")
+            raise ValueError(f"nodes={nodes} is more than {MAX_NODES}, the number of addresses in the lab")
         if nodes % self.racks:
             raise ValueError(f"{nodes} nodes do not fill {self.racks} racks evenly")
         if self.racks == 1 and self.rack_link is not None:
@@ -68,19 +68,19 @@ class Wiring:
         if not isinstance(self.mtu, int) or not 576 <= self.mtu <= 65535:
             raise ValueError(f"mtu={self.mtu!r} is not between 576 and 65535 bytes")
         if self.shaper is not None and self.shaper not in SHAPERS:
-            raise ValueError(f"shaper={self.shaper!r} is none of {', '.join(SHAPERS)}")
+            raise ValueError(f"shaper={self.shaper!r} is not one of {', '.join(SHAPERS)}")
 
     def check_node(self, node: int) -> None:
         if not isinstance(node, int) or not 0 <= node < self.machine.nodes:
-            raise ValueError(f"there is no node {node!r}: nodes are 0 to {self.machine.nodes - 1}")
+            raise ValueError(f"no node {node!r}: nodes are 0 to {self.machine.nodes - 1}")
 
     def rack(self, node: int) -> int:
         return node // (self.machine.nodes // self.racks)
 
     def address(self, node: int) -> str:
-        """The node's address on its link, in a private range that exists inside the lab's namespaces only."""
+        """The node's address on its link, in a private range that exists only inside the lab's namespaces."""
         return f"10.77.0.{node + 1}"
 
     def rate(self, node: int) -> int | None:
-        """The bits a second that the node's link starts with, each way."""
+        """Initial rate of the node's link each way, in bits per second."""
         return parse_rate(self.slow.get(node, self.link))

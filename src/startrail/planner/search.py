@@ -340,9 +340,9 @@ class _Finder:
 
 def _least_step(training: Training, both: dict[AttentionShape, tuple[Bound, Bound]]) -> float:
     """The bound of a whole step."""
-    seconds = training.around + training.first_gather
+    seconds = training.outer_seconds + training.exposed_gather_seconds
     for call, layers in training.calls.items():
-        for bound, dense, (gathers, _) in zip(both[call], training.dense, training.travels, strict=True):
+        for bound, dense, (gathers, _) in zip(both[call], training.dense_seconds, training.fsdp_traffic, strict=True):
             links = max(a + b for a, b in zip(bound.busy, gathers, strict=True))
             seconds += layers * max(bound.seconds + dense, links)
     return seconds

@@ -17,15 +17,14 @@ A recipe file, TOML or JSON, names a recipe to start from and what to change::
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from startrail.geometry.layout import check_layout
+from startrail.planner.units import read_file
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
 from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS, DiTConfig, GPTConfig
@@ -230,7 +229,7 @@ def find(name: str) -> Recipe:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(RECIPES)}, or give a .toml or .json"
         raise ValueError(f"no recipe {name!r}{hint}")
-    changes = _read_file(path)
+    changes = read_file(path)
     base = changes.pop("recipe", "gpt-tiny")
     if not isinstance(base, str) or base not in RECIPES:
         raise ValueError(f"{path}: recipe {base!r} is not one of {', '.join(RECIPES)}")
@@ -238,21 +237,6 @@ def find(name: str) -> Recipe:
         return replace(RECIPES[base], name=path.stem, out="").with_(changes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    try:
-        text = path.read_text()
-        found = json.loads(text) if path.suffix == ".json" else import_module("tomllib").loads(text)
-    except ModuleNotFoundError:
-        raise ValueError(f"{path}: Python 3.10 cannot read TOML; write the recipe as JSON") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: a recipe is a table of fields")
-    return found
 
 
 _LONG: dict[str, Any] = dict(length=131_072, ranks=64, steps=10_000, warmup=500, save_every=250, evaluate_every=250)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from startrail.launch.heartbeat import Heartbeat
 from startrail.launch.signals import Stop
 from startrail.parallel import SequenceParallel
+from startrail.planner.memory import LIBRARY_BYTES, estimate_memory
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.values import PASSES
@@ -27,7 +28,6 @@ from startrail.training import memory
 from startrail.training.checkpoints.saving import Checkpoints, TrainingError, steps_in
 from startrail.training.collectives import check_same_data, max_over_ranks, raise_together, sum_over_ranks
 from startrail.training.display import Display, Summary
-from startrail.training.estimate import NOTHING, estimate
 from startrail.training.metrics import MetricsFile
 from startrail.training.recipes import Recipe
 from startrail.training.sharding import (
@@ -62,25 +62,27 @@ class Trainer:
         problem, digest = None, 0
         try:
             _check_folders(recipe)
+            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."))
             self.sp = SequenceParallel(
                 recipe.plan,
                 mesh=mesh["sequence"],
                 layout=recipe.layout,
-                job=recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch.")),
+                job=job,
                 timeout=60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS,
             )
             self.task: Any = make_task(recipe, self.sp, device)
             self.description = self.task.describe() if self.lead else ""
             digest = self.task.data_digest
-            first = self.task.load(0)  # on every rank: all must make the same sequences
-            self.expected = estimate(recipe, self.task, self.world, first) if self.lead else NOTHING
+            self.task.load(0)  # so that a mistake in the data is found now, on every rank
+            libraries = LIBRARY_BYTES if device.type == "cpu" else 0
+            self.expected = estimate_memory(job, self.sp.plan, self.world, libraries=libraries)
             self.traffic = self._predicted_traffic()
         except ValueError as error:
             problem = str(error)
         raise_together(problem)
         check_same_data(self.task.data_size, digest)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
-        self.begin = self.checkpoints.prepare(self.expected.checkpoint * (self.world if recipe.zero else 1))
+        self.begin = self.checkpoints.prepare(round(self.expected.checkpoint) * (self.world if recipe.zero else 1))
         self.metrics_file = self._open_metrics()
         if device.type == "cpu":
             memory.return_large_blocks()

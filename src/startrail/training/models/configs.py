@@ -1,4 +1,4 @@
-"""The sizes of the models, and the named ones, as data: no torch, so that recipes need none.
+"""The sizes of the models as data, without torch. The shapes of the named ones are in ``planner/models/*.toml``.
 
 >>> GPT_CONFIGS["gpt-tiny"].head_dim
 16
@@ -11,6 +11,8 @@ ValueError: width 128 is not a multiple of 6 heads
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+
+from startrail.planner.workload import find_model
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,21 @@ def _check_heads(width: int, heads: int) -> None:
         raise ValueError(f"width {width} is not a multiple of {heads} heads")
 
 
-# 3b and 7b have the widths and depths of GPT-3 2.7B and 6.7B, with a SwiGLU of 8/3 of the width, which keeps their
-# size; the vocabulary is GPT-2's 50,257 rounded up to a multiple of 64. tiny reads bytes.
-GPT_CONFIGS = {
-    "gpt-3b": GPTConfig(vocab=50_304, width=2560, layers=32, heads=32, kv_heads=32, hidden=6912),
-    "gpt-7b": GPTConfig(vocab=50_304, width=4096, layers=32, heads=32, kv_heads=32, hidden=11_008),
-    "gpt-tiny": GPTConfig(vocab=256, width=128, layers=4, heads=8, kv_heads=4, hidden=512, tied=True),
-}
+def _gpt(name: str) -> GPTConfig:
+    model = find_model(name)
+    sizes = model.width, model.layers, model.heads, model.kv_heads, model.hidden
+    return GPTConfig(model.vocab, *sizes, model.tied)
 
-# 1b has SD3's depth, width and heads, on its 16-channel latents of a 1024 x 1024 image. tiny sees 32 x 32 RGB pixels.
+
+def _dit(name: str, **image: int) -> DiTConfig:
+    model = find_model(name)
+    return DiTConfig(**image, width=model.width, layers=model.layers, heads=model.heads)
+
+
+GPT_CONFIGS = {name: _gpt(name) for name in ("gpt-3b", "gpt-7b", "gpt-tiny")}
+
+# dit-1b sees the 16-channel latents of a 1024 x 1024 image, dit-tiny 32 x 32 RGB pixels.
 DIT_CONFIGS = {
-    "dit-1b": DiTConfig(channels=16, patch=2, rows=64, columns=64, classes=1000, width=1536, layers=24, heads=24),
-    "dit-tiny": DiTConfig(channels=3, patch=2, rows=16, columns=16, classes=10, width=128, layers=4, heads=8),
+    "dit-1b": _dit("dit-1b", channels=16, patch=2, rows=64, columns=64, classes=1000),
+    "dit-tiny": _dit("dit-tiny", channels=3, patch=2, rows=16, columns=16, classes=10),
 }

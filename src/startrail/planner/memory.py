@@ -1,0 +1,100 @@
+"""The memory that one rank needs in a training step, by closed form.
+
+`make bench-memory` compares it with measurements. The planner drops plans that do not fit, and a trainer prints it
+before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import inf
+
+from startrail.planner.cluster import DTYPES
+from startrail.planner.predict import AttentionShape
+from startrail.planner.workload import Job
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import PASSES
+
+FLOAT_BYTES = 4  # per number of parameters, gradients, the optimizer's two moments, and the residual stream
+# Numbers per token that a block holds in its backward pass, by width and by hidden: saved activations, and gradients in
+# flight. Those of the MLP are gone when attention's backward pass begins. Fitted to the results of `make bench-memory`.
+SAVED_BY_WIDTH, IN_FLIGHT_BY_WIDTH = 5, 5
+SAVED_BY_HIDDEN, IN_FLIGHT_BY_HIDDEN = 2, 1.5  # saved: per matrix of the MLP that reads the block's input
+LOGITS_COPIES = 3  # of one chunk
+LIBRARY_BYTES = 30 * 2**20  # of a CPU process: libraries, threads and connections once they are used; measured
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of one rank in bytes. ``limit`` is what the device has for it."""
+
+    states: float  # parameters, gradients, optimizer
+    gathered: float  # whole parameters and gradients of FSDP
+    activations: float
+    attention: float  # buffers and partial results of the pass that runs
+    kept: float  # from the forward to the backward pass, by ``keep`` and by heads
+    libraries: float
+    limit: float
+
+    @property
+    def total(self) -> float:
+        return self.states + self.gathered + self.activations + self.attention + self.kept + self.libraries
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes that this rank writes of a checkpoint: parameters and the optimizer's moments, no gradients."""
+        return self.states * 3 / 4
+
+    def __str__(self) -> str:
+        parts = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "limit"}
+        each = ", ".join(f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in parts.items() if nbytes)
+        return f"{self.total / 2**20:,.1f} MiB per rank: {each}"
+
+
+def estimate_memory(job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0) -> Memory:
+    """The peak of a rank of ``world``: in the backward pass of one block, recomputed or not.
+
+    ``gathered`` is everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice.
+    """
+    model, run, group = job.model, job.run, world // job.data_parallel
+    batch = run.batch // job.data_parallel
+    shape = AttentionShape(run.length, batch, model.heads, model.kv_heads, model.head_dim, model.causal, run.dtype)
+    sizes, tokens = shape.sizes(plan, group), batch * shape.local(group)
+
+    share = model.parameters / (world if run.zero else 1)
+    block = model.per_layer
+    by_zero = {0: 0, 2: model.parameters + 2 * block, 3: model.parameters - (model.layers - 2) * block + 2 * block}
+
+    # Every layer keeps the block's input, attention's out and lse; without recomputation, its saved activations too.
+    by_layer = FLOAT_BYTES * model.width + run.itemsize * model.heads * model.head_dim + FLOAT_BYTES * model.heads
+    saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * model.hidden
+    saved = run.itemsize * (SAVED_BY_WIDTH * model.width + saved_by_hidden) * tokens
+    layers = model.layers * by_layer * tokens + (0 if run.recompute else (model.layers - 1) * saved)
+
+    # The peak is the block's own backward pass, attention's within it, or the loss.
+    by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * model.width
+    held = run.itemsize * (by_width + saved_by_hidden + IN_FLIGHT_BY_HIDDEN * model.hidden) * tokens
+    pooled = max(sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+    inside = max(sizes.peak_bytes(pass_, group) - sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+    during = inside + run.itemsize * by_width * tokens
+    logits = 0 if model.modulated else LOGITS_COPIES * FLOAT_BYTES * min(run.loss_chunk, tokens) * model.vocab
+    peak = max(held, during, logits)
+    in_attention = inside if peak == during else 0.0
+    return Memory(
+        states=4.0 * FLOAT_BYTES * share,
+        gathered=by_zero[run.zero] * DTYPES[run.gather],
+        activations=layers + peak - in_attention,
+        attention=pooled + in_attention,
+        kept=model.layers * _kept_bytes(sizes, group),
+        libraries=libraries,
+        limit=limit,
+    )
+
+
+def _kept_bytes(sizes: Sizes, world: int) -> float:
+    """Bytes of attention that one layer keeps for the backward pass."""
+    plan = sizes.plan
+    pieces = plan.family.kept(plan, plan.place(world, 0), 0) if plan.keep != "none" else []
+    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
+    return sum(sizes.nbytes(kind) * plan.groups for kind in kinds)
