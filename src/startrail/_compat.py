@@ -1,8 +1,162 @@
-"""Private torch APIs: everything that may have to change for another version of torch."""
+"""Every private or version-dependent torch API that StarTrail uses, each behind a plain name.
+
+Supporting another version of torch means changing this file alone. Everything may import it; it imports nothing of
+StarTrail.
+"""
 
 from __future__ import annotations
 
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FakeTensorMode", "FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode", "tree_leaves"]
+
+# --- process groups
+
+
+def default_store() -> Store:
+    """The store that the default process group was made with."""
+    return c10d._get_default_store()
+
+
+def default_timeout(group: dist.ProcessGroup | None) -> timedelta:
+    """The timeout of a group's own operations; torch's default without a group, and for a fake one."""
+    options = None if group is None else group._get_backend(group._device_types[0]).options
+    return c10d.default_pg_timeout if options is None else options._timeout
+
+
+def nccl_options(timeout: timedelta, max_channels: int) -> Any:
+    """Options for NCCL: streams of high priority, and at most ``max_channels`` channels."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    options.config.max_ctas = max_channels
+    return options
+
+
+def make_named_group(
+    members: list[int], name: str, backend: str, store: Store, options: Any, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of global ranks under a given name, made by its members alone.
+
+    ``dist.new_group`` derives the name from the number of groups that this process has made, so ranks that have made
+    different numbers of groups would wait for each other forever.
+    """
+    index, group_name = members.index(dist.get_rank()), cast(Any, getattr(c10d, "GroupName", str)(name))
+    with without_bound_device():
+        group, _ = c10d._new_process_group_helper(
+            len(members), index, members, dist.Backend(backend), store, group_name, options, timeout
+        )
+    c10d._world.pg_group_ranks[group] = {rank: local for local, rank in enumerate(members)}
+    return group
+
+
+@contextmanager
+def without_bound_device() -> Iterator[None]:
+    """Unbind the default group from its device: torch would split new groups from the communicator of the world."""
+    default = dist.group.WORLD
+    assert default is not None
+    device = default.bound_device_id
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def post_batch(group: dist.ProcessGroup, device: torch.device, posts: Sequence[Callable[[], object]]) -> dist.Work:
+    """Call ``posts``, which send and receive on ``group``, as one batch with one work."""
+    group._start_coalescing(device)
+    for post in posts:
+        post()
+    return group._end_coalescing(device)
+
+
+def all_to_all(group: dist.ProcessGroup, output: Tensor, input_: Tensor) -> dist.Work:
+    """Exchange equal parts with every rank of ``group``."""
+    post = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return post(output, input_, [], [], dist.AllToAllOptions())
+
+
+_has_warned = False
+
+
+def work_error(work: dist.Work) -> Exception | None:
+    """The error of a completed work, if it failed.
+
+    ``Work.exception`` is deprecated without a replacement. torch warns once per process, which this hides.
+    """
+    global _has_warned
+    if _has_warned:
+        return work.exception()
+    _has_warned = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return work.exception()
+
+
+def is_gloo_error(error: RuntimeError) -> bool:
+    """True for an error of gloo. They have no type of their own, but their text names gloo or its source file."""
+    return "gloo" in str(error)
+
+
+def make_fake_store() -> Store:
+    """A store for a process group of backend "fake", which sends nothing."""
+    return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+# --- functional collectives, which torch.compile traces; torch 2.13 renamed two of them
+
+
+def gather_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' tensors, concatenated along ``dim``."""
+    return funcol.wait_tensor(_gather(x, dim, group))
+
+
+def gather_shards_autograd(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """``gather_shards`` with a gradient."""
+    return funcol.wait_tensor(_gather_autograd(x, dim, group))
+
+
+def sum_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part along ``dim`` of the sum over all ranks."""
+    return funcol.wait_tensor(_reduce_scatter(x, "sum", dim, group))
+
+
+def max_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return funcol.wait_tensor(funcol.all_reduce(x, "max", group))
+
+
+if hasattr(funcol, "all_gather_single"):
+    _gather, _gather_autograd = funcol.all_gather_single, funcol.all_gather_single_autograd
+    _reduce_scatter = funcol.reduce_scatter_single
+else:
+    _gather, _gather_autograd = funcol.all_gather_tensor, funcol.all_gather_tensor_autograd
+    _reduce_scatter = funcol.reduce_scatter_tensor
+
+# --- torch.compile and the profiler
+
+
+def load_dynamo() -> None:
+    """Import torch.compile's front end before ranks are forked. The first custom op, optimizer or FSDP module needs it,
+    and every rank would spend a second on it."""
+    importlib.import_module("torch._dynamo")
 
 
 def mark_weakly_dynamic(x: Tensor, dim: int) -> Tensor:
@@ -10,3 +164,38 @@ def mark_weakly_dynamic(x: Tensor, dim: int) -> Tensor:
     does, without its import, which takes seconds."""
     x._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
     return x
+
+
+def is_profiling() -> bool:
+    return torch._C._autograd._profiler_enabled()
+
+
+# --- attention
+
+_aten = torch.ops.aten
+cpu_flash_forward = _aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+cuda_flash_forward = _aten._scaled_dot_product_flash_attention.default
+cuda_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
+cuda_varlen_forward = _aten._flash_attention_forward.default
+cuda_varlen_backward = _aten._flash_attention_backward.default
+cuda_efficient_forward = _aten._scaled_dot_product_efficient_attention.default
+cuda_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
+
+
+def fa3_ops(package: str) -> tuple[Callable[..., Any], ...]:
+    """FlashAttention 3 with ATen's signatures, from torch's adapter: dense forward and backward, varlen forward and
+    backward. Raises ``ImportError`` or ``AttributeError`` where torch or ``package`` lacks them.
+
+    ``activate_flash_attention_impl`` would replace the ops of the whole process.
+    """
+    adapter = importlib.import_module("torch.nn.attention._fa3")
+    adapter._fa3_import_module(package)
+    dense, varlen = "_fa3_scaled_dot_product_flash_attention", "_fa3_flash_attention"
+    names = [f"{kind}_{pass_}" for kind in (dense, varlen) for pass_ in ("forward_impl_default", "backward_impl")]
+    return tuple(getattr(adapter, name) for name in names)
+
+
+def torch_ring_attention() -> Any:
+    """The module of torch's own ring attention."""
+    return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")

@@ -30,8 +30,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail.comm.digest import digest
 from startrail.comm.errors import peer_errors
-from startrail.comm.sanity import STEPS, check_same_parameters, digest, unwatched, watch_gradients
+from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -198,7 +199,7 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     (4.0, 2.0)
     """
     single = not (dist.is_available() and dist.is_initialized())
-    new = [] if single else unwatched(loss_sum)
+    new = [] if single else unchecked_parameters(loss_sum)
     numbers = (loss_sum, count, bool(new))
     totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
     if not single:
@@ -208,7 +209,7 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     share = loss_sum / counted.to(loss_sum.dtype)
     mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
     if not single and mean.requires_grad:
-        watch_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group)
+        check_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group)
     return mean
 
 
@@ -238,7 +239,7 @@ def sum_gradients(
     if not (dist.is_available() and dist.is_initialized()):
         return
     parameters = list(parameters)
-    if check and parameters and _num_checks.setdefault(parameters[0], 0) < STEPS:
+    if check and parameters and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS:
         _num_checks[parameters[0]] += 1
         _check_gradients(parameters, group)
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from startrail.comm.process_groups import unbound
+from startrail._compat import default_timeout, without_bound_device
 from startrail.engine import op
 from startrail.engine.runtime import Runtime, Settings
 from startrail.engine.validate import is_int, read_boundaries
@@ -97,7 +97,7 @@ class SequenceParallel:
         else:
             raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
         self.plan.check_world(self.world)
-        limit = timedelta(seconds=timeout) if timeout is not None else _timeout_of(self.group)
+        limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
         self._name = op.register(self._runtime)
 
@@ -210,7 +210,7 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
         if mesh.ndim == 1:
             return mesh.get_group()
         ranks = mesh.mesh.flatten().tolist()
-        with unbound():  # otherwise it is split off the world's communicator, which takes all its ranks
+        with without_bound_device():  # splitting it off the world's communicator would take all its ranks
             return dist.new_group(ranks, use_local_synchronization=True)
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
@@ -218,11 +218,3 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
     if group is None and launched not in ("", "1"):
         raise ValueError(f"WORLD_SIZE is {launched}: call torch.distributed.init_process_group first")
     return group
-
-
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """The timeout of the group's own operations."""
-    if group is None:
-        return dist.distributed_c10d.default_pg_timeout
-    options = group._get_backend(group._device_types[0]).options
-    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout  # None: a fake group

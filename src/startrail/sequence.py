@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
 from startrail.comm.errors import peer_errors
 from startrail.engine.op_key import SequenceState
 from startrail.engine.validate import read_call
@@ -140,7 +140,7 @@ class Sequence:
         if self.sp.group is not None and self.sp.world > 1:
             x = x.contiguous()
             if torch.compiler.is_compiling():
-                x = funcol.wait_tensor(funcol.all_gather_single_autograd(x, dim, self.sp.group))
+                x = gather_shards_autograd(x, dim, self.sp.group)
             else:
                 x = _Gathered.apply(x, dim, self.sp.group)
         return [x.narrow(dim, chunks.index(chunk) * count, count) for chunk in range(len(chunks))]
@@ -333,32 +333,32 @@ class Sequence:
         if self.sp.group is None or self.sp.world == 1:
             return largest
         group = self.sp.group
-        return _wait_for(lambda: funcol.all_reduce(largest, "max", group), "the largest logits")
+        return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits")
 
 
 class _Gathered(torch.autograd.Function):
-    """Concatenates all ranks' tensors like ``all_gather_single_autograd``, but the backward pass, too, raises
+    """Concatenates all ranks' tensors like ``gather_shards_autograd``, but the backward pass, too, raises
     ``PeerError`` if a rank is gone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _wait_for(lambda: funcol.all_gather_single(x, dim, group), "gathering tokens")
+        return _wait_for(lambda: gather_shards(x, dim, group), "gathering tokens")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad, dim, group = grad.contiguous(), ctx.dim, ctx.group
         what = "the gradient of gathering tokens"
-        return _wait_for(lambda: funcol.reduce_scatter_single(grad, "sum", dim, group), what), None, None
+        return _wait_for(lambda: sum_to_shards(grad, dim, group), what), None, None
 
 
 def _wait_for(collective: Callable[[], Tensor], what: str) -> Tensor:
     """The result of a functional collective. Raises ``PeerError`` that says ``what`` failed if a rank is gone."""
     if torch.compiler.is_compiling():
-        return funcol.wait_tensor(collective())
+        return collective()
     with peer_errors(what):
-        return funcol.wait_tensor(collective())
+        return collective()
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

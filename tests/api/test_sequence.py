@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import startrail
 import startrail.engine.batch
-from startrail.comm.consensus import CallLedger
+from startrail.comm.ledger import CallLedger
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
 
@@ -15,7 +15,7 @@ from tests.helpers import dense, error_of, qkv, tensors, worst
 def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(plan):
     def on_rank(rank):
         asked, tiles = [], []
-        for name in ("put", "differs", "complete", "read", "given_up"):
+        for name in ("write", "matches", "is_complete", "read", "read_failure"):
             original = getattr(CallLedger, name)
 
             def counted(self, *arguments, original=original, name=name, **options):
@@ -56,23 +56,23 @@ def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(pl
 
 def test_a_sequence_is_compared_once_for_all_layers():
     def on_rank(rank):
-        puts = []
-        put = CallLedger.put
+        writes = []
+        write = CallLedger.write
 
         def counted(self, *arguments, **options):
-            puts.append(arguments[0])
-            put(self, *arguments, **options)
+            writes.append(arguments[0])
+            write(self, *arguments, **options)
 
-        CallLedger.put = counted
+        CallLedger.write = counted
         sp = startrail.SequenceParallel("u2/1x2")
         sp.sequence(64).attention(*qkv(16))
         counts = []
         for end in (3, 4, 5):
-            puts.clear()
+            writes.clear()
             sequence = sp.sequence(64, [0, end, 64])
             for _ in range(4):
                 sequence.attention(*qkv(16))
-            counts.append(len(puts))
+            counts.append(len(writes))
         return counts
 
     assert run_local(on_rank, 4) == [[1, 1, 1]] * 4
@@ -119,10 +119,10 @@ def test_a_sequence_in_use_is_kept_when_one_rank_makes_many_others():
         sequence.attention(*qkv(16))
         for length in range(40, 100) if rank == 0 else ():  # as a loader that reads ahead would
             sp.sequence(length)
-        put, puts = CallLedger.put, []
-        CallLedger.put = lambda self, *arguments, **options: (puts.append(arguments), put(self, *arguments, **options))
+        write, writes = CallLedger.write, []
+        CallLedger.write = lambda self, *given, **options: (writes.append(given), write(self, *given, **options))
         sequence.attention(*qkv(16))
         sp.sequence(32, [0, 7, 32]).attention(*qkv(16))
-        return len(puts)
+        return len(writes)
 
     assert run_local(on_rank, 2, deadline=60) == [0, 0]

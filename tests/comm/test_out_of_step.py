@@ -77,7 +77,7 @@ def test_a_rank_that_leaves_out_a_batch_is_told_at_its_next_call():
     ranks = run_local(on_rank, 2, deadline=60)
     for texts in ranks:
         assert texts[0][0] == "no error"
-        assert "sequence 2 of that kind" in texts[1][0] and "sequence 3 of that kind" in texts[1][0], texts
+        assert "sequence 2 of this kind" in texts[1][0] and "sequence 3 of this kind" in texts[1][0], texts
         assert texts[1][1] < 15
 
 
@@ -190,7 +190,7 @@ def test_an_error_on_one_rank_ends_the_call_on_all_and_all_go_on():
                 assert text == "Broken"
             else:
                 assert text.startswith("PeerError: rank"), text
-                assert "rank 2 gave up: BrokenError: out of memory" in text or f"{pass_} step" in text, text
+                assert "rank 2 raised BrokenError: out of memory" in text or f"{pass_} step" in text, text
                 assert seconds < 15
 
 
@@ -269,9 +269,9 @@ def test_a_dead_peer_is_a_peer_error_in_every_collective():
 
     for rank, found in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}), timeout=4)):
         for (text, seconds), what in zip(
-            found or (), (*["tokens"] * 4, "logits", "say", "parameters", "mean", "gradients"), strict=rank != 1
+            found or (), (*["tokens"] * 4, "logits", "texts", "parameters", "mean", "gradients"), strict=rank != 1
         ):
-            assert text.startswith("PeerError: ") and f"{what}: a rank is gone, or late: " in text, text
+            assert text.startswith("PeerError: ") and f"{what}: a rank is gone or late: " in text, text
             assert seconds < 10
 
 

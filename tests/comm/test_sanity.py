@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import startrail
-from startrail.comm.sanity import _looking
+from startrail.comm.sanity import _active_checks
 from startrail.launch.local import run_local
 from tests.helpers import error_of
 
@@ -83,7 +83,7 @@ def on_rank(rank):
     train("a parameter that one rank does not use", after=summed, rare=rank == 0)
     train("gone after one step", after=summed, steps=1)
     gc.collect()
-    return found, len(_looking)
+    return found, len(_active_checks)
 
 
 def test_what_plain_loops_do_wrong_is_said_at_the_first_step_and_nothing_else():
@@ -92,7 +92,7 @@ def test_what_plain_loops_do_wrong_is_said_at_the_first_step_and_nothing_else():
     ddp, fsdp = (f"ValueError: {averaged.format(who)}" for who in ("DDP", "FSDP"))
     for found, left in run_local(on_rank, 2):
         unsummed = found.pop("unsummed")
-        assert all("every rank still has its own share of the gradients" in text for text in unsummed[:2])
+        assert all("each rank still has only its own part of the gradients" in text for text in unsummed[:2])
         for name in ("ddp averaged", "ddp averaged, three parts"):
             assert found.pop(name) == [ddp, ddp, "no error"], name
         assert found.pop("fsdp averaged") == [fsdp, fsdp, "no error"]

@@ -11,7 +11,7 @@ class Looked:
     def __init__(self):
         self.at = threading.Event()
 
-    def look(self):
+    def check(self):
         self.at.set()
 
 
@@ -28,7 +28,7 @@ def test_what_is_added_while_the_thread_looks_does_not_end_it(monkeypatch):
                 added.wait(0.2)
 
     monkeypatch.setattr(watch, "WeakSet", Slow)
-    monkeypatch.setattr(watch, "_watcher", None)
+    monkeypatch.setattr(watch, "_watchdog", None)
     monkeypatch.setattr(TIMING, "slow_wait", 0.04)
     first, second = Looked(), Looked()
     watch.watch(first)
@@ -40,4 +40,4 @@ def test_what_is_added_while_the_thread_looks_does_not_end_it(monkeypatch):
         first.at.clear()
         assert first.at.wait(2)
     finally:
-        watch._watcher.end()
+        watch._watchdog.stop()

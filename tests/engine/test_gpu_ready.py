@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import startrail.engine.op  # noqa: F401, registers the ops
+from startrail import _compat
 from startrail.bench.cases import Workload
 from startrail.bench.peers import ours as peers
 from startrail.comm import process_groups as groups
@@ -129,10 +130,10 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
     """Otherwise querying an event makes every rank use memory on GPU 0."""
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
-    lanes = SimpleNamespace(device=torch.device("cuda", 1), ended=None)
-    look = TransferMonitor(TransferContext(lanes, SimpleNamespace(reason=lambda: None), Counters()))
-    look.under_way.append(SimpleNamespace(work=work, posted=0.0))
-    look.look()
+    lanes = SimpleNamespace(device=torch.device("cuda", 1), aborted=None)
+    monitor = TransferMonitor(TransferContext(lanes, SimpleNamespace(find_reason=lambda: None), Counters()))
+    monitor.pending.append(SimpleNamespace(work=work, posted=0.0))
+    monitor.check()
     assert (asked, current.index) == ([1], 0)
 
 
@@ -208,16 +209,16 @@ def test_the_watchdog_thread_survives_errors(monkeypatch):
         def __init__(self, error):
             self.error = error
 
-        def look(self):
+        def check(self):
             looked.append(self)
             if self.error is not None:
                 raise self.error
 
     bad, good = Looks(KeyError("gone")), Looks(None)
-    watcher = watch._Watcher()
+    watcher = watch.Watchdog()
     watcher.watched |= {bad, good}
     assert eventually(lambda: bad in looked and looked.count(good) > 3)
-    watcher.end()
+    watcher.stop()
     assert looked.count(bad) == 1
 
 
@@ -288,19 +289,19 @@ class NcclOptions:
 def test_nccl_lanes_share_one_set_of_options(monkeypatch):
     """High-priority streams, few channels, and a watchdog that waits longer than our own timeout."""
     made = []
-    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    monkeypatch.setattr(_compat.dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(groups, "PrefixStore", lambda name, store: name)
-    monkeypatch.setattr(groups.c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(_compat.c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(groups, "unbound", nullcontext)
+    monkeypatch.setattr(_compat, "without_bound_device", nullcontext)
     monkeypatch.setattr(
-        groups.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
+        _compat.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
     )
-    monkeypatch.setattr(groups.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    monkeypatch.setattr(_compat.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5))
     ((size, index, members, backend, _, name, options, timeout),) = made
     assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
-    assert options.high and options.config.max_ctas == groups.CHANNELS
+    assert options.high and options.config.max_ctas == groups.MAX_CHANNELS
     assert timeout == options._timeout == timedelta(seconds=5) + timedelta(seconds=TIMING.nccl_grace)
 
 
@@ -323,7 +324,7 @@ class Recorded:
 def test_all_ranks_post_on_lanes_in_the_same_order():
     """Two communicators whose kernels do not fit on a GPU together would wait for each other. One work per lane."""
     lanes, calls = object.__new__(Lanes), []
-    lanes.tagged, lanes.device, lanes.places = False, CUDA, [{1: 0}, {1: 0}]
+    lanes.has_tags, lanes.device, lanes.local_ranks = False, CUDA, [{1: 0}, {1: 0}]
     lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]
     messages = [Message(send, lane, 1, (), False, 0) for lane in (1, 0) for send in (True, False)]
     assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]

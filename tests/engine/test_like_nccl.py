@@ -194,7 +194,7 @@ def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world()
         used = {
             Link(send, lane, peer)
             for lane, group in enumerate(lanes.groups)
-            for peer, place in lanes.places[lane].items()
+            for peer, place in lanes.local_ranks[lane].items()
             for send in (True, False)
             if group.counts[send, place]
         }

@@ -180,6 +180,6 @@ def test_the_first_steps_find_other_weights_averaged_and_unsummed_gradients():
 
     for weights, unsummed, ddp, fsdp, *right in run_local(on_rank, 2):
         assert "parameter lm_head.weight is not the same on all ranks" in weights
-        assert "every rank still has its own share of the gradients" in unsummed
+        assert "each rank still has only its own part of the gradients" in unsummed
         assert "gradients are averaged over 2 ranks" in ddp and "gradients are averaged over 2 ranks" in fsdp
         assert right == ["no error"] * 2

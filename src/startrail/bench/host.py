@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from startrail._compat import make_fake_store, work_error
 from startrail.comm.transfers import InFlight, TransferMonitor
 from startrail.kernels import Partial, Sum
 from startrail.kernels.cpu import CpuKernel
@@ -39,9 +39,9 @@ class _Nothing(CpuKernel):
 class _Ended(TransferMonitor):
     """Of a fake group nothing ever ends; here it has as soon as somebody asks, as on NCCL when all goes well."""
 
-    def _over(self, transfer: InFlight) -> bool:
+    def _is_done(self, transfer: InFlight) -> bool:
         transfer.work.is_completed()
-        return transfer.work.exception() is None
+        return work_error(transfer.work) is None
 
 
 class HostTime(NamedTuple):
@@ -57,7 +57,7 @@ class HostTime(NamedTuple):
 
 def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime, HostTime]:
     """A user's call of attention on rank 0, and its backward pass through autograd."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=ranks)
     try:
         with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _Nothing(dtype)):
             return _measure(SequenceParallel(plan), heads, calls)
@@ -67,8 +67,8 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime,
 
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, HostTime]:
     executor = sp._runtime.executor_on(torch.device("cpu"))
-    executor.lanes.everyone = dist.group.WORLD
-    executor.watch = _Ended(executor.waits)
+    executor.lanes.all_ranks = dist.group.WORLD
+    executor.monitor = _Ended(executor.context)
     sequence = sp.sequence(TOKENS * sp.world)
     q, k, v = (torch.randn(1, heads, sequence.local, HEAD_DIM).requires_grad_() for _ in range(3))
     forward, backward = [], []

@@ -206,7 +206,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat)
     """One rank's life: the exit code, and what to say if it is not 0."""
     import torch.distributed as dist
 
-    from startrail.comm.errors import lost_peer
+    from startrail.comm.errors import is_peer_error
     from startrail.training.checkpoints.saving import TrainingError
     from startrail.training.display import make_display
     from startrail.training.trainer import Trainer
@@ -219,7 +219,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat)
     except TrainingError as error:
         return FAILED, str(error)
     except RuntimeError as error:
-        if not lost_peer(error):
+        if not is_peer_error(error):
             raise
         return FAILED, f"rank {dist.get_rank()} lost a peer: {str(error).strip().splitlines()[0]}"
     finally:

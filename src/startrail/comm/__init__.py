@@ -1,1 +1,11 @@
-"""TODO"""
+"""Communication between ranks: process groups, pending transfers, agreement about calls, timeouts and errors.
+
+May import ``schedule`` (programs and places) and ``kernels`` (the current device). Start reading at ``lanes``, which
+carry messages, and ``consensus``, which detects ranks that make different calls.
+
+- ``process_groups``, ``lanes``, ``transfers``: groups and their settings, messages on them, waiting for messages
+- ``consensus``, ``ledger``: comparing calls between ranks, and the records in the store that this needs
+- ``watchdog``, ``timing``: the thread that checks long waits, and every waiting time
+- ``errors``, ``counters``: ``PeerError``; bytes, messages and time
+- ``gather``, ``digest``, ``sanity``: texts of all ranks, digests of tensors, checks of a training loop's first steps
+"""

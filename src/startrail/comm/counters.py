@@ -1,4 +1,4 @@
-"""What a rank counts: bytes and messages by lane, and seconds."""
+"""Counters of one rank: bytes and messages per lane, and time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-UNREAD = 512  # pairs of events that may wait to be read
+MAX_UNREAD = 512  # pairs of events that a stopwatch keeps
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent over one lane."""
+    """Bytes and messages that this rank has sent over one lane."""
 
     bytes: int = 0
     hops: int = 0
 
 
 class Stopwatch:
-    """Seconds, added up: by the host's clock, or where the work runs on a GPU by events on its stream, since the host
-    runs ahead of it. Events are read when somebody asks, so that measuring waits for nothing."""
+    """Adds up seconds: on the host's clock, or for a GPU with events on its stream, since the host runs ahead of it.
+    Events are read on demand, so measuring never synchronizes."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -34,8 +34,8 @@ class Stopwatch:
             self._seconds += time.perf_counter() - start
             return
         self._unread.append((start, _event(device)))
-        if len(self._unread) > UNREAD and self._unread[UNREAD // 2][1].query():
-            self._read(UNREAD // 2)
+        if len(self._unread) > MAX_UNREAD and self._unread[MAX_UNREAD // 2][1].query():
+            self._read(MAX_UNREAD // 2)
 
     def seconds(self) -> float:
         if self._unread:
@@ -44,8 +44,8 @@ class Stopwatch:
         return self._seconds
 
     def _read(self, count: int) -> None:
-        for begin, end in self._unread[:count]:
-            self._seconds += begin.elapsed_time(end) / 1000
+        for start, stop in self._unread[:count]:
+            self._seconds += start.elapsed_time(stop) / 1000
         del self._unread[:count]
 
 
@@ -57,13 +57,13 @@ def _event(device: torch.device) -> torch.Event:
 
 @dataclass
 class Counters:
-    """Totals: traffic by lane, the time in attention, and of that the time that the program waited for transfers."""
+    """Traffic per lane, the total time in attention, and the part of it spent waiting for transfers."""
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     waiting: Stopwatch = field(default_factory=Stopwatch)
     total: Stopwatch = field(default_factory=Stopwatch)
 
-    def sent(self, lane: str, nbytes: int) -> None:
+    def count_send(self, lane: str, nbytes: int) -> None:
         traffic = self.traffic.get(lane)
         if traffic is None:
             traffic = self.traffic[lane] = Traffic()

@@ -1,4 +1,4 @@
-"""The one kind of error for a peer that is lost, whoever notices it."""
+"""``PeerError``: the one error for a lost peer, raised whichever way the loss is noticed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from startrail._compat import is_gloo_error
+
 
 class PeerError(RuntimeError):
-    """A peer died, gave up, or did not deliver in time; the text names rank, step, piece and peer."""
+    """A peer died, failed, or did not deliver in time. The message names the rank, the step, the piece and the peer."""
 
 
-def lost_peer(error: RuntimeError) -> bool:
-    """Whether a rank failed because another did: gloo has no exception of its own for that."""
-    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)
+def is_peer_error(error: RuntimeError) -> bool:
+    """True if a rank failed because another one did."""
+    return isinstance(error, PeerError | dist.DistError) or is_gloo_error(error)
 
 
 @contextmanager
-def peer_errors(what: str) -> Iterator[None]:
-    """Where torch's own collectives are called: a lost peer is a ``PeerError``, whoever notices it."""
+def peer_errors(operation: str) -> Iterator[None]:
+    """Raise ``PeerError`` if a collective of torch's own fails because of a lost peer."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerError) or not lost_peer(error):
+        if isinstance(error, PeerError) or not is_peer_error(error):
             raise
-        raise PeerError(f"{what}: a rank is gone, or late: {str(error).strip().splitlines()[0]}") from error
+        raise PeerError(f"{operation}: a rank is gone or late: {str(error).strip().splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""Texts between ranks. They travel as bytes in tensors: nobody unpickles what a peer sent, and numpy is not needed."""
+"""Gathers texts from all ranks, as bytes in tensors: nothing that a peer sends is unpickled, numpy is not needed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from startrail.comm.errors import peer_errors
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> list[str]:
-    """What every rank of the group says, by rank; ``device`` is one whose tensors the group moves.
+    """The texts of all ranks of the group, by rank. The group must be able to move tensors on ``device``.
 
     >>> gather_texts("alone")                                 # one process needs no group
     ['alone']
     """
     if group is None and not dist.is_initialized():
         return [text]
-    mine = text.encode()
-    sizes = _gather(torch.tensor([len(mine)], device=device), group)
+    encoded = text.encode()
+    sizes = gather_tensors(torch.tensor([len(encoded)], device=device), group, "gathering texts")
     longest = max(1, *(int(size) for size in sizes))  # a tensor cannot share an empty buffer
-    padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
-    found = []
-    for size, part in zip(sizes, _gather(padded, group), strict=True):
+    padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = []
+    for size, part in zip(sizes, gather_tensors(padded, group, "gathering texts"), strict=True):
         buffer = bytearray(longest)
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
-        found.append(buffer[: int(size)].decode())
-    return found
+        texts.append(buffer[: int(size)].decode())
+    return texts
 
 
-@peer_errors("what the ranks say")
-def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return everyone
+def gather_tensors(x: Tensor, group: dist.ProcessGroup | None, operation: str) -> list[Tensor]:
+    """The tensors of all ranks, which have one shape. ``operation`` names the purpose in a ``PeerError``."""
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    with peer_errors(operation):
+        dist.all_gather(gathered, x, group=group)
+    return gathered

@@ -1,10 +1,10 @@
-"""Messages: one process group a lane, so that a slow link never queues a fast one.
+"""Lanes carry messages: one process group per lane, so that a slow link never queues a fast one.
 
 Two kinds of backends carry them. *gloo* matches messages by tag, and its waits fail when a peer is gone or late. *NCCL*
-and what behaves like it takes what one step posts on a lane as one batch with one work, matches messages by their order
-and nothing else, and its waits only say what must come before what: they never fail. There, lanes connect all
-their pairs when they are made, one number of every call is compared between all ranks while the call runs
-(``DigestComparison``), and a wait that was ended from outside is known by ``Lanes.ended``.
+and similar backends take the messages of one step on a lane as one batch with one work and match them by order alone.
+Their waits only order streams and never fail. There, lanes connect all pairs when they are made, a digest of every call
+is compared between all ranks while the call runs (``DigestComparison``), and ``Lanes.aborted`` tells whether a wait
+ended because its transfers were aborted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.comm import process_groups as groups
+from startrail import _compat
+from startrail.comm import process_groups
 from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
 from startrail.schedule.places import Place
@@ -32,25 +34,27 @@ TAGS_PER_PAIR = 1 << 11
 
 
 def call_tag(signature: str) -> int:
-    """The first tag of a call: a digest of everything that its ranks must agree on. Ranks that call with other shapes
-    or documents then never take each other's messages: they run into the deadline, which names the peer, instead of
-    aborting or computing nonsense."""
-    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_PER_PAIR  # below the tag that nobody uses
+    """The first tag of a call: a digest of everything that its ranks must agree on.
+
+    Ranks that call with other shapes or documents therefore never receive each other's messages. They run into the
+    timeout, which names the peer, instead of crashing or computing nonsense.
+    """
+    return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_PER_PAIR  # below process_groups.UNUSED_TAG
 
 
 class Message(NamedTuple):
-    """What two ranks send each other at once: a piece, or over heads the parts of all pieces of one step."""
+    """A message between two ranks: one piece, or in a head exchange the parts of all pieces of one step."""
 
     send: bool
     lane: int
     peer: int
     pieces: tuple[Piece, ...]
     over_heads: bool
-    tag: int  # a count of the messages between the two
+    tag: int  # counts the messages between the two
 
 
 class Link(NamedTuple):
-    """Something goes to a peer over a lane, or comes from it."""
+    """A direction between this rank and a peer on a lane."""
 
     send: bool
     lane: int
@@ -58,53 +62,56 @@ class Link(NamedTuple):
 
 
 def links_used(programs: Sequence[Program]) -> list[Link]:
-    """Every way that the programs' messages take, in an order that both ends share."""
+    """All links that the programs' messages use, in an order that both ends share."""
     posts = (post for program in programs for step in program.steps for post in step.posts)
     return sorted({Link(post.send, post.lane, post.peer) for post in posts})
 
 
 def is_done(work: dist.Work) -> bool:
-    """Whether a work has ended; ``RuntimeError`` if it failed, which NCCL counts as completed, too."""
+    """True if a work has ended. Raises ``RuntimeError`` if it failed, which NCCL counts as completed, too."""
     if not work.is_completed():
         return False
-    if (error := work.exception()) is not None:
+    if (error := _compat.work_error(work)) is not None:
         raise RuntimeError(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
     return True
 
 
 class DigestComparison:
-    """Whether all ranks have begun the same call, found out while it runs: the largest of ``digest`` and of its
-    negative over all ranks. On a GPU the host never waits for the answer; it looks when it comes by again."""
+    """Finds out while a call runs whether all ranks run the same one: an all-reduce of the maxima of ``digest`` and of
+    its negative. On a GPU the host never waits for the result, but reads it at a later call."""
 
-    def __init__(self, work: dist.Work, both: Tensor) -> None:
-        self.work, self.both = work, both
+    def __init__(self, work: dist.Work, extremes: Tensor) -> None:
+        self.work, self.extremes = work, extremes
         self.posted = time.monotonic()
         self._event: torch.Event | None = None
-        self._ordered = False
+        self._is_read = False
 
     def __str__(self) -> str:
         return "comparing the call with all ranks"
 
-    def order(self) -> None:
-        """Have the answer on its way to the host, behind what the current stream has been given so far."""
+    def start_read(self) -> None:
+        """Copy the result to the host after everything on the current stream."""
         self.work.wait()
-        if self.both.device.type == "cuda":
-            self.both = self.both.to("cpu", non_blocking=True)
+        if self.extremes.device.type == "cuda":
+            self.extremes = self.extremes.to("cpu", non_blocking=True)
             self._event = torch.Event("cuda")
             self._event.record()
-        self._ordered = True
+        self._is_read = True
 
-    def differs(self) -> bool | None:
-        """None as long as nobody knows."""
-        if not self._ordered or not (self._event is None or self._event.query()):
+    def is_mismatch(self) -> bool | None:
+        """None while the result is unknown."""
+        if not self._is_read or not (self._event is None or self._event.query()):
             return None
-        low, high = self.both.tolist()
+        low, high = self.extremes.tolist()
         return low + high != 0
 
 
 class Lanes:
-    """One process group a lane, made once for one kind of device. ``ranks`` are the global ranks of the
-    sequence-parallel group, ``links`` what the messages will use. ``ended`` says why no transfer goes on any more."""
+    """The process groups of all lanes, for one kind of device.
+
+    ``ranks`` are the global ranks of the sequence-parallel group, ``links`` those that messages will use. ``aborted``
+    is the reason once transfers have been aborted, ``mismatch`` whether it is that ranks made different calls.
+    """
 
     def __init__(
         self,
@@ -117,118 +124,120 @@ class Lanes:
     ) -> None:
         self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
         self.names = lane_names(place)
-        backend = groups.backend_for(device)
-        self.tagged = backend == "gloo"
-        self.watched = backend not in ("gloo", "fake")  # nothing of a fake group ever ends
+        backend = process_groups.backend_for(device)
+        self.has_tags = backend == "gloo"
+        self.is_monitored = backend not in ("gloo", "fake")  # no transfer of a fake group ever ends
         self.groups: list[dist.ProcessGroup | None] = []
-        self.places: list[dict[int, int]] = []
-        self.ended: str | None = None
-        self._ending = threading.Lock()
+        self.local_ranks: list[dict[int, int]] = []  # per lane: rank -> its rank in the lane's group
+        self.aborted: str | None = None
+        self.mismatch = False
+        self._lock = threading.Lock()
         made: list[dist.ProcessGroup] = []
-        weakref.finalize(self, groups.destroy, made).atexit = False
+        weakref.finalize(self, process_groups.destroy, made).atexit = False
 
         def make(members: list[int], suffix: str) -> dist.ProcessGroup:
-            made.append(groups.make_group(members, f"{name}/{suffix}", backend, timeout))
+            made.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout))
             return made[-1]
 
         for lane in range(len(self.names)):
-            there = place.lane_ranks(lane)
-            self.places.append({rank: index for index, rank in enumerate(there)})
-            members = [ranks[member] for member in there]
+            lane_ranks = place.lane_ranks(lane)
+            self.local_ranks.append({rank: index for index, rank in enumerate(lane_ranks)})
+            members = [ranks[rank] for rank in lane_ranks]
             self.groups.append(make(members, f"{lane}-{members[0]}") if len(members) > 1 else None)
-        self.everyone = make(list(ranks), "all") if self.watched else None
-        if self.watched:
+        self.all_ranks = make(list(ranks), "all") if self.is_monitored else None
+        if self.is_monitored:
             self._connect(links)
 
-    def end(self, why: str) -> None:
-        """Make every transfer under way end at once, here and at the peers; once, though a pass and the watching thread
-        may both find a reason. The lanes are of no use afterwards."""
-        with self._ending:
-            if self.ended:
+    def abort(self, reason: str, mismatch: bool = False) -> None:
+        """End all pending transfers, here and at the peers. The lanes cannot be used afterwards. Only the first call
+        counts: a pass and the watchdog may both find a reason."""
+        with self._lock:
+            if self.aborted:
                 return
-            self.ended = why
-        groups.abort([group for group in (*self.groups, self.everyone) if group is not None])
-
-    def end_waits(self) -> None:
-        self.end("ended by another rank's word")
+            self.aborted, self.mismatch = reason, mismatch
+        process_groups.abort([group for group in (*self.groups, self.all_ranks) if group is not None])
 
     def _connect(self, links: Sequence[Link]) -> None:
-        """One byte over every link, and a comparison: communicators and connections are made by their first use, which
-        would otherwise be inside a pass, and would wait there for whoever comes late."""
-        hello, room = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
+        """Send one byte over every link, and compare a digest. Communicators and connections are made on first use;
+        inside a pass, that would wait for ranks that are late."""
+        outgoing, incoming = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
         end = time.monotonic() + self.timeout.total_seconds()
-        what = "all ranks"
+        target = "all ranks"
         try:
-            works = {what: self.compare(1).work}
+            works = {target: self.compare_digest(1).work}
             for lane in sorted({link.lane for link in links}):
-                here = [(index, link) for index, link in enumerate(links) if link.lane == lane]
-                flats = [(hello if link.send else room)[index] for index, link in here]
-                peers = ", ".join(str(self.ranks[link.peer]) for _, link in here if not link.send)
-                what = f"{self.names[lane]} to global ranks {peers}"
-                works[what] = self._batch([link for _, link in here], flats, 0)
-            for what in works:
-                while not is_done(works[what]):
+                on_lane = [(index, link) for index, link in enumerate(links) if link.lane == lane]
+                payloads = [(outgoing if link.send else incoming)[index] for index, link in on_lane]
+                peers = ", ".join(str(self.ranks[link.peer]) for _, link in on_lane if not link.send)
+                target = f"{self.names[lane]} to global ranks {peers}"
+                works[target] = self._post_batch([link for _, link in on_lane], payloads, 0)
+            for target in works:
+                while not is_done(works[target]):
                     if time.monotonic() > end:
-                        raise RuntimeError("nobody came")
+                        raise RuntimeError("timed out")
                     time.sleep(TIMING.poll)
-                works[what].wait()
+                works[target].wait()
         except RuntimeError as error:
-            self.end(f"no connection over {what}")
+            self.abort(f"no connection over {target}")
             raise PeerError(
-                f"global rank {dist.get_rank()}: no connection over {what} within {self.timeout}: "
+                f"global rank {dist.get_rank()}: no connection over {target} within {self.timeout}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 
-    def compare(self, digest: int) -> DigestComparison:
-        """Begin to find out whether all ranks bring the same ``digest`` (at least 1)."""
-        both = torch.arange(-digest, digest + 1, 2 * digest, device=self.device)
+    def compare_digest(self, digest: int) -> DigestComparison:
+        """Start comparing a ``digest`` (at least 1) between all ranks."""
+        extremes = torch.arange(-digest, digest + 1, 2 * digest, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        assert self.everyone is not None, "only where nobody is told of a mistake"
-        return DigestComparison(self.everyone.allreduce([both], options), both)
+        assert self.all_ranks is not None, "gloo's tags find a mismatch without a comparison"
+        return DigestComparison(self.all_ranks.allreduce([extremes], options), extremes)
 
     def post(
         self,
         messages: Sequence[Message],
-        bytes_of: Sequence[Tensor],
+        payloads: Sequence[Tensor],
         first_tag: int,
-        at_once: tuple[int, Tensor, Tensor] | None = None,
+        all_to_all: tuple[int, Tensor, Tensor] | None = None,
     ) -> list[dist.Work]:
-        """Post messages with their bytes as one batch a lane; a work for each, in order. ``at_once``: a lane whose
-        messages are an exchange of equal parts with everybody on it, our own included; where these come to, and from
-        where they leave."""
-        if self.tagged:  # straight to the backend: what torch checks on the way costs more than a small message
+        """Post messages with their payloads, as one batch per lane. Returns one work per message, in order.
+
+        ``all_to_all``: a lane whose messages exchange equal parts between all its ranks, including this one, with the
+        tensors that receive and send them.
+        """
+        if self.has_tags:  # directly to the backend: torch's own checks cost more than a small message
             return [
-                (group.send if message.send else group.recv)([flat], places[message.peer], first_tag + message.tag)
-                for message, flat in zip(messages, bytes_of, strict=True)
-                for group, places in (self._lane(message.lane),)
+                (group.send if message.send else group.recv)(
+                    [payload], local_ranks[message.peer], first_tag + message.tag
+                )
+                for message, payload in zip(messages, payloads, strict=True)
+                for group, local_ranks in (self._lane(message.lane),)
             ]
         works = {}
-        # in the same order on every rank: where a GPU has no room for two lanes' kernels, one runs behind the other
+        # in the same order on every rank: where a GPU has no room for the kernels of two lanes, they run one by one
         for lane in sorted({message.lane for message in messages}):
-            if at_once is not None and lane == at_once[0]:
-                group, _ = self._lane(lane)
-                works[lane] = group.all_to_all_single(*at_once[1:], [], [], dist.AllToAllOptions())
+            if all_to_all is not None and lane == all_to_all[0]:
+                works[lane] = _compat.all_to_all(self._lane(lane)[0], *all_to_all[1:])
                 continue
-            here = [index for index, message in enumerate(messages) if message.lane == lane]
-            works[lane] = self._batch([messages[i] for i in here], [bytes_of[i] for i in here], first_tag)
+            on_lane = [index for index, message in enumerate(messages) if message.lane == lane]
+            works[lane] = self._post_batch([messages[i] for i in on_lane], [payloads[i] for i in on_lane], first_tag)
         return [works[message.lane] for message in messages]
 
-    def _batch(self, messages: Sequence[Message | Link], flats: Sequence[Tensor], tag: int) -> dist.Work:
-        """Messages of one lane that are posted together, and end together."""
-        group, places = self._lane(messages[0].lane)
-        group._start_coalescing(self.device)
-        for message, flat in zip(messages, flats, strict=True):
-            (group.send if message.send else group.recv)([flat], places[message.peer], tag)
-        return group._end_coalescing(self.device)
+    def _post_batch(self, messages: Sequence[Message | Link], payloads: Sequence[Tensor], tag: int) -> dist.Work:
+        """Post messages of one lane as one batch, which completes as a whole."""
+        group, local_ranks = self._lane(messages[0].lane)
+        posts = [
+            partial(group.send if message.send else group.recv, [payload], local_ranks[message.peer], tag)
+            for message, payload in zip(messages, payloads, strict=True)
+        ]
+        return _compat.post_batch(group, self.device, posts)
 
     def _lane(self, lane: int) -> tuple[dist.ProcessGroup, dict[int, int]]:
-        """A lane's group, and where each rank stands in it."""
+        """A lane's group, and each rank's rank in it."""
         group = self.groups[lane]
-        assert group is not None, f"nobody else is on lane {lane}"
-        return group, self.places[lane]
+        assert group is not None, f"lane {lane} has one rank"
+        return group, self.local_ranks[lane]
 
-    def name(self, message: Message) -> str:
-        pieces, way = " ".join(map(str, message.pieces)), "to" if message.send else "from"
+    def describe(self, message: Message) -> str:
+        pieces, direction = " ".join(map(str, message.pieces)), "to" if message.send else "from"
         rank = self.ranks[message.peer]
-        return f"{pieces} {way} rank {message.peer} (global rank {rank}) over {self.names[message.lane]}"
+        return f"{pieces} {direction} rank {message.peer} (global rank {rank}) over {self.names[message.lane]}"

@@ -1,15 +1,14 @@
-"""Transfers under way: waiting for them, and where waits never fail (NCCL) who looks whether they end.
+"""Pending transfers: waiting for them and, where waits never fail (NCCL), monitoring them.
 
-The host is told nothing there: a wait for a peer that died, or that called something else, returns at once on a GPU and
-never on a CPU. So a thread looks every half second (`watch`). What has been under way for longer than the
-lanes' timeout, or belongs to a call that the ranks do not agree about, ends all transfers of the lanes; the program
-finds out after its next wait, or at the end of its pass.
+With NCCL the host gets no error: a wait for a peer that died, or that made another call, returns immediately on a GPU
+and never on a CPU. Therefore the watchdog's thread checks pending transfers. One that takes longer than the lanes'
+timeout, or belongs to a call that the ranks disagree about, aborts all transfers of the lanes; the program raises after
+its next wait, or at the end of its pass.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,11 +23,9 @@ from startrail.comm.timing import TIMING
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
 
-DISAGREEMENT = "ranks made different calls"
-
 
 class InFlight(Protocol):
-    """Something on its way; its text says what."""
+    """A posted operation. ``str()`` describes it."""
 
     posted: float
     work: dist.Work
@@ -36,127 +33,139 @@ class InFlight(Protocol):
 
 @dataclass(frozen=True)
 class TransferContext:
-    """What every wait of an executor has in common. Not the executor itself: that has what is under way, and would
-    then live, and its lanes with it, until somebody collects garbage."""
+    """What all transfers of an executor share.
+
+    It deliberately holds no reference to the executor, which holds the pending transfers: the cycle would keep its
+    lanes alive until the next garbage collection.
+    """
 
     lanes: Lanes
-    agreement: Consensus
+    consensus: Consensus
     counters: Counters
 
-    def failure(self, program: Program, index: int, what: str, error: RuntimeError) -> Exception:
-        """Why a transfer failed: ranks disagree about this call, or else a peer is gone, has given up or is late."""
-        reason, end = self.agreement.reason(), time.monotonic() + TIMING.explanation
-        while reason is None and self.lanes.ended == DISAGREEMENT and time.monotonic() < end:
-            time.sleep(TIMING.longest_poll)  # the others are about to say what they called
-            reason = self.agreement.reason()
+    def explain(self, program: Program, step: int, operation: str, error: RuntimeError) -> Exception:
+        """The error to raise for a failed transfer: ranks made different calls, or a peer is gone, failed or late."""
+        reason, end = self.consensus.find_reason(), time.monotonic() + TIMING.explanation
+        while reason is None and self.lanes.mismatch and time.monotonic() < end:
+            time.sleep(TIMING.longest_poll)  # the other ranks are about to write their records
+            reason = self.consensus.find_reason()
         if isinstance(reason, ValueError):
             return reason
         return PeerError(
-            f"rank {program.place.rank}, {program.pass_} step {index} of plan {program.plan}: "
-            f"{what} failed: {str(reason or error).splitlines()[0]}"
+            f"rank {program.place.rank}, {program.pass_} step {step} of plan {program.plan}: "
+            f"{operation} failed: {str(reason or error).splitlines()[0]}"
         )
 
 
 class PendingTransfer:
-    """Messages that end together: waits once, counts the seconds, and says who waited for what if it fails.
+    """A batch of messages that complete together.
 
-    It does not know its pass. Buffers remember their last sends until they are used again, and would keep all tensors
-    of the pass alive.
+    ``wait()`` blocks once, adds the time to the counters, and raises a ``PeerError`` that names the rank, the step and
+    the messages if the batch fails.
+
+    It deliberately holds no reference to the pass that posted it: pooled buffers keep their last sends until they are
+    reused, and would otherwise keep every tensor of that pass alive.
     """
 
-    def __init__(self, waits: TransferContext, program: Program, index: int, work: dist.Work) -> None:
-        self.waits, self.program, self.index, self.work = waits, program, index, work
+    def __init__(self, context: TransferContext, program: Program, step: int, work: dist.Work) -> None:
+        self.context, self.program, self.step, self.work = context, program, step, work
         self.messages: list[Message] = []
-        self.waited = False
         self.posted = time.monotonic()
+        self._is_waited_for = False
 
     def __str__(self) -> str:
-        return f"{self.program.pass_} step {self.index}, {self._what}"
+        return f"{self.program.pass_} step {self.step}, {self._description}"
 
     @property
-    def _what(self) -> str:
-        name = self.waits.lanes.name
-        return "; ".join(f"{'sending' if each.send else 'receiving'} {name(each)}" for each in self.messages)
+    def _description(self) -> str:
+        describe = self.context.lanes.describe
+        return "; ".join(f"{'sending' if each.send else 'receiving'} {describe(each)}" for each in self.messages)
 
-    def end(self) -> None:
-        self.waits.lanes.end_waits()
+    def abort(self) -> None:
+        self.context.lanes.abort("aborted after an error on another rank")
 
     def wait(self) -> None:
-        if self.waited:
+        if self._is_waited_for:
             return
-        self.waited = True
-        lanes, agreement, waiting = self.waits.lanes, self.waits.agreement, self.waits.counters.waiting
+        self._is_waited_for = True
+        lanes, consensus, waiting = self.context.lanes, self.context.consensus, self.context.counters.waiting
         start = waiting.start(lanes.device)
-        agreement.waiting(self)
+        consensus.begin_wait(self)
         try:
             self.work.wait()
-            if lanes.ended:  # its bytes may never have come, and a wait that never fails would not say so
-                raise RuntimeError(lanes.ended)
+            if lanes.aborted:  # its bytes may be missing, and NCCL's wait would not raise
+                raise RuntimeError(lanes.aborted)
         except RuntimeError as error:
-            raise self.waits.failure(self.program, self.index, self._what, error) from error
+            raise self.context.explain(self.program, self.step, self._description, error) from error
         finally:
-            agreement.arrived()
+            consensus.end_wait()
             waiting.stop(start, lanes.device)
 
 
 class TransferMonitor:
-    """What is under way on lanes whose waits never fail."""
+    """Monitors the pending transfers of lanes whose waits never fail."""
 
-    def __init__(self, waits: TransferContext) -> None:
-        self.lanes, self.reason = waits.lanes, waits.agreement.reason
-        self.under_way: deque[InFlight] = deque()
+    def __init__(self, context: TransferContext) -> None:
+        self.lanes, self.find_reason = context.lanes, context.consensus.find_reason
+        self.pending: deque[InFlight] = deque()
         self.comparisons: deque[DigestComparison] = deque()
-        # torch has nothing else by which a work says that it failed
-        warnings.filterwarnings("ignore", message="Work::exception API is being deprecated")
 
-    def begin(self, digest: int) -> None:
-        """A pass begins: find out meanwhile whether it is the same one everywhere."""
-        self.comparisons.append(self.lanes.compare(digest))
+    def begin_pass(self, digest: int) -> None:
+        """Start comparing the pass with those of all ranks."""
+        self.comparisons.append(self.lanes.compare_digest(digest))
 
-    def end(self) -> str | None:
-        """A pass has ended: why no result of it, or of one before it, can be trusted, or None."""
-        self.comparisons[-1].order()
-        while self.under_way and self._over(self.under_way[0]):
-            self.under_way.popleft()
-        while not self.lanes.ended and self.comparisons and (differs := self.comparisons[0].differs()) is not None:
+    def end_pass(self) -> str | None:
+        """The reason why no result of this pass, or of an earlier one, can be trusted, or None."""
+        self.comparisons[-1].start_read()
+        while self.pending and self._is_done(self.pending[0]):
+            self.pending.popleft()
+        while (
+            not self.lanes.aborted and self.comparisons and (mismatch := self.comparisons[0].is_mismatch()) is not None
+        ):
             self.comparisons.popleft()
-            if differs:
-                self.lanes.end(DISAGREEMENT)
-        return self.lanes.ended
+            if mismatch:
+                self._abort_mismatch()
+        return self.lanes.aborted
 
-    def give_up(self) -> None:
-        """No pass goes on: end what is under way, for which closing the lanes would wait, and forget it."""
-        if not self.lanes.ended:
-            self.lanes.end("this rank gave up")
-        self.under_way.clear()
+    def abandon(self) -> None:
+        """Abort and forget pending transfers, which closing the lanes would wait for."""
+        if not self.lanes.aborted:
+            self.lanes.abort("aborted after an earlier error on this rank")
+        self.pending.clear()
         self.comparisons.clear()
 
-    def _over(self, transfer: InFlight) -> bool:
-        """Whether it has ended. One that failed ends all others: nobody else would say so."""
+    def _abort_mismatch(self) -> None:
+        self.lanes.abort("ranks made different calls", mismatch=True)
+
+    def _is_done(self, transfer: InFlight) -> bool:
+        """True if it has ended. A failed one aborts all others: NCCL reports the failure nowhere else."""
         try:
             return is_done(transfer.work)
         except RuntimeError as error:
-            if not self.lanes.ended:
-                self.lanes.end(f"{transfer} failed: {error}")
+            if not self.lanes.aborted:
+                self.lanes.abort(f"{transfer} failed: {error}")
             return True
 
-    def look(self) -> None:
-        """From the watching thread, which has no device of its own: asking for an event would make it use GPU 0."""
+    def check(self) -> None:
+        """Called by the watchdog's thread, which has no current device: querying an event would initialize GPU 0."""
         with on_device(self.lanes.device):
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         lanes = self.lanes
-        if lanes.ended:
+        if lanes.aborted:
             return
-        if any(comparison.differs() for comparison in list(self.comparisons)):
-            lanes.end(DISAGREEMENT)
+        if any(comparison.is_mismatch() for comparison in list(self.comparisons)):
+            self._abort_mismatch()
             return
         now = time.monotonic()
-        open_ = [each for each in (*self.under_way, *self.comparisons) if not self._over(each)]
-        if lanes.ended or not open_ or now - (oldest := open_[0]).posted < TIMING.slow_wait:
+        unfinished = [each for each in (*self.pending, *self.comparisons) if not self._is_done(each)]
+        if lanes.aborted or not unfinished or now - (oldest := unfinished[0]).posted < TIMING.slow_wait:
             return
         if now - oldest.posted > lanes.timeout.total_seconds():
-            lanes.end(f"{oldest} did not end within {lanes.timeout}")
-        elif reason := self.reason():
-            lanes.end(DISAGREEMENT if isinstance(reason, ValueError) else str(reason))
+            lanes.abort(f"{oldest} did not end within {lanes.timeout}")
+        elif reason := self.find_reason():
+            if isinstance(reason, ValueError):
+                self._abort_mismatch()
+            else:
+                lanes.abort(str(reason))

@@ -1,7 +1,7 @@
-"""Threads that must not outlive the program: a C++ call that returns into a Python that is ending aborts it.
+"""Threads that end before the program does: a C++ call that returns into a finalizing Python aborts the process.
 
-One thread watches everything that asks for it; it is stopped and waited for when the program ends. A call that may hang
-runs in a thread of its own, and is left behind when its time is over.
+One daemon thread checks everything that is watched; it is stopped and joined at exit. A call that may hang runs in its
+own thread and is abandoned after a timeout.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from startrail.comm.timing import TIMING
 
 
 class Watched(Protocol):
-    def look(self) -> None: ...
+    def check(self) -> None: ...
 
 
-class _Watcher:
-    """The thread of one process; a forked one needs its own."""
+class Watchdog:
+    """The thread of one process. A forked process needs its own."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.watched: WeakSet[Watched] = WeakSet()
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="startrail-watch", daemon=True)
-        self.thread.start()
-        atexit.register(self.end)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="startrail-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
 
     def _run(self) -> None:
-        while not self.stop.wait(TIMING.watch_interval):
-            with _lock:  # a set that grows meanwhile would end this thread
+        while not self._stopped.wait(TIMING.watch_interval):
+            with _lock:  # iterating over a set that grows would raise
                 watched_now = list(self.watched)
             while watched_now:
                 watched = watched_now.pop()
                 try:
-                    watched.look()
-                except Exception:  # the store is gone, and with it the job; the others are looked after all the same
+                    watched.check()
+                except Exception:  # such as a store that is gone: stop checking this object only
                     self.watched.discard(watched)
-                del watched  # or the last one would live as long as we do
+                del watched  # a local variable would keep the last one alive
 
-    def end(self) -> None:
-        self.stop.set()
+    def stop(self) -> None:
+        self._stopped.set()
         if self.process == os.getpid():
-            self.thread.join(TIMING.thread_join)
+            self._thread.join(TIMING.thread_join)
 
 
-_watcher: _Watcher | None = None
+_watchdog: Watchdog | None = None
 _lock = threading.Lock()
 
 
 def watch(watched: Watched) -> None:
-    """Call ``watched.look()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive, until it raises."""
-    global _watcher
+    """Call ``watched.check()`` every ``TIMING.watch_interval`` seconds while ``watched`` is alive, until it raises."""
+    global _watchdog
     with _lock:
-        if _watcher is None or _watcher.process != os.getpid():
-            _watcher = _Watcher()
-        _watcher.watched.add(watched)
+        if _watchdog is None or _watchdog.process != os.getpid():
+            _watchdog = Watchdog()
+        _watchdog.watched.add(watched)
 
 
-def run_within(seconds: float, function: Callable[[], None], ended: threading.Event | None = None) -> bool:
-    """Whether ``function``, which may hang, ended in time; what it raises is raised here. ``ended`` is set when nobody
-    waits for it any more.
+def run_within(seconds: float, function: Callable[[], None], abandoned: threading.Event | None = None) -> bool:
+    """Run a function that may hang. Returns True if it ended in time, and raises its error. ``abandoned`` is set when
+    its result no longer matters.
 
     >>> run_within(5.0, lambda: None)
     True
@@ -81,16 +81,16 @@ def run_within(seconds: float, function: Callable[[], None], ended: threading.Ev
     try:
         done = run_all_within(seconds, [run])
     finally:
-        if ended is not None:
-            ended.set()
+        if abandoned is not None:
+            abandoned.set()
     if errors:
         raise errors[0]
     return done
 
 
 def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
-    """Whether functions that may hang, each in a thread of its own, have all ended in time; they must not raise."""
-    threads = [threading.Thread(target=function, name="startrail-apart", daemon=True) for function in functions]
+    """Run functions that may hang, each in its own thread. They must not raise. Returns True if all ended in time."""
+    threads = [threading.Thread(target=function, name="startrail-helper", daemon=True) for function in functions]
     end = time.monotonic() + seconds
     for thread in threads:
         thread.start()
@@ -99,6 +99,6 @@ def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> b
             thread.join(max(0.0, end - time.monotonic()))
     finally:
         late = [thread for thread in threads if thread.is_alive()]
-        for thread in late:  # what it called may return at any time: do not end the program meanwhile
+        for thread in late:  # it may return from C++ while the program ends
             atexit.register(thread.join, TIMING.thread_join)
     return not late

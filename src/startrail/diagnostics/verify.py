@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from startrail.comm.sanity import digest
+from startrail.comm.digest import digest
 from startrail.diagnostics.faults import (
     EQUAL_TOLERANCE,
     MATCH_TOLERANCE,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from startrail._compat import is_profiling
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.lanes import Lanes, Message
@@ -70,34 +71,34 @@ class Executor:
     """Runs programs for one rank. Keeps buffers between calls, nothing else; after an error it must not be used again,
     since its lanes may be closed and its buffers still be written to."""
 
-    def __init__(self, lanes: Lanes | None, agreement: Consensus, counters: Counters) -> None:
-        self._waits = None if lanes is None else TransferContext(lanes, agreement, counters)
+    def __init__(self, lanes: Lanes | None, consensus: Consensus, counters: Counters) -> None:
+        self._context = None if lanes is None else TransferContext(lanes, consensus, counters)
         self.counters = counters
         self.pool = BufferPool()
         self.running = False  # whether a pass has begun and not ended
-        self.watch = TransferMonitor(self.waits) if lanes is not None and lanes.watched else None
-        if self.watch is not None:
-            watch(self.watch)
+        self.monitor = TransferMonitor(self.context) if lanes is not None and lanes.is_monitored else None
+        if self.monitor is not None:
+            watch(self.monitor)
 
     @property
     def device(self) -> torch.device | None:
         """The device that the lanes are for; None where there are none."""
-        return None if self._waits is None else self._waits.lanes.device
+        return None if self._context is None else self._context.lanes.device
 
     @property
-    def waits(self) -> TransferContext:
-        assert self._waits is not None, "one rank alone has nobody to talk to"
-        return self._waits
+    def context(self) -> TransferContext:
+        assert self._context is not None, "a single rank has no lanes"
+        return self._context
 
     @property
     def lanes(self) -> Lanes:
-        return self.waits.lanes
+        return self.context.lanes
 
-    def give_up(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """After an error, before it is dropped. Where waits never fail, transfers that may never end are ended: those
         of a pass that broke off, and all if a peer may be gone. Without either, those of earlier passes arrive."""
-        if self.watch is not None and (self.running or not isinstance(error, ValueError)):
-            self.watch.give_up()
+        if self.monitor is not None and (self.running or not isinstance(error, ValueError)):
+            self.monitor.abandon()
 
     def run(
         self, job: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
@@ -118,16 +119,16 @@ class Executor:
         total, device = self.counters.total, job.device
         start = total.start(device)
         self.running = True
-        if self.watch is not None:
-            self.watch.begin(job.tag + 1)
+        if self.monitor is not None:
+            self.monitor.begin_pass(job.tag + 1)
         run = _PassRun(self, job, program, inputs, kept)
         try:
             run.walk()
             results = run.finish()
         finally:
             run.pieces.clear()  # what has not arrived knows its pass
-        if self.watch is not None and (why := self.watch.end()):
-            raise self.waits.failure(program, len(program.steps) - 1, "comparing calls", RuntimeError(why))
+        if self.monitor is not None and (reason := self.monitor.end_pass()):
+            raise self.context.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))
         self.pool.settle()
         total.stop(start, device)
         self.running = False
@@ -166,7 +167,7 @@ class _PassRun:
         compute = self._forward if self.program.pass_ is FORWARD else self._backward
         for index, compiled in enumerate(compile_program(self.program)):
             self.index = index
-            if torch._C._autograd._profiler_enabled():
+            if is_profiling():
                 with record_function(compiled.label):
                     self._step(compiled, compute)
             else:
@@ -253,8 +254,8 @@ class _PassRun:
         try:
             works = lanes.post(messages, bytes_of, self.job.tag, at_once)
         except RuntimeError as error:
-            names = ", ".join(map(lanes.name, messages))
-            raise self.executor.waits.failure(self.program, self.index, f"posting {names}", error) from error
+            names = ", ".join(map(lanes.describe, messages))
+            raise self.executor.context.explain(self.program, self.index, f"posting {names}", error) from error
         self._follow(messages, buffers, bytes_of, works)
         for message, payload in zip(messages, leaving, strict=True):  # packed results: free once their sends have ended
             if payload is not None and message.pieces[0].kind in RESULTS:
@@ -269,21 +270,21 @@ class _PassRun:
         executor, last = self.executor, None
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
             if last is None or last.work is not work:
-                last = PendingTransfer(executor.waits, self.program, self.index, work)
-                if executor.watch is not None:
-                    executor.watch.under_way.append(last)
+                last = PendingTransfer(executor.context, self.program, self.index, work)
+                if executor.monitor is not None:
+                    executor.monitor.pending.append(last)
             last.messages.append(message)
             if message.send:
                 if not (self.open and self.open[-1] == last.wait):
                     self.open.append(last.wait)  # what is received is waited for by whoever needs it
                 buffer.sends.append(last.wait)
-                executor.counters.sent(executor.lanes.names[message.lane], flat.numel())
+                executor.counters.count_send(executor.lanes.names[message.lane], flat.numel())
             else:
                 buffer.arrivals.append(last.wait)
 
     def _exchange(self, compiled: CompiledStep) -> Exchange:
         """What goes out over heads is packed now; what comes in is taken when it is needed."""
-        pieces, at_once = compiled.exchanged, compiled.all_to_all is not None and not self.executor.lanes.tagged
+        pieces, at_once = compiled.exchanged, compiled.all_to_all is not None and not self.executor.lanes.has_tags
         exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head, at_once)
         for piece in pieces:
             if piece.kind in INPUTS:

@@ -22,16 +22,13 @@ class OpKey(NamedTuple):
     apart. ``digest``: of the batch's ids, 0 if none was taken.
 
     >>> key = OpKey(1, 0, Boundaries((0, 5, 9), ((1, 3),)))
-    >>> OpKey.from_tensor(key.to_tensor()) == key, str(key)
-    (True, 'sequence 1 of that kind')
+    >>> OpKey.from_tensor(key.to_tensor()) == key
+    True
     """
 
     number: int
     digest: int
     boundaries: Boundaries
-
-    def __str__(self) -> str:
-        return f"sequence {self.number} of that kind" + (f", data with digest {self.digest:08x}" if self.digest else "")
 
     def to_tensor(self) -> Tensor:
         documents, blocks = self.boundaries.documents, self.boundaries.blocks

@@ -24,12 +24,13 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from startrail.comm.consensus import CallLedger, Consensus, WaitRegistry
+from startrail._compat import PrefixStore, default_store
+from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
+from startrail.comm.digest import digest
 from startrail.comm.lanes import Lanes, call_tag, links_used
-from startrail.comm.sanity import digest
+from startrail.comm.ledger import CallLedger, CallRecord, WaitRegistry
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
 from startrail.engine.executor import Executor, PassContext
@@ -77,11 +78,12 @@ class Runtime:
         self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
         self._lock = threading.Lock()
         self._counts = _no_counts()
-        self._last: tuple[Tensor, BatchGeometry, str] | None = None
-        self._num_started, self._error_note = 0, ""  # sequences since the last error, and where that was
-        registry = partial(_wait_registry, self._group_name, rank, self.world, self._number + 1)
-        self.agreement = Consensus(self._ledger(), registry, settings.check_every_call)
-        self.agreement.watch()
+        self._last: tuple[Tensor, BatchGeometry, OpKey] | None = None
+        self._num_started = 0  # sequences since the last error
+        self._after_error: int | None = None  # the sequence of that error, until a call succeeds
+        register_wait = partial(_register_wait, self._group_name, rank, self.world, self._number + 1)
+        self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call)
+        self.consensus.watch_waits()
         self._busy = threading.Lock()
         self._thread, self._num_forwards, self._device_digests = threading.get_ident(), 0, DEVICE_DIGESTS
         self._executor: Executor | None = None
@@ -95,8 +97,7 @@ class Runtime:
         """Where the ranks of this group compare their calls; None without other ranks."""
         if self.world == 1 or dist.get_backend() == "fake":
             return None
-        store = dist.distributed_c10d._get_default_store()
-        return CallLedger(PrefixStore(self._name, store), self.rank, self.world, self.settings.timeout)
+        return CallLedger(PrefixStore(self._name, default_store()), self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
@@ -115,7 +116,7 @@ class Runtime:
         """
         own_thread = threading.get_ident() == self._thread
         done = sequence.digested_at == self._num_forwards if own_thread else sequence.key.digest != 0
-        if done or self.agreement.board is None or ids.device.type == "meta":
+        if done or self.consensus.ledger is None or ids.device.type == "meta":
             return
         if ids.device.type != "cpu":
             if self._device_digests == 0:
@@ -136,15 +137,14 @@ class Runtime:
         self._recent.append(geometry)
         return geometry
 
-    def _lookup_sequence(self, op_key: Tensor) -> tuple[BatchGeometry, str]:
-        """The sequence that the op is called with, and a text that tells it from others with the same boundaries. All
-        layers of a batch bring the same tensor."""
+    def _lookup_sequence(self, op_key: Tensor) -> tuple[BatchGeometry, OpKey]:
+        """The sequence that the op is called with. All layers of a batch bring the same tensor."""
         last = self._last
         if last is None or (last[0].data_ptr(), last[0].shape) != (op_key.data_ptr(), op_key.shape):
             key = OpKey.from_tensor(op_key)
             self._num_started += 1
             with self._lock:
-                self._last = last = op_key, self._geometry(key.boundaries), str(key)
+                self._last = last = op_key, self._geometry(key.boundaries), key
         return last[1:]
 
     # --- sizes
@@ -177,7 +177,7 @@ class Runtime:
             lse, out = self._run(context, FORWARD, {"q": (q,), "kv": context.wire.with_copies(k, v)}, kept)["out"]
             if not call.mask.steps:  # rows of such a mask may see nothing
                 self._lookup_sequence(op_key)[0].poison_hidden_rows(out, lse)
-            return out, lse, kept, torch.tensor(self.agreement.number, device="cpu"), context.largest
+            return out, lse, kept, torch.tensor(self.consensus.call_id, device="cpu"), context.largest
 
     def backward(
         self,
@@ -220,14 +220,14 @@ class Runtime:
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
             yield
-            self._error_note = ""
+            self._after_error = None
         except BaseException as error:
-            self.agreement.give_up(error)
+            self.consensus.abandon(error)
             if self._executor is not None:
-                self._executor.give_up(error)
+                self._executor.abandon(error)
             self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
             # ranks decide themselves where to continue; the note lets them see if they failed in different batches
-            self._error_note, self._num_started = f", after an error in sequence {self._num_started}", 0
+            self._after_error, self._num_started = self._num_started, 0
             with self._lock:
                 self._counts = _no_counts()
             raise
@@ -240,23 +240,23 @@ class Runtime:
         """Check the arguments, compare them with the other ranks if they are new, and find what runs them. ``forward``
         is the number of the forward call that a backward call belongs to.
 
-        All that ranks must agree on is part of the detail, and so of the messages' tags: ranks that disagree never
+        All that ranks must agree on is part of the record, and so of the messages' tags: ranks that disagree never
         receive each other's messages.
         """
-        geometry, name = self._lookup_sequence(op_key)
+        geometry, sequence = self._lookup_sequence(op_key)
         key = (pass_, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call)
         prepared = geometry.prepared.get(key)
         if prepared is None:
             if len(geometry.prepared) >= PREPARED_CALLS:
                 geometry.prepared.clear()
             geometry.prepared[key] = prepared = self._prepare(pass_, q, k, v, geometry, call)
-        origin = "" if forward is None else f", backward of call {'.'.join(map(str, forward.tolist()))}"
-        detail = f"{prepared.detail}, {name}{origin}{self._error_note}"
-        self.agreement.start(detail)
+        backward_of = "" if forward is None else ".".join(map(str, forward.tolist()))
+        record = CallRecord(prepared.detail, sequence.number, sequence.digest, backward_of, self._after_error)
+        self.consensus.start(record)
         keys = prepared.signature, geometry.boundaries
-        if not self.agreement.knows(*keys):
-            self.agreement.confirm(keys, None)
-        tag = call_tag(f"{self.agreement.number} {detail}")
+        if not self.consensus.has_agreed(*keys):
+            self.consensus.compare(keys)
+        tag = call_tag(f"{self.consensus.call_id} {record}")
         max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
         return PassContext(
             prepared.wire, prepared.kept, prepared.kernel, prepared.tiles, prepared.scale, tag, q.device, max_logits
@@ -304,8 +304,8 @@ class Runtime:
             self._refuse(problem)
 
     def _refuse(self, problem: str) -> NoReturn:
-        self.agreement.start(problem)
-        self.agreement.confirm((), problem)
+        self.consensus.start(CallRecord(problem=problem))
+        self.consensus.compare(())
         raise AssertionError("ranks with a problem never agree")
 
     def _run(
@@ -320,10 +320,10 @@ class Runtime:
         if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
             if self.world > 1:
-                name = f"{self._name}/lanes {self.agreement.epoch} {device.type}"
+                name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
                 programs = [build_program(self.plan, self.world, self.rank, pass_) for pass_ in PASSES]
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
-            self._executor = executor = Executor(lanes, self.agreement, self.counters)
+            self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
 
 
@@ -331,7 +331,7 @@ def _no_counts() -> array[int]:
     return array("q", bytes(8 * COUNTERS))
 
 
-def _wait_registry(group_name: str, rank: int, world: int, number: int, place: str) -> WaitRegistry:
+def _register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:
     """Where ranks find out that they wait for each other in different instances, or at different calls."""
-    store = PrefixStore(group_name, dist.distributed_c10d._get_default_store())
-    return WaitRegistry(store, rank, world, f"call {place} of number {number} of their SequenceParallels")
+    store = PrefixStore(group_name, default_store())
+    return WaitRegistry(store, rank, world, f"call {key} of number {number} of their SequenceParallels")

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from startrail._compat import TorchDispatchMode
 
 TOKENS, MORE_TOKENS = 4, 2
 FIRST_ID = 3  # above the padding id, often 0, which is embedded as zeros and would hide changes

@@ -33,7 +33,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.comm.sanity import STEPS, check_same_parameters, unwatched, watch_gradients
+from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import (
     LayerKind,
@@ -144,7 +144,7 @@ class Attached:
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
-        self.checking = self.probed is None and self.steps < STEPS and model.training
+        self.checking = self.probed is None and self.steps < CHECKED_STEPS and model.training
         self.checking = self.checking and not torch.compiler.is_compiling()
         if self.checking:
             self.steps += 1
@@ -184,7 +184,7 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     except BaseException:
         detach(model)
         raise
-    attached.steps = 0 if check else STEPS
+    attached.steps = 0 if check else CHECKED_STEPS
     # the model, not ``attached``, holds the hooks' handles: a copy of the model has its own
     model._startrail_hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True))
     if check and sp.world > 1:
@@ -346,12 +346,12 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
     loss = loss if isinstance(loss, Tensor) and loss.requires_grad else None
     new, agreed = [], False
     if model._startrail.checking:
-        new = [] if loss is None else unwatched(loss)
+        new = [] if loss is None else unchecked_parameters(loss)
         ready = torch.tensor(float(bool(new)), device=model.device)
         dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
-        watch_gradients(loss, new, agreed, None)
+        check_gradients(loss, new, agreed, None)
 
 
 def _unregister(name: str) -> None:

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail._compat import cpu_flash_backward, cpu_flash_forward
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.reference import ReferenceKernel
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class CpuKernel(Kernel):
@@ -61,7 +59,7 @@ class CpuKernel(Kernel):
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
-        return _forward(
+        return cpu_flash_forward(
             q, k, v, 0.0, tile_mask.causal, attn_mask=_additive(tile_mask.boolean, q.dtype), scale=tile_mask.scale
         )
 
@@ -70,7 +68,7 @@ class CpuKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
         mask = _additive(tile_mask.boolean, q.dtype)
-        return _backward(dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
+        return cpu_flash_backward(dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
 
     def _is_finite(self, x: Tensor) -> bool:
         """True if all numbers are finite. If only their sum overflows, plain math does no harm."""

@@ -29,6 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail._compat import cuda_efficient_backward as _efficient_backward
+from startrail._compat import cuda_efficient_forward as _efficient_forward
+from startrail._compat import cuda_flash_backward as _flash_backward
+from startrail._compat import cuda_flash_forward as _flash_forward
+from startrail._compat import cuda_varlen_backward as _bands_backward
+from startrail._compat import cuda_varlen_forward as _bands_forward
+from startrail._compat import fa3_ops
 from startrail.geometry.tiles import Costs
 from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.cpu import check_block
@@ -36,13 +43,6 @@ from startrail.kernels.device import current_stream_id, ints_on
 from startrail.kernels.fa4 import fa4_ops
 from startrail.kernels.flash_ops import FlashOps, flash_attn_ops
 from startrail.kernels.reference import ReferenceKernel
-
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-_bands_forward = torch.ops.aten._flash_attention_forward.default
-_bands_backward = torch.ops.aten._flash_attention_backward.default
-_efficient_forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
-_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 _CALL_PAIRS = 3_000_000  # query-key pairs that an H100 computes in the time of one call
 _MAX_FLASH_HEAD_DIM = 256
@@ -124,15 +124,7 @@ def _newer_flash(name: str, path: str) -> FlashOps | None:
     try:
         if name == "FA4":
             return FlashOps(*fa4_ops(importlib.import_module(path)))
-        adapter = importlib.import_module("torch.nn.attention._fa3")
-        adapter._fa3_import_module(path)
-        whole, bands = "_fa3_scaled_dot_product_flash_attention", "_fa3_flash_attention"
-        return FlashOps(
-            getattr(adapter, f"{whole}_forward_impl_default"),
-            getattr(adapter, f"{whole}_backward_impl"),
-            getattr(adapter, f"{bands}_forward_impl_default"),
-            getattr(adapter, f"{bands}_backward_impl"),
-        )
+        return FlashOps(*fa3_ops(path))
     except (ImportError, AttributeError, RuntimeError):  # not installed, or for another torch
         return None
 

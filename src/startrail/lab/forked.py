@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from startrail._compat import FileStore
 from startrail.lab.job import JobError, LabJob
 from startrail.launch.local import RankError, collect_results, run_rank
 

@@ -22,11 +22,12 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
-import torch._dynamo  # once, here: the first custom op imports it, which would take a second on every rank
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from startrail._compat import TCPStore, load_dynamo
 from startrail.comm.timing import TIMING
+
+load_dynamo()
 
 Result = TypeVar("Result")
 MAX_RANKS = 256

@@ -14,9 +14,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from startrail._compat import PrefixStore, Store
 from startrail.comm.timing import TIMING
 from startrail.launch.heartbeat import RankStatus, WaitLimit, rank_names
 

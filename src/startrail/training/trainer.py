@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers and FSDP need it: once here rather than on every forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from startrail._compat import load_dynamo
 from startrail.launch.heartbeat import Heartbeat
 from startrail.launch.signals import Stop
 from startrail.parallel import SequenceParallel
@@ -39,6 +39,8 @@ from startrail.training.sharding import (
     make_mesh,
 )
 from startrail.training.tasks import compute_dtype, make_task
+
+load_dynamo()
 
 BETAS = (0.9, 0.95)
 ATTENTION_GRACE_SECONDS = 10.0  # attention waits this much longer than the heartbeat monitor, which names the rank

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail import SequenceParallel
+from startrail._compat import cpu_flash_backward, cpu_flash_forward, torch_ring_attention
 from startrail.bench.cases import Contender, Workload
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask
@@ -45,7 +46,6 @@ class Tolerance(NamedTuple):
 
 TOLERANCE = Tolerance(relative=1e-3, absolute=2e-5)
 HALF = Tolerance(relative=3e-2, absolute=3e-2)  # where bfloat16 is measured
-aten = torch.ops.aten
 
 DISCLOSURES = {
     "plan": "our engine",
@@ -226,10 +226,8 @@ class TorchRing(Attender):
     """torch's own ring attention; causal with its round-robin balance, which is the zigzag layout."""
 
     def set_up(self) -> None:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
         assert dist.group.WORLD is not None
-        self.cp, self.group = _attention, dist.group.WORLD
+        self.cp, self.group = torch_ring_attention(), dist.group.WORLD
         self.method = "alltoall" if self.contender.way == "torch ring" else "allgather"
         self.layout = masked_layout(self.machine.world, self.work)
 
@@ -237,9 +235,9 @@ class TorchRing(Attender):
         self.cp._cp_options.enable_load_balance = self.work.causal
         self.cp.set_rotate_method(self.method)
         options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": self.work.causal}
-        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        forward = cpu_flash_forward
         out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **options)
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        backward = cpu_flash_backward
         saved: dict[str, Any] = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
         dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(
             self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **options

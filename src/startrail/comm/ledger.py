@@ -1,0 +1,200 @@
+"""What the ranks of a group write into torch.distributed's key-value store: their calls, failures and waits.
+
+Records are small JSON lists. Ranks first compare counters, whatever their number, and read each other's records only
+to explain a mismatch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from datetime import timedelta
+from typing import NamedTuple
+
+from startrail._compat import Store
+from startrail.comm.errors import PeerError
+
+_ONE_RANK = 1 << 40  # one more record in a call's counter; its lower bits are the sum of the records' digests
+
+
+class CallRecord(NamedTuple):
+    """Everything that ranks must agree on when they start an attention call, or the ``problem`` that prevents it."""
+
+    call: str = ""  # the pass, its tensors and arguments, the plan
+    sequence: int = 0  # counts the sequences of this kind
+    data: int = 0  # a digest of the batch; 0 if unknown
+    backward_of: str = ""  # the forward call
+    after_error: int | None = None  # the sequence in which the last call failed
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        data = f", data digest {self.data:08x}" if self.data else ""
+        backward = f", backward of call {self.backward_of}" if self.backward_of else ""
+        after = "" if self.after_error is None else f", after an error in sequence {self.after_error}"
+        return f"{self.call}, sequence {self.sequence} of this kind{data}{backward}{after}"
+
+
+# What it means if calls differ in one of these fields only.
+_HINTS = {
+    "sequence": "a rank skipped a sequence, or made one that the others did not",
+    "data": "they were given different data: all must shard the same batches",
+}
+
+
+def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
+    """The error of ranks whose records differ, or have a problem.
+
+    >>> explain_mismatch({CallRecord("forward", 1): [0, 2], CallRecord(problem="length=0 must be at least 1"): [1]})
+    'rank 1: length=0 must be at least 1'
+    """
+    problems = {record: ranks for record, ranks in records.items() if record.problem is not None}
+    if problems and len(records) == 1:
+        return str(next(iter(problems)))
+    listed = "; ".join(f"{rank_names(ranks)}: {record}" for record, ranks in (problems or records).items())
+    if problems:
+        return listed
+    common = [record._replace(sequence=0, data=0) for record in records]
+    alike = [record for record, rest in zip(records, common, strict=True) if common.count(rest) > 1]
+    hints = [hint for field, hint in _HINTS.items() if len({getattr(record, field) for record in alike}) > 1]
+    hint = f" ({'; '.join(hints)})" if hints else ""
+    return f"ranks disagree about one attention call{hint}: {listed}"
+
+
+def rank_names(ranks: list[int]) -> str:
+    """
+    >>> rank_names([3]), rank_names([1, 2])
+    ('rank 3', 'ranks 1, 2')
+    """
+    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+class Failure(NamedTuple):
+    """Why a rank abandoned its calls. ``is_mistake``: with wrong arguments, which is a ``ValueError`` on all ranks."""
+
+    is_mistake: bool
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        if isinstance(error, ValueError | PeerError):
+            return cls(isinstance(error, ValueError), str(error) or type(error).__name__)
+        return cls(False, f"rank {rank} raised {type(error).__name__}: {error}")
+
+    def as_error(self) -> Exception:
+        return ValueError(self.message) if self.is_mistake else PeerError(self.message)
+
+
+class CallLedger:
+    """Each rank's record of each call. A call's key is ``epoch/number``.
+
+    One counter per call holds the number of its records and the sum of their digests: whether a call is complete, and
+    whether it matches, costs one request for any number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
+        self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
+        self._entries: dict[str, bool] = {}  # our records in the store: key -> is it compared by all ranks
+        self._lock = threading.Lock()
+
+    def write(self, key: str, record: CallRecord, compared: bool) -> None:
+        """Add our record of a call. ``compared``: every rank writes one, and reads until all are there."""
+        with self._lock:
+            if key in self._entries:
+                self._entries[key] |= compared
+                return
+            self._delete_old(compared)
+            self._entries[key] = compared
+            self.store.set(f"{key}/rank/{self.rank}", json.dumps(record))
+            self.store.add(key, _ONE_RANK + _digest(record))
+
+    def _delete_old(self, comparing: bool) -> None:
+        """Delete our records that no rank reads any more.
+
+        The latest may still be read. Ranks that compare a call read it until they start another one, which all have
+        done once the next comparison is complete.
+        """
+        compared = [key for key, is_compared in self._entries.items() if is_compared]
+        for old in list(self._entries)[:-1]:
+            if old not in compared or (comparing and old in compared[:-1]):
+                self.store.delete_key(f"{old}/rank/{self.rank}")
+                self.store.delete_key(old)
+                del self._entries[old]
+
+    def matches(self, key: str, record: CallRecord) -> bool:
+        """True if all records of a call so far equal ``record``."""
+        ranks, digests = divmod(self.store.add(key, 0), _ONE_RANK)
+        return digests == ranks * _digest(record)
+
+    def is_complete(self, key: str) -> bool:
+        return self.store.add(key, 0) // _ONE_RANK == self.world
+
+    def read(self, key: str) -> dict[CallRecord, list[int]]:
+        """The records of a call so far, with their ranks."""
+        records: dict[CallRecord, list[int]] = {}
+        for rank in range(self.world):
+            if self.store.check([f"{key}/rank/{rank}"]):
+                record = CallRecord(*json.loads(self.store.get(f"{key}/rank/{rank}")))
+                records.setdefault(record, []).append(rank)
+        return records
+
+    def write_failure(self, epoch: int, failure: Failure) -> None:
+        """Tell all ranks why this one abandons an epoch; the first failure counts."""
+        if self.store.add(f"{epoch}/failures", 1) == 1:
+            self.store.set(f"{epoch}/failure", json.dumps(failure))
+        for old in ("failures", "failure"):
+            self.store.delete_key(f"{epoch - 2}/{old}")
+
+    def read_failure(self, epoch: int) -> Failure | None:
+        key = f"{epoch}/failure"
+        return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+
+
+def _digest(record: CallRecord) -> int:
+    """28 bits: the sum over 4,096 ranks stays below ``_ONE_RANK``."""
+    return zlib.crc32(json.dumps(record).encode()) >> 4
+
+
+class WaitRegistry:
+    """One rank's wait, seen by all instances of the same ranks.
+
+    Two ranks that compare different calls wait for each other. That happens if one rank makes a new instance and
+    another does not.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, location: str) -> None:
+        self.store, self.rank, self.world, self.location = store, rank, world, location
+        self._conflict_seen = False  # at the last look
+        store.set(f"waiting/{rank}", location)
+        self._count(1)
+
+    def _count(self, change: int) -> tuple[int, int]:
+        return self.store.add("waiting", change), self.store.add(f"waiting at {self.location}", change)
+
+    def find_conflict(self) -> str | None:
+        """Two ranks that wait for each other at different calls: seen twice in a row, or reported by the other."""
+        if self.store.check([f"conflict at {self.location}"]):
+            return self.store.get(f"conflict at {self.location}").decode()
+        everywhere, here = self._count(0)
+        seen_before, self._conflict_seen = self._conflict_seen, everywhere > here
+        if not (seen_before and self._conflict_seen):
+            return None
+        for rank in range(self.world):
+            if self.store.check([f"waiting/{rank}"]):
+                location = self.store.get(f"waiting/{rank}").decode()
+                if location not in ("", self.location):
+                    text = f"rank {rank} waits for all ranks at {location}, and rank {self.rank} at {self.location}"
+                    self.store.set(f"conflict at {location}", text)
+                    self.store.set(f"conflict at {self.location}", text)
+                    return text
+        return None
+
+    def leave(self) -> None:
+        self.store.set(f"waiting/{self.rank}", "")  # deleted, it would block a rank between its check and its get
+        _, here = self._count(-1)
+        if here == 0:  # no rank comes back to this call
+            self.store.delete_key(f"waiting at {self.location}")
+            self.store.delete_key(f"conflict at {self.location}")
