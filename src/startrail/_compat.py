@@ -183,6 +183,12 @@ cuda_efficient_forward = _aten._scaled_dot_product_efficient_attention.default
 cuda_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
 
+def chosen_flash_impl() -> str | None:
+    """The FlashAttention that the program made torch use (``activate_flash_attention_impl``, new in torch 2.10)."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 def fa3_ops(package: str) -> tuple[Callable[..., Any], ...]:
     """FlashAttention 3 with ATen's signatures, from torch's adapter: dense forward and backward, varlen forward and
     backward. Raises ``ImportError`` or ``AttributeError`` where torch or ``package`` lacks them.

@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail._compat import chosen_flash_impl, fa3_ops
 from startrail._compat import cuda_efficient_backward as _efficient_backward
 from startrail._compat import cuda_efficient_forward as _efficient_forward
 from startrail._compat import cuda_flash_backward as _flash_backward
 from startrail._compat import cuda_flash_forward as _flash_forward
 from startrail._compat import cuda_varlen_backward as _bands_backward
 from startrail._compat import cuda_varlen_forward as _bands_forward
-from startrail._compat import fa3_ops
 from startrail.geometry.tiles import Costs
 from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.cpu import check_block
@@ -68,7 +68,7 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
         )
     if capability is not None and capability < (8, 0):
         return _with_reason(EfficientKernel(dtype), f"compute capability {capability}: flash attention needs (8, 0)")
-    if chosen := torch.nn.attention.current_flash_attention_impl():
+    if chosen := chosen_flash_impl():
         if head_dim > (most := _MAX_HEAD_DIMS.get(chosen, _MAX_FLASH_HEAD_DIM)):
             reason = f"head dim {head_dim}: {chosen}, which torch is set to use, is known to be right up to {most}"
             return _with_reason(EfficientKernel(dtype), reason)
