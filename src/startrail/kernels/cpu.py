@@ -13,15 +13,45 @@ with a softcap, which the op does not support.
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail._compat import cpu_flash_backward, cpu_flash_forward
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.reference import ReferenceKernel
+
+MAX_CACHED_CHECKS = 256
+
+
+class FiniteCache:
+    """Whether all numbers of prepared tensors are finite, checked once per tensor. Holds no tensor alive. A dictionary
+    by id, because torch's ``WeakTensorKeyDictionary`` costs as much as a small kernel."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ref[Tensor], bool | None]] = {}
+
+    def add(self, x: Tensor) -> None:
+        if len(self._known) >= MAX_CACHED_CHECKS:
+            self._known = {key: entry for key, entry in self._known.items() if entry[0]() is not None}
+        self._known[id(x)] = ref(x), None
+
+    def check(self, x: Tensor) -> bool:
+        """Tensors that were not added are checked each time: their numbers may change."""
+        weak, known = self._known.get(id(x), (None, None))
+        if weak is None or weak() is not x:
+            return _is_finite(x)
+        if known is None:
+            known = _is_finite(x)
+            self._known[id(x)] = weak, known
+        return known
+
+
+def _is_finite(x: Tensor) -> bool:
+    """True if all numbers are finite. If only their sum overflows, plain math does no harm."""
+    return bool(x.sum().isfinite())
 
 
 class CpuKernel(Kernel):
@@ -34,28 +64,28 @@ class CpuKernel(Kernel):
             self.reason = (
                 f"softcap={softcap}: plain math in float64; ATen's flash attention for CPUs does not support it"
             )
-        self._finite = WeakTensorKeyDictionary()  # prepared tensors, by whether all their numbers are finite
+        self._finite = FiniteCache()
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
         x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
         x = x.view_as(x)  # a new object, whose numbers do not change: its blocks share one check for finite numbers
-        self._finite[x] = None
+        self._finite.add(x)
         return x
 
     def select_forward(
         self, q: Tensor, k: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
-        plain_math = self.softcap is not None or not self._is_finite(q) or not self._is_finite(k)
-        return self._plain_math if plain_math else self.forward_tile
+        finite = self.softcap is None and self._finite.check(q) and self._finite.check(k)
+        return self.forward_tile if finite else self._plain_math
 
     def select_backward(
         self, out: Tensor, lse: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
         """A query or visible key that is not finite shows in lse; a value or gradient shows in the sum of dout * out.
         So keys and values need no second check."""
-        finite = self._is_finite(out) and self._is_finite(lse.clamp(min=0))  # padding has lse = -inf
-        return self.backward_tile if self.softcap is None and finite else self._plain_math_backward
+        finite = self.softcap is None and self._finite.check(out) and _is_finite(lse.clamp(min=0))  # padding: -inf
+        return self.backward_tile if finite else self._plain_math_backward
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
@@ -69,15 +99,6 @@ class CpuKernel(Kernel):
         check_block(q, k, v)
         mask = _additive(tile_mask.boolean, q.dtype)
         return cpu_flash_backward(dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
-
-    def _is_finite(self, x: Tensor) -> bool:
-        """True if all numbers are finite. If only their sum overflows, plain math does no harm."""
-        known: bool | None = self._finite.get(x)
-        if known is None:
-            known = bool(x.sum().isfinite())
-            if x in self._finite:
-                self._finite[x] = known
-        return known
 
     def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         return ReferenceKernel(self.softcap).forward_tile(q.double(), k.double(), v.double(), tile_mask)
