@@ -1,24 +1,27 @@
 # Everything runs in .venv, which the first target that needs it sets up. PYTHON chooses the interpreter to make it with.
+# TORCH=2.x runs any target with that torch instead, in .venv-torch-2.x.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
 .PHONY: setup setup-bench validate validate-paper scaling test test-all lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
-setup: .venv/ready
+setup: $(VENV)/ready
 
 # torch first and by itself, so that nothing else chooses another build of it.
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -r constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),echo "torch~=$(TORCH).0",cat constraints.txt) > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet -r $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
-setup-bench: .venv/ready-bench
+setup-bench: $(VENV)/ready-bench
 
 # The peers name torch without a version; the constraint keeps the one that is there.
-.venv/ready-bench: .venv/ready
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
+$(VENV)/ready-bench: $(VENV)/ready
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e ".[bench]"
 	touch $@
 
 # Four at a time on two cores, since many tests wait; then, one by one, those that measure the machine.
@@ -79,4 +82,4 @@ scaling: setup-bench   ## weak scaling to 16,384 GPUs as predicted: validation/s
 	$(BIN)/python -m validation.scaling
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* build dist src/*.egg-info .mypy_cache .ruff_cache

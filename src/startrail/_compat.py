@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["FakeTensorMode", "FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode", "tree_leaves"]
+__all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
 
 # --- process groups
 
