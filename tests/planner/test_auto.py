@@ -1,98 +1,59 @@
-"""auto on live ranks: described or measured, the same everywhere, and remembered; doctor writes what plan reads."""
+"""The planner behind auto, for heads alone and for a whole job; startrail show auto prints the same choice."""
 
-import os
+import re
 
-import pytest
-import torch.distributed as dist
-
-import startrail
 from startrail.cli import main
-from startrail.launch.local import run_local
-from startrail.planner.auto import fit_cluster
-from startrail.planner.cluster import cluster_text, find_cluster
-from startrail.planner.live import choose as auto
+from startrail.planner.auto import fit_cluster, plan_for_heads, plan_for_job
+from startrail.planner.cluster import find_cluster
+from startrail.planner.search import search
+from startrail.planner.step import Training
+from startrail.planner.topology import Machine
 from startrail.planner.workload import Job, Run, find_model
-from tests.helpers import start, torchrun
+from tests.helpers import refusal
 
 
-def test_all_ranks_agree_on_what_is_described_or_measured(tmp_path, monkeypatch, capfd):
+def test_auto_for_heads_alone_keeps_nothing_and_what_it_chooses_fits():
+    cluster = find_cluster("a100-4x8")
+    plan, why = plan_for_heads(cluster, 32, 32, 128, 2**19)
+    memory = Training(cluster, find_model("gpt-7b"), Run(2**19)).memory(plan)
+    assert plan.keep == "none"
+    assert memory.total < memory.limit, f"{plan} needs {memory.total / 1e9:.0f} GB"
+    assert "assuming 32 layers whose attention uses at most half of the memory and keeps nothing" in why
+
+
+def test_auto_for_a_job_is_what_plan_says():
+    cluster = find_cluster("a100-4x8")
+    for name, length, batch in (("gpt-7b", 2**19, 1), ("dit-1b", 2**17, 1), ("gpt-3b", 2**15, 4)):
+        model, run = find_model(name), Run(length, batch)
+        plan, why = plan_for_job(cluster, Job(model, run, data_parallel=batch))
+        best = search(cluster, model, run, data_parallel=batch).best
+        assert plan == best.plan
+        assert best.step.memory.total <= best.step.memory.limit
+        assert f"a step of {name} with {batch} x {length} tokens" in why
+        assert ("full mask" if name == "dit-1b" else "causal mask") in why
+
+
+def test_auto_for_a_job_that_will_hardly_fit_says_so_and_lets_it_try():
+    plan, why = plan_for_job(find_cluster("a100-4x8"), Job(find_model("gpt-7b"), Run(2**24)))
+    plan.check_world(32)
+    assert plan.keep == "none"
+    assert re.search(r"may not fit, and this plan needs the least memory \(\S+ needs \d+\.\d GB per device", why)
+    _, why = plan_for_heads(find_cluster("a100-4x8"), 32, 32, 128, 2**24)
+    assert "may not fit" in why
+
+
+def test_show_auto_says_what_a_job_on_that_cluster_would_get(capsys, monkeypatch):
     monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mine = tmp_path / "mine.toml"
-    mine.write_text(cluster_text(find_cluster("a100-4x8"), "copied"))
-
-    def on_rank(rank):
-        def chosen(**options):
-            try:
-                return str(startrail.SequenceParallel("auto", heads=4, kv_heads=4, head_dim=8, **options).plan)
-            except ValueError as error:
-                return str(error)
-
-        found = {"measured": chosen(), "remembered": chosen(), "file": chosen(cluster=str(mine), length=512)}
-        found["wrong"] = chosen(cluster="a100-4x9")
-        job = Job(find_model("gpt-tiny"), Run(512, batch=2, dtype="float32"))
-        found["job"] = chosen(job=job, cluster="lab")
-        if rank == 0:  # what was remembered cannot be read: nobody may wait for it
-            (remembered,) = (tmp_path / "startrail").glob("cluster-*.toml")
-            remembered.write_bytes(b"\xff\xfe")
-        found["again"] = chosen()
-        if rank == 0:  # nor for what nobody thought of
-            auto.fit_cluster = lambda *_: 1 / 0
-        found["broken"] = chosen(cluster="lab")
-        auto.fit_cluster = fit_cluster
-        os.environ["STARTRAIL_CLUSTER"] = "nvl72"
-        found["variable"] = chosen()
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
-        return everyone
-
-    (first, second), _ = run_local(on_rank, 2)
-    assert first == second
-    for name in ("measured", "remembered", "file", "job", "again", "variable"):
-        startrail.Plan.parse(first[name]).check_world(2)
-    assert first["remembered"] == first["measured"]
-    assert "no cluster 'a100-4x9'; did you mean 'a100-4x8'?" in first["wrong"]
-    assert "ZeroDivisionError" in first["broken"]
-    assert len(list((tmp_path / "startrail").glob("cluster-*.toml"))) == 1
-    said = [line for line in capfd.readouterr().err.splitlines() if "auto chose" in line]
-    assert len(said) == 6  # by one rank
-    assert "measured now" in said[0] and "measured before" in said[1] and "described by nvl72" in said[5]
-    assert "of 512 tokens" in said[2] and "of 8192 tokens (assumed)" in said[0]
-    assert "a step of gpt-tiny with 2 x 512 tokens" in said[3] and "measured now" in said[4]
-
-
-@pytest.mark.parametrize("heads, kv_heads, message", [(4, 3, "not a multiple of 3"), (0, 1, "must be whole numbers")])
-def test_heads_that_cannot_be_are_refused(heads, kv_heads, message):
-    with pytest.raises(ValueError, match=message):
-        startrail.SequenceParallel("auto", heads=heads, kv_heads=kv_heads)
-
-
-def test_doctor_looks_around_and_writes_what_plan_reads(tmp_path, capfd):
-    file = str(tmp_path / "here.toml")
-    assert main(["doctor", "--ranks", "2", "--out", file]) == 0
-    text = capfd.readouterr().out
-    for part in ("packages: torch 2.", "kernels: float32 on cpu: cpu (ATen", "limits: ", "measured, ranks: ", "odd: "):
-        assert part in text
-    argv = ["plan", "--cluster", file, "--model", "gpt-tiny", "--length", "4k", "--dtype", "float32"]
+    argv = ["show", "auto", "--ranks", "16", "--nodes", "2", "--heads", "32", "--kv-heads", "8", "--length", "65536"]
+    assert main([*argv, "--cluster", "a100-4x8"]) == 0
+    described = capsys.readouterr().out
+    _, why = plan_for_heads(fit_cluster(find_cluster("a100-4x8"), Machine(2, 8)), 32, 8, None, 65536)
+    assert described.startswith(f"{why}; cluster described by a100-4x8\n")
     assert main(argv) == 0
-    assert "on here: 2 x one thread of" in capfd.readouterr().out
-
-
-def test_doctor_under_torchrun_looks_at_all_ranks(tmp_path):
-    file = tmp_path / "there.toml"
-    done = start([*torchrun(2), "-m", "startrail.cli", "doctor", "--out", str(file)])
-    out, error = done.communicate(timeout=120)
-    assert done.returncode == 0, error
-    assert "process group: 2 ranks, 1 nodes of 2, cpu:gloo" in out
-    assert out.count("written: ") == 1
-    assert find_cluster(str(file)).world == 2
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [(["--ranks", "0"], "--ranks 0 must be at least 1"), (["--out", "no/such/file.toml"], "there is no folder")],
-)
-def test_a_mistake_of_doctor_is_one_line(argv, message, capsys):
-    assert main(["doctor", *argv]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assumed = capsys.readouterr().out
+    _, reason = plan_for_heads(fit_cluster(find_cluster("h100-8x8"), Machine(2, 8)), 32, 8, None, 65536)
+    assert assumed.startswith(f"{reason}; cluster assumed to be like h100-8x8 (pass --cluster to plan for yours)\n")
+    monkeypatch.setenv("STARTRAIL_CLUSTER", "a100-4x8")
+    assert main(argv) == 0
+    assert capsys.readouterr().out == described
+    assert "no cluster 'a100-4x9'" in refusal([*argv, "--cluster", "a100-4x9"], capsys)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from startrail.planner.cluster import find_cluster
-from startrail.planner.search import ALIKE
+from startrail.planner.search import TIE_SHARE
 from validation.lab.model import SPEED, Case, predicted
 
 FITTED = ("call", "post", "handle", "copy")  # and SPEED
@@ -78,9 +78,9 @@ class Verdict:
             rows = [row for row in self.rows if row.case.trial == trial]
             if len(rows) > 1:
                 fastest = min(row.predicted for row in rows)
-                alike = [row for row in rows if row.predicted <= fastest * (1 + ALIKE)]
+                tied = [row for row in rows if row.predicted <= fastest * (1 + TIE_SHARE)]
                 own = [row for row in rows if row.case.chosen]
-                pick = own[0] if own else min(alike, key=lambda row: row.sent)  # the planner's own rule
+                pick = own[0] if own else min(tied, key=lambda row: row.sent)  # the planner's own rule
                 chosen.append((pick.case, pick.case.seconds / min(row.case.seconds for row in rows) - 1))
         return chosen
 

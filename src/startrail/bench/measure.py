@@ -32,7 +32,7 @@ from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine, rate_for
-from startrail.schedule.plan import Plan
+from startrail.schedule.plan import Plan, PlanError
 
 FAST = 2_000_000_000  # bit/s, for what is not timed
 WARM_UP = 4
@@ -143,8 +143,10 @@ def why_not(contender: Contender, machine: Machine, work: Workload) -> str | Non
     try:
         if contender.way == "plan" and contender != AUTO:
             piece_sizes(Plan.parse(contender.plan), machine, work)
+    except PlanError as error:
+        return error.problem
     except ValueError as error:
-        return str(error).partition("; plans that fit")[0]
+        return str(error)
     return None
 
 

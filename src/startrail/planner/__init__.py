@@ -1,7 +1,10 @@
-"""Which plan on which cluster, why, and how sure: no torch.
+"""The planner: the best plan for a model on a cluster, with a predicted time and memory. No torch outside ``live``.
 
-``describe`` reads files of numbers with units, ``hardware`` and ``workload`` are what they describe: a cluster, a model
-and a run. ``simulate`` plays the programs that the executor walks with a clock, ``step`` puts a whole training step
-around them, ``search`` tries all ``candidates`` and ranks them, ``explain`` says it in a table, a paragraph or JSON,
-``chosen`` is what ``auto`` asks, and ``command`` is ``startrail plan``.
+It may import ``schedule`` and ``geometry``; ``live`` also uses ``comm`` and ``kernels`` to measure the cluster it runs
+on. Start with ``answer.plan``, which ``startrail plan`` prints, and follow it to ``search.search``.
+
+``units`` reads description files, in which numbers carry units. ``cluster`` and ``workload`` are what they describe,
+``topology`` the bytes on the links between nodes. ``pricing``, ``simulator`` and ``predict`` time one attention call,
+``bounds`` gives lower bounds. ``step`` adds the rest of a training step and ``memory`` its memory. ``search`` ranks all
+``candidates``, ``answer`` explains the result, and ``auto`` serves ``SequenceParallel("auto")``.
 """

@@ -1,4 +1,4 @@
-"""What the planner found, said in a table, a paragraph or JSON; and ``plan``, the planner as a call.
+"""The planner's answer as a table, a paragraph or JSON, and ``plan``, the planner as a function.
 
 >>> answer = plan(cluster="a100-4x8", model="gpt-3b", length="128k")
 >>> row = answer.rows[0]
@@ -16,18 +16,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from startrail.planner.candidates import LARGE, Known
+from startrail.planner.candidates import LARGE_WORLD, WellKnown
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
-from startrail.planner.search import ALIKE, DoesNotFitError, Found, Row, search
-from startrail.planner.units import read_file, read_quantity
+from startrail.planner.search import TIE_SHARE, DoesNotFitError, Found, Row, search
+from startrail.planner.units import count_text, read_file, read_quantity
 from startrail.planner.workload import Model, find_model, read_run
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``rows`` are the plans, fastest first, as plain data; at their end the well-known ones that cannot be used, with
-    ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
+    """``rows`` are the plans as plain data, fastest first. The well-known plans that cannot be used come last, with the
+    reason as ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
 
     found: Found
 
@@ -58,9 +58,9 @@ class Answer:
             "memory",
         ]
         lines = [head, *(_cells(row) for row in self.found.rows)]
-        missing = [(known.plan, known.role, f"cannot be used: {known.why_not}") for known in self.found.missing]
+        missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.found.missing]
         widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-        for at in range(2):  # the reasons may run on
+        for at in range(2):  # the reasons may be longer
             widths[at] = max(widths[at], *(len(line[at]) for line in missing), 0)
         pad = [str.ljust, str.ljust] + [str.rjust] * (len(head) - 2)
         text = [
@@ -82,8 +82,8 @@ class Answer:
             f"{'all but attention recomputed' if found.run.recompute else 'nothing recomputed'}, on {found.cluster}: "
             f"{found.cluster.world} x {found.cluster.device.name}"
         )
-        notes = [f"dropped: {number} plans: {reason}" for reason, number in found.dropped.items()]
-        played = f"{found.tried} arrangements of levels were bounded, {found.played} plans were played"
+        notes = [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in found.dropped.items()]
+        played = f"{found.tried} combinations of levels bounded, {count_text(found.played, 'plan')} simulated"
         left = f"; no other can be more than {found.unsure:.1%} faster than the best" if found.unsure > 0.005 else ""
         return "\n".join([head, "", self.table, "", *notes, played + left, "", self.why])
 
@@ -106,9 +106,9 @@ def _as_data(row: Row) -> dict[str, Any]:
     }
 
 
-def _without_data(known: Known) -> dict[str, Any]:
+def _without_data(known: WellKnown) -> dict[str, Any]:
     names = ("data_parallel", "seconds", "low", "high", "tokens_per_second", "mfu", "exposed", "bytes", "memory")
-    return {"plan": known.plan, "role": known.role, **dict.fromkeys(names), "why_not": known.why_not}
+    return {"plan": known.plan, "role": known.role, **dict.fromkeys(names), "why_not": known.reason}
 
 
 def seconds_text(seconds: float) -> str:
@@ -142,38 +142,38 @@ def _why(found: Found) -> str:
     if ring is not None and ring is not best and sent:
         ratio = ring.seconds / best.seconds
         sentences.append(
-            f"a rank sends {sent / 1e9:.3g} GB a step over the {outer.name}s' links, where Ring Attention sends "
-            f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ratio:.2f} times as long"
+            f"each rank sends {sent / 1e9:.3g} GB per step over the links between {outer.name}s; Ring Attention sends "
+            f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ratio:.2f}x as long"
         )
-    sentences.append(f"{best.exposed:.1%} of its step is waiting for transfers")
+    sentences.append(f"{best.exposed:.1%} of the step is spent waiting for transfers")
     text = ["; ".join(sentences) + "."]
     other = next((row for row in found.rows if row.plan.levels != best.plan.levels), None)
     if other is not None:
-        text.append(f"The runner-up, {other.name}, {_lacks(other, best)}.")
+        text.append(f"The runner-up, {other.name}, {_compare(other, best)}.")
     if cluster.slow:
         text.append(_about_slow_members(found))
     text.append(f"What would change the answer: {_what_if(found)}.")
     text.append(
-        f"Times may be off by {cluster.accuracy:.0%} on {cluster}, whose file says what is measured and what assumed; "
-        "the order of plans is surer than the times, since all are priced alike."
+        f"Times may be off by {cluster.accuracy:.0%} on {cluster}; its file says which figures are measured and which are "
+        "assumed. The order of plans is more certain than the times, because the same model predicts all of them."
     )
     return " ".join(text)
 
 
 def _shape(row: Row) -> str:
-    """What the plan does at each level of the cluster, in words."""
+    """The plan in words, level by level."""
     parts = [level.describe() for level in row.plan.levels]
     options = [f"keep={row.plan.keep} spares the backward pass what the forward received"] * (row.plan.keep != "none")
     options += [f"{row.plan.groups} groups hide one's transfers under the other's compute"] * (row.plan.groups > 1)
     return ", then inside that ".join(parts) + "".join(f"; {option}" for option in options)
 
 
-def _lacks(other: Row, best: Row) -> str:
+def _compare(other: Row, best: Row) -> str:
     slower = other.seconds / best.seconds - 1
     text = f"is {slower:.1%} slower" if slower >= 0.001 else "is as fast"
     for level, ours, theirs in zip(best.training.cluster.levels, best.step.sent, other.step.sent, strict=True):
         if theirs > 1.02 * ours and theirs > 1e6:
-            return f"{text}: it sends {theirs / 1e9:.3g} GB over the {level.name}s' links, not {ours / 1e9:.3g}"
+            return f"{text}: it sends {theirs / 1e9:.3g} GB over the links between {level.name}s, not {ours / 1e9:.3g}"
     if other.exposed > best.exposed + 0.002:
         return f"{text}: {other.exposed:.1%} of its step is exposed"
     if other.step.memory.total > 1.02 * best.step.memory.total:
@@ -182,15 +182,15 @@ def _lacks(other: Row, best: Row) -> str:
 
 
 def _what_if(found: Found) -> str:
-    """Twice the bandwidth, half of it, half the memory: searched anew."""
+    """The best plans with twice and half the bandwidth, and with half the memory."""
     cluster, best = found.cluster, found.best
     said = []
     for factor, words in ((2.0, "twice"), (0.5, "half")):
         changed = cluster.faster(0, factor)
-        then, same = search(changed, found.model, found.run, top=1, known=False).best, _again(best, changed)
-        alike = same <= (1 + ALIKE) * then.seconds
+        then, same = search(changed, found.model, found.run, top=1, known=False).best, _seconds_on(best, changed)
+        tied = same <= (1 + TIE_SHARE) * then.seconds
         who = (
-            f"still {best.name} ({seconds_text(same)})" if alike else f"then {then.name} ({seconds_text(then.seconds)})"
+            f"still {best.name} ({seconds_text(same)})" if tied else f"then {then.name} ({seconds_text(then.seconds)})"
         )
         said.append(f"with {words} the {cluster.levels[0].name}s' bandwidth {who}")
     half = best.step.memory.limit / 2
@@ -206,28 +206,30 @@ def _what_if(found: Found) -> str:
 
 
 def _about_slow_members(found: Found) -> str:
-    """What slow members cost, and whether to go on without one."""
+    """The cost of slow members, and whether to leave one out."""
     cluster, best = found.cluster, found.best
-    healthy = _again(best, replace(cluster, slow=()))
+    healthy = _seconds_on(best, replace(cluster, slow=()))
     named = ", ".join(
         f"{cluster.levels[slow.level].name} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
         for slow in cluster.slow
     )
-    text = f"Everybody waits for {named}: if it were as fast as the others, a step would take {seconds_text(healthy)}"
+    text = f"All ranks wait for {named}: at full speed, a step would take {seconds_text(healthy)}"
     outer = cluster.levels[0]
-    if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or cluster.world > LARGE:
+    if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or cluster.world > LARGE_WORLD:
         return f"{text}."
     smaller = replace(cluster, slow=()).resized([outer.size - 1, *(level.size for level in cluster.levels[1:])])
     try:
         without = search(smaller, found.model, found.run, top=1, known=False).best
+    except DoesNotFitError as error:
+        return f"{text}; the others alone cannot do it ({error.problem})."
     except ValueError as error:
-        return f"{text}; the others alone cannot do it ({str(error).partition(';')[0]})."
+        return f"{text}; the others alone cannot do it ({error})."
     advice = "leave it out" if without.seconds < best.seconds else "keep it"
     others = f"the other {outer.size - 1} {outer.name}s alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
 
 
-def _again(row: Row, cluster: ClusterSpec) -> float:
+def _seconds_on(row: Row, cluster: ClusterSpec) -> float:
     training = replace(row.training, cluster=cluster)
     return training.step(row.plan, lambda call: predict(training.group, row.plan, call)).seconds
 
@@ -247,10 +249,10 @@ def plan(
     run: str | None = None,
     top: int = 5,
 ) -> Answer:
-    """Which plan for this model on this cluster: names of descriptions that come along, or files.
+    """The best plans for a model on a cluster. Both are names of shipped descriptions, or files.
 
-    ``memory`` ("30 GB") limits what a device may use. ``run`` is a file with length, batch, dtype, recompute, zero,
-    gather and loss_chunk; such an argument that is given beside it wins over the file's.
+    ``memory`` ("30 GB") limits the memory per device. ``run`` is a file with length, batch, dtype, recompute, zero,
+    gather and loss_chunk; arguments take precedence over the file.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top = {top!r} is not a whole number of at least 1")
@@ -262,7 +264,7 @@ def plan(
     table = read_file(Path(run)) if run is not None else {}
     table |= {name: value for name, value in given.items() if value is not None}
     if "length" not in table:
-        raise ValueError("length is missing: how many tokens a sequence has, such as 131072 or 128k")
+        raise ValueError("length is missing: the tokens of a sequence, such as 131072 or 128k")
     how = read_run(table, "the run" if run is None else run)
     limit = None if memory is None else read_quantity({"memory": memory}, "memory", "the run", "bytes")
     return Answer(search(found, what, how, top, limit))

@@ -1,8 +1,9 @@
-"""The planner: tries every plan that a cluster allows, drops those that do not fit, and ranks the rest by the clock.
+"""The search: tries every plan that a cluster allows, drops those that do not fit, and ranks the rest by predicted time.
 
 Plans follow the cluster's levels: at every level teams and rings, heads, both in either order, or the paper's schedule
-(`candidates`); with every backward form, ``keep`` and number of groups; and data parallel groups where the batch allows
-several. All are bounded by closed form, and played in the order of their bounds until no other can be among the best.
+(`candidates`), with every backward form, ``keep`` and number of groups, and with several data-parallel groups if the
+batch allows it. Every plan gets a closed-form lower bound. Plans are simulated in the order of their bounds until no
+other can be among the best.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from startrail.planner.bounds import Bound, Bounds
-from startrail.planner.candidates import GROUPS, LARGE, Known, least_traffic, options_of, plans_on, well_known
+from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.step import StepEstimate, Training
+from startrail.planner.units import count_text
 from startrail.planner.workload import Model, Run
-from startrail.schedule.plan import Plan, divisors
+from startrail.schedule.plan import Plan, PlanError, divisors
 
-ALIKE = 0.03  # plans that differ by less than this share are alike: predictions err by more
-PLAYED, PLAYED_IN_LARGE = 96, 12  # plans at most, beside the well-known ones
+TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
+MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
 Played = dict[tuple[Plan, AttentionShape, int], Prediction]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, played. ``role`` names the well-known ones: ring, star, USP, double ring, Ulysses."""
+    """One simulated plan. ``role`` names the well-known ones: ring, star, USP, double ring, Ulysses."""
 
     plan: Plan
     training: Training
@@ -52,7 +54,7 @@ class Row:
 
     @property
     def exposed(self) -> float:
-        """The share of a step in which communication is waited for."""
+        """The share of a step spent waiting for communication."""
         return max(0.0, 1 - self.step.compute / self.seconds)
 
     @property
@@ -69,19 +71,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """``rows``: the best, fastest first, and the well-known plans; ``missing``: those of them that cannot be used, and
-    why. ``dropped``: how many plans did not fit, by reason. ``tried``: levels that were bounded, whatever their
-    options; ``played``: plans that were played."""
+    """The result of a search.
+
+    ``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
+    cannot be used, with the reason. ``dropped`` counts plans that do not fit, by reason. ``tried`` counts combinations
+    of levels with a bound, whatever their options; ``played`` counts simulated plans."""
 
     cluster: ClusterSpec
     model: Model
     run: Run
     rows: tuple[Row, ...]
     dropped: dict[str, int]
-    missing: tuple[Known, ...]
+    missing: tuple[WellKnown, ...]
     tried: int
     played: int
-    unsure: float  # by how much of its time the best could be beaten at most by a plan that was not played
+    unsure: float  # the share of the best time that a plan not simulated could save at most
 
     @property
     def best(self) -> Row:
@@ -89,11 +93,12 @@ class Found:
 
 
 class DoesNotFitError(ValueError):
-    """No plan's memory fits a device. ``plan`` is the one that needs least, and ``needs`` says how much too much."""
+    """No plan fits the memory of a device. ``plan`` needs the least, ``needs`` says how much that is; ``problem`` is the
+    message without hints at what would fit."""
 
-    def __init__(self, text: str, plan: Plan, needs: str) -> None:
-        super().__init__(text)
-        self.plan, self.needs = plan, needs
+    def __init__(self, problem: str, hints: Iterable[str], plan: Plan, needs: str) -> None:
+        super().__init__("; ".join([problem, *hints]))
+        self.problem, self.plan, self.needs = problem, plan, needs
 
 
 def search(
@@ -107,9 +112,9 @@ def search(
     keep: bool = True,
     known: bool = True,
 ) -> Found:
-    """The ``top`` best plans, and the well-known ones if they are wanted (``known``); ``DoesNotFitError``, with what
-    would fit, if nothing does. ``data_parallel``: the groups that there are (default: as many as are best). ``keep``:
-    whether plans may keep what they received for the backward pass.
+    """The ``top`` best plans, and with ``known`` the well-known ones. Raises ``DoesNotFitError`` with what would fit if
+    no plan does. ``data_parallel`` is the number of groups (default: the best). ``keep`` allows plans that keep received
+    pieces for the backward pass.
 
     >>> from startrail.planner.cluster import find_cluster
     >>> from startrail.planner.workload import find_model
@@ -132,8 +137,8 @@ def search(
 def search_attention(
     cluster: ClusterSpec, call: AttentionShape, layers: int = 1, memory: float | None = None, keep: bool = False
 ) -> Found:
-    """The same for attention alone, forward and backward, in so many layers that may have so much ``memory`` together.
-    Nothing is kept but what heads need, unless ``keep`` allows it: what the model holds beside attention is not known.
+    """The search for attention alone, forward and backward, in ``layers`` that share ``memory``. Plans keep only what heads
+    need, unless ``keep`` allows more: the memory of the rest of the model is not known.
 
     >>> from startrail.planner.cluster import find_cluster
     >>> call = AttentionShape(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
@@ -148,7 +153,7 @@ def search_attention(
 
 
 def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
-    """With so many data-parallel groups, or with every number of them that batch and cluster allow."""
+    """With ``data_parallel`` groups, or with every number of groups that batch and cluster allow."""
     if data_parallel is not None:
         training = Training(cluster, model, run, data_parallel)
         if run.length < training.group.world:
@@ -167,14 +172,14 @@ def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int 
 class _Finder:
     def __init__(self, cluster: ClusterSpec, model: Model, run: Run, top: int, keep: bool) -> None:
         self.cluster, self.model, self.run, self.top, self.keep = cluster, model, run, top, keep
-        # by bound; a plan's options are queued when its levels come up
+        # by bound; options of a plan are queued when its levels are popped
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
         self.order, self.unsure = 0, 0.0
         self.bounds: dict[int, dict[AttentionShape, Bounds]] = {}
         self.dropped: dict[str, int] = {}
-        self.missing: list[Known] = []
+        self.missing: list[WellKnown] = []
         self.tried = 0
-        self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit: the one that needs least
+        self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
         self.rows: list[Row] = []
         self.predictions: Played = {}
 
@@ -182,7 +187,7 @@ class _Finder:
         self.dropped[reason] = self.dropped.get(reason, 0) + number
 
     def bound_all(self, training: Training) -> None:
-        """Of all levels, whatever the options; these are tried where the levels could be among the best."""
+        """Bound all combinations of levels, whatever the options, which are tried only if the levels may be among the best."""
         bounds = self.bounds[training.data_parallel] = {call: Bounds(training.group, call) for call in training.calls}
         for plan in plans_on(training.group, self.model.heads):
             if isinstance(plan, str):
@@ -200,14 +205,14 @@ class _Finder:
             try:
                 both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
             except ValueError:
-                self.drop("groups divide neither the heads of a rank nor the batch")
+                self.drop("groups divide neither the heads per rank nor the batch")
                 continue
             memory = training.memory(variant)
             if memory.total <= memory.limit:
                 heapq.heappush(self.queue, (_least_step(training, both), self.pushed(), variant, training, True))
                 continue
             least_of_all = at == 0  # without options nothing is kept
-            self.drop(f"more than the {memory.limit / 1e9:.1f} GB of a device", len(options) if least_of_all else 1)
+            self.drop(f"more than {memory.limit / 1e9:.1f} GB per device", len(options) if least_of_all else 1)
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
             if least_of_all:
@@ -218,12 +223,12 @@ class _Finder:
         return self.order
 
     def play_best(self, known: bool) -> None:
-        """In the order of bounds, until nobody left can be among the best; then the well-known ones, if asked for."""
+        """Simulate in the order of bounds until no other plan can be among the best, then the well-known plans if wanted."""
         heapq.heapify(self.queue)
         self.order = len(self.queue)
-        kinds = max(len(training.calls) for *_, training, _ in self.queue) if self.queue else 1  # each is played
-        limit = PLAYED // kinds if self.cluster.world <= LARGE else PLAYED_IN_LARGE
-        worst_kept: list[float] = []  # the best seconds so far, negative, as many as are wanted
+        kinds = max(len(training.calls) for *_, training, _ in self.queue) if self.queue else 1  # each is simulated
+        limit = MOST_SIMULATED // kinds if self.cluster.world <= LARGE_WORLD else MOST_SIMULATED_IN_LARGE
+        worst_kept: list[float] = []  # the best seconds so far, negated
         while self.queue:
             bound, _, plan, training, ready = heapq.heappop(self.queue)
             full = len(worst_kept) == self.top
@@ -244,18 +249,20 @@ class _Finder:
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
 
-    def add_well_known(self, known: Known, training: Training) -> None:
-        why_not, plan = known.why_not, Plan.parse(known.plan)
-        if not why_not:
+    def add_well_known(self, known: WellKnown, training: Training) -> None:
+        reason, plan = known.reason, Plan.parse(known.plan)
+        if not reason:
             try:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
-                    why_not = f"needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
+                    reason = f"needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
+            except PlanError as error:
+                reason = error.problem
             except ValueError as error:
-                why_not = str(error).partition("; ")[0]
-        if why_not:
-            self.missing.append(known._replace(why_not=why_not))
+                reason = str(error)
+        if reason:
+            self.missing.append(known._replace(reason=reason))
             return
         same = [row for row in self.rows if row.plan == plan and row.training is training]
         for row in same:
@@ -272,15 +279,15 @@ class _Finder:
         return Row(plan, training, training.step(plan, predicted))
 
     def found(self) -> Found:
-        """Fastest first; of those that are alike, the one that sends least over the outermost links, then the one with
-        the smallest teams, whose blocks wait for each other's transfers, and the fewest groups, since what waiting and
-        messages cost is what predictions know least about; then inside, and then the simplest."""
+        """Fastest first. Ties go to the plan that sends least over the outermost links, then to the smallest teams, whose
+        blocks wait for each other's transfers, and the fewest groups, because predictions are least certain about the
+        cost of waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
         fastest = min(row.seconds for row in self.rows)
-        alike = [row for row in self.rows if row.seconds <= fastest * (1 + ALIKE)]
-        least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in alike), strict=True)]
+        tied = [row for row in self.rows if row.seconds <= fastest * (1 + TIE_SHARE)]
+        least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
 
         def rank(row: Row) -> tuple[object, ...]:
-            if row not in alike:
+            if row not in tied:
                 return 1, row.seconds
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
@@ -296,16 +303,16 @@ class _Finder:
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:
-            reasons = "; ".join(f"{count} plans: {reason}" for reason, count in self.dropped.items())
+            reasons = "; ".join(f"{count_text(count, 'plan')}: {reason}" for reason, count in self.dropped.items())
             return ValueError(
                 f"no plan fits {self.model.name} on cluster {self.cluster}: {reasons or 'none can be made'}"
             )
         total, plan, training = self.least
         limit = training.memory(plan).limit
         more = f"{total / limit - 1:.0%} more than the {limit / 1e9:.1f} GB that it has"
-        needs = f"{plan} needs {total / 1e9:.1f} GB a device, {more}"
-        text = f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {needs}"
-        return DoesNotFitError(text + "".join(f"; {hint}" for hint in self.what_would_fit(training)), plan, needs)
+        needs = f"{plan} needs {total / 1e9:.1f} GB per device, {more}"
+        problem = f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {needs}"
+        return DoesNotFitError(problem, self.what_would_fit(training), plan, needs)
 
     def what_would_fit(self, training: Training) -> Iterable[str]:
         """The options that save memory, smaller batches, shorter sequences, or more devices."""
@@ -318,28 +325,28 @@ class _Finder:
 
         for change in (dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3)):
             if replace(run, **change) != run and fits(cluster, replace(run, **change)):
-                yield "it would with " + " and ".join(f"{key} = {value}".lower() for key, value in change.items())
+                yield "it would fit with " + " and ".join(f"{key} = {value}".lower() for key, value in change.items())
                 break
         batch = run.batch // 2
         while batch and (batch % training.data_parallel or not fits(cluster, replace(run, batch=batch))):
             batch //= 2
         if batch:
-            yield f"a batch of {batch} would"
+            yield f"a batch of {batch} would fit"
         length = run.length // 2
         while length > cluster.world and not fits(cluster, replace(run, length=length)):
             length //= 2
         if length > cluster.world:
-            yield f"{length} tokens would"
+            yield f"{length} tokens would fit"
         sizes = [level.size for level in cluster.levels]
         for factor in (2, 4, 8, 16, 32):
             larger = cluster.resized([sizes[0] * factor, *sizes[1:]])
             if fits(larger, run):
-                yield f"{factor} times the {cluster.levels[0].name}s would"
+                yield f"{factor} times the {cluster.levels[0].name}s would fit"
                 break
 
 
 def _least_step(training: Training, both: dict[AttentionShape, tuple[Bound, Bound]]) -> float:
-    """The bound of a whole step."""
+    """A lower bound on the time of a whole step."""
     seconds = training.outer_seconds + training.exposed_gather_seconds
     for call, layers in training.calls.items():
         for bound, dense, (gathers, _) in zip(both[call], training.dense_seconds, training.fsdp_traffic, strict=True):

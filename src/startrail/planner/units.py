@@ -84,6 +84,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 59 else f"{text[:56]}..."
 
 
+def count_text(number: int, noun: str) -> str:
+    """
+    >>> count_text(1, "plan"), count_text(2, "node")
+    ('1 plan', '2 nodes')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def quantity(value: object, unit: str, least: float | None = None) -> float:
     """The number that a text such as ``"100 Gbit/s"`` stands for, in ``unit``, and in the range of its kind (from
     ``least`` on, if that is given)."""

@@ -33,6 +33,14 @@ KEEPS = ("none", "queries", "all")
 OPTIONS = ("backward", "keep", "groups")
 
 
+class PlanError(ValueError):
+    """A plan that cannot be used, with the ``problem`` and a ``remedy``."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
 @dataclass(frozen=True)
 class Plan:
     """A choice of levels and options; see the module's text for its written form.
@@ -133,7 +141,7 @@ class Plan:
             return
         fits = [str(plan) for plan in plans_for(world, max_levels=2)]
         shown = ", ".join(fits[:12]) + (f", ... ({len(fits)} of up to two levels)" if len(fits) > 12 else "")
-        raise ValueError(f"plan {self}: {self.family.equation(self, world)}; plans that fit {world} ranks: {shown}")
+        raise PlanError(f"plan {self}: {self.family.equation(self, world)}", f"plans that fit {world} ranks: {shown}")
 
     def place(self, world: int, rank: int) -> Place:
         """Where ``rank`` stands.

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from startrail.schedule.plan import Plan, divisors
+from startrail.schedule.plan import Plan, PlanError, divisors
 from startrail.schedule.program import stated_pieces
 from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
 
@@ -54,7 +54,9 @@ class Sizes:
             raise ValueError(f"{self.q_heads} query heads are not a multiple of {self.kv_heads} key/value heads")
         if self.q_heads % plan.heads:
             fits = ", ".join(f"u{d}" for d in divisors(self.q_heads))
-            raise ValueError(f"plan {plan}: {self.q_heads} query heads cannot be split over u{plan.heads}; use {fits}")
+            raise PlanError(
+                f"plan {plan}: {self.q_heads} query heads cannot be split over u{plan.heads}", f"use {fits}"
+            )
         if plan.groups > 1 and not self.split_heads and self.batch % plan.groups:
             raise ValueError(
                 f"plan {plan}: groups={plan.groups} divides neither the {self.q_heads // plan.heads} query and "

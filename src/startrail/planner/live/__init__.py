@@ -1,1 +1,5 @@
-"""TODO"""
+"""The planner in a running job: the part that needs torch and the job's process group.
+
+``measure`` times kernels and links and describes the cluster; ``choose`` asks the planner on one rank and shares the
+plan with all. It may import ``planner``, ``comm``, ``kernels`` and ``geometry``. Start with ``choose``.
+"""

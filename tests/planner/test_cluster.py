@@ -1,0 +1,112 @@
+"""Cluster descriptions: read, written, resized, and refused with the key that is wrong."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from startrail.planner.cluster import Slow, cluster_text, find_cluster, read_cluster
+from startrail.planner.units import parse_text, read_file, shipped
+
+
+def test_every_cluster_that_comes_along_can_be_read_and_written():
+    """Of the paper, of today, and the lab; what is written reads the same."""
+    paper = {"h100-8x8", "a100-2x16", "a100-4x8", "a100-8x4"}
+    today = {"h200", "b200", "nvl72", "mi300x", "a100-cloud", "pcie-8", "boxes-10gbe"}
+    assert set(shipped("clusters")) == paper | today | {"lab"}
+    for name in shipped("clusters"):
+        cluster = replace(find_cluster(name), slow=(Slow(0, 1, 0.5, 0.75),))
+        assert cluster.world >= 8, name
+        text = cluster_text(replace(cluster, device=replace(cluster.device, name='a "quoted" name')), "two\nlines")
+        read = read_cluster(parse_text(text, Path("mine.toml")), name, "mine.toml")
+        assert read.device.name == 'a "quoted" name'
+        for ours, theirs in zip(read.levels, cluster.levels, strict=True):
+            assert (ours.bandwidth, ours.latency) == pytest.approx((theirs.bandwidth, theirs.latency), rel=1e-3)
+            assert replace(ours, bandwidth=0.0, latency=0.0) == replace(theirs, bandwidth=0.0, latency=0.0)
+        assert (read.slow, read.cores, read.transport) == (cluster.slow, cluster.cores, cluster.transport)
+        for dtype, rates in cluster.device.rates.items():
+            for curve in ("forward", "backward"):
+                ours, theirs = getattr(read.device.of(dtype), curve), getattr(rates, curve)
+                assert ours.at(128) == pytest.approx(theirs.at(128), rel=1e-3)
+
+
+GOOD = read_file(shipped("clusters")["a100-4x8"])
+
+
+def changed(path: str, value: object) -> dict:
+    """The A100 cluster's table with one key changed, added or (None) removed."""
+    table = json.loads(json.dumps(GOOD))
+    *outer, last = path.split(".")
+    at = table
+    for key in outer:
+        at = at[int(key)] if isinstance(at, list) else at[key]
+    if value is None:
+        del at[last]
+    else:
+        at[last] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("levels.0.bandwith", "1 GB/s", "levels[0]: no key 'bandwith'; did you mean 'bandwidth'?"),
+        ("levels.0.bandwidth", "100 Gbit", "levels[0]: bandwidth = '100 Gbit' is not a rate"),
+        ("levels.0.bandwidth", "0 GB/s", "bandwidth = '0 GB/s' is not between 1 kB/s and 1000 PB/s"),
+        ("levels.0.bandwidth", 100, "bandwidth = 100 is not a rate"),
+        ("levels.0.size", 0, "levels[0]: size = 0 is not a whole number of at least 1"),
+        ("levels.0.size", -4, "size = -4"),
+        ("levels.1.name", "node", "there is a level 'node' already"),
+        ("levels.0.links", "gpu", "links = 'gpu' is not one of device, member, peer"),
+        ("levels.0.links", "peer", "levels[0]: links = 'peer' is for the innermost level"),
+        ("levels.0.latency", "5 parsecs", "latency = '5 parsecs' is not a time"),
+        ("levels", [], "levels must be a list of tables"),
+        ("levels", None, "'levels' is missing"),
+        ("device", None, "'device' is missing"),
+        ("device.memory", "lots", "device: memory = 'lots' is not an amount of memory"),
+        ("device.reserved", "50 GB", "reserved = '50 GB' leaves nothing of memory = '40 GB'"),
+        ("device.bfloat16", None, "device: no rates"),
+        ("device.bfloat16.matmul", "fast", "device.bfloat16: matmul = 'fast' is not a speed"),
+        (
+            "device.bfloat16.forward",
+            [[512, "1 TFLOP/s"], [128, "2 TFLOP/s"]],
+            "128 is not a number of tokens",
+        ),
+        ("accuracy", 2.0, "accuracy = 2.0 is not a number between 0 and 0.9"),
+        ("transport", "tcp", "transport = 'tcp' is not one of nccl, gloo"),
+        ("slow", [{"level": "rack", "member": 0}], "slow[0]: level = 'rack' is not one of node, gpu"),
+        ("slow", [{"level": "node", "member": 4}], "slow[0]: member = 4 is not one of 0 to 3"),
+        ("slow", [{"level": "node", "member": 0, "bandwidth": 0}], "bandwidth = 0 is not a number between 0.001 and 1"),
+    ],
+)
+def test_a_mistake_in_a_cluster_file_names_the_key(path, value, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        read_cluster(changed(path, value), "a", "a.toml")
+    assert str(refused.value).startswith("a.toml: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "slow, ranks, local",
+    [
+        (Slow(0, 3, bandwidth=0.5), 16, Slow(0, 1, bandwidth=0.5)),
+        (Slow(0, 3, compute=0.5), 8, Slow(0, 0, compute=0.5)),
+        (Slow(1, 29, compute=0.5), 16, Slow(1, 13, compute=0.5)),
+        (Slow(1, 29, compute=0.5), 4, Slow(1, 1, compute=0.5)),
+        (Slow(0, 3, bandwidth=0.5), 4, Slow(0, 0, bandwidth=0.5)),
+    ],
+)
+def test_a_slow_member_is_slow_in_its_group_whichever_that_is(slow, ranks, local):
+    assert replace(find_cluster("a100-4x8"), slow=(slow,)).part(ranks).slow == (local,)
+
+
+def test_a_slow_member_that_other_sizes_do_not_have_is_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(cluster_text(replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, 0.5), Slow(1, 9, 0.5))), "mine"))
+    assert find_cluster(f"{file}@8x8").slow == (Slow(0, 3, 0.5), Slow(1, 9, 0.5))
+    with pytest.raises(ValueError, match="with sizes 2x8 has no node 3, which its description calls slow"):
+        find_cluster(f"{file}@2x8")
+    with pytest.raises(ValueError, match="with sizes 4x16 has no gpu 9, which its description calls slow"):
+        find_cluster(f"{file}@4x16")  # another one has that number then

@@ -1,0 +1,98 @@
+"""auto on live ranks: described or measured, the same everywhere, and remembered; doctor writes what plan reads."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+import startrail
+from startrail.cli import main
+from startrail.launch.local import run_local
+from startrail.planner.auto import fit_cluster
+from startrail.planner.cluster import cluster_text, find_cluster
+from startrail.planner.live import choose as auto
+from startrail.planner.workload import Job, Run, find_model
+from tests.helpers import start, torchrun
+
+
+def test_all_ranks_agree_on_what_is_described_or_measured(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = tmp_path / "mine.toml"
+    mine.write_text(cluster_text(find_cluster("a100-4x8"), "copied"))
+
+    def on_rank(rank):
+        def chosen(**options):
+            try:
+                return str(startrail.SequenceParallel("auto", heads=4, kv_heads=4, head_dim=8, **options).plan)
+            except ValueError as error:
+                return str(error)
+
+        found = {"measured": chosen(), "remembered": chosen(), "file": chosen(cluster=str(mine), length=512)}
+        found["wrong"] = chosen(cluster="a100-4x9")
+        job = Job(find_model("gpt-tiny"), Run(512, batch=2, dtype="float32"))
+        found["job"] = chosen(job=job, cluster="lab")
+        if rank == 0:  # what was remembered cannot be read: nobody may wait for it
+            (remembered,) = (tmp_path / "startrail").glob("cluster-*.toml")
+            remembered.write_bytes(b"\xff\xfe")
+        found["again"] = chosen()
+        if rank == 0:  # nor for what nobody thought of
+            auto.fit_cluster = lambda *_: 1 / 0
+        found["broken"] = chosen(cluster="lab")
+        auto.fit_cluster = fit_cluster
+        os.environ["STARTRAIL_CLUSTER"] = "nvl72"
+        found["variable"] = chosen()
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        return everyone
+
+    (first, second), _ = run_local(on_rank, 2)
+    assert first == second
+    for name in ("measured", "remembered", "file", "job", "again", "variable"):
+        startrail.Plan.parse(first[name]).check_world(2)
+    assert first["remembered"] == first["measured"]
+    assert "no cluster 'a100-4x9'; did you mean 'a100-4x8'?" in first["wrong"]
+    assert "ZeroDivisionError" in first["broken"]
+    assert len(list((tmp_path / "startrail").glob("cluster-*.toml"))) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if "auto chose" in line]
+    assert len(said) == 6  # by one rank
+    assert "measured now" in said[0] and "measured before" in said[1] and "described by nvl72" in said[5]
+    assert "of 512 tokens" in said[2] and "of 8192 tokens (assumed)" in said[0]
+    assert "a step of gpt-tiny with 2 x 512 tokens" in said[3] and "measured now" in said[4]
+
+
+@pytest.mark.parametrize("heads, kv_heads, message", [(4, 3, "not a multiple of 3"), (0, 1, "must be whole numbers")])
+def test_heads_that_cannot_be_are_refused(heads, kv_heads, message):
+    with pytest.raises(ValueError, match=message):
+        startrail.SequenceParallel("auto", heads=heads, kv_heads=kv_heads)
+
+
+def test_doctor_looks_around_and_writes_what_plan_reads(tmp_path, capfd):
+    file = str(tmp_path / "here.toml")
+    assert main(["doctor", "--ranks", "2", "--out", file]) == 0
+    text = capfd.readouterr().out
+    for part in ("packages: torch 2.", "kernels: float32 on cpu: cpu (ATen", "limits: ", "measured, ranks: ", "odd: "):
+        assert part in text
+    argv = ["plan", "--cluster", file, "--model", "gpt-tiny", "--length", "4k", "--dtype", "float32"]
+    assert main(argv) == 0
+    assert "on here: 2 x one thread of" in capfd.readouterr().out
+
+
+def test_doctor_under_torchrun_looks_at_all_ranks(tmp_path):
+    file = tmp_path / "there.toml"
+    done = start([*torchrun(2), "-m", "startrail.cli", "doctor", "--out", str(file)])
+    out, error = done.communicate(timeout=120)
+    assert done.returncode == 0, error
+    assert "process group: 2 ranks, 1 nodes of 2, cpu:gloo" in out
+    assert out.count("written: ") == 1
+    assert find_cluster(str(file)).world == 2
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [(["--ranks", "0"], "--ranks 0 must be at least 1"), (["--out", "no/such/file.toml"], "there is no folder")],
+)
+def test_a_mistake_of_doctor_is_one_line(argv, message, capsys):
+    assert main(["doctor", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,129 @@
+"""The simulated clock: worked out by hand, against closed forms, and one rank against all ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from startrail.planner import predict as attention
+from startrail.planner.cluster import Slow, find_cluster
+from startrail.planner.predict import AttentionShape, predict
+from startrail.planner.topology import Machine, link_bytes
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import closed_form
+from startrail.schedule.values import PASSES
+from tests.planner.shapes import CALL, PEERS, SMALL
+
+PLANS = "1x16 star2 star4 1x4/u4 2x2/u4 2x2/u4,keep=all u4/1x4 u4/2x2,groups=2 u2/1x2/2x2 1x4/1x4 4x1/u2/1x2 2x8 u8/2x1"
+
+
+def bare(cluster, **changes):
+    """A cluster on which nothing costs time but bytes and arithmetic."""
+    device = replace(cluster.device, call=0.0, post=0.0, start=0.0, handle=0.0, socket=0.0, copy=1e30)
+    levels = tuple(replace(level, latency=0.0) for level in cluster.levels)
+    return replace(cluster, device=device, levels=levels, **changes)
+
+
+def test_two_ranks_that_exchange_keys_take_what_one_counts_by_hand():
+    """1x2 forward: each computes its own block while the other's keys come, then theirs."""
+    cluster = bare(find_cluster("a100-4x8@2x1"))
+    call = replace(CALL, batch=1)
+    forward = predict(cluster, Plan.parse("1x2"), call).forward
+    tokens = call.length // 2
+    speed = cluster.device.of("bfloat16").forward.at((tokens**2 / 2) ** 0.5)
+    block = 4 * tokens**2 / 2 * call.head_dim * call.heads / speed
+    transfer = 2 * tokens * call.heads * call.head_dim * 2 / cluster.levels[0].bandwidth
+    assert forward.seconds == pytest.approx(max(block, transfer) + block, rel=1e-6)
+    assert forward.waiting == pytest.approx(max(0.0, transfer - block), rel=1e-6, abs=1e-12)
+    assert forward.busy == pytest.approx((transfer, 0.0))
+
+
+@pytest.mark.parametrize("cluster", [SMALL, replace(SMALL, transport="gloo"), PEERS], ids=["nccl", "gloo", "peers"])
+@pytest.mark.parametrize("text", PLANS.split())
+def test_one_rank_stands_for_all(text, cluster):
+    """Playing everybody and playing one agree: exactly where lanes follow the nodes, else closely."""
+    plan = Plan.parse(text)
+    one, all_ = predict(cluster, plan, CALL), predict(cluster, plan, CALL, everybody=True)
+    within = 0.05 if text in ("star2", "star4", "2x8", "u8/2x1") else 0.01
+    assert one.seconds == pytest.approx(all_.seconds, rel=within)
+    if cluster is not PEERS or text != "u8/2x1":  # of whose messages some cross an adapter at each time, not all
+        assert one.busy[0] == pytest.approx(all_.busy[0], rel=within)
+
+
+@pytest.mark.parametrize("text", ["1x64", "star2", "star4"])
+def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
+    cluster, plan, call = find_cluster("h100-8x8@4x16"), Plan.parse(text), replace(CALL, length=2**16)
+    whole = predict(cluster, plan, call)
+    monkeypatch.setattr(attention, "ALL_LOOKED_AT", 1)
+    few = predict(cluster, plan, call)
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert few.sent == pytest.approx(whole.sent, rel=0.01 if text == "1x64" else 0.3)
+
+
+@pytest.mark.parametrize("cluster", [SMALL, SMALL.faster(0, 100.0)], ids=["links", "arithmetic"])  # that decide
+@pytest.mark.parametrize("window", [300, 3000])
+@pytest.mark.parametrize("text", ["1x16", "1x4/u4", "u4/2x2", "2x2/2x2,keep=all"])
+def test_one_rank_stands_for_all_under_a_window(text, window, cluster):
+    call, plan = replace(CALL, length=2**14, window=window), Plan.parse(text)
+    one, all_ = predict(cluster, plan, call), predict(cluster, plan, call, everybody=True)
+    assert one.seconds == pytest.approx(all_.seconds, rel=0.1)
+    assert one.sent == pytest.approx(all_.sent, rel=1e-6)
+
+
+def test_an_exchange_over_heads_uses_the_links_to_all_peers_and_a_ring_one():
+    one_link = replace(PEERS, levels=(PEERS.levels[0], replace(PEERS.levels[1], peer=False)))
+    for text, times in (("1x4/u4", 3.0), ("1x4/1x4", 1.0)):
+        shared, own = (predict(cluster, Plan.parse(text), CALL).forward.busy[1] for cluster in (one_link, PEERS))
+        assert shared == pytest.approx(times * own, rel=1e-6), text
+
+
+def test_one_rank_stands_for_all_on_shared_cores():
+    cluster = find_cluster("lab@4x4")
+    call = AttentionShape(1024, 2, 16, 16, 32, True, "float32")
+    for text in ("2x2/u4", "u4/1x4", "1x4/1x4"):
+        one, all_ = predict(cluster, Plan.parse(text), call), predict(cluster, Plan.parse(text), call, everybody=True)
+        assert one.seconds == pytest.approx(all_.seconds, rel=0.1), text
+
+
+@pytest.mark.parametrize("window", [None, 2000, 40000])
+@pytest.mark.parametrize("text", ["1x64", "1x8/1x8", "2x4/1x8", "4x2/u8"])
+def test_a_long_ring_goes_on_as_it_begins(text, window, monkeypatch):
+    cluster, plan, call = find_cluster("h100-8x8"), Plan.parse(text), replace(CALL, length=2**16, window=window)
+    whole = predict(cluster, plan, call)
+    monkeypatch.setattr(attention, "MANY", 16)
+    short = predict(cluster, plan, call)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01 if window is None else 0.05)
+    assert short.sent == pytest.approx(whole.sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", PLANS.split())
+def test_the_clock_sends_what_the_closed_form_says(text):
+    plan = Plan.parse(text)
+    sizes = CALL.sizes(plan, 16)
+    links = link_bytes(plan, Machine(4, 4), sizes.by_kind)
+    played = predict(SMALL, plan, CALL, everybody=True)
+    assert played.sent[0] * 16 == pytest.approx(sum(link.sent for link in links), rel=1e-9)
+    busiest = max(max(link) for link in links) / SMALL.levels[0].bandwidth
+    assert played.busy[0] == pytest.approx(busiest, rel=1e-9)
+    every = sum(sum(closed_form(plan, 16, rank, pass_, sizes.by_kind)) for rank in range(16) for pass_ in PASSES)
+    assert sum(played.sent) * 16 == pytest.approx(every, rel=1e-9)
+
+
+def test_a_slow_node_slows_whoever_uses_its_link():
+    slow = replace(SMALL, slow=(Slow(0, 0, bandwidth=0.5),))
+    ring, heads = Plan.parse("1x16"), Plan.parse("u4/1x4")
+    for plan in (ring, heads):
+        before, after = predict(SMALL, plan, CALL, everybody=True), predict(slow, plan, CALL, everybody=True)
+        assert after.busy[0] == pytest.approx(2 * before.busy[0], rel=1e-6)
+        assert 1.2 * before.seconds < after.seconds < 2.1 * before.seconds
+        assert predict(slow, plan, CALL).seconds == pytest.approx(after.seconds, rel=0.1)
+    half = replace(SMALL, slow=(Slow(1, 5, compute=0.5),))
+    assert predict(half, heads, CALL, everybody=True).seconds > predict(SMALL, heads, CALL).seconds
+
+
+def test_links_that_are_not_duplex_carry_both_ways_in_turn():
+    one_way = replace(SMALL, levels=(replace(SMALL.levels[0], duplex=False), SMALL.levels[1]))
+    plan = Plan.parse("1x4/u4")
+    assert predict(one_way, plan, CALL).busy[0] == pytest.approx(2 * predict(SMALL, plan, CALL).busy[0])
+    assert predict(one_way, plan, CALL).seconds == pytest.approx(
+        predict(one_way, plan, CALL, everybody=True).seconds, rel=0.01
+    )
