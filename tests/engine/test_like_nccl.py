@@ -17,6 +17,7 @@ import startrail
 from startrail.cli import main
 from startrail.comm import process_groups as groups
 from startrail.comm.lanes import Link
+from startrail.comm.timing import TIMING
 from startrail.diagnostics import cluster_check as first_look
 from startrail.diagnostics.reference import Case
 from startrail.kernels import CpuKernel
@@ -34,6 +35,7 @@ CPU = torch.device("cpu")
 def lanes_like_nccl(monkeypatch):
     like_nccl.register()
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
+    monkeypatch.setattr(TIMING, "slow_wait", 0.4)
 
 
 # Windows and documents, so that blocks have many forms; and what is uneven, shared and rounded.
