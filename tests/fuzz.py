@@ -29,6 +29,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.schedule.families.base import Heads
 from startrail.schedule.families.star import STAR
 from startrail.schedule.plan import Plan, plans_for, variants_of
+from tests.failed_cases import FAILED_CASES
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12)
 BATCH = 50  # cases on one set of ranks
@@ -69,7 +70,7 @@ def random_case(seed: int) -> Case:
         causal=rng.random() < 0.6,
         window=rng.choice([None, None, 1, rng.randint(2, 50), rng.randint(51, 500)]),
         documents=documents,
-        layout="zigzag" if plan.rows > 1 else shared.choice(["zigzag", "zigzag", "contiguous"]),
+        layout=shared.choice(["zigzag", "zigzag", "contiguous"]),
         scale=rng.choice([None, None, 0.05, 0.7, 1.0]),
         value_dim=rng.choice([None, None, None, 1, 24]),
         sinks=rng.random() < 0.2,
@@ -241,16 +242,8 @@ def test_a_smaller_run():
     assert not run(first_seed=10_000, count=60)
 
 
-# Seeds of what was found, with what was wrong: largest logits of as many roundings as products (300320, 405208),
-# gradients of small sinks (402388, 406092, 407239), and bounds that went by a yardstick that is exact by luck: 2 tokens
-# (301978), a truth in float64 (401697), cotangents of lse (402385, 400505), few numbers of half precision (405033).
-# Own blocks with more digits than what travels (700032 float16, 700432 bfloat16); a truth by a rounded lse (700060).
-# One rank that rounded what nobody was sent (407444).
-FOUND = (300320, 405208, 402388, 406092, 407239, 301978, 401697, 402385, 400505, 405033, 700032, 700432, 700060, 407444)
-
-
-def test_what_was_found_before():
-    assert not _search(_wrong, [random_case(seed) for seed in FOUND], progress=False)
+def test_cases_that_failed_before():
+    assert not _search(_wrong, FAILED_CASES, progress=False)
 
 
 def test_numbers_that_are_not_finite():

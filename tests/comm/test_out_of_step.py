@@ -18,7 +18,6 @@ import startrail
 from startrail.comm import process_groups as groups
 from startrail.comm.gather import gather_texts
 from startrail.comm.sanity import check_same_parameters
-from startrail.comm.timing import TIMING
 from startrail.launch.local import run_local
 from tests import like_nccl
 from tests.helpers import dense, error_of, qkv, tensors, worst
@@ -350,9 +349,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_long_waits_say_what_they_wait_for(monkeypatch):
-    monkeypatch.setattr(TIMING, "reminder", 1.0)
-
+def test_long_waits_say_what_they_wait_for():
     def on_rank(rank):
         import logging
 
