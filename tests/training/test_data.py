@@ -242,11 +242,11 @@ def test_bytes_that_are_no_text_decode_to_something(folder):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(source="/no/such/folder"), "source '/no/such/folder' is not a folder, a file or a glob that is there"),
+        (dict(source="/no/such/folder"), "source '/no/such/folder' is not an existing folder, file or glob"),
         (dict(source="/no/such/*.txt"), r"source '/no/such/\*.txt' has no files"),
         (dict(source="x" * 300), "source 'xxx.*' cannot be searched: File name too long"),
         (dict(source=""), "source '' is not the name of"),
-        (dict(batch=-1), "batch -1 must be a whole number of at least 1"),
+        (dict(batch=-1), "batch -1 must be an integer of at least 1"),
         (dict(packed=True, batch=2), "batch 2 must be 1"),
         (dict(split="test"), "split 'test' is not one of train, held-out"),
         (dict(length=1000), "a sequence needs 1,000 tokens, but there are too few: .*, train: 5 files, 438 bytes"),
@@ -260,7 +260,7 @@ def test_mistakes_are_refused_with_their_values(folder, change, message):
 
 @pytest.mark.parametrize("index", [-1, 1.0, None, True])
 def test_a_bad_index_is_refused(folder, index):
-    with pytest.raises(ValueError, match=f"index {index} must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match=f"index {index} must be an integer of at least 0"):
         text_data(folder, length=10).batch(index)
 
 
@@ -285,7 +285,7 @@ def test_a_file_that_shrinks_or_goes_is_noticed(tmp_path):
     file.write_text("a" * 100)
     data = text_data(str(file), length=90)
     file.write_text("a" * 40)
-    with pytest.raises(ValueError, match="text has changed: it has 40 bytes, and had at least 91"):
+    with pytest.raises(ValueError, match="text has changed: it has 40 bytes, expected at least 91"):
         data.batch(0)
     file.unlink()
     with pytest.raises(ValueError, match=r"cannot read .*text: No such file"):
@@ -323,8 +323,8 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
 
 def test_long_files_are_tokenised_in_pieces_cut_after_lines(tmp_path, cache, tokenizer, monkeypatch):
     (tmp_path / "text").write_text(TEXT)
-    monkeypatch.setattr(tokenizing, "PIECE", 30)
-    monkeypatch.setattr(tokenizing, "PIECES", 3)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(tokenizing, "BATCH_PIECES", 3)
     data = text_data(str(tmp_path / "text"), length=14 * 38, tokenizer=tokenizer)
     assert data.batch(0).tokens[0].tolist() == [3, 15, 6, 15, 9, 18, 3, 15, 6, 15, 9, 15, 12, 18] * 38
 
@@ -336,7 +336,7 @@ def test_no_cache_is_left_by_a_full_disk_and_the_next_try_works(tmp_path, cache,
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(
-            ValueError, match=r"cannot write the tokens of 1 files to .*: File too large; make room there"
+            ValueError, match=r"cannot write the tokens of 1 files to .*: File too large; free some space"
         ):
             text_data(**arguments)
     finally:
@@ -354,10 +354,10 @@ def test_an_unusable_cache_a_held_lock_and_a_damaged_file_are_reported(tmp_path,
     body = path.read_bytes()
     for damaged in (body[:-4], body[:3], b""):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"the tokens in {path} are damaged: delete that file"):
+        with pytest.raises(ValueError, match=f"the tokens in {path} are damaged: delete the file"):
             text_data(**arguments)
     path.unlink()
-    monkeypatch.setattr(tokenizing, "CACHE_DEADLINE", 0.2)
+    monkeypatch.setattr(tokenizing, "CACHE_DEADLINE_SECONDS", 0.2)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"another process has held .*lock for 0 s"):

@@ -89,7 +89,7 @@ def test_subfolders_are_classes(tmp_path):
         2: 2,
     }
     colour(tmp_path, "loose.png", (0, 0, 0))
-    with pytest.raises(ValueError, match=r"subfolders of .* are its classes, but '.*loose.png' is in none of them"):
+    with pytest.raises(ValueError, match=r"subfolders of .* are its classes, but '.*loose.png' is not in any of them"):
         image_data(tmp_path, size=4, patch=2)
 
 
@@ -133,11 +133,11 @@ def test_a_picture_is_turned_upright_and_loses_its_transparency(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(source="/no/such"), "source '/no/such' is not a folder, a file or a glob that is there"),
+        (dict(source="/no/such"), "source '/no/such' is not an existing folder, file or glob"),
         (dict(size=30, patch=4), "size 30 is not a multiple of patch 4"),
-        (dict(size=0), "size 0 must be a whole number of at least 1"),
-        (dict(patch=-2), "patch -2 must be a whole number of at least 1"),
-        (dict(batch=0), "batch 0 must be a whole number of at least 1"),
+        (dict(size=0), "size 0 must be an integer of at least 1"),
+        (dict(patch=-2), "patch -2 must be an integer of at least 1"),
+        (dict(batch=0), "batch 0 must be an integer of at least 1"),
         (dict(split="valid"), "split 'valid' is not one of train, held-out"),
         (dict(source=__file__), r"has no images \(.bmp, "),
         (dict(size=30), "an image has 15 x 15 = 225 patches, the sequence 256 tokens"),
@@ -155,9 +155,9 @@ def test_a_file_that_is_no_image_and_a_bad_index_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"cannot read the image .*bad.png: "):
             image_data(tmp_path / "bad.png", size=4, patch=2).batch(0)
     Image.new("I;16", (4, 4), 30_000).save(tmp_path / "wide.png")
-    with pytest.raises(ValueError, match=r"wide.png: its numbers are of mode I;16, wider than 8 bits"):
+    with pytest.raises(ValueError, match=r"wide.png: its mode is I;16, which has more than 8 bits"):
         image_data(tmp_path / "wide.png", size=4, patch=2).batch(0)
-    with pytest.raises(ValueError, match="index -3 must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match="index -3 must be an integer of at least 0"):
         image_data(size=4, patch=2).batch(-3)
 
 
@@ -181,7 +181,7 @@ def test_a_grid_has_its_images_row_by_row(tmp_path):
         assert [grid.getpixel((8 * i + 1, 7)) for i in range(3)] == [(191, 191, 191), (255, 128, 255), (255, 255, 255)]
     with pytest.raises(ValueError, match=r"a grid needs images \(n, 3, height, width\), got \(5, 1, 4, 6\)"):
         save_grid(images[:, :1], tmp_path / "grid.png", columns=3)
-    with pytest.raises(ValueError, match="columns 0 must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="columns 0 must be an integer of at least 1"):
         save_grid(images, tmp_path / "grid.png", columns=0)
     with pytest.raises(ValueError, match=r"cannot write .*grid.png: No such file or directory"):
         save_grid(images, tmp_path / "nowhere" / "grid.png", columns=3)

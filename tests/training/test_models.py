@@ -102,7 +102,7 @@ def test_patchify_and_back():
     assert patches.shape == (2, 6, 48)
     assert torch.equal(patches[1, 4], images[1, :, 4:8, 4:8].flatten()), "patch 4 is in row 1, column 1"
     assert torch.equal(unpatchify(patches, 4, 2, 3), images)
-    with pytest.raises(ValueError, match="8 x 12 pixels cannot be cut into patches of 5 x 5"):
+    with pytest.raises(ValueError, match="8 x 12 pixels cannot be divided into patches of 5 x 5"):
         patchify(images, 5)
     with pytest.raises(ValueError, match="6 patches are not 2 rows x 4 columns = 8"):
         unpatchify(patches, 4, 2, 4)
@@ -113,7 +113,7 @@ def test_a_fresh_dit_predicts_zero_and_so_its_sampler_returns_the_noise():
     noise = torch.randn(2, TINY_DIT.tokens, TINY_DIT.patch_dim)
     patches = sample(model, noise, torch.tensor([0, 9]), torch.arange(256), F.scaled_dot_product_attention, steps=3)
     assert torch.equal(patches, noise)
-    with pytest.raises(ValueError, match="at least 1 step, got 0"):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         sample(model, noise, torch.tensor([0, 9]), torch.arange(256), F.scaled_dot_product_attention, steps=0)
 
 

@@ -1,5 +1,9 @@
-"""Training on near-infinite contexts: the models, their data, a loss that is right over all ranks, and the runs.
+"""Training runs: recipes, data, models, checkpoints and the loop. May import the public API, ``planner``, ``launch``.
 
-``model_configs`` and ``recipes`` are plain data and need no torch; ``gpt``, ``dit`` and ``loss`` run alike on one
-process and sequence-parallel.
+Start reading at ``trainer``, the loop of one rank; ``recipes`` has every setting of a run and needs no torch.
+
+- ``data/``, ``models/``, ``checkpoints/``: what a run reads, trains and saves.
+- ``tasks``: text with a GPT, images with a DiT.
+- ``sharding``, ``collectives``, ``memory``: parameters over ranks, host collectives, recomputation and offloading.
+- ``metrics``, ``display``: what a run records and shows.
 """

@@ -1,13 +1,13 @@
-"""Recipes: everything that decides a training run, as data, with the named ones at the end. No torch.
+"""Recipes: all settings of a training run as data, and the named recipes. No torch.
 
->>> recipe = find("gpt-tiny").with_({"steps": "10", "width": "64"})       # fields of the run and of its model alike
+>>> recipe = find("gpt-tiny").with_({"steps": "10", "width": "64"})       # fields of the run or of its model
 >>> recipe.steps, recipe.config.width
 (10, 64)
 >>> recipe.with_({"stepz": "5"})
 Traceback (most recent call last):
 ValueError: no field 'stepz'; did you mean 'steps'?
 
-A recipe file, TOML or JSON, names a recipe to start from and what to change::
+A recipe file, TOML or JSON, names a recipe to start from and the fields to change::
 
     recipe = "gpt-tiny"
     steps = 500
@@ -35,8 +35,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "on_nan": ("stop", "skip"),
 }
-CURVE = ("steps", "warmup", "learning_rate", "final_rate")  # what decides the learning rate of a step
-AT_LEAST_0 = ("evaluate_every", "evaluate_batches", "save_every", "sample", "warmup")
+CURVE = ("steps", "warmup", "learning_rate", "final_rate")  # the fields that decide the learning rate of a step
+MAY_BE_ZERO = ("evaluate_every", "evaluate_batches", "save_every", "sample", "warmup")
 
 
 def _field(default: Any, meaning: str) -> Any:
@@ -45,73 +45,73 @@ def _field(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. ``config`` decides between GPT and DiT; its own fields can be changed like all others."""
+    """One training run. ``config`` selects GPT or DiT; its fields can be changed like all others."""
 
     name: str
     config: GPTConfig | DiTConfig
     data: str = _field("", "text: stdlib, a folder, a file or a glob; images: photos or a folder")
-    length: int | None = _field(None, "tokens of a text's context (an image has rows x columns)")
+    length: int | None = _field(None, "context length of text in tokens (an image has rows x columns)")
     tokenizer: str | None = _field(None, "a Hugging Face tokenizers file (default: bytes)")
-    packed: bool = _field(False, "pack whole documents, which do not see each other, into a context")
-    batch: int = _field(1, "sequences or images in one pass of one data-parallel group")
-    accumulate: int = _field(1, "passes in one step")
-    plan: str = _field("auto", "how ranks share a sequence: 1x8, u2/2x2, 2x2/u2, star2, u8, auto")
-    layout: str = _field("zigzag", "which tokens a rank gets: zigzag, contiguous")
-    data_parallel: int = _field(1, "groups of ranks with sequences of their own")
-    ranks: int = _field(8, "local ranks to start (under torchrun: as many as it gives)")
-    device: str = _field("auto", "cpu, cuda, or auto: cuda where there is one")
-    zero: int = _field(3, "0: all parameters on every rank; 2: gradients, optimizer sharded; 3: parameters too")
-    recompute: bool = _field(True, "activation checkpointing: all of a block but attention is computed again")
-    offload: bool = _field(False, "keep what recomputing starts from in host memory")
-    precision: str = _field("auto", "float32, bfloat16 (autocast), or auto: bfloat16 where the hardware has it")
-    loss_chunk: int = _field(1024, "tokens whose logits exist at a time")
-    steps: int = _field(1000, "optimizer steps in all")
-    learning_rate: float = _field(3e-4, "the highest one, after the warm-up")
-    final_rate: float = _field(0.1, "the cosine ends at this share of it")
+    packed: bool = _field(False, "pack several documents, masked from each other, into a context")
+    batch: int = _field(1, "sequences or images per pass of one data-parallel group")
+    accumulate: int = _field(1, "passes per step")
+    plan: str = _field("auto", "how ranks share a sequence: 1x8, u2/2x2, 2x2/u2, star2, u8 or auto")
+    layout: str = _field("zigzag", "which tokens a rank gets: zigzag or contiguous")
+    data_parallel: int = _field(1, "groups of ranks that train on different sequences")
+    ranks: int = _field(8, "local ranks to start (ignored under torchrun)")
+    device: str = _field("auto", "cpu, cuda, or auto: cuda if there is a GPU per rank")
+    zero: int = _field(3, "0: nothing sharded; 2: gradients and optimizer state; 3: parameters too")
+    recompute: bool = _field(True, "activation checkpointing: recompute all of a block except attention")
+    offload: bool = _field(False, "keep the inputs of recomputed blocks in host memory")
+    precision: str = _field("auto", "float32, bfloat16 (autocast), or auto: bfloat16 if the GPU supports it")
+    loss_chunk: int = _field(1024, "tokens whose logits are in memory at a time")
+    steps: int = _field(1000, "total optimizer steps")
+    learning_rate: float = _field(3e-4, "peak learning rate, after the warm-up")
+    final_rate: float = _field(0.1, "the cosine decays to this fraction of the peak")
     warmup: int = _field(20, "steps of linear warm-up")
-    weight_decay: float = _field(0.1, "on matrices")
-    clip: float = _field(1.0, "largest norm of all gradients together")
-    seed: int = _field(0, "of parameters, data order, noise and samples")
-    on_nan: str = _field("stop", "a step whose loss or gradient is not finite: stop, or skip it")
+    weight_decay: float = _field(0.1, "weight decay of matrices")
+    clip: float = _field(1.0, "maximum global gradient norm")
+    seed: int = _field(0, "seed of parameters, data order, noise and samples")
+    on_nan: str = _field("stop", "stop at, or skip, a step whose loss or gradient is not finite")
     evaluate_every: int = _field(50, "steps between held-out losses (0: at the start and the end only)")
     evaluate_batches: int = _field(4, "held-out passes of each data-parallel group (0: never)")
     save_every: int = _field(50, "steps between checkpoints (0: at the end only)")
-    keep_checkpoints: int = _field(2, "checkpoints that are kept")
-    resume: bool = _field(True, "continue from the newest checkpoint in out, if there is one")
-    out: str = _field("", "folder of checkpoints, metrics and samples")
-    wait_minutes: float = _field(10.0, "minutes that a rank may hang before the run ends and names it")
-    tensorboard: bool = _field(False, "write TensorBoard events into out as well")
-    sample: int = _field(120, "tokens of text, or sampler steps of images, to show at the end (0: none)")
+    keep_checkpoints: int = _field(2, "number of checkpoints to keep")
+    resume: bool = _field(True, "resume from the newest checkpoint in out, if there is one")
+    out: str = _field("", "output folder for checkpoints, metrics and samples")
+    wait_minutes: float = _field(10.0, "minutes to wait for a rank that hangs before the run ends")
+    tensorboard: bool = _field(False, "also write TensorBoard events to out")
+    sample: int = _field(120, "tokens of text, or sampler steps of images, to generate at the end (0: none)")
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type in ("int", "int | None") and value is not None and item.name != "seed":
-                least = 0 if item.name in AT_LEAST_0 or item.name in CHOICES else 1
+                least = 0 if item.name in MAY_BE_ZERO or item.name in CHOICES else 1
                 if value < least:
                     raise ValueError(f"{item.name} {value} must be at least {least}")
             if item.type == "float" and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{item.name} {value} must be a number of at least 0")
+                raise ValueError(f"{item.name} {value} must be a finite number of at least 0")
             if item.name in CHOICES and value not in CHOICES[item.name]:
                 raise ValueError(f"{item.name} {value!r} is not one of {', '.join(map(str, CHOICES[item.name]))}")
         if not self.wait_minutes:
-            raise ValueError("wait_minutes 0 would end the run at once: give it some minutes")
+            raise ValueError("wait_minutes 0 would end the run immediately: it must be more than 0")
         check_layout(self.layout)
         if self.plan != "auto":
             Plan.parse(self.plan)
         if isinstance(self.config, GPTConfig) and self.length is None:
-            raise ValueError(f"recipe {self.name}: a GPT needs length, the tokens of its context")
+            raise ValueError(f"recipe {self.name}: a GPT needs length, its context in tokens")
         if isinstance(self.config, DiTConfig):
             for name in ("length", "tokenizer", "packed"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} is for text; an image of a DiT has rows x columns tokens")
+                    raise ValueError(f"{name} applies to text only; an image of a DiT has rows x columns tokens")
             if self.config.rows != self.config.columns or self.config.channels != 3:
                 raise ValueError(
-                    f"images are square and have 3 channels, not {self.config.channels}: set channels 3 and "
-                    f"rows {self.config.rows} = columns {self.config.columns}"
+                    f"images must be square with 3 channels: set channels {self.config.channels} to 3, and rows "
+                    f"{self.config.rows} = columns {self.config.columns}"
                 )
         if self.offload and not self.recompute:
-            raise ValueError("offload moves what recomputing starts from: it needs recompute")
+            raise ValueError("offload moves the inputs of recomputed blocks: it needs recompute")
         if not self.out:
             object.__setattr__(self, "out", f"runs/{self.name}")
         if not self.data:
@@ -119,7 +119,7 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sequence."""
+        """Tokens per sequence."""
         return self.config.tokens if isinstance(self.config, DiTConfig) else self.length or 0
 
     @property
@@ -127,7 +127,7 @@ class Recipe:
         return self.tokens * self.batch * self.accumulate * self.data_parallel
 
     def job(self, dtype: str) -> Job:
-        """What the planner is asked about: this run, computed in ``dtype``."""
+        """This run, computed in ``dtype``, as the planner describes jobs."""
         config = self.config
         sizes = config.width, config.layers, config.heads, config.kv_heads, config.head_dim
         windows = (None,) * config.layers
@@ -140,14 +140,14 @@ class Recipe:
         return Job(model, run, self.data_parallel)
 
     def check_world(self, world: int) -> None:
-        """``ValueError`` unless ``world`` ranks are whole groups that the plan fits."""
+        """Raise ``ValueError`` unless ``world`` ranks form data-parallel groups that fit the plan."""
         if world % self.data_parallel:
             raise ValueError(f"{world} ranks are not a multiple of data_parallel {self.data_parallel}")
         if self.plan != "auto":
             Plan.parse(self.plan).check_world(world // self.data_parallel)
 
     def with_(self, changes: Mapping[str, object]) -> Recipe:
-        """Changed fields, by name, as texts or values; ``ValueError`` names the nearest field if there is none such."""
+        """A copy with changed fields, given as texts or values. An unknown field raises, with the nearest name."""
         of_run = {item.name: item for item in fields(self) if item.name not in ("name", "config")}
         of_config = {item.name: item for item in fields(self.config)}
         run: dict[str, Any] = {}
@@ -163,12 +163,12 @@ class Recipe:
         return replace(self, config=replace(self.config, **config), **run)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, those of the model among them; ``find(name).with_`` takes them back."""
+        """All fields, including the model's; ``find(name).with_`` accepts them."""
         run = asdict(self)
         return {**run.pop("config"), **run}
 
     def rate(self, step: int) -> float:
-        """The learning rate of step 0, 1, ...: linear warm-up, then a cosine to ``final_rate`` of the highest.
+        """The learning rate of step 0, 1, ...: linear warm-up, then a cosine down to ``final_rate`` of the peak.
 
         >>> recipe = find("gpt-tiny").with_(dict(steps=6, warmup=2, learning_rate=1.0, final_rate=0.0))
         >>> [round(recipe.rate(step), 2) for step in range(6)]
@@ -181,8 +181,7 @@ class Recipe:
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * share)
 
     def curve_change(self, old: Recipe, step: int) -> str | None:
-        """What becomes of the learning rate when a run that was started as ``old`` goes on from ``step`` as this one;
-        None if that is nothing.
+        """Describe how the learning rate changes when a run of ``old`` resumes at ``step`` with this recipe, or None.
 
         >>> old = find("gpt-tiny").with_(dict(steps=100, warmup=0, learning_rate=1.0, final_rate=0.0))
         >>> old.with_({"steps": 200}).curve_change(old, step=50)
@@ -200,34 +199,34 @@ class Recipe:
 
 
 def _read(name: str, annotation: str, value: object) -> object:
-    """A field's value from a text or a value of the type in its annotation."""
-    wanted, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
+    """Convert a text or a value to the type in a field's annotation."""
+    kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
     if optional and value in (None, "none"):
         return None
     texts = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     try:
-        if wanted == "bool" and (isinstance(value, bool) or str(value).lower() in texts):
+        if kind == "bool" and (isinstance(value, bool) or str(value).lower() in texts):
             return texts[str(value).lower()]
-        if wanted == "int" and not isinstance(value, bool | float):
+        if kind == "int" and not isinstance(value, bool | float):
             return int(str(value).replace("_", ""))
-        if wanted == "float" and not isinstance(value, bool):
+        if kind == "float" and not isinstance(value, bool):
             return float(str(value))
-        if wanted == "str" and isinstance(value, str):
+        if kind == "str" and isinstance(value, str):
             return value
     except ValueError:
         pass
-    meant = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}[wanted]
-    raise ValueError(f"{name} {value!r} is not {meant}")
+    expected = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a string"}[kind]
+    raise ValueError(f"{name} {value!r} is not {expected}")
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name, or in the file of that name (.toml, .json)."""
+    """The named recipe, or the one in a .toml or .json file."""
     if name in RECIPES:
         return RECIPES[name]
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
         near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(RECIPES)}, or give a .toml or .json"
+        hint = f"; did you mean {near[0]!r}?" if near else f"; choose {', '.join(RECIPES)}, or a .toml or .json file"
         raise ValueError(f"no recipe {name!r}{hint}")
     changes = read_file(path)
     base = changes.pop("recipe", "gpt-tiny")
@@ -241,8 +240,8 @@ def find(name: str) -> Recipe:
 
 _LONG: dict[str, Any] = dict(length=131_072, ranks=64, steps=10_000, warmup=500, save_every=250, evaluate_every=250)
 
-# The tiny ones learn something worth seeing in two minutes on two cores. The paper's sizes are for clusters; a DiT
-# sees pixels here, where SD3 sees latents, so its patches are larger to cut a 1024 x 1024 image into as many tokens.
+# The tiny ones learn something visible in two minutes on two cores. The paper's sizes are for clusters. The DiT works
+# on pixels where SD3 works on latents, so its patches are larger, to give a 1024 x 1024 image the same token count.
 RECIPES = {
     recipe.name: recipe
     for recipe in (

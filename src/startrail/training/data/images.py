@@ -1,7 +1,7 @@
-"""Images for a DiT: random crops as patches, this rank's part of them, and the noise that belongs to each image.
+"""Images for a DiT: random crops as patches, this rank's part of them, and the noise of each image.
 
-Crops, flips, noise and times depend on the seed and the number of the image sample alone, so every rank of every plan
-works on the same images: to resume is to go on with the next index.
+Crops, flips, noise and times depend only on the seed and the sample's number, so every rank of every plan works on the
+same images, and a run resumes with the next index.
 
 >>> from startrail import SequenceParallel
 >>> sequence = SequenceParallel("1x1").sequence(16 * 16)
@@ -36,7 +36,7 @@ from startrail.training.models.dit import patchify
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# inside the package scikit-image, of which nothing else is used
+# files of the package scikit-image, of which nothing else is used
 PHOTOS = (
     "astronaut.png",
     "brick.png",
@@ -51,14 +51,14 @@ PHOTOS = (
 )
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SMALLEST_CROP = 0.5  # of the shorter side
-HELD_OUT_STRIP = 4  # the right quarter of every image is held out where there are too few to hold out whole ones
-CACHED_IMAGES = 32  # all the photos of both splits, shrunk to what the smallest crop needs
+HELD_OUT_STRIP = 4  # the right quarter of every image is held out if there are too few images
+CACHED_IMAGES = 32  # all photos of both splits, shrunk to the size that the smallest crop needs
 GAP = 2  # pixels between the images of a grid
 
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """This rank's part of a batch of images, whose patches are each a ``sequence``: for positions and attention."""
+    """This rank's part of a batch of images; ``sequence`` gives positions and attention over an image's patches."""
 
     patches: Tensor  # (batch, local tokens, 3 * patch * patch) float32 in [-1, 1]; padding is 0
     labels: Tensor  # (batch,) class of each image
@@ -68,14 +68,14 @@ class ImageBatch:
 
 
 class ImageData:
-    """Square crops of ``size`` x ``size`` pixels, at random scales and places, half of them flipped; their patches, row
-    by row, are the tokens of ``sequence``.
+    """Crops of ``size`` x ``size`` pixels at random scales and places, half of them flipped. Their patches, row by row,
+    are the tokens of ``sequence``.
 
-    ``source`` is a folder whose subfolders are the classes, or which has no subfolders and is one class; a file or a
-    glob of images, one class; or ``"photos"``: ten photographs from the package scikit-image, each its own class. Every
-    epoch takes every image once, in its own order.
+    ``source`` is a folder whose subfolders are the classes; a folder without subfolders, a file or a glob, which is one
+    class; or ``"photos"``: ten photographs from the package scikit-image, each one class. Every epoch uses every image
+    once, in a new order.
 
-    ``split`` is ``"train"`` or ``"held-out"``: a twentieth of the images, or where there are fewer than 20, the right
+    ``split`` is ``"train"`` or ``"held-out"``: a twentieth of the images, or if there are fewer than 20, the right
     quarter of each.
     """
 
@@ -113,7 +113,7 @@ class ImageData:
         self._size, self._patch, self._batch, self._seed = size, patch, batch, seed
 
     def batch(self, index: int) -> ImageBatch:
-        """The ``index``-th batch, from 0 on without end."""
+        """Batch ``index``, from 0 without limit."""
         check_count("index", index, least=0)
         first = index * self._batch
         images, labels = zip(*(self._sample(number) for number in range(first, first + self._batch)), strict=True)
@@ -122,7 +122,7 @@ class ImageData:
         return ImageBatch(patches, torch.tensor(labels), real, self._sequence, first)
 
     def _sample(self, number: int) -> tuple[Tensor, int]:
-        """(3, size, size) in [-1, 1], and the class."""
+        """A crop (3, size, size) in [-1, 1], and its class."""
         epoch, place = divmod(number, self.num_samples)
         path, label = self._images[int(_order(self.num_samples, self._seed, epoch)[place])]
         image = _load(path, self._strip, int(self._size / SMALLEST_CROP))
@@ -133,12 +133,12 @@ class ImageData:
         return (crop.flip(2) if flip < 0.5 else crop) / 127.5 - 1, label
 
     def digest(self) -> int:
-        """A number that other files would hardly ever have, by the names and sizes of some of them."""
+        """A hash of the names and sizes of some files."""
         files = [file for file, _ in self._images[:: max(1, self.num_samples // 1024)]]
         return zlib.crc32(repr([names_of(files), *(file.stat().st_size for file in files)]).encode())
 
     def describe(self) -> str:
-        """One line: the images, the classes and the sequence they make."""
+        """One line: the images, the classes and the sequence length."""
         which = {"all": "", "train": " (left three quarters)", "held-out": " (right quarter)"}[self._strip]
         return (
             f"{self._source}, {self._split}: {self.num_samples:,} images{which}, {self.num_classes:,} classes, "
@@ -147,9 +147,9 @@ class ImageData:
 
 
 def draw_noise(sequence: Sequence, seed: int, samples: SequenceOf[int], patch_dim: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of the noise of image samples, (batch, local tokens, patch dim), and their times, (batch,).
+    """This rank's part of the noise of some samples, (batch, local tokens, patch dim), and their times, (batch,).
 
-    Every rank draws all the noise of an image and takes its part: the same numbers whatever the plan.
+    Every rank draws the full noise of an image and takes its part, so the numbers do not depend on the plan.
     """
     noise, times = [], []
     for sample in samples:
@@ -160,7 +160,7 @@ def draw_noise(sequence: Sequence, seed: int, samples: SequenceOf[int], patch_di
 
 
 def save_grid(images: Tensor, path: str | Path, columns: int) -> None:
-    """Write (n, 3, height, width) in [-1, 1] as one PNG, ``columns`` images a row; beyond [-1, 1] is cut off."""
+    """Write (n, 3, height, width) in [-1, 1] as one PNG with ``columns`` images per row; values are clamped."""
     check_count("columns", columns)
     if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
         raise ValueError(f"a grid needs images (n, 3, height, width), got {tuple(images.shape)}")
@@ -185,7 +185,7 @@ def _order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def _classes(source: str) -> tuple[list[Path], list[int]]:
-    """The images and their classes' numbers, in the order of the classes' names."""
+    """The images and their class numbers, which follow the order of the class names."""
     if source == "photos":
         files = _photos()
         return files, list(range(len(files)))
@@ -198,7 +198,7 @@ def _classes(source: str) -> tuple[list[Path], list[int]]:
     if len(loose) == len(files):
         return files, [0] * len(files)
     if loose:
-        raise ValueError(f"the subfolders of {source!r} are its classes, but {str(loose[0])!r} is in none of them")
+        raise ValueError(f"the subfolders of {source!r} are its classes, but {str(loose[0])!r} is not in any of them")
     names = sorted({path[0] for path in paths})
     return files, [names.index(path[0]) for path in paths]
 
@@ -221,18 +221,23 @@ def _require_pillow() -> None:
 
 @lru_cache(CACHED_IMAGES)
 def _load(path: Path, strip: str, side: int) -> Image:
-    """An image, or its strip to train on or to hold out, upright, in RGB, its shorter side shrunk to ``side``."""
+    """Load an image, or its training or held-out strip, upright, in RGB, its shorter side shrunk to ``side``."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as file:
-            if file.mode.startswith(("I", "F")):  # Pillow would cut them off at 255
-                raise ValueError(f"its numbers are of mode {file.mode}, wider than 8 bits")
+            if file.mode.startswith(("I", "F")):  # Pillow would clamp them at 255
+                raise ValueError(f"its mode is {file.mode}, which has more than 8 bits per channel")
             image = ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow says to bad files
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ) as error:  # Pillow's errors for bad files
         raise ValueError(f"cannot read the image {path}: {error}") from error
     border = image.width - image.width // HELD_OUT_STRIP
-    if strip != "all":  # cut before it is shrunk, so that no pixel has a share in both strips
+    if strip != "all":  # cut before shrinking, so that no pixel contributes to both strips
         left, right = (0, border) if strip == "train" else (border, image.width)
         image = image.crop((left, 0, right, image.height))
     shrink = min(image.size) / side

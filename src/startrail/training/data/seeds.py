@@ -1,4 +1,4 @@
-"""Random numbers that belong to what they are for, not to ranks or to the order of calls."""
+"""Random numbers that depend on a key, not on the rank or the order of calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def generator_of(*key: int | str) -> torch.Generator:
-    """Random numbers that depend on all of ``key``; neighbouring keys have nothing in common.
+    """A generator seeded by a hash of ``key``, so that neighbouring keys give unrelated numbers.
 
-    (A seed of ``seed + epoch`` would give seed 0 in its second epoch the numbers of seed 1 in its first.)
+    (With ``seed + epoch``, the second epoch of seed 0 would repeat the first epoch of seed 1.)
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

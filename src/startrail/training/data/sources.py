@@ -1,4 +1,4 @@
-"""Where data comes from, for text and images alike: finding files, holding some of them out, checking arguments."""
+"""Sources of text and images: finding files, holding some out, checking arguments."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SPLITS = ("train", "held-out")
-HELD_OUT = 20  # one token, or image, in so many is held out
+HELD_OUT = 20  # one in 20 tokens or images is held out
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of a folder and all below it (but for hidden ones), of a glob, or one file; sorted by path.
+    """The files of a folder and its subfolders (except hidden ones), of a glob, or one file; sorted by path.
 
-    ``"stdlib"`` is the Python source of the running interpreter's standard library, without its tests. (A folder of
-    that name is ``"./stdlib"``.)
+    ``"stdlib"`` is the Python source of the interpreter's standard library without its tests. (Write ``"./stdlib"`` for
+    a folder of that name.)
     """
     if not isinstance(source, str) or not source:
         raise ValueError(f"source {source!r} is not the name of a folder, a file or a glob")
@@ -40,25 +40,25 @@ def _search(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.exists() or not glob.has_magic(source):
-        raise ValueError(f"source {source!r} is not a folder, a file or a glob that is there")
+        raise ValueError(f"source {source!r} is not an existing folder, file or glob")
     names = set(glob.glob(str(path), recursive=True))
     return [Path(name) for name in names if os.path.isfile(name)]
 
 
 def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    def fail(error: OSError) -> None:  # os.walk would leave out a folder that it cannot read
+    def fail(error: OSError) -> None:  # os.walk would silently skip an unreadable folder
         raise error
 
-    found = []
+    files = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths = (Path(parent, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.is_file()]
-    return found
+        files += [path for path in paths if path.is_file()]
+    return files
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
-    """Their paths inside the folder that they share, so that a corpus has the same names on every machine.
+    """The files' paths relative to their common folder, so that a corpus has the same names on every machine.
 
     >>> names_of([Path("/data/books/a/one.txt"), Path("/data/books/b/two.txt")])
     ['a/one.txt', 'b/two.txt']
@@ -68,13 +68,13 @@ def names_of(files: Sequence[Path]) -> list[str]:
 
 
 def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
-    """Which files to hold out: in the order of their names' hashes, all that fit into a twentieth of the whole.
+    """The indices of the files to hold out: in order of their names' hashes, as many as fit into a twentieth of all.
 
-    Empty where whole files would come to less than half of that: then a part of every file has to be held out.
+    Empty if they would make up less than half of that; then a part of every file must be held out.
 
     >>> len(held_out([f"{i}.txt" for i in range(100)], [10] * 100))
     5
-    >>> held_out(["large.txt", "small.txt"], [1000, 1])      # a twentieth is 50; one is too much, one too little
+    >>> held_out(["large.txt", "small.txt"], [1000, 1])      # a twentieth is 50: one file is too large, one too small
     set()
     """
     budget = sum(sizes) // HELD_OUT
@@ -90,7 +90,7 @@ def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
 
 def check_count(name: str, value: int, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} {value!r} must be a whole number of at least {least}")
+        raise ValueError(f"{name} {value!r} must be an integer of at least {least}")
 
 
 def check_split(split: str) -> None:

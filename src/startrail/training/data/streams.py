@@ -1,11 +1,11 @@
-"""Tokens in memory-mapped files: documents, and streams of them.
+"""Token streams: documents in memory-mapped files, one after the other.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     one, two = Path(folder, "one"), Path(folder, "two")
 ...     _ = one.write_text("abc"), two.write_text("de")
 ...     stream = bytes_of([one, two])
-...     stream.ends, bytes(stream.read(1, 4).tolist())       # the 2nd to the 4th byte of "abcde"
+...     stream.ends, bytes(stream.read(1, 4).tolist())       # bytes 1 to 3 of "abcde"
 ([3, 5], b'bcd')
 """
 
@@ -28,7 +28,7 @@ from startrail.training.data.sources import HELD_OUT, held_out
 
 @dataclass(frozen=True)
 class Document:
-    """``count`` tokens from the ``start``-th on of the file ``path``."""
+    """``count`` tokens of the file ``path``, from token ``start`` on."""
 
     path: Path
     start: int
@@ -37,14 +37,14 @@ class Document:
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents one behind the other; ``dtype`` is what a token is in their files."""
+    """Documents one after the other; ``dtype`` is the type of a token in their files."""
 
     documents: tuple[Document, ...]
     dtype: torch.dtype
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where each document ends."""
+        """The end of each document."""
         return list(accumulate(document.count for document in self.documents))
 
     @property
@@ -52,20 +52,20 @@ class Stream:
         return self.ends[-1] if self.ends else 0
 
     def ends_within(self, start: int, stop: int) -> list[int]:
-        """Ends of documents after ``start``, up to and including ``stop``."""
+        """The document ends in (start, stop]."""
         return self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, stop)]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens from ``start`` up to ``stop``; nothing else is read from disk."""
-        found = [torch.empty(0, dtype=torch.long)]
+        """The tokens in [start, stop); nothing else is read from disk."""
+        parts = [torch.empty(0, dtype=torch.long)]
         number = bisect_right(self.ends, start)
         while start < stop:
             document = self.documents[number]
             first = start - (self.ends[number] - document.count)
             count = min(document.count - first, stop - start)
-            found.append(_read(document.path, document.start + first, count, self.dtype))
+            parts.append(_read(document.path, document.start + first, count, self.dtype))
             start, number = start + count, number + 1
-        return torch.cat(found)
+        return torch.cat(parts)
 
 
 def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -74,7 +74,7 @@ def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < last:
-                raise ValueError(f"{path} has changed: it has {size} bytes, and had at least {last}")
+                raise ValueError(f"{path} has changed: it has {size} bytes, expected at least {last}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
                 return torch.frombuffer(bytearray(memory[first:last]), dtype=dtype).long()
     except OSError as error:
@@ -82,14 +82,14 @@ def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_of(files: Sequence[Path]) -> Stream:
-    """Every file a document, every byte a token."""
+    """A stream with one document per file and one token per byte."""
     return Stream(tuple(Document(file, 0, file.stat().st_size) for file in files), torch.uint8)
 
 
 def split_stream(stream: Stream, names: Sequence[str], split: str) -> Stream:
-    """The documents to train on, or those held out; or if single files are too large for that, parts of all of them.
+    """The documents of a split: whole files, or parts of every file if files are too large for that.
 
-    Documents without tokens are left out.
+    Empty documents are dropped.
     """
     chosen = held_out(names, [document.count for document in stream.documents])
     taken = []

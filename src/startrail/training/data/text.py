@@ -1,8 +1,8 @@
-"""Text for a GPT: any files as bytes, or as a tokenizer's ids; every rank reads its own part of every sequence only.
+"""Text for a GPT: files as bytes or as a tokenizer's ids. Every rank reads only its part of each sequence.
 
-Which tokens a batch has depends on the arguments and the batch's index alone, so to resume is to go on with the next
-index, on any number of ranks. Labels are the *next* tokens of the whole sequence, found before it is cut: the last
-token of a rank's part has its successor on another rank.
+The tokens of a batch depend only on the arguments and the batch's index, so a run resumes with the next index, on any
+number of ranks. Labels are the *next* tokens of the full sequence, shifted before sharding: the successor of a rank's
+last token is on another rank.
 
 >>> import pathlib, tempfile
 >>> from startrail import SequenceParallel
@@ -36,31 +36,31 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 IGNORE = -100
-ENTROPY_TOKENS = 2**26  # enough for a baseline; more would only delay the start
+ENTROPY_TOKENS = 2**26  # enough for a baseline without delaying the start
 READ_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """This rank's part of a batch of sequences, which all are as ``sequence`` says: for positions and attention."""
+    """This rank's part of a batch; ``sequence`` gives positions and attention."""
 
     tokens: Tensor  # (batch, local tokens) int64; padding is 0
-    labels: Tensor  # the same shape; -100 where there is nothing to predict
-    counted: int  # labels that are not -100: what the loss is divided by
-    sequence: Sequence  # cut into its documents, if packed
+    labels: Tensor  # the same shape; -100 is ignored by the loss
+    counted: int  # labels that are not -100: the divisor of the loss
+    sequence: Sequence  # with document boundaries, if packed
 
 
 class TextData:
     """Sequences like ``sequence`` from the files of ``source``: a folder, a file, a glob, or ``"stdlib"``.
 
-    The files follow one another in the order of their paths, and each window of the sequence's length is one sample;
-    every epoch has its own order of windows. With ``packed``, every epoch has its own order of files too, each file is
-    a document, and the documents of a window neither see each other (the batch's ``sequence`` is cut into them) nor
-    predict each other. A document that crosses the end of a window is cut there. What is left after the last whole
-    window is not used in that epoch.
+    Files are concatenated in the order of their paths, and each window of the sequence's length is one sample; every
+    epoch shuffles the windows. With ``packed``, every epoch also shuffles the files, each file is a document, and the
+    documents of a window neither attend to nor predict each other: the batch's ``sequence`` has their boundaries. A
+    document that crosses the end of a window is cut there. The rest after the last full window is not used in that
+    epoch.
 
-    ``split`` is ``"train"`` or ``"held-out"``: about a twentieth, in whole files if that can be, otherwise the
-    end of every file. ``tokenizer`` is a Hugging Face ``tokenizers`` file (.json); without one, tokens are bytes.
+    ``split`` is ``"train"`` or ``"held-out"``: about a twentieth, in whole files if possible, otherwise the end of
+    every file. ``tokenizer`` is a Hugging Face ``tokenizers`` file (.json); without one, tokens are bytes.
     """
 
     def __init__(
@@ -77,9 +77,7 @@ class TextData:
         check_count("batch", batch)
         check_split(split)
         if packed and batch != 1:
-            raise ValueError(
-                f"packed documents have boundaries of their own in every sequence: batch {batch} must be 1"
-            )
+            raise ValueError(f"batch {batch} must be 1 with packed documents: every sequence has different boundaries")
         files = find_files(source)
         self._tokenizer: Tokenizer | None = None
         self.vocab, self._unit = 256, "byte"
@@ -95,18 +93,18 @@ class TextData:
         self._source, self._sequence, self._split = source, sequence, split
         self._batch, self._seed, self._packed = batch, seed, packed
         if self.num_samples == 0:
-            raise ValueError(f"a sequence needs {sequence.length:,} tokens, but there are too few: {self._what()}")
+            raise ValueError(f"a sequence needs {sequence.length:,} tokens, but there are too few: {self._summary()}")
         self._epoch = -1, self._stream, torch.empty(0)
 
     def batch(self, index: int) -> TextBatch:
-        """The ``index``-th batch, from 0 on without end: after the last sequence the next epoch begins."""
+        """Batch ``index``, from 0 without limit: after the last sequence the next epoch begins."""
         check_count("index", index, least=0)
         sequence, length = self._sequence, self._sequence.length
         tokens = torch.zeros(self._batch, sequence.local, dtype=torch.long)
         labels = torch.full_like(tokens, IGNORE)
         for row in range(self._batch):
             epoch, place = divmod(index * self._batch + row, self.num_samples)
-            stream, order = self._in_epoch(epoch)
+            stream, order = self._epoch_order(epoch)
             start = int(order[place]) * length
             self._fill(tokens[row], labels[row], stream, start)
             if self._packed:
@@ -115,11 +113,11 @@ class TextData:
         return TextBatch(tokens, labels, int((labels != IGNORE).sum()), sequence)
 
     def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int) -> None:
-        """One sequence. A rank's padding has the highest positions, so its real tokens come first."""
+        """Read one sequence. A rank's padding has the highest positions, so its real tokens come first."""
         filled = 0
         for first, count in self._sequence.runs:
             start = window + first
-            read = stream.read(start, min(start + count + 1, self.num_tokens))  # one more, for the last label
+            read = stream.read(start, min(start + count + 1, self.num_tokens))  # one more for the last label
             tokens[filled : filled + count] = read[:count]
             labels[filled : filled + len(read) - 1] = read[1:]
             if self._packed:
@@ -127,9 +125,9 @@ class TextData:
                     labels[filled + end - 1 - start] = IGNORE
             filled += count
 
-    def _in_epoch(self, epoch: int) -> tuple[Stream, Tensor]:
-        """The stream of an epoch, and the order of its windows; the last one is remembered, since the next batch is
-        almost always of the same epoch."""
+    def _epoch_order(self, epoch: int) -> tuple[Stream, Tensor]:
+        """The stream of an epoch and the order of its windows. Cached: the next batch is almost always in the same
+        epoch."""
         if self._epoch[0] != epoch:
             generator, stream = generator_of(self._seed, epoch), self._stream
             if self._packed:
@@ -139,19 +137,19 @@ class TextData:
         return self._epoch[1:]
 
     def decode(self, tokens: SequenceOf[int] | Tensor) -> str:
-        """Text again; bytes that are no UTF-8, such as a character cut in half, become U+FFFD."""
+        """Convert tokens to text; invalid UTF-8, such as half a character, becomes U+FFFD."""
         ids = [int(token) for token in tokens]
-        strange = [token for token in ids if not 0 <= token < self.vocab]
-        if strange:
-            raise ValueError(f"token {strange[0]} is not one of 0 to {self.vocab - 1}")
+        invalid = [token for token in ids if not 0 <= token < self.vocab]
+        if invalid:
+            raise ValueError(f"token {invalid[0]} is not one of 0 to {self.vocab - 1}")
         if self._tokenizer is None:
             return bytes(ids).decode("utf-8", errors="replace")
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def describe(self) -> str:
-        """One line: the files, the tokens, and as a baseline what it costs to guess each token from its frequency.
+        """One line: the files, the tokens, and as a baseline the unigram entropy.
 
-        Reads up to 67 million tokens: for one rank, once.
+        Reads up to 67 million tokens: call it once, on one rank.
         """
         counts = torch.zeros(self.vocab, dtype=torch.long)
         counted = min(self.num_tokens, ENTROPY_TOKENS)
@@ -160,15 +158,15 @@ class TextData:
         share = counts[counts > 0].double() / counted
         entropy = -(share * share.log()).sum().item()
         of = "" if counted == self.num_tokens else f" (of the first {counted:,})"
-        return f"{self._what()}, unigram entropy {entropy:.3f} nats/{self._unit}{of}"
+        return f"{self._summary()}, unigram entropy {entropy:.3f} nats/{self._unit}{of}"
 
     def digest(self) -> int:
-        """A number that other tokens would hardly ever have; looks at some in 16 places."""
-        apart = -(-self.num_tokens // 16)
-        places = range(0, self.num_tokens, apart)
-        found = [self._stream.read(start, min(start + min(apart, 4096), self.num_tokens)) for start in places]
-        return int(digest(torch.cat(found)))
+        """A hash of some tokens at 16 places."""
+        distance = -(-self.num_tokens // 16)
+        starts = range(0, self.num_tokens, distance)
+        parts = [self._stream.read(start, min(start + min(distance, 4096), self.num_tokens)) for start in starts]
+        return int(digest(torch.cat(parts)))
 
-    def _what(self) -> str:
+    def _summary(self) -> str:
         files = len({(document.path, document.start) for document in self._stream.documents})
         return f"{self._source}, {self._split}: {files:,} files, {self.num_tokens:,} {self._unit}s"

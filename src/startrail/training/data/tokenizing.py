@@ -1,4 +1,4 @@
-"""A tokenizer's ids of text files, made once: the first process to need them writes a cache, the others wait for it."""
+"""Token ids of text files: the first process that needs them writes a cache, the others wait for it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CACHE_FORMAT = 1
-CACHE_DEADLINE = 3600.0  # seconds that a process waits for another that tokenises the same files
-PIECE = 2**20  # characters to tokenise in one go; a longer file is cut after a line
-PIECES = 8  # pieces that the tokenizer's threads share
+CACHE_DEADLINE_SECONDS = 3600.0  # to wait for another process that tokenizes the same files
+PIECE_CHARACTERS = 2**20  # per call of the tokenizer; a longer file is cut after a line
+BATCH_PIECES = 8  # pieces that the tokenizer's threads share
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """A Hugging Face ``tokenizers`` file, set to encode all of a text: such files may ask to cut or pad it."""
+    """Load a Hugging Face ``tokenizers`` file and disable the truncation and padding that it may ask for."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -35,7 +35,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         ) from None
     try:
         tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no other type
         raise ValueError(f"tokenizer {path!r} cannot be loaded: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -45,10 +45,10 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def tokens_of(files: Sequence[Path], tokenizer_path: str, tokenizer: Tokenizer) -> Stream:
-    """Every file a document of the tokenizer's ids, from a cache that the first process to need it makes.
+    """A stream of token ids with one document per file, from a cache that the first process creates.
 
-    The others wait for a lock, which is free again also when its holder dies. A cache belongs to the tokenizer and to
-    the files' paths, sizes and times of change: all ranks can tell which one they need without reading the corpus.
+    The others wait for a lock, which is also released when its owner dies. The cache's key is the tokenizer and the
+    files' paths, sizes and modification times, so ranks find their cache without reading the corpus.
     """
     key = hashlib.sha256(Path(tokenizer_path).read_bytes())
     for file in files:
@@ -62,14 +62,14 @@ def tokens_of(files: Sequence[Path], tokenizer_path: str, tokenizer: Tokenizer) 
             _make_cache(path, files, tokenizer)
     except OSError as error:
         raise ValueError(
-            f"cannot write the tokens of {len(files)} files to {path}: {error.strerror}; make room there, or set "
+            f"cannot write the tokens of {len(files)} files to {path}: {error.strerror}; free some space, or set "
             "XDG_CACHE_HOME to another folder"
         ) from error
     return _read_cache(path, len(files))
 
 
 def _make_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    end = time.monotonic() + CACHE_DEADLINE
+    end = time.monotonic() + CACHE_DEADLINE_SECONDS
     with open(path.with_suffix(".lock"), "w") as lock:
         while not path.exists():
             try:
@@ -77,8 +77,8 @@ def _make_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise ValueError(
-                        f"another process has held {lock.name} for {CACHE_DEADLINE:.0f} s and not made the tokens of "
-                        f"{len(files)} files"
+                        f"another process has held {lock.name} for {CACHE_DEADLINE_SECONDS:.0f} s without writing the "
+                        f"tokens of {len(files)} files"
                     ) from None
                 time.sleep(0.1)
                 continue
@@ -87,9 +87,9 @@ def _make_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None
 
 
 def _write_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    """All ids as int32, then how many each file has as int64; under another name until it is complete.
+    """Write all ids as int32, then the count per file as int64, under another name until it is complete.
 
-    Who holds the lock is alone, so what a killed process may have left under that name is simply overwritten.
+    The lock's owner is the only writer, so it can overwrite the unfinished file of a killed process.
     """
     unfinished = path.with_suffix(".part")
     try:
@@ -106,7 +106,7 @@ def _write_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> Non
 def _encode(files: Sequence[Path], tokenizer: Tokenizer, cache: BinaryIO) -> None:
     counts = [0] * len(files)
     pieces = _pieces(files)
-    while group := list(islice(pieces, PIECES)):
+    while group := list(islice(pieces, BATCH_PIECES)):
         encodings = tokenizer.encode_batch_fast([text for _, text in group], add_special_tokens=False)
         for (number, _), encoding in zip(group, encodings, strict=True):
             cache.write(array("i", encoding.ids).tobytes())
@@ -118,7 +118,7 @@ def _pieces(files: Sequence[Path]) -> Iterator[tuple[int, str]]:
     for number, file in enumerate(files):
         try:
             with open(file, encoding="utf-8", errors="replace", newline="") as text:
-                while lines := text.readlines(PIECE):
+                while lines := text.readlines(PIECE_CHARACTERS):
                     yield number, "".join(lines)
         except OSError as error:
             raise ValueError(f"cannot read {file}: {error.strerror}") from error
@@ -132,7 +132,7 @@ def _read_cache(path: Path, num_files: int) -> Stream:
             cache.seek(size - table)
             counts = array("q", cache.read()).tolist()
     if 4 * sum(counts) + table != size:
-        raise ValueError(f"the tokens in {path} are damaged: delete that file to have them made again")
+        raise ValueError(f"the tokens in {path} are damaged: delete the file to recreate them")
     starts = accumulate(counts, initial=0)
     documents = (Document(path, start, count) for start, count in zip(starts, counts, strict=False))
     return Stream(tuple(documents), torch.int32)

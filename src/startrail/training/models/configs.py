@@ -26,7 +26,7 @@ class GPTConfig:
     kv_heads: int
     hidden: int
     tied: bool = False
-    rotary_base: float = 500_000.0  # slow enough that positions in the hundred thousands stay apart
+    rotary_base: float = 500_000.0  # slow enough to tell positions in the hundred thousands apart
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -35,7 +35,7 @@ class GPTConfig:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
         if self.head_dim % 2:
             raise ValueError(
-                f"rotary positions turn pairs: head dim {self.width} / {self.heads} = {self.head_dim} is odd"
+                f"rotary positions need pairs: head dim {self.width} / {self.heads} = {self.head_dim} is odd"
             )
         if self.rotary_base <= 1:
             raise ValueError(f"rotary_base {self.rotary_base} must be more than 1")
@@ -70,7 +70,7 @@ class DiTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """As many as of queries."""
+        """As many as query heads."""
         return self.heads
 
     @property

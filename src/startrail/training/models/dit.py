@@ -23,7 +23,7 @@ TIME_FREQUENCIES = 128
 
 
 class DiT(nn.Module):
-    """Noisy patches to the velocity that leads from image to noise."""
+    """Maps noisy patches to the velocity from image to noise."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class DiT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise, also what was built on the meta device and then given memory."""
+        """Initialize all parameters, also of a model that was built on the meta device."""
         for name, parameter in self.named_parameters():
             self.reset_parameter(name, parameter)
 
     def reset_parameter(self, name: str, parameter: Tensor) -> None:
-        """Initialise the parameter of that name alone, so that a sharded model can be filled one by one.
+        """Initialize one parameter, so that a sharded model can be filled one parameter at a time.
 
         adaLN-zero: modulations and the last projection start at zero, so every block starts as the identity.
         """
@@ -71,7 +71,7 @@ class DiT(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """One layer: attention, then an MLP; the condition shifts and scales what goes in and gates what comes out."""
+    """One layer: attention, then an MLP; the condition shifts and scales their inputs and gates their outputs."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def grid_embedding(positions: Tensor, columns: int, width: int) -> Tensor:
-    """(n,) places in the grid -> (n, width): a half for the row, a half for the column, each sines and cosines.
+    """(n,) grid positions -> (n, width): one half for the row, one for the column, each sines and cosines.
 
     >>> grid_embedding(torch.tensor([0, 4]), columns=3, width=4).round(decimals=2).tolist()    # 4: row 1, column 1
     [[0.0, 1.0, 0.0, 1.0], [0.84, 0.54, 0.84, 0.54]]
@@ -112,13 +112,13 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     """
     height, width = images.shape[-2:]
     if height % patch or width % patch:
-        raise ValueError(f"an image of {height} x {width} pixels cannot be cut into patches of {patch} x {patch}")
+        raise ValueError(f"an image of {height} x {width} pixels cannot be divided into patches of {patch} x {patch}")
     tiles = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # batch, channel, row, y, column, x
     return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def unpatchify(patches: Tensor, patch: int, rows: int, columns: int) -> Tensor:
-    """The inverse of ``patchify``, for all the patches of the images: ``sequence.unshard`` them first."""
+    """The inverse of ``patchify``; needs all patches of the images: ``sequence.unshard`` them first."""
     if patches.shape[1] != rows * columns:
         raise ValueError(f"{patches.shape[1]} patches are not {rows} rows x {columns} columns = {rows * columns}")
     tiles = patches.unflatten(1, (rows, columns)).unflatten(3, (-1, patch, patch))
@@ -135,25 +135,25 @@ def flow_matching_loss(
     real: Tensor,
     attention: Attention,
 ) -> tuple[Tensor, Tensor]:
-    """The squared error of the velocity, summed over this rank's real patches, and how many numbers that sum has.
+    """The squared error of the velocity, summed over this rank's real patches, and the number of summands.
 
-    A patch travels the straight line ``(1 - t) * patch + t * noise``, so its velocity is ``noise - patch``. All ranks
-    of a sequence need the same ``time`` and ``label`` (batch,) and each its part of one ``noise``. ``real`` (n,) is
-    False for the padding of an uneven shard: ``sequence.shard(torch.ones(config.tokens), 0).bool()``. Give both
+    A patch moves along the line ``(1 - t) * patch + t * noise``, so its velocity is ``noise - patch``. All ranks of a
+    sequence need the same ``time`` and ``label`` (batch,), and their parts of the same ``noise``. ``real`` (n,) is
+    False for the padding of an uneven shard: ``sequence.shard(torch.ones(config.tokens), 0).bool()``. Pass both
     results to ``global_mean``.
     """
     t = time.to(patches.dtype).view(-1, 1, 1)
     velocity = model((1 - t) * patches + t * noise, positions, time, label, attention)
     error = (velocity - (noise - patches)).where(real.unsqueeze(-1), 0)
-    at_least = torch.promote_types(error.dtype, torch.float32)
-    return error.square().sum(dtype=at_least), real.sum() * (len(patches) * patches.shape[-1])
+    dtype = torch.promote_types(error.dtype, torch.float32)
+    return error.square().sum(dtype=dtype), real.sum() * (len(patches) * patches.shape[-1])
 
 
 @torch.no_grad()
 def sample(model: DiT, noise: Tensor, label: Tensor, positions: Tensor, attention: Attention, steps: int) -> Tensor:
-    """Patches of images (this rank's, if sharded), by ``steps`` equal Euler steps from noise, time 1, to time 0."""
+    """Generate patches (this rank's, if sharded) with ``steps`` equal Euler steps from noise at time 1 to time 0."""
     if steps < 1:
-        raise ValueError(f"a sampler needs at least 1 step, got {steps}")
+        raise ValueError(f"steps must be at least 1, got {steps}")
     patches = noise
     for step in range(steps, 0, -1):
         time = torch.full((len(noise),), step / steps, dtype=torch.float64, device=noise.device)

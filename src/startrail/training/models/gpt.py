@@ -1,7 +1,7 @@
 """A GPT: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
 
-It sees tokens only through the attention it is given and the positions of its tokens, so the same model runs on one
-process and on this rank's part of a sequence.
+Tokens interact only through the attention function and their positions, both arguments, so the same model runs on one
+process and on one rank's part of a sequence.
 
 >>> from functools import partial
 >>> from startrail.training.models.configs import GPT_CONFIGS
@@ -24,7 +24,7 @@ from startrail.training.models.transformer import Attention, angles, merge_heads
 
 
 class GPT(nn.Module):
-    """Tokens to hidden states; the loss takes those with ``output_weight``, so that nobody need make all the logits."""
+    """Maps tokens to hidden states; the loss takes them and ``output_weight``, to avoid holding all logits."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -36,28 +36,28 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise, also what was built on the meta device and then given memory."""
+        """Initialize all parameters, also of a model that was built on the meta device."""
         for name, parameter in self.named_parameters():
             self.reset_parameter(name, parameter)
 
     def reset_parameter(self, name: str, parameter: Tensor) -> None:
-        """Initialise the parameter of that name alone, so that a sharded model can be filled one by one."""
+        """Initialize one parameter, so that a sharded model can be filled one parameter at a time."""
         if parameter.dim() == 1:
             nn.init.ones_(parameter)
         else:
-            # what is added to the residual stream is smaller, so that its variance does not grow with the depth
+            # projections into the residual stream start smaller, so that its variance does not grow with depth
             added = name.endswith(("output.weight", "down.weight"))
             nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** 0.5 if added else 0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """(batch, n) tokens -> (batch, n, width) hidden states, normalised for the output.
+        """(batch, n) tokens -> (batch, n, width) hidden states, normalized for the output.
 
-        ``positions``, (n,) or (batch, n), are global: ``sequence.positions()``. With packed documents they may restart
-        in every document or not: rotary attention depends only on how far a query is from a key, and those of different
-        documents never meet, so both give the same result.
+        ``positions``, (n,) or (batch, n), are global: ``sequence.positions()``. With packed documents they may
+        also restart in every document: rotary attention depends only on the distance of query and key, and documents do
+        not attend to each other, so the result is the same.
         """
         x = self.embedding(tokens)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # the residual stream, whatever weights are gathered in
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # residual stream: at least float32
         turn = angles(positions, self.config.head_dim // 2, self.config.rotary_base)
         if turn.dim() == 3:
             turn = turn.unsqueeze(1)  # the same for all heads
@@ -72,19 +72,19 @@ class GPT(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """For the few positions that are sampled from; to train, use ``chunked_cross_entropy``."""
+        """Logits of a few positions, for sampling; training uses ``chunked_cross_entropy``."""
         return F.linear(hidden, self.output_weight)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Where weights are gathered in bfloat16 the residual stream is wider: torch's fused kernel wants one dtype."""
+    """Converts bfloat16 weights to the dtype of the residual stream: torch's fused kernel needs one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, list(self.normalized_shape), self.weight.to(x.dtype), self.eps)
 
 
 class GPTBlock(nn.Module):
-    """One layer: attention, then SwiGLU, each on a normalised copy and added to the residual stream."""
+    """One layer: attention, then SwiGLU, each on a normalized copy and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class GPTBlock(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every pair (i, i + dim/2) of the last dimension by its angle, in the angles' precision.
+    """Rotate every pair (i, i + dim/2) of the last dimension by its angle, in the angles' precision.
 
     >>> quarter = torch.tensor([torch.pi / 2])
     >>> rotate(torch.tensor([1.0, 0.0]), quarter.cos(), quarter.sin()).round().tolist()

@@ -1,4 +1,4 @@
-"""What both transformers share: the attention they are given, angles of positions, and heads."""
+"""Shared by both transformers: the type of attention functions, angles of positions, splitting of heads."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# (q, k, v) -> out, all (batch, heads, tokens, head dim), k and v possibly with fewer heads. On one process that is
+# (q, k, v) -> out, all (batch, heads, tokens, head dim), k and v possibly with fewer heads. On one process it is
 #   partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-# and sequence-parallel, where tokens are this rank's,
+# and sequence-parallel, with this rank's tokens,
 #   partial(sequence.attention, causal=True)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def angles(positions: Tensor, count: int, base: float) -> Tensor:
-    """``count`` angles for every position, from 1 radian a position down to almost 1 / base.
+    """``count`` angles for every position, from 1 radian per position down to almost 1 / base.
 
     In float64: at position 1,000,000 a float32 product can be off by 0.06 radians.
 
