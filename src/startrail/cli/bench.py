@@ -29,8 +29,8 @@ TRAIN = (
     "lab. The prediction is the planner's for this machine, as `startrail doctor` measures it with as many ranks."
 )
 MEMORY = (
-    "Compares the peak memory of a rank with the estimate that training prints at its start and with the planner's. "
-    "The exit code is 1 if one of them is too far off. First the sequence grows on a fixed number of ranks, then both "
+    "Compares the peak memory per rank with the estimate of the planner, which training prints at its start. "
+    "The exit code is 1 if an estimate is more than 10 % off. First the sequence grows on a fixed number of ranks, then both "
     "grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². Each run "
     "is one step in new ranks."
 )
