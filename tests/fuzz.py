@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from startrail.diagnostics.exactness import check_cases
-from startrail.diagnostics.reference import USES, Case, coarser, visible_pairs
+from startrail.diagnostics.reference import CALL_STYLES, Case, limiting_dtype, visible_pairs
 from startrail.engine.wire import DTYPES
 from startrail.launch.local import RankError, run_local
 from startrail.planner.auto import plan_for_heads
@@ -77,7 +77,7 @@ def random_case(seed: int) -> Case:
         lse=rng.random() < 0.2,
         softcap=rng.choice([None] * 6 + [0.5, 3.0]),
         seed=seed,
-        use=rng.choice([*USES, "plain"]),
+        call_style=rng.choice([*CALL_STYLES, "plain"]),
         **layer,
     )
 
@@ -185,7 +185,8 @@ def _spoilt(case: Case) -> tuple[list[Tensor], Truth, Truth]:
     rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
     dim = case.head_dim if case.value_dim is None else case.value_dim
     shapes = [(case.q_heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, dim), (case.q_heads, dim)]
-    tensors = [torch.randn(case.batch, h, case.length, d, generator=generator).to(coarser(case)) for h, d in shapes]
+    dtype = limiting_dtype(case)
+    tensors = [torch.randn(case.batch, h, case.length, d, generator=generator).to(dtype) for h, d in shapes]
     for x in rng.sample(tensors, rng.choice([1, 1, 2])):
         for _ in range(rng.choice([1, 1, 2])):
             place = tuple(rng.randrange(size) for size in x.shape)
@@ -231,7 +232,7 @@ def _unlike_alone(case: Case, tensors: list[Tensor], least: Truth, most: Truth) 
         lost, gained = (finite & ~should_be).sum().item(), (~finite & high.isfinite()).sum().item()
         if lost or gained:
             wrong.append(f"{name}: {lost} numbers are finite that should not be, {gained} are not that should be")
-        allowed = max(1e-4, 16 * torch.finfo(coarser(case)).eps) * (1 + low.nan_to_num().abs().max())
+        allowed = max(1e-4, 16 * torch.finfo(limiting_dtype(case)).eps) * (1 + low.nan_to_num().abs().max())
         off = (mine.double() - low).abs()[finite & should_be]
         if (off > allowed).any():
             wrong.append(f"{name}: {off.max().item():.2e} off, allowed {allowed:.2e}")
@@ -266,8 +267,9 @@ def test_random_cases_cover_the_ground():
     assert any(case.documents and case.window and case.causal for case in cases)
     for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse", "softcap"):
         assert sum(bool(getattr(case, name)) for case in cases) > 15, name
-    assert all(sum(case.use == use for case in cases) > 15 for use in USES)
-    assert {case.use for case in cases} == set(USES) and {case.wire_dtype for case in cases} == {None, *DTYPES}
+    assert all(sum(case.call_style == style for case in cases) > 15 for style in CALL_STYLES)
+    assert {case.call_style for case in cases} == set(CALL_STYLES)
+    assert {case.wire_dtype for case in cases} == {None, *DTYPES}
     assert any(len(p.levels) == 3 and p.size == 12 for p in plans if p.family is not STAR)
     assert plan_for_heads(find_cluster("a100-4x8@2x4"), 8, 2).plan.size == 8
 

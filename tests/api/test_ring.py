@@ -37,4 +37,4 @@ def test_a_plain_ring_is_exact_forward_and_backward(world, causal):
     for rank, errors in enumerate(run_local(on_rank, world, deadline=60)):
         for name, error in zip(data.exact, errors, strict=True):
             allowed = 2 * data.yardstick[name].worst
-            assert error.beyond <= allowed, f"rank {rank}: {name} is off by {error.beyond:.1e}, allowed {allowed:.1e}"
+            assert error.excess <= allowed, f"rank {rank}: {name} is off by {error.excess:.1e}, allowed {allowed:.1e}"

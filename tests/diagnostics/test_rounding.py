@@ -132,7 +132,7 @@ def test_mistakes_are_not_taken_for_roundings(monkeypatch, mistake):
 @pytest.mark.parametrize("wrong", [lambda x: x * (1 + 2.0**-22), lambda x: narrow(x), lambda x: x - 0.01])
 def test_the_largest_logits_are_rounded_once(monkeypatch, wrong):
     case = Case("1x2", 2, length=64, head_dim=64, scale=1.0)
-    assert case.wants_largest and not check_cases([case])[0].verdict()
+    assert case.with_max_logits and not check_cases([case])[0].verdict()
     exactly = largest._exactly
     monkeypatch.setattr(largest, "_exactly", lambda *arguments: wrong(exactly(*arguments)))
     assert any("largest" in text for text in check_cases([case])[0].verdict())
@@ -146,4 +146,4 @@ def test_errors_beyond_what_an_element_may_err_are_found_though_others_may_err_m
     spoilt = exact.flatten().clone()
     spoilt[place] += 20 * floor.deviation.flatten()[place]
     found = Error.of(spoilt.view_as(exact), exact, floor)
-    assert found.beyond == found.worst < floor.each.max()
+    assert found.excess == found.worst < floor.each.max()

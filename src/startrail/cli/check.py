@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from startrail.diagnostics.cluster_check import check_on_group, table, typical_cases
-    from startrail.diagnostics.exactness import check_cases, check_room, where
+    from startrail.diagnostics.exactness import check_cases, check_memory, environment_text
     from startrail.diagnostics.reference import Case
     from startrail.launch.heartbeat import WaitLimit
     from startrail.launch.local import RankError
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     if not launched:
-        check_room(case)
+        check_memory(case)
     case.validate()
     cases = typical_cases(case) if arguments.plan == "all" else [case]
     device, rank = torch.device("cpu"), 0
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if rank == 0:
         one = len(cases) == 1
-        print(reports[0].text(case, device) if one else f"{where(device, cases)}\n\n{table(cases, reports)}")
+        print(reports[0].text(case, device) if one else f"{environment_text(device, cases)}\n\n{table(cases, reports)}")
     if launched:
         torch.distributed.destroy_process_group()
     return 1 if any(report.verdict() for report in reports) else 0

@@ -1,5 +1,5 @@
-"""A first look at a cluster: `check` on the ranks and devices that torchrun has started, several plans and dtypes in
-one table to paste into an issue."""
+"""``startrail check`` under torchrun: several plans and dtypes on the cluster's own ranks and devices, in one table to
+paste into an issue."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from startrail.geometry.mask import Mask
 
 
 def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
-    """Run cases on the ranks of the default process group, each on its own ``device``; every rank gets the reports.
-    A case that raises, such as by a kernel that a GPU does not have, is a report, too: the others are worth having."""
+    """Run cases on the ranks of the default process group, each on its own ``device``, and return the reports on every
+    rank. A case that raises, for example because a GPU lacks a kernel, gives a failed report; the others still run."""
     plans: Plans = {}
-    return [_merged(_everyones(case, device, plans)) for case in cases]
+    return [_merge(_gather_reports(case, device, plans)) for case in cases]
 
 
-def _everyones(case: Case, device: torch.device, plans: Plans) -> list[Report]:
-    """All ranks' reports of one case. They begin it together, or not at all: nobody waits for one that could not."""
+def _gather_reports(case: Case, device: torch.device, plans: Plans) -> list[Report]:
+    """All ranks' reports of one case. If any rank cannot prepare it, no rank starts, so no rank waits for another."""
 
-    def tried(function: Callable[[], Report | CaseData]) -> tuple[Report | CaseData | None, str]:
+    def attempt(function: Callable[[], Report | CaseData]) -> tuple[Report | CaseData | None, str]:
         try:
             return function(), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
-    data, problem = tried(lambda: make_data(case, device))
+    data, problem = attempt(lambda: make_data(case, device))
     problems = gather_texts(problem, device=device)
     if any(problems):
-        return [_failed([text] if text else []) for text in problems]
+        return [_failed_report([text] if text else []) for text in problems]
     assert isinstance(data, CaseData)
-    report, problem = tried(lambda: check_on_rank(case, data, parallel_for(case, plans)))
-    mine = report if isinstance(report, Report) else _failed([problem])
-    return [_report(json.loads(text)) for text in gather_texts(json.dumps(asdict(mine)), device=device)]
+    report, problem = attempt(lambda: check_on_rank(case, data, parallel_for(case, plans)))
+    mine = report if isinstance(report, Report) else _failed_report([problem])
+    return [_report_from(json.loads(text)) for text in gather_texts(json.dumps(asdict(mine)), device=device)]
 
 
-def _failed(problems: list[str]) -> Report:
-    """Of a case that has no results."""
+def _failed_report(problems: list[str]) -> Report:
+    """The report of a case without results."""
     return Report({}, {}, {}, {}, {}, 0.0, 0.0, problems)
 
 
-def _merged(reports: Sequence[Report]) -> Report:
+def _merge(reports: Sequence[Report]) -> Report:
     if all(report.errors for report in reports):
         return merge(reports)
-    told: dict[str, list[str]] = {}
+    ranks_by_problem: dict[str, list[str]] = {}
     for rank, report in enumerate(reports):
         for problem in report.problems:
-            told.setdefault(problem, []).append(str(rank))
-    return _failed([f"rank {', '.join(ranks)}: {problem}" for problem, ranks in told.items()])
+            ranks_by_problem.setdefault(problem, []).append(str(rank))
+    return _failed_report([f"rank {', '.join(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items()])
 
 
-def _report(fields: dict[str, Any]) -> Report:
+def _report_from(fields: dict[str, Any]) -> Report:
     errors = {name: {key: Error(*found) for key, found in fields[name].items()} for name in ("errors", "yardstick")}
     return Report(**{**fields, **errors})
 
 
 def typical_cases(case: Case) -> list[Case]:
-    """``case``, causal, in float32 and bfloat16 with the plans that fit its ranks: a ring, heads, teams and rings, both
-    together, and what keeps and groups; and with a ring and with heads in float16, with packed documents, with a
-    window that reaches over whole shards, and with fewer key/value heads."""
+    """``case``, causal, in float32 and bfloat16 with the plans that fit its ranks: a ring, heads, teams with rings,
+    heads with rings, and one with keep and groups. Also a ring and heads in float16, with packed documents, with a
+    window wider than a shard, and with fewer KV heads."""
     world, ring, heads = case.world, f"1x{case.world}", f"u{case.world}"
     texts = [ring, heads]
     if world % 2 == 0:
@@ -79,11 +79,11 @@ def typical_cases(case: Case) -> list[Case]:
         one = replace(plain, plan=text)
         found += [replace(one, dtype=torch.float16), replace(one, documents=documents)]
         found += [replace(one, window=case.length // 3 + 1), replace(one, kv_heads=shared)]
-    return [case for case in found if _runs(case)]
+    return [case for case in found if _is_valid(case)]
 
 
-def _runs(case: Case) -> bool:
-    """Whether the plan can: it may need more heads than there are."""
+def _is_valid(case: Case) -> bool:
+    """True if the plan can run the case; some plans need more heads."""
     try:
         case.validate()
     except ValueError:
@@ -92,7 +92,7 @@ def _runs(case: Case) -> bool:
 
 
 def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
-    """One line a case: the worst of our errors by the worst allowed, and the bytes."""
+    """One line per case: the largest ratio of our errors to SDPA's, and the bytes."""
     lines = [
         f"{'plan':28s} {'dtype':9s} {'heads':>7s} {'mask':20s} {'rms of SDPA':>12s} {'worst':>8s} {'bytes sent':>14s}"
     ]

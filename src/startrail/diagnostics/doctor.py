@@ -1,4 +1,4 @@
-"""``startrail doctor``: what this machine, or under torchrun all ranks, have and reach, and what is odd about it."""
+"""``startrail doctor``: describes and measures this machine or, under torchrun, all ranks, and names outliers."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from startrail.planner.cluster import cluster_text
 from startrail.planner.live.measure import Measured, cpu_name, measure, no_progress, own_device
 from startrail.planner.topology import Machine
 
-DEADLINE = 120.0  # seconds that any one wait may take
+TIMEOUT_SECONDS = 120.0  # of any one wait
 PACKAGES = ("torch", "flash-attn", "triton", "transformers", "diffusers", "pyroute2", "matplotlib")
-FEW_FILES = 4096  # open files: each pair of ranks has a connection, for every level
+MIN_OPEN_FILES = 4096  # each pair of ranks has a connection per level
 
 
 def doctor_command(out: str | None, ranks: int) -> int:
-    """The exit code. ``ValueError`` is the caller's to show."""
+    """Run the command and return its exit code. Raises ``ValueError`` for wrong options."""
     if ranks < 1:
         raise ValueError(f"--ranks {ranks} must be at least 1")
     if out is not None and not Path(out).absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {Path(out).absolute().parent}")
+        raise ValueError(f"--out {out}: folder {Path(out).absolute().parent} does not exist")
     if "RANK" in os.environ:
         return _under_torchrun(out)
     check_ranks(ranks)
     torch.set_num_threads(1)
     print(facts())
     if ranks == 1:
-        _report(measure(None, Machine(1, 1), _bar), out)
+        _report(measure(None, Machine(1, 1), _progress_bar), out)
         return 0
 
     def on_rank(rank: int) -> Measured:
-        return measure(dist.group.WORLD, Machine(1, ranks), no_progress if rank else _bar)
+        return measure(dist.group.WORLD, Machine(1, ranks), no_progress if rank else _progress_bar)
 
     try:
         found = run_local(on_rank, ranks)
@@ -59,7 +59,7 @@ def doctor_command(out: str | None, ranks: int) -> int:
 def _under_torchrun(out: str | None) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(timeout=timedelta(seconds=DEADLINE))
+    dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
     lead = dist.get_rank() == 0
     world = dist.get_world_size()
     machine = Machine.of_ranks(range(world), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
@@ -67,7 +67,7 @@ def _under_torchrun(out: str | None) -> int:
         print(facts())
         nodes = f"{machine.nodes} nodes of {machine.ranks_per_node}"
         print(f"process group: {world} ranks, {nodes}, {dist.get_backend_config()}")
-    found = measure(dist.group.WORLD, machine, _bar if lead else no_progress)
+    found = measure(dist.group.WORLD, machine, _progress_bar if lead else no_progress)
     if lead:
         _report(found, out)
     dist.barrier()
@@ -76,25 +76,28 @@ def _under_torchrun(out: str | None) -> int:
 
 
 def facts() -> str:
-    """What can be said without measuring."""
+    """Versions, devices, kernels, limits and environment: everything that needs no measurement."""
     lines = [f"startrail {__version__}, Python {platform.python_version()}, {platform.platform()}"]
     lines.append("packages: " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU that torch can use"
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU usable by torch"
     lines.append(f"devices: {names}; {os.cpu_count()} cores, {cpu_name()}")
     lines += [f"kernels: {line}" for line in _kernels()]
     lines.append(f"backends of torch.distributed: {', '.join(_backends())}")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+    hint = " (low: raise it with ulimit -n)" if files < MIN_OPEN_FILES else ""
     lines.append(
-        f"limits: {files} open files{' (few: raise it with ulimit -n)' if files < FEW_FILES else ''}, locked memory "
+        f"limits: {files} open files{hint}, locked memory "
         f"{'unlimited' if locked < 0 else f'{locked / 2**20:.0f} MiB'}, {shared / 2**30:.1f} GiB free in /dev/shm"
     )
-    set_ = {
+    settings = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_", "STARTRAIL_"))
     }
-    lines.append("environment: " + (", ".join(f"{name}={value}" for name, value in set_.items()) or "nothing set"))
+    lines.append(
+        "environment: " + (", ".join(f"{name}={value}" for name, value in settings.items()) or "no variables set")
+    )
     return "\n".join(lines)
 
 
@@ -106,7 +109,7 @@ def _version(name: str) -> str:
 
 
 def _kernels() -> list[str]:
-    """Which kernel would compute what, and why."""
+    """The kernel for each dtype, and the reason for it."""
     device = own_device()
     dtypes = (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
     lines = []
@@ -125,7 +128,7 @@ def _backends() -> list[str]:
     return [name for name, there in names.items() if there]
 
 
-def _bar(text: str, share: float) -> None:
+def _progress_bar(text: str, share: float) -> None:
     if sys.stderr.isatty():
         filled = int(30 * share)
         end = "\n" if share >= 1 else ""
@@ -143,9 +146,9 @@ def _report(found: Measured, out: str | None) -> None:
     print(f"measured: copies {device.copy / 1e9:.1f} GB/s, a kernel call {seconds_text(device.call)}")
     for level in cluster.levels:
         if level.size > 1:
-            whose = "one link for all ranks of a " + level.name if level.shared else "one link a rank"
+            sharing = f"one link shared by all ranks of a {level.name}" if level.shared else "one link per rank"
             print(
-                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({whose}), "
+                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), "
                 f"latency {seconds_text(level.latency)}"
             )
     for line in found.odd:

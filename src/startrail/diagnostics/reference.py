@@ -1,7 +1,7 @@
-"""What attention should give: random inputs of a case, the float64 truth, and what single-process attention errs on it.
+"""The reference: random inputs of a case, exact results in float64, and the errors of single-process attention.
 
-The reference is dense attention written from the masks' definition, with autograd's gradients for random cotangents; it
-shares nothing with the engine.
+The reference is dense attention written from the definition of masks, with autograd's gradients for random cotangents.
+It shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from startrail.parallel import SequenceParallel
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 
-# How a case calls attention: on plain tensors; on views with gaps, as (batch, tokens, heads, dim) projections give
-# them; with a cotangent that repeats a few numbers, as a sum of the output gives it; with gradients of some inputs
-# only; or with another call before it, whose backward pass comes after its own (nested) or before it (in turn).
-TWO_CALLS = ("nested", "in turn")
-USES = ("plain", "strided", "expanded", "q only", "k and v only", *TWO_CALLS)
+# How a case calls attention: on plain tensors; on strided views, as projections to (batch, tokens, heads, dim) give;
+# with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; or after another call,
+# whose backward pass comes after its own (nested) or before it (in turn).
+TWO_CALL_STYLES = ("nested", "in turn")
+CALL_STYLES = ("plain", "strided", "expanded", "q only", "k and v only", *TWO_CALL_STYLES)
 CPU = torch.device("cpu")
 
 
 class Error(NamedTuple):
-    """Root-mean-square and largest absolute error, the largest of an element that errs more than arithmetic may, and
-    the root mean square of errors in the deviations of arithmetic's.
+    """Root-mean-square and largest absolute error; the largest error of an element that exceeds its floor; and the
+    root mean square of errors in units of their expected deviations.
 
-    >>> may = Floor(deviation=torch.tensor([0.1, 0.1, 0.5]), each=torch.tensor([0.3, 0.3, 1.5]))
+    >>> floor = Floor(deviation=torch.tensor([0.1, 0.1, 0.5]), each=torch.tensor([0.3, 0.3, 1.5]))
     >>> ours, truth = torch.tensor([1.5, 3.0, 5.0]), torch.tensor([1.0, 3.0, 4.0])
-    >>> worst, beyond, spread = Error.of(ours, truth, may)[1:]
-    >>> worst, beyond, round(spread**2, 2)      # (5² + 0² + 2²) / 3
+    >>> worst, excess, spread = Error.of(ours, truth, floor)[1:]
+    >>> worst, excess, round(spread**2, 2)      # (5² + 0² + 2²) / 3
     (1.0, 0.5, 9.67)
     """
 
     rms: float
     worst: float
-    beyond: float
+    excess: float
     spread: float
 
     @classmethod
-    def of(cls, ours: Tensor, truth: Tensor, may: Floor | None = None) -> Error:
+    def of(cls, ours: Tensor, truth: Tensor, floor: Floor | None = None) -> Error:
         ours = ours.double()
         off = (ours - truth).abs().masked_fill(ours == truth, 0.0)  # also where both are infinite
-        beyond, spread = off, off
-        if may is not None:
-            beyond = off.masked_fill(off <= may.each, 0.0)  # NaN stays
-            spread = (off / may.deviation).masked_fill(off == 0, 0.0)
+        excess, spread = off, off
+        if floor is not None:
+            excess = off.masked_fill(off <= floor.each, 0.0)  # NaN stays
+            spread = (off / floor.deviation).masked_fill(off == 0, 0.0)
         rms = (x.square().mean().sqrt().item() for x in (off, spread))
-        return cls(next(rms), off.max().item(), beyond.max().item(), next(rms))
+        return cls(next(rms), off.max().item(), excess.max().item(), next(rms))
 
     @classmethod
     def worse(cls, a: Error, b: Error) -> Error:
-        return cls(*map(larger, a, b))
+        return cls(*map(nan_max, a, b))
 
     @classmethod
-    def all_of(cls, parts: Sequence[Error]) -> Error:
-        """Of something whose equal parts have these errors."""
+    def combine(cls, parts: Sequence[Error]) -> Error:
+        """The error of a tensor whose equal parts have these errors."""
         rms, spread = ((sum(x * x for x in found) / len(parts)) ** 0.5 for found in list(zip(*parts, strict=True))[::3])
         worst = reduce(cls.worse, parts)
-        return cls(rms, worst.worst, worst.beyond, spread)
+        return cls(rms, worst.worst, worst.excess, spread)
 
 
-def larger(a: float, b: float) -> float:
-    """The larger of two errors, NaN if one is: ``max`` may lose it.
+def nan_max(a: float, b: float) -> float:
+    """The larger of two errors, or NaN if either is; ``max`` may drop it.
 
-    >>> larger(1.0, float("nan")), larger(float("nan"), 1.0), larger(1.0, 2.0)
+    >>> nan_max(1.0, float("nan")), nan_max(float("nan"), 1.0), nan_max(1.0, 2.0)
     (nan, nan, 2.0)
     """
     return a if a >= b or a != a else b
@@ -82,6 +82,8 @@ def larger(a: float, b: float) -> float:
 
 @dataclass(frozen=True)
 class Case:
+    """One attention problem: shapes, dtype, mask and options, and the plan that runs it."""
+
     plan: str
     world: int
     length: int = 256
@@ -102,12 +104,12 @@ class Case:
     value_dim: int | None = None
     sinks: bool = False
     softcap: float | None = None
-    lse: bool = False  # whether lse is used too, with a cotangent of its own
+    lse: bool = False  # True if lse is used too, with its own cotangent
     seed: int = 0
-    use: str = "plain"  # of USES
+    call_style: str = "plain"  # of CALL_STYLES
 
     def validate(self) -> None:
-        """Raise here what every rank would raise, before any is started."""
+        """Raise the ``ValueError`` that every rank would raise, before any rank starts."""
         for name in ("world", "length", "batch", "q_heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
@@ -128,18 +130,18 @@ class Case:
         return Mask(self.causal, self.window, self.documents, self.chunk, self.blocks, steps)
 
     @property
-    def wants_largest(self) -> bool:
-        """Whether the largest logits are asked for: not always, since they cost as much again."""
+    def with_max_logits(self) -> bool:
+        """True if the largest logits are requested: not always, since they double the cost."""
         return self.seed % 4 == 0
 
     @property
     def repeated(self) -> tuple[int, int, int, int]:
-        """The shape of the cotangent before it is expanded to the output's, where the use is "expanded"."""
+        """The shape of the cotangent before it is expanded to the output's, in the call style "expanded"."""
         dim = self.head_dim if self.value_dim is None else self.value_dim
         return ((1, 1, 1, 1), (1, 1, 1, dim), (self.batch, self.q_heads, 1, 1), (self.batch, 1, 1, dim))[self.seed % 4]
 
     def parallel(self) -> SequenceParallel:
-        """What runs it on this rank."""
+        """The ``SequenceParallel`` that runs it."""
         return SequenceParallel(
             self.plan,
             heads=self.q_heads,
@@ -152,48 +154,49 @@ class Case:
 
 @dataclass
 class CaseData:
-    """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None) and the float64 truth: by name the exact
-    results, SDPA's errors, and what arithmetic may err whatever SDPA does (`rounding`); and each head's largest logit,
-    if it is asked for, and what may be returned for it at least.
+    """Inputs (q, k, v, dout, and the sinks and lse's cotangent, or None), and by name the exact results in float64,
+    SDPA's errors, and the rounding errors that any correct implementation may have (`rounding`). Also, if requested,
+    each head's largest logit and the smallest value that may be returned for it.
 
-    Why SDPA's errors are not enough: dq and dk add up differences of dout·v and delta. Where a query sees one key the
-    two cancel: the truth is zero, SDPA returns a rounding error of theirs or, in shapes where it happens to add both up
-    in one order, an exact zero.
+    SDPA's errors alone are not enough: dq and dk add up differences of dout·v and delta. Where a query sees one key the
+    two cancel and the exact result is zero. SDPA returns a rounding error or, in shapes where it happens to add both up
+    in the same order, an exact zero.
     """
 
     inputs: list[Tensor | None]
     exact: dict[str, Tensor]
     yardstick: dict[str, Error]
     floor: dict[str, Floor]
-    largest: tuple[Tensor, Tensor] | None
+    max_logits: tuple[Tensor, Tensor] | None
 
 
 def visible_pairs(case: Case) -> Tensor:
-    """(length, length), True where a query sees a key, from the definition."""
+    """(length, length), True where a query sees a key, written from the definition."""
     i = torch.arange(case.length).unsqueeze(1)
     j = torch.arange(case.length).unsqueeze(0)
-    seen = torch.ones(case.length, case.length, dtype=torch.bool)
+    visible = torch.ones(case.length, case.length, dtype=torch.bool)
     if case.causal:
-        seen &= j <= i
+        visible &= j <= i
     if case.window is not None:
-        seen &= (i - j).abs() < case.window
+        visible &= (i - j).abs() < case.window
     if case.chunk is not None:
-        seen &= i // case.chunk == j // case.chunk
+        visible &= i // case.chunk == j // case.chunk
     if case.slices:
-        wanted = torch.zeros_like(seen)
+        wanted = torch.zeros_like(visible)
         for q0, q1, k0, k1, *causal in case.slices:
             inside = (i >= q0) & (i < q1) & (j >= k0) & (j < k1)
             wanted |= inside & (j < k1 - (q1 - 1 - i)) if any(causal) else inside
-        seen &= wanted
+        visible &= wanted
     for start, stop in case.blocks:
-        seen |= (i >= start) & (i < stop) & (j >= start) & (j < stop)
+        visible |= (i >= start) & (i < stop) & (j >= start) & (j < stop)
     if case.documents is not None:
         document = torch.bucketize(torch.arange(case.length), torch.tensor(case.documents[1:]), right=True)
-        seen &= document.unsqueeze(1) == document.unsqueeze(0)
-    return seen
+        visible &= document.unsqueeze(1) == document.unsqueeze(0)
+    return visible
 
 
 def make_data(case: Case, device: torch.device = CPU) -> CaseData:
+    """Random inputs of a case, the same for the same seed, and everything that results are compared with."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -207,18 +210,18 @@ def make_data(case: Case, device: torch.device = CPU) -> CaseData:
         random(case.q_heads, dtype=wide) if case.sinks else None,
         random(*rows, dtype=wide) if case.lse else None,
     ]  # fmt: skip
-    if case.use == "expanded":  # written out: the kernels behind the truth may not know such strides
+    if case.call_style == "expanded":  # contiguous: the reference's kernels may not support such strides
         inputs[3] = random(*case.repeated).expand(*rows, value_dim).contiguous()
     mask = visible_pairs(case).to(device)
     exact = _dense(_as(inputs, torch.float64), mask, case.scale, case.softcap)
     truths = [(inputs, exact)]
-    if case.sinks or case.lse or case.softcap:  # those are written out, with fewer roundings than flash attention has
+    if case.sinks or case.lse or case.softcap:  # computed without flash attention, with fewer roundings
         plain = [*inputs[:4], None, None]
         truths.append((plain, _dense(_as(plain, torch.float64), mask, case.scale)))
     yardstick = dict.fromkeys(exact, Error(0.0, 0.0, 0.0, 0.0))
     for dtype, order in (
-        (coarser(case), torch.arange(case.length)),
-        (coarser(case), torch.randperm(case.length, generator=generator)),
+        (limiting_dtype(case), torch.arange(case.length)),
+        (limiting_dtype(case), torch.randperm(case.length, generator=generator)),
         (accumulator(case.dtype), torch.randperm(case.length, generator=generator)),
     ):
         order = order.to(device)
@@ -228,9 +231,9 @@ def make_data(case: Case, device: torch.device = CPU) -> CaseData:
             for name, x in _dense(_as(ordered, dtype), mask[order][:, order], case.scale, softcap).items():
                 error = Error.of(x, true[name] if name == "dsinks" else true[name][:, :, order])
                 yardstick[name] = Error.worse(yardstick[name], error)
-    largest = _largest(case, inputs, mask) if case.wants_largest else None
-    # float32 is enough for sizes of errors
-    return CaseData(inputs, exact, yardstick, _floor(case, _as(inputs, torch.float32), mask), largest)
+    max_logits = _max_logits(case, inputs, mask) if case.with_max_logits else None
+    # float32 is enough to size errors
+    return CaseData(inputs, exact, yardstick, _rounding_floors(case, _as(inputs, torch.float32), mask), max_logits)
 
 
 def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
@@ -239,43 +242,43 @@ def _as(inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | No
     return [None if x is None else x.to(dtype if place < 4 else wide) for place, x in enumerate(inputs)]
 
 
-def coarser(case: Case) -> torch.dtype:
-    """What the results can be no better than: the inputs' dtype or the wire's, if there is one."""
+def limiting_dtype(case: Case) -> torch.dtype:
+    """The dtype that limits the precision of results: the inputs' or the wire's, whichever is coarser."""
     wire = case.wire_dtype or case.dtype if case.world > 1 else case.dtype
     return wire if torch.finfo(wire).eps > torch.finfo(case.dtype).eps else case.dtype
 
 
-def _largest(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each head's largest logit, and the smallest that arithmetic may take for it: of two logits a and b, b may look as
-    large as a if a - b is no more than what both may err when they are computed."""
-    q, k = (x.to(coarser(case)).double() for x in inputs[:2] if x is not None)  # what travels is rounded
+def _max_logits(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Each head's largest logit, and the smallest that may be returned for it: of two logits a and b, b can appear as
+    large as a if a - b is at most the sum of their rounding errors."""
+    q, k = (x.to(limiting_dtype(case)).double() for x in inputs[:2] if x is not None)  # the wire rounds them
     k, scale = k.repeat_interleave(case.q_heads // case.kv_heads, 1), case.scale or case.head_dim**-0.5
     scores = (q @ k.mT * scale).masked_fill_(~mask, float("-inf"))
     largest = scores.amax((0, 2, 3))
-    # n roundings of a sum of products, whatever their order, are at most n u of the sum of absolute values; a kernel
-    # for half precision may round the logit to that
-    errs = (case.head_dim + 1) * torch.finfo(accumulator(case.dtype)).eps / 2 * scale * (q.abs() @ k.abs().mT)
-    errs += torch.finfo(coarser(case)).eps / 2 * scores.nan_to_num(neginf=0.0).abs()
-    highest = (scores - errs).amax((0, 2, 3)).view(1, -1, 1, 1)
-    return largest, scores.masked_fill_(scores + errs < highest, float("inf")).amin((0, 2, 3))
+    # n roundings of a sum of products, in any order, are at most n u of the sum of absolute values; a kernel for half
+    # precision may round the logit to half precision
+    errors = (case.head_dim + 1) * torch.finfo(accumulator(case.dtype)).eps / 2 * scale * (q.abs() @ k.abs().mT)
+    errors += torch.finfo(limiting_dtype(case)).eps / 2 * scores.nan_to_num(neginf=0.0).abs()
+    highest = (scores - errors).amax((0, 2, 3)).view(1, -1, 1, 1)
+    return largest, scores.masked_fill_(scores + errors < highest, float("inf")).amin((0, 2, 3))
 
 
-def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Floor]:
+def _rounding_floors(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Floor]:
     q, k, v, dout, sinks, dlse = inputs
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks, case.softcap)
-    parts = 2 * case.world  # every rank has two runs of keys; no more are counted where worlds share a truth
+    parts = 2 * case.world  # two runs of keys per rank; worlds that share a reference count no more
     call = Attention(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
-    coarse, wide = coarser(case), accumulator(coarser(case))
+    coarse, wide = limiting_dtype(case), accumulator(limiting_dtype(case))
     unit = torch.finfo(wide).eps / 2
     if wide == torch.float64:
-        unit *= 2**0.5  # the truth is float64 as well: the variances of its errors and of ours add up
+        unit *= 2**0.5  # the reference is float64 too: the variances of both errors add up
     floors = {name: floor_of(variance, unit) for name, variance in call.variances().items()}
-    if case.world > 1 and coarse != wide:  # partial results are rounded to what travels, and may cancel
+    if case.world > 1 and coarse != wide:  # partial results are rounded to the wire's dtype, and may cancel
         unit = torch.finfo(coarse).eps / 2
-        variance, total = call.travelled()
+        variance, total = call.sent_outputs()
         deviation, each = floor_of(variance, unit)
         floors["out"] = Floor(deviation, each.minimum(unit * total).maximum(floors["out"].each))
         for name, total in call.sizes().items():
@@ -287,7 +290,7 @@ def _floor(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[st
 def _softmax(
     q: Tensor, k: Tensor, mask: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The weights of the keys, and lse; rows that see nothing have weights 0."""
+    """The weights of the keys, and lse; rows that see no keys have weights 0."""
     scores = q @ k.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -295,20 +298,20 @@ def _softmax(
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
     lse = scores.logsumexp(-1)
-    blind = lse.isinf().unsqueeze(-1)
-    weights = torch.where(blind, 0.0, scores.masked_fill(blind, 0.0).softmax(-1))  # not by lse, which is rounded
+    masked = lse.isinf().unsqueeze(-1)
+    weights = torch.where(masked, 0.0, scores.masked_fill(masked, 0.0).softmax(-1))  # not from lse, which is rounded
     return weights[..., : k.shape[2]], lse
 
 
 def _dense(
     inputs: Sequence[Tensor | None], mask: Tensor, scale: float | None, softcap: float | None = None
 ) -> dict[str, Tensor]:
-    """Everything that attention returns, and every gradient, on one process."""
+    """All results of attention and all gradients, on one process."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3] if x is not None)
     dout, sinks, dlse = inputs[3:]
     if sinks is None and dlse is None and softcap is None:
         widest, width = max(q.shape[3], v.shape[3]), v.shape[3]
-        wq, wk, wv = (F.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))  # or it is not flash attention
+        wq, wk, wv = (F.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))  # flash attention needs equal widths
         scale, grouped = scale or q.shape[3] ** -0.5, q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(wq, wk, wv, mask, scale=scale, enable_gqa=grouped)[..., :width]
         grads = torch.autograd.grad(out, (q, k, v), dout)

@@ -1,16 +1,16 @@
-"""What correct arithmetic may err: how the roundings of attention, one after another, add up in each of its results.
+"""The rounding error of a correct implementation: how the roundings of attention add up in each of its results.
 
-A rounding errs by at most u = eps / 2 of the power of two below its result, evenly spread: its variance is u² / 3 of
-that power's square. Of the result's own square it is that divided by m², m from 1 to 2 being the result's mantissa. All
-mantissas are met, those near 1 most often (with density 1 / (m ln 2)), so that 1 / m² is 3 / (8 ln 2) = 0.54 on
-average. u² / 3 times this is ``ROUNDING``, the unit of every variance here.
+A rounding error is uniform, and at most u = eps / 2 of the power of two below the result, so its variance is u² / 3 of
+that power's square. Relative to the result's own square, divide by m², where m in [1, 2) is the mantissa. Mantissas
+have density 1 / (m ln 2), so 1 / m² is 3 / (8 ln 2) = 0.54 on average. u² / 3 times this is ``ROUNDING``, the unit of
+every variance here.
 
-Roundings are independent, so their variances add up, each with the square of what its error is multiplied by on its way
-to the result (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). The worst case, where
-all roundings conspire, is some hundred times larger and would hide mistakes.
+Roundings are independent, so their variances add up, each times the square of the factor between its error and the
+result (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). The worst
+case, where all errors have the same sign, is about a hundred times larger and would hide mistakes.
 
-One process's own errors are much the same. They are a fair yardstick where there are many numbers, but not where there
-are few: with two tokens single-process attention may be exact by luck.
+The errors of one process are similar. They are a fair yardstick for many numbers, but not for few: with two tokens,
+single-process attention may be exact by luck.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHANCE = 1e-7  # that correct arithmetic exceeds a bound: 1 % that it does in 10,000 cases of ten bounds each
+CHANCE = 1e-7  # of a correct result exceeding a bound: 1 % for 10,000 cases of ten bounds each
 ROUNDING = 1 / (8 * log(2))  # of a result's square, in u²: 0.18
-EXP = 4.0  # exp, log and sigmoid are right to a unit in the last place: twice u
+EXP = 4.0  # exp, log and sigmoid are accurate to one unit in the last place: twice u
 
 
 def of_sum(total: Tensor, squares: Tensor | float, terms: Tensor | float, products: bool = True) -> Tensor:
-    """The variance of a sum of so many ``terms``, added one to another in whatever order; ``squares`` is the sum of
-    their squares. If they are ``products``, each is multiplied and added with one rounding.
+    """The variance of a sum of ``terms`` numbers, added in any order; ``squares`` is the sum of their squares. If they
+    are ``products``, each is multiplied and added with one rounding.
 
     The sum of the first j of n terms is rounded, from j = 1 on if they are products, else from j = 2 on. Over all
     orders its square is on average (j/n)² total² + j(n-j) / (n(n-1)) (squares - total²/n): this adds that up.
@@ -47,8 +47,8 @@ def of_sum(total: Tensor, squares: Tensor | float, terms: Tensor | float, produc
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention call, and what it gives: ``weights`` of the keys and ``lse``, with the sinks. k and v have as many
-    heads as q, ``kv_heads`` of them different; ``parts`` are the partial results that are merged, at most."""
+    """An attention call and its results: ``weights`` of the keys and ``lse``, with sinks. k and v have as many heads as
+    q, ``kv_heads`` of them different. At most ``parts`` partial results are merged."""
 
     q: Tensor
     k: Tensor
@@ -64,7 +64,7 @@ class Attention:
     parts: int
 
     def variances(self) -> dict[str, Tensor]:
-        """Of out, dq, dk, dv, lse and dsinks.
+        """The variances of out, dq, dk, dv, lse and dsinks.
 
         One token, v = 3: the weight is 1, and 3 is multiplied by it, divided by the sum of weights, merged.
 
@@ -77,11 +77,11 @@ class Attention:
         dim, width = q.shape[3], v.shape[3]
         seen, seeing = (self.mask.sum(side).to(q.dtype) for side in (1, 0))
         lse = self.lse.nan_to_num(neginf=0.0)
-        # a row's share of the sink, and what there is without it: it is merged last
+        # the sink's share of a row, and the row without it: the sink is merged last
         sink = torch.zeros_like(lse) if self.sinks is None else self.sinks.to(q.dtype).view(1, -1, 1).expand_as(lse)
         rest = torch.zeros_like(lse) if self.sinks is None else (sink - lse).exp()
         share = self.weights.sum(-1)
-        share = share.where(share > 0, 1.0)  # a row that sees nothing has no weights, and no errors
+        share = share.where(share > 0, 1.0)  # a row that sees no keys has no weights and no errors
         alone = lse + share.log()
         squares = self.weights.square()
         inner = squares / share.square().unsqueeze(-1)
@@ -92,21 +92,21 @@ class Attention:
         logits = of_sum(scores, q.square() @ k.square().mT * scale**2, dim) + scores.square()
         # a weight, relative to itself: a logit less the row's lse, and exp
         weight = logits + (scores - alone.unsqueeze(-1)).square() + EXP
-        # of lse, which the backward pass takes from the forward pass: all logits' errors, and two roundings of its own
+        # lse, which the backward pass takes from the forward pass: the errors of all logits, and two more roundings
         of_lse = (inner * logits).sum(-1) + 2 * alone.square() + EXP
-        # what a sink leaves: exp of logsigmoid of the distance
+        # the share that the sink leaves: exp of logsigmoid of the distance
         of_share = of_lse + (alone - sink).square() + share.log().square() + 2 * EXP
         if self.sinks is None:
             of_share = torch.zeros_like(lse)
 
-        # out: where all weights err alike, nothing errs
+        # out: an error common to all weights cancels
         errs = inner * weight
         of_out = errs @ v.square() - 2 * out * (errs @ v) + out.square() * errs.sum(-1, keepdim=True)
-        of_out = of_out.clamp(min=0.0) + self._summed(out, inner @ v.square(), seen.unsqueeze(-1), of_merges=True)
+        of_out = of_out.clamp(min=0.0) + self._summed(out, inner @ v.square(), seen.unsqueeze(-1), is_merge=True)
         of_norm = of_sum(torch.ones_like(lse), inner.sum(-1), seen, products=False)
         of_out = of_out + out.square() * (of_norm.unsqueeze(-1) + 2)
 
-        # delta, the sum of dout * out in a row less dlse, and what else comes to it with sinks
+        # delta: the sum of dout * out in a row minus dlse, and the extra terms with sinks
         whole = (dout * out).sum(-1)
         products = (dout * out).square().sum(-1)
         of_whole = (dout.square() * of_out).sum(-1)
@@ -116,12 +116,12 @@ class Attention:
             of_delta = of_delta + products + rest.square() * (summed + whole.square() * of_share)
         dlse = torch.zeros_like(lse) if self.dlse is None else self.dlse.to(q.dtype)
         of_delta = of_delta + 3 * dlse.square()
-        of_row = of_lse + rest.square() * of_share  # what all weights of a row err alike
+        of_row = of_lse + rest.square() * of_share  # the error common to all weights of a row
 
         # gradients
         dweights = dout @ v.mT
         of_dweights = of_sum(dweights, dout.square() @ v.square().mT, width)
-        if self.sinks is not None:  # dout is multiplied by what the sink leaves
+        if self.sinks is not None:  # dout is multiplied by the share that the sink leaves
             of_dweights = of_dweights + dout.square() @ v.square().mT
         steep = dweights - (whole * share - dlse).unsqueeze(-1)
         dscores = self.weights * steep * scale
@@ -151,7 +151,7 @@ class Attention:
         return found
 
     def sizes(self) -> dict[str, Tensor]:
-        """Of gradients, the sums of the absolute values of their parts: partial sums are no larger together."""
+        """For each gradient, the sum of its terms' absolute values: a bound for all its partial sums together."""
         dweights = self.dout @ self.v.mT
         delta = (self.weights * dweights).sum(-1, keepdim=True).abs()
         if self.dlse is not None:
@@ -164,18 +164,18 @@ class Attention:
             found["dsinks"] = ((self.sinks.view(1, -1, 1) - self.lse).exp() * rows).sum((0, 2))
         return found
 
-    def travelled(self) -> tuple[Tensor, Tensor]:
-        """Of outputs whose parts are rounded when they travel, the merged ones too, and with sinks once more: the
-        variance, and the sum of all that is rounded.
+    def sent_outputs(self) -> tuple[Tensor, Tensor]:
+        """For partial outputs, which are rounded when sent, when merged, and once more with sinks: the variance, and
+        the sum of the absolute values that are rounded.
 
-        A part is the sum of the weighted values of its keys. Over all ways to deal keys to parts, the squares of parts
-        add up to no more than out² and the squares of the weighted values, on average; and all that is rounded to no
-        more than the absolute values. Values 3 and -3 with half the weight each: 0, and two parts of 1.5.
+        A part is the sum of the weighted values of its keys. Averaged over all ways to assign keys to parts, the
+        squares of the parts add up to at most out² plus the squares of the weighted values, and the rounded values to
+        at most the absolute values. Values 3 and -3 with half the weight each: 0, and two parts of 1.5.
 
         >>> one, half = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 2), 0.5)
         >>> v, mask = torch.tensor([[[[3.0], [-3.0]]]]), torch.ones(1, 2).bool()
         >>> call = Attention(one, v, v, one, None, None, mask, 1.0, half, one[..., 0], 1, 2)
-        >>> [x.item() for x in call.travelled()]      # 1.5² + 1.5², 1.5 + 1.5
+        >>> [x.item() for x in call.sent_outputs()]      # 1.5² + 1.5², 1.5 + 1.5
         [4.5, 3.0]
         """
         out, times = self.weights @ self.v, 1 if self.sinks is None else 2
@@ -186,47 +186,47 @@ class Attention:
         """Sums over the query heads that share a key."""
         return x.unflatten(1, (self.kv_heads, -1)).sum(2)
 
-    def _summed(self, total: Tensor, squares: Tensor, terms: Tensor, of_merges: bool = False) -> Tensor:
-        """Of adding up what pairs of a query and a key give; a merge of two outputs rounds three times, not once."""
+    def _summed(self, total: Tensor, squares: Tensor, terms: Tensor, is_merge: bool = False) -> Tensor:
+        """The variance of a sum over pairs of query and key; merging two outputs rounds three times, not once."""
         found = of_sum(total, squares, terms)
-        if of_merges:
+        if is_merge:
             found = found + 2 * of_sum(total, squares, terms.clamp(max=self.parts), products=False)
         return found
 
 
 class Floor(NamedTuple):
-    """What correct arithmetic may err: each element's standard ``deviation``, and how much it exceeds by ``CHANCE`` at
-    most, among so many."""
+    """The allowed rounding error: the standard ``deviation`` of each element, and a bound for ``each``. The probability
+    that any element exceeds its bound is at most ``CHANCE``."""
 
     deviation: Tensor
     each: Tensor
 
     @property
     def spread(self) -> float:
-        """What the root mean square of all errors, each in its own deviations, exceeds by ``CHANCE`` only.
+        """The bound that the root mean square of all errors, in deviations, exceeds with probability ``CHANCE``.
 
-        The length of a vector of independent errors exceeds its expectation by t times their deviation with a chance of
-        exp(-t²/2). A row counts as one error, as that of one weight is in all its elements: 1 + t / sqrt(rows).
+        The length of a vector of independent errors exceeds its expectation by t deviations with probability
+        exp(-t²/2). A row counts as one error, since one weight's error is in all its elements: 1 + t / sqrt(rows).
 
         >>> row = torch.ones(1, 1, 1, 4)
         >>> round(Floor(row, row).spread, 2), round(Floor(*torch.ones(2, 100)).spread, 2)
         (6.68, 1.57)
         """
         width = self.deviation.shape[3] if self.deviation.dim() == 4 else 1
-        return 1 + _far(1) / sqrt(self.deviation.numel() / width)
+        return 1 + _deviations(1) / sqrt(self.deviation.numel() / width)
 
 
 def floor_of(variance: Tensor, unit: float) -> Floor:
-    """What errors with these variances may be; ``unit`` is u.
+    """The floor for errors with these variances; ``unit`` is u.
 
     >>> floor = floor_of(torch.tensor([1 / ROUNDING]), 2.0**-24)
     >>> round(floor.deviation.item() / 2**-24, 2), round(floor.each.item() / 2**-24, 2)
     (1.0, 5.68)
     """
     deviation = unit * (ROUNDING * variance.double()).sqrt()
-    return Floor(deviation, _far(variance.numel()) * deviation)
+    return Floor(deviation, _deviations(variance.numel()) * deviation)
 
 
-def _far(count: int) -> float:
-    """How many deviations one of so many errors exceeds by ``CHANCE`` only: t of them with at most count exp(-t²/2)."""
+def _deviations(count: int) -> float:
+    """The number t of deviations that one of ``count`` errors exceeds with probability count exp(-t²/2) = CHANCE."""
     return sqrt(2 * log(count / CHANCE))
