@@ -1,4 +1,4 @@
-"""What arithmetic may err: one process errs just so much, and nothing that is wrong is taken for it."""
+"""The allowed rounding errors: they explain the errors of one process, and hide no mistake."""
 
 from dataclasses import replace
 
@@ -8,8 +8,7 @@ import torch
 from startrail.diagnostics.exactness import check_cases
 from startrail.diagnostics.reference import Case, Error, make_data
 from startrail.engine import runtime
-from startrail.kernels import Partial, Sum, accumulate
-from startrail.kernels import max_logits as largest
+from startrail.kernels import Partial, Sum, accumulate, max_logits
 from startrail.kernels.base import Kernel
 from startrail.kernels.cpu import CpuKernel
 
@@ -26,13 +25,12 @@ WIDE = replace(SMALL, dtype=torch.float64)
         Case("1x1", 1, length=200, head_dim=64, scale=1.0, causal=True),
         Case("1x1", 1, length=300, q_heads=8, kv_heads=1, head_dim=1, window=40),
         Case("1x1", 1, length=12, batch=20, head_dim=16, sinks=True, lse=True),
-        Case("1x2", 2, length=200, head_dim=33, dtype=torch.float64),  # on one rank it is the truth itself
+        Case("1x2", 2, length=200, head_dim=33, dtype=torch.float64),  # on one rank it is the reference itself
     ],
     ids=str,
 )
-def test_roundings_explain_what_one_process_errs(case):
-    """Not fitted, and not far off: the errors of our kernel are 0.3 to 1 of the deviations that the counted
-    roundings give them."""
+def test_rounding_explains_the_errors_of_one_process(case):
+    """Not fitted, yet close: the errors of our kernel are 0.3 to 1 of the deviations from counting roundings."""
     (report,) = check_cases([case])
     spreads = {name: error.spread for name, error in report.errors.items()}
     assert all(0.2 < spread < report.floor[name] for name, spread in spreads.items()), spreads
@@ -44,7 +42,7 @@ def narrow(x):
 
 
 def coarse(x):
-    """With two bits less than bfloat16 has."""
+    """Two bits less than bfloat16."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2**6).round() / 2**6, exponent)
 
@@ -68,10 +66,10 @@ def change_sums(change):
 def lose_a_key(patch):
     forward = CpuKernel.forward_tile
 
-    def forward_tile(self, q, k, v, look):
-        if k.shape[2] > 2 and not look.causal and look.mask is None:
+    def forward_tile(self, q, k, v, tile_mask):
+        if k.shape[2] > 2 and not tile_mask.causal and tile_mask.boolean is None:
             k, v = k[:, :, 1:], v[:, :, 1:]
-        return forward(self, q, k, v, look)
+        return forward(self, q, k, v, tile_mask)
 
     patch(CpuKernel, "forward_tile", forward_tile)
 
@@ -93,8 +91,8 @@ def round_logits_of_the_backward_pass(patch):
 def in_float32(patch):
     forward = CpuKernel.forward_tile
 
-    def forward_tile(self, q, k, v, look):
-        out, lse = forward(self, q.float(), k.float(), v.float(), look)
+    def forward_tile(self, q, k, v, tile_mask):
+        out, lse = forward(self, q.float(), k.float(), v.float(), tile_mask)
         return out.double(), lse.double()
 
     patch(CpuKernel, "forward_tile", forward_tile)
@@ -120,7 +118,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_not_taken_for_roundings(monkeypatch, mistake):
+def test_mistakes_are_not_taken_for_rounding(monkeypatch, mistake):
     spoil, case = MISTAKES[mistake]
     (report,) = check_cases([case])
     assert not report.verdict()
@@ -133,13 +131,13 @@ def test_mistakes_are_not_taken_for_roundings(monkeypatch, mistake):
 def test_the_largest_logits_are_rounded_once(monkeypatch, wrong):
     case = Case("1x2", 2, length=64, head_dim=64, scale=1.0)
     assert case.with_max_logits and not check_cases([case])[0].verdict()
-    exactly = largest._exactly
-    monkeypatch.setattr(largest, "_exactly", lambda *arguments: wrong(exactly(*arguments)))
+    rounded_once = max_logits._rounded_once
+    monkeypatch.setattr(max_logits, "_rounded_once", lambda *arguments: wrong(rounded_once(*arguments)))
     assert any("largest" in text for text in check_cases([case])[0].verdict())
 
 
-def test_errors_beyond_what_an_element_may_err_are_found_though_others_may_err_more():
-    """Twenty deviations of an element that hardly errs are less than what another may err."""
+def test_an_error_above_its_own_bound_is_found_though_others_may_be_larger():
+    """Twenty deviations of the most exact element are less than the bound of another."""
     data = make_data(Case("1x1", 1, length=64, head_dim=64, scale=1.0))
     floor, exact = data.floor["dv"], data.exact["dv"]
     place = floor.deviation.flatten().argmin()
