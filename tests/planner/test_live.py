@@ -90,7 +90,7 @@ def test_doctor_under_torchrun_looks_at_all_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     "argv, message",
-    [(["--ranks", "0"], "--ranks 0 must be at least 1"), (["--out", "no/such/file.toml"], "there is no folder")],
+    [(["--ranks", "0"], "--ranks 0 must be at least 1"), (["--out", "no/such/file.toml"], "no/such does not exist")],
 )
 def test_a_mistake_of_doctor_is_one_line(argv, message, capsys):
     assert main(["doctor", *argv]) == 2
