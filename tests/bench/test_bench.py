@@ -32,9 +32,9 @@ from startrail.bench.cases import (
     unlimited_trials,
 )
 from startrail.bench.defaults import MACHINES, MINUTES
-from startrail.bench.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, why_not
+from startrail.bench.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, unsupported_reason
 from startrail.bench.models import expected_results
-from startrail.bench.peers.ours import make_data
+from startrail.bench.peers.contenders import make_data
 from startrail.bench.report.claims import claims
 from startrail.bench.report.findings import lines_of, measured_trial
 from startrail.bench.report.page import metadata, write
@@ -80,7 +80,7 @@ def test_bytes_on_the_links_are_those_of_the_closed_form(limited):
 def test_peers_are_right(way, causal):
     """Imported by the forked ranks alone, so that no other test meets the stand-in for flash_attn."""
     peer, work = next(peer for peer in PEERS if peer.way == way), replace(SMALL, causal=causal)
-    if why := why_not(peer, PAIR, work):
+    if why := unsupported_reason(peer, PAIR, work):
         pytest.skip(why)
     data = make_data(work)
     mistakes = run_local(lambda rank: make_runner(peer, PAIR, work, data).mistake(), PAIR.world, deadline=50)
@@ -90,7 +90,7 @@ def test_peers_are_right(way, causal):
 def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch):
     """Also from a wheel, where there is no Makefile."""
     monkeypatch.setattr(measure, "find_spec", lambda name: None)
-    texts = {peer.way: why_not(peer, PAIR, SMALL) for peer in PEERS if peer.way in measure.PACKAGES}
+    texts = {peer.way: unsupported_reason(peer, PAIR, SMALL) for peer in PEERS if peer.way in measure.PACKAGES}
     assert texts["ring-flash-attn"] == "ring-flash-attn is not installed (pip install 'startrail[bench]')"
     assert texts.keys() == {"ring-flash-attn", "yunchang", "yunchang across", "deepspeed"}
     assert all(text.endswith(" is not installed (pip install 'startrail[bench]')") for text in texts.values())
@@ -150,7 +150,7 @@ def test_the_table_of_plans_with_heads_outermost_fits_its_machines_and_moves_lea
         shape = machine.nodes, machine.ranks_per_node
         work = replace(MHA, q_heads=heads, kv_heads=heads, batch=4)
         for contender in heads_contenders(*shape, heads):
-            assert why_not(contender, machine, work) is None
+            assert unsupported_reason(contender, machine, work) is None
         busiest = {
             contender.name: max(max(link) for link in link_bytes(Plan.parse(contender.plan), machine, work))
             for contender in (*heads_contenders(*shape, heads), *plan_contenders(*shape))
@@ -299,7 +299,7 @@ def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(t
     stored = json.loads((tmp_path / "report.json").read_text())
     assert len(stored["trials"]) + len([e for e in stored["left_out"] if "out of time" in e["why"]]) == 2
     assert len(stored["trials"]) < 2
-    monkeypatch.setattr("startrail.bench.measure.ONE_TRIAL", 0.001)
+    monkeypatch.setattr("startrail.bench.measure.TRIAL_SECONDS", 0.001)
     assert main(["bench", "--shapes", "2x2", "--minutes", "0.0001", "--out", str(tmp_path)]) == 1
     assert "FAILED   2x2: " in capsys.readouterr().err
     capsys.readouterr()

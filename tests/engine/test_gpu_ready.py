@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import startrail.engine.op  # noqa: F401, registers the ops
 from startrail import _compat
 from startrail.bench.cases import Workload
-from startrail.bench.peers import ours as peers
+from startrail.bench.peers import contenders as peers
 from startrail.comm import process_groups as groups
 from startrail.comm import watchdog as watch
 from startrail.comm.consensus import Consensus

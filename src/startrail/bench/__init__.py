@@ -1,9 +1,8 @@
-"""The benchmark: our plans, the paper's schedule and the peers on the same work, in one run, on links that are limited.
+"""Benchmarks: our plans, the paper's schedule and the peers' own code at the same work, in one run, on limited links.
 
-    python -m startrail.bench --quick                 # three minutes
-    python -m startrail.bench --out report            # all of it: report.html, report.json and the plots
-
-`cases` says what is measured, `sizes` what must cross each link, `peers`, `flash_peers`, `ring` and `models` how each
-contender is called, `measure` runs them, `findings` are the numbers, `claims` the verdicts on them, and `report` writes
-both down. `engine`, `train` and `memory` are smaller benchmarks of this machine alone: ``startrail bench engine``.
+May import every package. `suite` runs the benchmark; start reading there. `cases` defines workloads, contenders and
+trials, `sizes` their bytes per link, `peers` and `models` call each contender, `measure` runs trials on ranks, and
+`report` turns the measurements into numbers, verdicts and a page. `engine` (with `host`), `train` and `memory` are
+smaller benchmarks of this machine: ``startrail bench engine``. The options are in ``startrail.cli.bench``, with their
+`defaults` here.
 """

@@ -1,4 +1,4 @@
-"""What is measured, as data: work, contenders, and trials that put contenders to the same work on the same links."""
+"""Workloads, contenders, and trials in which contenders do the same work on the same links, as data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from startrail.planner.cluster import ClusterSpec, Slow, find_cluster
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import divisors
 
-# How long textbook Ring Attention keeps a node's link busy, by closed form, in units of what computing takes.
+# Pressure: the time that textbook Ring Attention keeps a node's link busy, by closed form, over its compute time.
 BOUND_BY_LINKS = 8.0
-# The claims' trials go further: there the two cores that emulate all ranks must not be what is measured.
+# The claims' trials have slower links, so that the two cores which emulate all ranks are not the bottleneck.
 PRESSURES = (24.0, BOUND_BY_LINKS, 3.0, 1.0)
 PAYLOAD_SHARE = 0.975  # of a link's rate; the rest are headers of jumbo frames, TCP and gloo
 
@@ -39,7 +39,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """``MHA``; for grouped queries how many share a key head, ``GQA 8:1``; or the model's name."""
+        """``MHA``, ``GQA 8:1`` (query heads per KV head), or the model's name."""
         if self.model:
             return {"gpt": "GPT step", "dit": "DiT step"}[self.model]
         return "MHA" if self.q_heads == self.kv_heads else f"GQA {self.q_heads // self.kv_heads}:1"
@@ -53,10 +53,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who does the work. ``way`` says how it is called: ``plan`` is our engine, others are named in `peers`.
+    """One implementation in a trial. ``way`` selects its adapter: ``plan`` is our engine, `peers` has the others.
 
-    ``role`` is the part it plays in the claims. ``across``: ranks are dealt to places so that neighbours live on
-    different nodes, and the paper's teams span nodes.
+    ``role`` is its part in the claims. With ``across``, ranks get their places round-robin over the nodes, so that the
+    paper's teams span nodes.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Contender:
 class Trial:
     """Contenders at the same work and the same link rates.
 
-    Repeats are interleaved and stop early, but not before ``at_least`` of them, once the trial has taken ``seconds``.
-    Contenders that are ``brief`` too take part in the first one only. ``pressure`` None leaves the links as they are;
+    Repeats are interleaved. They stop once the trial has taken ``seconds``, but not before ``at_least`` of them.
+    Contenders in ``brief`` take part in the first repeat only. ``pressure`` None leaves the links unlimited;
     ``slow_node`` gives node 0's link half the rate.
     """
 
@@ -85,7 +85,7 @@ class Trial:
     brief: tuple[Contender, ...] = ()
 
 
-BRIEF = 1  # repeats of a contender that is in a trial's ``brief``
+BRIEF = 1  # repeats of a contender in ``brief``
 COMPUTE = Contender("compute alone", role="compute", way="compute")
 # The plan that ``SequenceParallel("auto")`` gets. The planner is asked once the trial's link rates are known.
 AUTO = Contender("auto", role="auto", plan="auto")
@@ -98,11 +98,11 @@ PEERS = (
     Contender("yunchang USP across", role="peer", way="yunchang across"),
     Contender("DeepSpeed Ulysses", role="peer", way="deepspeed"),
 )
-OURS = ("heads", "auto", "nested", "nested keep")  # roles of the plans that are new here; the best of them is claimed
+OURS = ("heads", "auto", "nested", "nested keep")  # roles of our new plans; claims are about the best of them
 
-# Plans of ours with heads split over the nodes, by machine and number of heads, the best first: long trials repeat
-# LEADING of them as often as everybody and show the rest once, and trials that no claim needs have LEADING only.
-# Machines that are not here have what ``heads_first`` says.
+# Our plans with heads split over the nodes, by machine and number of heads, the best first. Long trials repeat the
+# first LEADING of them like every contender and run the rest once; other trials have the first LEADING only.
+# Machines that are not listed use ``heads_first``.
 LEADING = 2
 OUTERMOST: dict[tuple[str, int], tuple[str, ...]] = {
     ("4x8", 16): (
@@ -118,7 +118,7 @@ OUTERMOST: dict[tuple[str, int], tuple[str, ...]] = {
 
 
 def balanced_team(nodes: int) -> int:
-    """The team size that moves least between nodes for MHA: the divisor nearest to the square root.
+    """The team size that sends the fewest bytes between nodes for MHA: the divisor nearest to the square root.
 
     >>> [balanced_team(nodes) for nodes in (2, 4, 8, 16)]
     [1, 2, 2, 4]
@@ -127,8 +127,8 @@ def balanced_team(nodes: int) -> int:
 
 
 def heads_first(nodes: int, ranks: int, heads: int) -> str:
-    """Heads split over the nodes as far as there are heads, then what is left of them inside the nodes; the rest of
-    the nodes, and of a node, is teams and rings.
+    """Heads split over as many nodes as possible, the remaining heads inside the nodes, and teams and rings for the
+    rest.
 
     >>> [heads_first(*machine, heads=16) for machine in ((4, 8), (8, 4), (16, 2), (4, 4), (2, 8), (32, 8))]
     ['u4/u4/1x2', 'u8/u2/1x2', 'u16/1x2', 'u4/u4', 'u2/u8', 'u16/1x2/2x4']
@@ -153,7 +153,7 @@ def heads_contenders(nodes: int, ranks: int, heads: int) -> tuple[Contender, ...
 
 
 def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
-    """Our engine with the other plans that a claim or the table needs, on ``nodes`` of ``ranks`` each."""
+    """Our engine with the other plans of the claims and the tables, on ``nodes`` of ``ranks`` each."""
     team = balanced_team(nodes)
     nested = f"{team}x{nodes // team}/u{ranks}"
     return (
@@ -185,51 +185,51 @@ def lab_cluster(machine: Machine, rates: Sequence[int]) -> ClusterSpec:
     return replace(base, levels=levels, slow=slow)
 
 
-def picked(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...]:
+def select(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...]:
     return tuple(contender for contender in contenders if contender.name in names)
 
 
-def masked(causal: int, full: int, batch: int = 1) -> tuple[Workload, Workload]:
-    """MHA with both masks, of these lengths.
+def both_masks(causal: int, full: int, batch: int = 1) -> tuple[Workload, Workload]:
+    """MHA with both masks, at these lengths.
 
-    A causal mask halves the arithmetic and no bytes, so with equal lengths its links would be twice as fast. Lengths
-    are chosen for links of less than 500 Mbit/s, above which two cores emulate them poorly, and for passes of seconds:
-    starting and ending a pass costs the same at any length. A batch makes messages larger and passes no longer: with
-    heads over 16 ranks every rank sends each of 15 others one head of its few tokens, and headers, about 400 bytes a
+    A causal mask halves the arithmetic but not the bytes, so with equal lengths its links would be twice as fast.
+    Lengths are chosen for links below 500 Mbit/s, because two cores emulate faster ones poorly, and for passes of
+    seconds, because the start and end of a pass cost the same at any length. A batch makes messages larger: with heads
+    over 16 ranks, every rank sends each of 15 others one head of its few tokens, and the headers, about 400 bytes per
     message, must stay below 3 % of that.
     """
     return replace(MHA, length=causal, causal=True, batch=batch), replace(MHA, length=full, batch=batch)
 
 
 MHA = Workload(length=2048, q_heads=16, kv_heads=16, head_dim=32, causal=False)
-HEADLINE = masked(causal=1280, full=1088, batch=4)
-WIDE = masked(causal=1536, full=1664, batch=4)  # for more nodes and faster links, whose passes would be too short
-SHORT = masked(causal=1024, full=896, batch=4)  # for 16 ranks, which hold twice the tokens
+HEADLINE = both_masks(causal=1280, full=1088, batch=4)
+WIDE = both_masks(causal=1536, full=1664, batch=4)  # for more nodes and faster links, where passes would be too short
+SHORT = both_masks(causal=1024, full=896, batch=4)  # for 16 ranks, which hold twice the tokens each
 GROWING = tuple(replace(MHA, length=length, batch=2) for length in (768, 1536))
-EVEN = masked(causal=3584, full=3200)  # where ring takes as long as computing
-# Grouped keys are few bytes a token, and so have a batch, too.
+EVEN = both_masks(causal=3584, full=3200)  # for links where ring communicates as long as it computes
+# KV heads are few bytes per token here, so this has a batch as well.
 GQA = replace(MHA, length=768, kv_heads=2, batch=4)
 LONG = replace(MHA, length=16_384, q_heads=8, kv_heads=8, causal=True)
-# A batch of 4, so that activations outweigh the gradients of the parameters, as they do where contexts are long.
+# A batch of 4, so that activations outweigh parameter gradients, as with long contexts.
 GPT = Workload(length=1024, q_heads=8, kv_heads=8, head_dim=16, causal=True, batch=4, model="gpt", layers=2)
 DIT = replace(GPT, causal=False, model="dit")
 
-RATIOS = ("ring, textbook", "USP", "star4", "nested", "nested, keep")  # whom the claims name, beside heads outermost
-FEW = ("ring, textbook", "nested, keep")
-ULYSSES = ("yunchang USP across", "DeepSpeed Ulysses")  # peers that split heads over nodes: the claims name them, too
-BESIDE = ("ring, ours", "star2", "double ring", "torch ring, all-gather", "ring-flash-attn", "yunchang USP")
-SELDOM = ("torch ring, all-to-all", "star2 across nodes")  # slow: on the smallest machine only
+CLAIMED_CONTENDERS = ("ring, textbook", "USP", "star4", "nested", "nested, keep")  # with heads outermost
+RING_AND_NESTED = ("ring, textbook", "nested, keep")
+ULYSSES = ("yunchang USP across", "DeepSpeed Ulysses")  # peers that split heads over nodes; claimed as well
+OTHER_CONTENDERS = ("ring, ours", "star2", "double ring", "torch ring, all-gather", "ring-flash-attn", "yunchang USP")
+SLOW_CONTENDERS = ("torch ring, all-to-all", "star2 across nodes")  # on the smallest machine only
 
 
-class Lineup:
-    """Everybody who can take part on one machine, and the trials that are made of them."""
+class TrialBuilder:
+    """Makes trials from the contenders that can run on one machine."""
 
     def __init__(self, nodes: int, ranks: int) -> None:
         self.nodes, self.ranks = nodes, ranks
         self.everyone = (*PEERS, *plan_contenders(nodes, ranks))
 
     def named(self, *names: str) -> tuple[Contender, ...]:
-        return picked(self.everyone, *names)
+        return select(self.everyone, *names)
 
     def heads(self, work: Workload = MHA) -> tuple[Contender, ...]:
         return heads_contenders(self.nodes, self.ranks, work.q_heads)
@@ -248,74 +248,78 @@ class Lineup:
         slow_node: bool = False,
         plans: Iterable[str] = (),
     ) -> Trial:
-        """Heads outermost, and ``plans`` of that kind, against the contenders of these names; those in ``brief`` take
-        part once."""
+        """Plans with heads outermost, and ``plans``, against the named contenders; those in ``brief`` run once."""
         once = self.named(*brief)
         leading, rest = self.heads(work)[:LEADING], self.heads(work)[LEADING:] if all_heads else ()
         leading += tuple(map(heads_contender, plans))
-        everybody = (*self.named(*names), *leading, *rest, *once)
-        return Trial(work, everybody, pressure, repeats, seconds, slow_node, at_least, brief=(*once, *rest))
+        everyone = (*self.named(*names), *leading, *rest, *once)
+        return Trial(work, everyone, pressure, repeats, seconds, slow_node, at_least, brief=(*once, *rest))
 
 
 def limited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
-    """What runs where links are limited, the claims' trials first."""
-    lineup = Lineup(nodes, ranks)
+    """Trials on limited links, the claims' trials first."""
+    builder = TrialBuilder(nodes, ranks)
     if quick:
-        trials = [lineup.trial(work, (*RATIOS, "star2"), BOUND_BY_LINKS, 18.0) for work in SHORT]
-        return [*trials, lineup.trial(EVEN[1], FEW, 1.0, 10.0, repeats=2)]
+        trials = [builder.trial(work, (*CLAIMED_CONTENDERS, "star2"), BOUND_BY_LINKS, 18.0) for work in SHORT]
+        return [*trials, builder.trial(EVEN[1], RING_AND_NESTED, 1.0, 10.0, repeats=2)]
     by_machine = {(4, 8): headline_trials, (8, 4): claims_trials, (16, 2): claims_trials, (4, 4): growth_trials}
-    return by_machine.get((nodes, ranks), other_trials)(lineup)
+    return by_machine.get((nodes, ranks), other_trials)(builder)
 
 
-def headline_trials(lineup: Lineup) -> list[Trial]:
-    """4 nodes of 8 ranks get everything: the claims' trials, then the same table on faster links, and what is beside
-    them."""
+def headline_trials(builder: TrialBuilder) -> list[Trial]:
+    """4 nodes of 8 ranks: the claims' trials, then the same table on faster links, then the other findings."""
     steepest, *_ = PRESSURES
-    peers = (*RATIOS, "star2", *ULYSSES)  # the slower their links, the less their times vary: once is enough
+    peers = (*CLAIMED_CONTENDERS, "star2", *ULYSSES)  # times vary little on slow links: one repeat is enough
     fewer = ("ring, textbook", "star4", "nested, keep", *ULYSSES)
-    trials = [lineup.trial(work, (), steepest, 150.0, brief=peers) for work in HEADLINE]
-    trials += [lineup.trial(work, (), BOUND_BY_LINKS, 52.0, brief=fewer) for work in WIDE]
-    trials += [lineup.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
-    trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 3.0, 18.0, at_least=1) for work in HEADLINE]
-    ungrouped = ("u4/u2/2x2,keep=all", "u4/2x4,keep=all")  # messages cost more than there is to hide
-    trials += [lineup.trial(work, (*RATIOS, *ULYSSES), 1.0, 24.0, at_least=1, plans=ungrouped) for work in EVEN]
+    trials = [builder.trial(work, (), steepest, 150.0, brief=peers) for work in HEADLINE]
+    trials += [builder.trial(work, (), BOUND_BY_LINKS, 52.0, brief=fewer) for work in WIDE]
+    trials += [builder.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
+    trials += [builder.trial(work, (*CLAIMED_CONTENDERS, *ULYSSES), 3.0, 18.0, at_least=1) for work in HEADLINE]
+    ungrouped = ("u4/u2/2x2,keep=all", "u4/2x4,keep=all")  # here more messages cost more than overlap gains
+    trials += [
+        builder.trial(work, (*CLAIMED_CONTENDERS, *ULYSSES), 1.0, 24.0, at_least=1, plans=ungrouped) for work in EVEN
+    ]
     slowed = ("ring, textbook", "star4", "nested, keep")
-    trials += [lineup.trial(WIDE[1], slowed, BOUND_BY_LINKS, 24.0, slow_node=True, at_least=1)]
-    grouped = (*lineup.named("ring, textbook"), *grouped_contenders(lineup.nodes, lineup.ranks))
+    trials += [builder.trial(WIDE[1], slowed, BOUND_BY_LINKS, 24.0, slow_node=True, at_least=1)]
+    grouped = (*builder.named("ring, textbook"), *grouped_contenders(builder.nodes, builder.ranks))
     return [*trials, Trial(replace(GQA, causal=True), grouped, BOUND_BY_LINKS, 2, 10.0)]
 
 
-def claims_trials(lineup: Lineup) -> list[Trial]:
-    """More and smaller nodes: what is claimed of them."""
+def claims_trials(builder: TrialBuilder) -> list[Trial]:
+    """The claims about more and smaller nodes."""
     steepest, *_ = PRESSURES
-    return [lineup.trial(work, ULYSSES, steepest, 85.0, brief=FEW, all_heads=True, repeats=2) for work in WIDE]
-
-
-def growth_trials(lineup: Lineup) -> list[Trial]:
-    """4 nodes of 4, where 16 heads suffice for Ulysses: it, everybody else, and how costs grow with the sequence."""
-    few = (*FEW, "USP", "nested")
-    alike = ("Ulysses", *ULYSSES)
     return [
-        lineup.trial(SHORT[0], alike, BOUND_BY_LINKS, 40.0, brief=(*RATIOS, *BESIDE, *SELDOM)),
-        *(lineup.trial(work, FEW, BOUND_BY_LINKS, 5.0) for work in GROWING),
-        lineup.trial(SHORT[1], (*few, *alike), BOUND_BY_LINKS, 18.0),
+        builder.trial(work, ULYSSES, steepest, 85.0, brief=RING_AND_NESTED, all_heads=True, repeats=2) for work in WIDE
     ]
 
 
-def other_trials(lineup: Lineup) -> list[Trial]:
+def growth_trials(builder: TrialBuilder) -> list[Trial]:
+    """4 nodes of 4, where 16 heads suffice for Ulysses: all contenders, and how costs grow with the sequence."""
+    few = (*RING_AND_NESTED, "USP", "nested")
+    alike = ("Ulysses", *ULYSSES)
     return [
-        lineup.trial(SHORT[0], (*RATIOS, *ULYSSES), BOUND_BY_LINKS, 20.0),
-        lineup.trial(SHORT[1], (*FEW, *ULYSSES), BOUND_BY_LINKS, 14.0),
+        builder.trial(
+            SHORT[0], alike, BOUND_BY_LINKS, 40.0, brief=(*CLAIMED_CONTENDERS, *OTHER_CONTENDERS, *SLOW_CONTENDERS)
+        ),
+        *(builder.trial(work, RING_AND_NESTED, BOUND_BY_LINKS, 5.0) for work in GROWING),
+        builder.trial(SHORT[1], (*few, *alike), BOUND_BY_LINKS, 18.0),
+    ]
+
+
+def other_trials(builder: TrialBuilder) -> list[Trial]:
+    return [
+        builder.trial(SHORT[0], (*CLAIMED_CONTENDERS, *ULYSSES), BOUND_BY_LINKS, 20.0),
+        builder.trial(SHORT[1], (*RING_AND_NESTED, *ULYSSES), BOUND_BY_LINKS, 14.0),
     ]
 
 
 def unlimited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
-    lineup = Lineup(nodes, ranks)
+    builder = TrialBuilder(nodes, ranks)
     if quick:
-        return [lineup.trial(SHORT[0], RATIOS, None, 6.0)]
+        return [builder.trial(SHORT[0], CLAIMED_CONTENDERS, None, 6.0)]
     if (nodes, ranks) != (4, 8):
         return []
     return [
-        Trial(LONG, lineup.heads(LONG)[:1], None, 1, 50.0),
-        lineup.trial(HEADLINE[0], FEW, None, 6.0),
+        Trial(LONG, builder.heads(LONG)[:1], None, 1, 50.0),
+        builder.trial(HEADLINE[0], RING_AND_NESTED, None, 6.0),
     ]

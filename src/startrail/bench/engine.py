@@ -17,7 +17,7 @@ from torch import Tensor
 import startrail
 from startrail.bench import host
 from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
-from startrail.bench.peers.ours import whole_attention, with_gradients
+from startrail.bench.peers.contenders import whole_attention, with_gradients
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
@@ -47,7 +47,7 @@ def time_sdpa(options: argparse.Namespace) -> float:
 
 
 def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, float, float]:
-    """Seconds, share of waiting, peak bytes that attention added to a rank, and what the formula says."""
+    """Seconds, share of waiting, peak bytes that attention adds to a rank, and the engine's formula for them."""
 
     def on_rank(rank: int) -> tuple[float, float, float, float]:
         sp = startrail.SequenceParallel(plan)
@@ -55,7 +55,7 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
         attention = partial(sequence.attention, causal=not options.full)
         q, k, v, dout = inputs(options, sequence.local)
         sizes = sp.sizes(q, k)
-        # libraries and connections are not attention's
+        # memory of libraries and connections is not attention's
         warm_up = partial(few.attention, causal=not options.full)
         with_gradients(warm_up, q[:, :, :16], k[:, :, :16], v[:, :, :16], dout[:, :, :16])
         resident = memory.resident_bytes()

@@ -1,7 +1,7 @@
-"""What a call costs the host: everything that a GPU would wait for, and nothing that it does itself.
+"""The host's time per attention call: what a GPU would wait for, without the GPU's own work.
 
-On a fake process group nothing is sent, and a kernel that does nothing stands for attention; tensors are so small that
-copies cost no more than to launch them. What NCCL needs beside (`startrail.comm.transfers`) is done as well.
+A fake process group sends nothing, a no-op kernel replaces attention, and tensors are so small that a copy costs no
+more than its launch. The work for NCCL (`startrail.comm.transfers`) is included.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from startrail.kernels import Partial, Sum
 from startrail.kernels.cpu import CpuKernel
 from startrail.parallel import SequenceParallel
 
-TOKENS, HEAD_DIM = 16, 8  # of a rank
+TOKENS, HEAD_DIM = 16, 8  # per rank
 WARM_UP = 5
 LIMITS = 1.0, 1.6  # milliseconds of a forward and of a backward pass
 
 
-class _Nothing(CpuKernel):
-    """Attention of no cost, and of no use."""
+class _NoOpKernel(CpuKernel):
+    """A kernel that computes nothing."""
 
     def forward(self, *given: Any) -> Partial:
-        return given[-1]  # the sums that results are added to
+        return given[-1]  # the running sums
 
     def backward(self, *given: Any) -> tuple[Sum, Sum, Sum]:
         return given[-1]
 
 
-class _Ended(TransferMonitor):
-    """Of a fake group nothing ever ends; here it has as soon as somebody asks, as on NCCL when all goes well."""
+class _CompletedMonitor(TransferMonitor):
+    """Treats a fake group's transfers, which never complete, as complete, as on NCCL when all goes well."""
 
     def _is_done(self, transfer: InFlight) -> bool:
         transfer.work.is_completed()
@@ -45,7 +45,7 @@ class _Ended(TransferMonitor):
 
 
 class HostTime(NamedTuple):
-    """Milliseconds of a pass, least and median."""
+    """Milliseconds per pass, minimum and median."""
 
     least: float
     median: float
@@ -56,10 +56,10 @@ class HostTime(NamedTuple):
 
 
 def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime, HostTime]:
-    """A user's call of attention on rank 0, and its backward pass through autograd."""
+    """Times of the forward call on rank 0 and of its backward pass through autograd."""
     dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=ranks)
     try:
-        with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _Nothing(dtype)):
+        with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype)):
             return _measure(SequenceParallel(plan), heads, calls)
     finally:
         dist.destroy_process_group()
@@ -68,7 +68,7 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime,
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, HostTime]:
     executor = sp._runtime.executor_on(torch.device("cpu"))
     executor.lanes.all_ranks = dist.group.WORLD
-    executor.monitor = _Ended(executor.context)
+    executor.monitor = _CompletedMonitor(executor.context)
     sequence = sp.sequence(TOKENS * sp.world)
     q, k, v = (torch.randn(1, heads, sequence.local, HEAD_DIM).requires_grad_() for _ in range(3))
     forward, backward = [], []
@@ -85,7 +85,7 @@ def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, Ho
 
 def table(plans: Sequence[str], ranks: int, heads: int, calls: int) -> str:
     lines = [
-        f"host time of a call on rank 0 of {ranks}, in ms, least and median of {calls}; wanted: below "
+        f"host time per call on rank 0 of {ranks} in ms, minimum and median of {calls}; target: below "
         f"{LIMITS[0]:g} forward and {LIMITS[1]:g} backward",
         f"{'plan':10s} {'forward':>8s} {'median':>8s} {'backward':>9s} {'median':>8s}",
     ]

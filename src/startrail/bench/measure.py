@@ -1,7 +1,7 @@
-"""Running trials: one set of ranks a machine, contenders in turn, link rates changed while the ranks live.
+"""Runs trials: one set of ranks per machine, contenders in turn, link rates changed while the ranks run.
 
-Starting 32 ranks and connecting them costs more than most trials, so ranks are forked once and told what to measure.
-Only the process that built the cluster can change its links; rank 0 asks it to, through a pipe made before the fork.
+Starting and connecting 32 ranks takes longer than most trials, so ranks are forked once per machine. Only the process
+that built the cluster can change its links; rank 0 asks it to, through a pipe made before the fork.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ import torch.distributed as dist
 
 from startrail import SequenceParallel
 from startrail.bench.cases import AUTO, BRIEF, COMPUTE, Contender, Trial, Workload, lab_cluster
+from startrail.bench.peers.contenders import (
+    AttentionRunner,
+    ComputeOnly,
+    DeepSpeed,
+    PlanRunner,
+    TorchRing,
+    deepspeed,
+    make_data,
+    own_device,
+)
 from startrail.bench.peers.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
-from startrail.bench.peers.ours import Alone, Attender, DeepSpeed, Planned, TorchRing, deepspeed, make_data, own_device
 from startrail.bench.peers.ring import TextbookRing
 from startrail.bench.sizes import piece_sizes, ring_bytes
 from startrail.comm.gather import gather_texts
@@ -34,15 +43,15 @@ from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan, PlanError
 
-FAST = 2_000_000_000  # bit/s, for what is not timed
+FAST_RATE = 2_000_000_000  # bit/s, while nothing is timed
 WARM_UP = 4
-ONE_TRIAL = 400.0  # seconds that the trial which is running when time is over may still take, and the start
-START_SECONDS = 0.1  # enough for rank 0's word to reach everybody
+TRIAL_SECONDS = 400.0  # for the start, and the trial that is running when time is up
+START_SECONDS = 0.1  # for the broadcast of rank 0's start time
 Progress = Callable[[str], None]
 Rates = Sequence[int | None]
-ATTENDERS: dict[str, type[Attender]] = {
-    "plan": Planned,
-    "compute": Alone,
+RUNNERS: dict[str, type[AttentionRunner]] = {
+    "plan": PlanRunner,
+    "compute": ComputeOnly,
     "textbook ring": TextbookRing,
     "torch ring": TorchRing,
     "torch gather": TorchRing,
@@ -51,18 +60,18 @@ ATTENDERS: dict[str, type[Attender]] = {
     "yunchang across": Yunchang,
     "deepspeed": DeepSpeed,
 }
-# Peers that must be installed, by way: the module, and what imports it.
+# Peers that must be installed, by way: the module, and the function that imports it.
 PACKAGES: dict[str, tuple[str, Callable[[], object]]] = {
     "ring-flash-attn": ("ring_flash_attn", ring_flash_attn),
     "yunchang": ("yunchang", yunchang),
     "yunchang across": ("yunchang", yunchang),
     "deepspeed": ("deepspeed", deepspeed),
 }
-UNPADDED = tuple(way for way in ATTENDERS if way not in ("plan", "compute"))
+UNPADDED = tuple(way for way in RUNNERS if way not in ("plan", "compute"))
 
 
 class Runner(Protocol):
-    """What the measuring needs of a contender on this rank."""
+    """A contender on this rank, ready to be measured."""
 
     def step(self) -> None: ...
 
@@ -73,7 +82,7 @@ class Runner(Protocol):
 
 @dataclass
 class Sample:
-    """One repeat of one contender, as one rank saw it; bytes are those of its node's link, where they can be read."""
+    """One repeat of one contender on one rank; bytes are those of its node's link, where they can be read."""
 
     seconds: float
     waiting: float | None
@@ -83,8 +92,8 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What one rank measured in one trial. ``refused``: who failed or erred, and how; they are not timed. ``auto``: the
-    plan that ``auto`` chose, if it took part."""
+    """Measurements of one rank in one trial. ``refused`` maps contenders that failed or were wrong, which are not
+    timed, to the reason. ``auto`` is the plan that ``auto`` chose, if it took part."""
 
     rates: list[int | None]
     samples: dict[str, list[Sample]]
@@ -93,7 +102,7 @@ class Outcome:
 
     @staticmethod
     def parse_all(text: str) -> list[Outcome]:
-        """Outcomes again from their JSON."""
+        """Outcomes from their JSON."""
         return [
             Outcome(
                 fields["rates"],
@@ -106,7 +115,7 @@ class Outcome:
 
 
 def prepare_data(trials: Sequence[Trial]) -> dict[Workload, Any]:
-    """Inputs and right answers of all the work, made once and shared with the ranks."""
+    """Inputs and expected results of all workloads, made once and shared with the forked ranks."""
     data: dict[Workload, Any] = {}
     for work in {trial.work: None for trial in trials}:
         if work.model:
@@ -123,26 +132,27 @@ def make_runner(contender: Contender, machine: Machine, work: Workload, data: An
         from startrail.bench.models import StepRunner
 
         return StepRunner(contender, machine, work, data)
-    return ATTENDERS[contender.way](contender, machine, work, data)
+    return RUNNERS[contender.way](contender, machine, work, data)
 
 
-def why_not(contender: Contender, machine: Machine, work: Workload) -> str | None:
-    """Why a contender cannot do this work here, or None if it can; asked before any rank starts."""
+def unsupported_reason(contender: Contender, machine: Machine, work: Workload) -> str | None:
+    """The reason why a contender cannot do this work here, or None; checked before any rank starts."""
     if work.model and contender.way not in ("plan", "textbook ring"):
         return f"{contender.name} has no adapter for whole models"
     if own_device().type == "cuda" and contender.way not in ("plan", "textbook ring"):
-        return "its adapter here is for CPUs"
+        return "its adapter is for CPUs only"
     if contender.way in PACKAGES and find_spec(PACKAGES[contender.way][0]) is None:
         return f"{PACKAGES[contender.way][0].replace('_', '-')} is not installed (pip install 'startrail[bench]')"
     if contender.way in UNPADDED and work.length % (2 * machine.world):
-        return f"it needs a length that 2 x {machine.world} ranks divide, not {work.length}"
+        return f"needs a length that is a multiple of 2 x {machine.world} ranks, not {work.length}"
     sharing = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node, "yunchang across": machine.nodes}
     share = sharing.get(contender.way, 1)
     if work.kv_heads % share:
-        return f"{share} ranks cannot share {work.kv_heads} key/value heads evenly"
+        return f"{work.kv_heads} KV heads are not a multiple of {share} ranks"
+    if contender.way != "plan" or contender == AUTO:
+        return None
     try:
-        if contender.way == "plan" and contender != AUTO:
-            piece_sizes(Plan.parse(contender.plan), machine, work)
+        piece_sizes(Plan.parse(contender.plan), machine, work)
     except PlanError as error:
         return error.problem
     except ValueError as error:
@@ -156,13 +166,13 @@ def with_plan(contender: Contender, auto: str) -> Contender:
 
 
 class Links:
-    """What a rank knows of the links: their bytes, and how to ask for other rates. On a real cluster, neither."""
+    """A rank's access to the links: reads their bytes and requests rates. On a real cluster it can do neither."""
 
     def __init__(self, pipe: Connection | None) -> None:
         self.pipe = pipe
 
     def ask(self, *request: Any) -> None:
-        """Have the process that owns the cluster do something, and go on together when it has."""
+        """Send a request to the process that owns the cluster; all ranks return when it is done."""
         if self.pipe is not None and dist.get_rank() == 0:
             self.pipe.send(request)
             self.pipe.recv()
@@ -172,8 +182,8 @@ class Links:
         return None if self.pipe is None else own_link_bytes()
 
     def start_together(self) -> None:
-        """Return on all ranks at once. A barrier lets some go long before others where 32 share two cores; emulated
-        nodes have one clock, so there they agree on a time and sleep until it."""
+        """Return on all ranks at the same time. Where 32 ranks share two cores, a barrier releases some long before
+        others. Emulated nodes share one clock, so their ranks agree on a time and sleep until it."""
         if self.pipe is None:
             dist.barrier()
             return
@@ -183,7 +193,7 @@ class Links:
 
 
 class Ranks:
-    """The measuring end: lives on every rank, and does everything on all of them at once."""
+    """Measures trials; runs on every rank, and all ranks do the same in the same order."""
 
     def __init__(self, machine: Machine, links: Links, data: Mapping[Workload, Any]) -> None:
         self.machine, self.links, self.data = machine, links, data
@@ -192,13 +202,13 @@ class Ranks:
         self.compute: dict[Workload, float] = {}
 
     def run(self, trials: Sequence[Trial], seconds: float) -> list[Outcome]:
-        """Outcomes of the trials in order, of fewer if ``seconds`` are over before all have begun."""
+        """Outcomes of the trials in order; no trial starts after ``seconds``."""
         outcomes: list[Outcome] = []
         start = time.perf_counter()
         for number, trial in enumerate(trials):
             if self.late(start, seconds):
                 break
-            self.links.ask("rates", [FAST] * self.machine.nodes)
+            self.links.ask("rates", [FAST_RATE] * self.machine.nodes)
             self.prepare(number, COMPUTE, trial.work)
             if (COMPUTE, trial.work) in self.refused:
                 raise RuntimeError(f"compute alone, {trial.work}: {self.refused[COMPUTE, trial.work]}")
@@ -220,13 +230,13 @@ class Ranks:
         return str(choose(dist.group.WORLD, self.machine, ask, cluster).plan)
 
     def late(self, start: float, seconds: float) -> bool:
-        """Whether ``seconds`` are over since ``start``; rank 0's clock decides for all."""
+        """True if more than ``seconds`` have passed since ``start``, by rank 0's clock."""
         late = torch.tensor([time.perf_counter() - start > seconds], dtype=torch.uint8)
         dist.broadcast(late, 0)
         return bool(late.item())
 
     def prepare(self, number: int, contender: Contender, work: Workload) -> None:
-        """Connect, warm up, and see that the answers are right."""
+        """Connect, warm up, and check the results."""
         self.links.ask("progress", number, f"preparing {contender.name}")
         key = contender, work
         if key in self.runners or key in self.refused:
@@ -236,7 +246,7 @@ class Ranks:
             runner = make_runner(contender, self.machine, work, self.data[work])
             problem = runner.mistake()
             runner.waiting()
-        except Exception as error:  # whatever a peer raises is its verdict, not ours to tell apart
+        except Exception as error:  # a peer may raise anything: it is reported, not handled
             problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         problems = gather_texts(problem or "")
         if any(problems):
@@ -254,7 +264,7 @@ class Ranks:
         for repeat in range(trial.repeats):
             if repeat == BRIEF:
                 everyone = tuple(contender for contender in everyone if contender not in trial.brief)
-            turn = repeat % len(everyone)  # nobody always runs after the same neighbour
+            turn = repeat % len(everyone)  # so that no contender always runs after the same one
             for contender in everyone[turn:] + everyone[:turn]:
                 self.links.ask("progress", number, f"{contender.name}, repeat {repeat + 1}")
                 samples[contender.name].append(self.sample(contender, trial.work))
@@ -269,8 +279,8 @@ class Ranks:
         return [rate // 2 if trial.slow_node and node == 0 else rate for node in range(self.machine.nodes)]
 
     def compute_seconds(self, work: Workload) -> float:
-        """What computing takes, measured once for all trials of the same work: the least, since what disturbs it (the
-        others have just been prepared) only adds, and links that are slower by mistake make every trial longer."""
+        """Compute time of this work, measured once: the minimum, because disturbances only add to it, and a value that
+        is too large makes links too slow and every trial longer."""
         if work not in self.compute:
             times = torch.tensor([self.sample(COMPUTE, work).seconds for _ in range(WARM_UP)], dtype=torch.float64)
             dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -279,7 +289,7 @@ class Ranks:
 
     def sample(self, contender: Contender, work: Workload) -> Sample:
         runner = self.runners[contender, work]
-        dist.barrier()  # the last contender's bytes have all arrived
+        dist.barrier()  # all bytes of the previous contender have arrived
         before = self.links.bytes()
         self.links.start_together()
         start = time.perf_counter()
@@ -297,48 +307,50 @@ class Ranks:
 def run_on_cluster(
     machine: Machine, trials: Sequence[Trial], progress: Callable[[int, str], None], limited: bool, seconds: float
 ) -> list[list[Outcome]]:
-    """Outcomes by rank, then by trial, on an emulated cluster; no trial begins once ``seconds`` are over."""
-    warm_up_imports(trials)
+    """Outcomes by rank, then by trial, on an emulated cluster; no trial starts after ``seconds``."""
+    import_peers(trials)
     data = prepare_data(trials)
-    ours, theirs = Pipe()
+    own_end, rank_end = Pipe()
 
     def on_rank(rank: int) -> list[Outcome]:
-        logging.getLogger("startrail").setLevel(logging.ERROR)  # links are slow on purpose: waits are no news
-        return Ranks(machine, Links(theirs), data).run(trials, seconds)
+        logging.getLogger("startrail").setLevel(
+            logging.ERROR
+        )  # links are slow on purpose: warnings of slow waits would be noise
+        return Ranks(machine, Links(rank_end), data).run(trials, seconds)
 
     def serve() -> None:
-        while (request := ours.recv()) is not None:
+        while (request := own_end.recv()) is not None:
             match request:
                 case "rates", rates if limited:
                     for node, rate in enumerate(rates):
                         cluster.set_link(node, f"{rate}bit")
                 case "progress", number, text:
                     progress(number, text)
-            ours.send(True)
+            own_end.send(True)
 
-    with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST}bit" if limited else None) as cluster:
-        # before the thread starts: a fork takes only its own thread along
-        job = cluster.fork(on_rank, seconds + ONE_TRIAL)
+    with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST_RATE}bit" if limited else None) as cluster:
+        # before the thread starts, because a fork copies only the calling thread
+        job = cluster.fork(on_rank, seconds + TRIAL_SECONDS)
         server = threading.Thread(target=serve, daemon=True)
         server.start()
         try:
             return job.wait()
         finally:
-            theirs.send(None)
+            rank_end.send(None)
             server.join()
 
 
 def run_on_group(machine: Machine, trials: Sequence[Trial], seconds: float) -> list[list[Outcome]]:
-    """The same on ranks that torchrun started, on links as they are; every rank gets all outcomes."""
+    """The same on the ranks of torchrun and their real links; every rank gets all outcomes."""
     mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials, seconds)
     return [Outcome.parse_all(text) for text in gather_texts(json.dumps([asdict(outcome) for outcome in mine]))]
 
 
-def warm_up_imports(trials: Sequence[Trial]) -> None:
-    """Import peers and attend once in the parent: 32 ranks on two cores would take 20 seconds and more to do so."""
+def import_peers(trials: Sequence[Trial]) -> None:
+    """Import peers and run attention once in the parent: on 32 ranks and two cores it would take over 20 seconds."""
     torch.set_num_threads(1)
     for way in {contender.way for trial in trials for contender in trial.contenders} & PACKAGES.keys():
         PACKAGES[way][1]()
     x = torch.randn(1, 1, 4, 8, requires_grad=True)
-    alone = SequenceParallel("1x1").sequence(4)  # kept until its backward pass is over
+    alone = SequenceParallel("1x1").sequence(4)  # kept alive until its backward pass is done
     alone.attention(x, x, x).sum().backward()

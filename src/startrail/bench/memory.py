@@ -21,7 +21,7 @@ ALLOWED = 0.10  # difference as a share of the measured peak
 NARROW = dict(width=32, layers=2, heads=1, kv_heads=1, hidden=256)
 
 
-class Quiet(Display):
+class SummaryDisplay(Display):
     summary: Summary
 
     def finish(self, summary: Summary) -> None:
@@ -29,10 +29,10 @@ class Quiet(Display):
 
 
 def measure(recipe: Recipe, ranks: int) -> tuple[float, float, Memory]:
-    """Bytes that training added at the peak of the fullest rank, seconds of the step, and the estimate."""
+    """Peak bytes that training added, seconds of the step, and the estimate."""
 
     def on_rank(rank: int) -> tuple[float, float, Memory]:
-        display = Quiet()
+        display = SummaryDisplay()
         trainer = Trainer(recipe, torch.device("cpu"), display, Stop())
         trainer.run()
         return display.summary.peak, display.summary.seconds, trainer.expected

@@ -1,4 +1,4 @@
-"""Whole training steps of the tiny GPT and DiT as work for the benchmark: forward, loss, backward, gradients summed."""
+"""Training steps of the tiny GPT and DiT as workloads: forward, loss, backward and the sum of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.bench.cases import Contender, Workload
-from startrail.bench.peers.ours import Attention, engine, own_device, whole_attention
+from startrail.bench.peers.contenders import Attention, engine, own_device, whole_attention
 from startrail.bench.peers.ring import TextbookRing
 from startrail.losses import chunked_cross_entropy, global_mean, sum_gradients
 from startrail.planner.topology import Machine
@@ -24,11 +24,11 @@ from startrail.training.models.gpt import GPT
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of the loss: float32, or bfloat16 on GPUs
 GRADIENTS = {"cpu": 1e-3, "cuda": 5e-2}  # of the largest gradient of each parameter
 COLUMNS = 32  # of an image's patches
-Cut = Callable[[Tensor, int], Tensor]  # this rank's part of a tensor along a dimension
+Shard = Callable[[Tensor, int], Tensor]  # this rank's part of a tensor along a dimension
 
 
 class BenchModel(ABC):
-    """One of the two models with a batch of one sequence; ``sums`` takes an attention and a way to cut the sequence."""
+    """One of the two models with its batch."""
 
     net: torch.nn.Module
 
@@ -43,12 +43,12 @@ class BenchModel(ABC):
     def build(self, generator: torch.Generator) -> None: ...
 
     @abstractmethod
-    def sums(self, attend: Attention, cut: Cut, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's sum of losses, and how many it has added up."""
+    def sums(self, attend: Attention, shard: Shard, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's sum of losses and their number. ``shard`` cuts a tensor along the sequence."""
 
-    def loss(self, attend: Attention, cut: Cut, positions: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def loss(self, attend: Attention, shard: Shard, positions: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            total, count = self.sums(attend, cut, positions.to(self.device))
+            total, count = self.sums(attend, shard, positions.to(self.device))
         return total / count if group is None else global_mean(total, count, group)
 
 
@@ -59,11 +59,11 @@ class Gpt(BenchModel):
         config = replace(tiny, width=self.width, layers=work.layers, heads=heads, kv_heads=kv_heads)
         self.net = self.gpt = GPT(config)
         self.tokens = torch.randint(config.vocab, (work.batch, work.length), generator=generator).to(self.device)
-        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100)  # shifted before anything is cut
+        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100)  # shifted before sharding
 
-    def sums(self, attend: Attention, cut: Cut, positions: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.gpt(cut(self.tokens, 1), positions, attend)
-        return chunked_cross_entropy(hidden, self.gpt.output_weight, cut(self.labels, 1), chunk=1024)
+    def sums(self, attend: Attention, shard: Shard, positions: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.gpt(shard(self.tokens, 1), positions, attend)
+        return chunked_cross_entropy(hidden, self.gpt.output_weight, shard(self.labels, 1), chunk=1024)
 
 
 class Dit(BenchModel):
@@ -75,11 +75,11 @@ class Dit(BenchModel):
         size = (work.batch, work.length, config.patch_dim)
         self.patches, self.noise = (torch.randn(size, generator=generator).to(self.device) for _ in range(2))
 
-    def sums(self, attend: Attention, cut: Cut, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, attend: Attention, shard: Shard, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, device = self.work.batch, self.device
         times, labels = torch.full((batch,), 0.3, device=device), torch.zeros(batch, dtype=torch.long, device=device)
-        real = cut(torch.ones(self.work.length, device=device), 0).bool()
-        patches, noise = cut(self.patches, 1), cut(self.noise, 1)
+        real = shard(torch.ones(self.work.length, device=device), 0).bool()
+        patches, noise = shard(self.patches, 1), shard(self.noise, 1)
         return flow_matching_loss(self.dit, patches, noise, times, labels, positions, real, attend)
 
 
@@ -91,32 +91,32 @@ Expected = tuple[float, list[Tensor]]  # the loss, and the gradient of every par
 
 
 def expected_results(work: Workload) -> Expected:
-    """What one process finds that has all of the sequence."""
+    """Loss and gradients of one process with the whole sequence."""
     model = make_model(work)
     loss = model.loss(partial(whole_attention, causal=work.causal), lambda x, dim: x, torch.arange(work.length), None)
     return loss.item(), list(torch.autograd.grad(loss, list(model.net.parameters())))
 
 
 class StepRunner:
-    """A contender training the model on this rank."""
+    """A contender that trains the model on this rank."""
 
     def __init__(self, contender: Contender, machine: Machine, work: Workload, expected: Expected) -> None:
         self.model, self.work, self.machine, self.expected = make_model(work), work, machine, expected
         self.ring: TextbookRing | None = None
-        self.alone = contender.way == "compute"
+        self.compute_only = contender.way == "compute"
         self.sp = engine(contender.plan or f"1x{machine.world}", machine)
         self.sequence = self.sp.sequence(work.length)
         self.group = dist.group.WORLD
-        if self.alone:
-            self.attend: Attention = self.attend_alone
+        if self.compute_only:
+            self.attend: Attention = self.attend_compute_only
         elif contender.way == "textbook ring":
             self.ring = TextbookRing(contender, machine, work, None)
             self.attend = self.ring.attention
         else:
             self.attend = partial(self.sequence.attention, causal=work.causal)
 
-    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As much arithmetic as this rank's share, on its own tokens over and over, half as often if causal."""
+    def attend_compute_only(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's share of the arithmetic, on copies of its own keys; half as many if causal."""
         copies = self.machine.world // (2 if self.work.causal else 1)
         k, v = (x.repeat(1, 1, copies, 1) for x in (k, v))
         return whole_attention(q, k, v, causal=False)
@@ -130,23 +130,23 @@ class StepRunner:
 
     def gradients_of(self, loss: Tensor) -> None:
         loss.backward()
-        if not self.alone:
+        if not self.compute_only:
             sum_gradients(self.model.net.parameters(), self.group)
 
     def mistake(self) -> str | None:
-        """What is wrong with the loss or a gradient, if anything is; compute alone is of no real loss."""
+        """What is wrong with the loss or a gradient, or None. Compute only has no meaningful loss."""
         loss, (right, gradients) = self.loss(), self.expected
         self.gradients_of(loss)
         found = [(name, parameter.grad) for name, parameter in self.model.net.named_parameters()]
         self.model.net.zero_grad()
-        if self.alone:
+        if self.compute_only:
             return None
         kind = self.model.device.type
         if not abs(loss.item() / right - 1) < TOLERANCE[kind]:
-            return f"loss {loss.item()}, one process has {right}"
-        for (name, ours), theirs in zip(found, gradients, strict=True):
-            theirs = theirs.to(self.model.device)
-            if ours is None or not (ours - theirs).abs().max() <= GRADIENTS[kind] * theirs.abs().max():
+            return f"loss {loss.item()}, expected {right}"
+        for (name, gradient), exact in zip(found, gradients, strict=True):
+            exact = exact.to(self.model.device)
+            if gradient is None or not (gradient - exact).abs().max() <= GRADIENTS[kind] * exact.abs().max():
                 return f"wrong gradient of {name}"
         return None
 

@@ -13,7 +13,7 @@ from startrail.schedule.sizes import Sizes
 
 
 def piece_sizes(plan: Plan, machine: Machine, work: Workload) -> dict[str, int]:
-    """Bytes of a whole piece by kind; ``ValueError`` says why the plan cannot run this work on this machine."""
+    """Bytes of a whole piece by kind. Raises ``ValueError`` if the plan cannot run this work on this machine."""
     plan.check_world(machine.world)
     local = zigzag(range(machine.world), work.length).local
     return Sizes(plan, local, work.batch, work.q_heads, work.kv_heads, work.head_dim).by_kind
@@ -21,16 +21,15 @@ def piece_sizes(plan: Plan, machine: Machine, work: Workload) -> dict[str, int]:
 
 @lru_cache(maxsize=512)
 def link_bytes(plan: Plan, machine: Machine, work: Workload, across: bool = False) -> tuple[LinkBytes, ...]:
-    """What one forward + backward of ``work`` sends over each node's link, and receives."""
+    """Bytes that one forward + backward of ``work`` sends and receives over each node's link."""
     order = machine.interleaved() if across else None
     return cluster.link_bytes(plan, machine, piece_sizes(plan, machine, work), order)
 
 
 def ring_bytes(machine: Machine, work: Workload) -> float:
-    """What textbook Ring Attention moves over every node's link, in all layers.
+    """Bytes that textbook Ring Attention sends over every node's link, in all layers.
 
-    Link rates are chosen by this and not by a schedule of ours, so that nothing we do to our own ring moves the goal
-    posts.
+    Link rates follow from this and not from our own ring, so that changes to our ring do not change the conditions.
     """
     sizes = piece_sizes(Plan.parse(f"1x{machine.world}"), machine, work)
     return work.layers * cluster.ring_bytes(machine, sizes)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from startrail.bench.cases import Contender, Trial, limited_trials, unlimited_trials
 from startrail.bench.defaults import MACHINES
-from startrail.bench.measure import Outcome, run_on_cluster, run_on_group, why_not
+from startrail.bench.measure import Outcome, run_on_cluster, run_on_group, unsupported_reason
 from startrail.bench.report.claims import claims, right_claim
 from startrail.bench.report.findings import Json, measured_trial, pressure_text
 from startrail.bench.report.page import metadata, write
@@ -89,44 +89,48 @@ def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -
         for limited, trials in ((True, limited_trials(*shape, quick)), (False, unlimited_trials(*shape, quick))):
             if trials:
                 plan.append((machine, limited, fitting(machine, trials, found["left_out"])))
-    plan.sort(key=lambda entry: not entry[1])  # what no claim about links needs comes last
+    plan.sort(key=lambda entry: not entry[1])  # trials that no claim about links needs come last
     planned = [planned_seconds(trials) for _, _, trials in plan]
-    bar = Bar(sum(planned))
-    start, over = time.monotonic(), OUT_OF_TIME
+    bar = ProgressBar(sum(planned))
+    start, out_of_time = time.monotonic(), OUT_OF_TIME
     for number, (machine, limited, trials) in enumerate(plan):
         done: list[Sequence[Outcome]] = []
-        why = over
-        # what one machine takes too long, later ones lose in proportion: every machine is reached
+        reason = out_of_time
+        # a machine that takes too long shortens the later ones in proportion, so that every machine gets its turn
         end = start + seconds * sum(planned[: number + 1]) / sum(planned)
         if (left := end - time.monotonic()) > 0:
             try:
                 by_rank = run_on_cluster(machine, trials, bar.in_trial(machine, trials), limited, left)
                 done = list(zip(*by_rank, strict=True))
             except JobError as error:
-                why = str(error)
+                reason = str(error)
                 found["failed"].append(f"{machine}: {error}")
             except KeyboardInterrupt:
-                why = over = "interrupted"
+                reason = out_of_time = "interrupted"
                 seconds = 0.0
-                found["failed"].append(f"{machine}: interrupted; the machines before it are in the report")
+                found["failed"].append(f"{machine}: interrupted; the report has the machines before it")
         found["trials"] += [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
-        found["left_out"] += [unreached(machine, trial, why) for trial in trials[len(done) :]]
+        found["left_out"] += [unmeasured(machine, trial, reason) for trial in trials[len(done) :]]
         bar.done(trials)
     return found
 
 
 def planned_seconds(trials: Sequence[Trial]) -> float:
-    """About what these take on two quiet cores: connecting, seeing that everybody is right, and the trials."""
+    """Expected time of these trials on two quiet cores, with connecting and checking the results."""
     prepared = {(contender, trial.work) for trial in trials for contender in trial.contenders}
     return START_SECONDS + PREPARE_SECONDS * len(prepared) + sum(trial.seconds for trial in trials)
 
 
-def unreached(machine: Machine, trial: Trial, why: str) -> Json:
-    return {"name": "everybody", "where": f"{machine} {trial.work}, {pressure_text(trial.pressure)}", "why": why}
+def unmeasured(machine: Machine, trial: Trial, reason: str) -> Json:
+    return {
+        "name": "all contenders",
+        "where": f"{machine} {trial.work}, {pressure_text(trial.pressure)}",
+        "why": reason,
+    }
 
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
-    """On the ranks that torchrun started: rates cannot be set, so every trial runs once, on the links as they are."""
+    """Measure the ranks of torchrun. Their link rates cannot be set, so every workload runs once."""
     join(device_of_rank("auto"), WaitLimit(seconds, "startrail bench", "--minutes"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)
@@ -139,42 +143,41 @@ def measure_group(quick: bool, seconds: float) -> Json | None:
         return None
     done = list(zip(*by_rank, strict=True))
     records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
-    left_out += [unreached(machine, trial, OUT_OF_TIME) for trial in trials[len(done) :]]
+    left_out += [unmeasured(machine, trial, OUT_OF_TIME) for trial in trials[len(done) :]]
     return {"trials": records, "left_out": left_out, "failed": []}
 
 
 def end_group() -> None:
-    """Leave together: torchrun ends everybody when one rank dies on its way out."""
+    """Leave together, because torchrun kills all ranks when one fails at exit."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def fitting(machine: Machine, trials: Sequence[Trial], left_out: list[Json]) -> list[Trial]:
-    """Trials with those contenders that can do the work; why the others cannot goes to ``left_out``."""
+    """Trials with the contenders that can do the work; the others go to ``left_out`` with the reason."""
     fitted = []
     for trial in trials:
-        reasons = {contender: why_not(contender, machine, trial.work) for contender in trial.contenders}
+        reasons = {contender: unsupported_reason(contender, machine, trial.work) for contender in trial.contenders}
         where = f"{machine} {trial.work.name} {trial.work.mask}"
-        left_out += [{"name": c.name, "where": where, "why": why} for c, why in reasons.items() if why]
-        able = tuple(contender for contender, why in reasons.items() if not why)
-        fitted.append(replace(trial, contenders=_without_twins(able)))
+        left_out += [{"name": c.name, "where": where, "why": reason} for c, reason in reasons.items() if reason]
+        able = tuple(contender for contender, reason in reasons.items() if not reason)
+        fitted.append(replace(trial, contenders=_without_duplicates(able)))
     return fitted
 
 
-def _without_twins(contenders: Sequence[Contender]) -> tuple[Contender, ...]:
-    """On two nodes our plan is USP's: the same plan need not run twice, but its claims need its role, so ours stays."""
+def _without_duplicates(contenders: Sequence[Contender]) -> tuple[Contender, ...]:
+    """Run the same plan once. On two nodes our plan is USP's; ours stays, because the claims need its role."""
     by_plan: dict[tuple[str, str, bool], Contender] = {}
     for contender in contenders:
         key = contender.way, contender.plan or contender.way, contender.across
-        if twin := by_plan.get(key):
-            contender = replace(contender, name=f"{contender.name} = {twin.name}")
+        if duplicate := by_plan.get(key):
+            contender = replace(contender, name=f"{contender.name} = {duplicate.name}")
         by_plan[key] = contender
     return tuple(by_plan.values())
 
 
-class Bar:
-    """Progress by planned seconds: what a trial may take, whether it has taken it or not. Without a terminal, a line a
-    trial."""
+class ProgressBar:
+    """Progress in planned seconds. Without a terminal, it prints one line per trial."""
 
     def __init__(self, total: float) -> None:
         self.total, self.before, self.start, self.last = total, 0.0, time.monotonic(), ""

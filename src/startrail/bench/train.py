@@ -25,7 +25,7 @@ from startrail.training.recipes import Recipe, find
 from startrail.training.trainer import Trainer
 
 
-class Collected(Display):
+class RecordingDisplay(Display):
     def __init__(self) -> None:
         self.metrics: list[Metrics] = []
         self.sent = 0.0
@@ -38,15 +38,15 @@ class Collected(Display):
 
 
 def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[float], list[float], float]:
-    """Tokens/s and exposed share of every step but the first, and bytes that a rank's attention sends in one."""
+    """Tokens/s and exposed share of every step except the first, and bytes that attention sends per rank and step."""
     with tempfile.TemporaryDirectory() as out:
         fixed = dict(plan=plan, steps=options.steps + 1, evaluate_batches=0, sample=0, save_every=0, out=out)
         recipe = find(name).with_(fixed)
 
         def on_rank(rank: int) -> tuple[list[float], list[float], float]:
-            display = Collected()
+            display = RecordingDisplay()
             Trainer(recipe, torch.device("cpu"), display, Stop()).run()
-            steps = display.metrics[1:]  # the first one connects
+            steps = display.metrics[1:]  # the first step connects the ranks
             return [s["tokens_per_second"] for s in steps], [s["waiting"] for s in steps], display.sent
 
         result = run_local(on_rank, recipe.ranks, deadline=1800)[0]
@@ -55,14 +55,14 @@ def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[flo
 
 
 def describe(ranks: int) -> ClusterSpec:
-    """This machine, measured by so many ranks at once."""
+    """This machine, measured by ``ranks`` ranks."""
     found = run_local(lambda _: measure_cluster(dist.group.WORLD, Machine(1, ranks)).cluster, ranks)[0]
     assert found is not None
     return found
 
 
 def predicted(recipe: Recipe, text: str, cluster: ClusterSpec) -> float:
-    """Tokens/s of a step, by the planner."""
+    """Tokens/s that the planner predicts."""
     plan, job = Plan.parse(text), recipe.job("float32")
     training = Training(cluster, job.model, job.run, job.data_parallel)
     step = training.step(plan, lambda call: predict(training.group, plan, call))

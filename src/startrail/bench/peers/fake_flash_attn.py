@@ -1,7 +1,7 @@
-"""A stand-in for the flash-attn package, which needs a GPU, for peers that are written around it.
+"""A substitute for the flash-attn package, which needs a GPU, for peers that are built on it.
 
 ring-flash-attn and yunchang import ``flash_attn``. Here they find a module of that name with the two functions that
-they call, on the engine's kernel for CPUs. Everything that they send and when they send it stays their own.
+they call, on the engine's CPU kernel. Their communication is unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _flash_attn_forward(
     _no_window(window_size_left, window_size_right)
     kernel, dtype = CpuKernel(q.dtype, softcap or None), q.dtype
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    forward = kernel.select_forward(q, k) if softcap else kernel.forward_tile  # nobody looks for NaN at a peer's cost
+    forward = kernel.select_forward(q, k) if softcap else kernel.forward_tile  # peers do not pay for our check for NaN
     out, lse = forward(q, k, v, TileMask(causal, None, softmax_scale))
     return out.transpose(1, 2).to(dtype), lse.float(), None, None
 
@@ -71,23 +71,23 @@ def _flash_attn_backward(
 
 def _no_window(left: int, right: int) -> None:
     if (left, right) != (-1, -1):
-        raise NotImplementedError(f"the stand-in for flash_attn has no windows, got ({left}, {right})")
+        raise NotImplementedError(f"the substitute for flash_attn has no windows, got ({left}, {right})")
 
 
-def _not_here(*arguments: Any, **options: Any) -> None:
-    raise NotImplementedError("the stand-in for flash_attn has no such function")
+def _unsupported(*arguments: Any, **options: Any) -> None:
+    raise NotImplementedError("the substitute for flash_attn lacks this function")
 
 
 def install() -> None:
-    """Put the stand-in where ``import flash_attn`` finds it."""
+    """Make ``import flash_attn`` find the substitute."""
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     package.__version__ = "2.7.0"  # type: ignore[attr-defined]  # the first with these signatures
-    package.flash_attn_func = _not_here  # type: ignore[attr-defined]
+    package.flash_attn_func = _unsupported  # type: ignore[attr-defined]
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
     for function in (_flash_attn_forward, _flash_attn_backward):
         setattr(interface, function.__name__, function)
     for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
-        setattr(interface, name, _not_here)
+        setattr(interface, name, _unsupported)
     sys.modules |= {package.__name__: package, interface.__name__: interface}
 
 
@@ -104,7 +104,7 @@ class CopyingTo(TorchFunctionMode):
 
 
 def in_float32(module: ModuleType, backward: str) -> None:
-    """Have a package's backward pass run under `CopyingTo`."""
+    """Run a package's backward pass under `CopyingTo`."""
     original = getattr(module, backward)
 
     def copying(*arguments: Any, **options: Any) -> Any:

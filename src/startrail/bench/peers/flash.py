@@ -1,5 +1,4 @@
-"""Peers that are written around flash-attn: ring-flash-attn's and yunchang's own code on a substitute kernel, which
-`fake_flash_attn` puts where they import it from."""
+"""Peers built on flash-attn: the code of ring-flash-attn and yunchang on a substitute kernel from `fake_flash_attn`."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail.bench.peers import fake_flash_attn
-from startrail.bench.peers.ours import TOLERANCE, Attender, Results, Tolerance, held, masked_layout
+from startrail.bench.peers.contenders import TOLERANCE, AttentionRunner, Results, Tolerance, local_part, masked_layout
 
-# Both packages hand dq back in bfloat16 when the mask is full, whatever the queries' dtype.
+# With a full mask both packages return dq in bfloat16, whatever the dtype of the queries.
 ROUNDED = Tolerance(2**-8, TOLERANCE.absolute)
 
 
 @cache
 def ring_flash_attn() -> tuple[ModuleType, ModuleType]:
-    """ring-flash-attn's rings for full and for causal masks. Its ``__init__`` is passed over: it imports transformers
-    for an adapter that plays no part here."""
+    """ring-flash-attn's rings for full and causal masks. Its ``__init__`` is not run: it imports transformers for an
+    adapter that is not used here."""
     fake_flash_attn.install()
     spec = find_spec("ring_flash_attn")
     assert spec is not None and spec.submodule_search_locations is not None
@@ -49,7 +48,7 @@ def _rings(package: str) -> tuple[ModuleType, ModuleType]:
     return plain, zigzag
 
 
-class FlashPeer(Attender):
+class FlashPeer(AttentionRunner):
     """Tensors are (batch, tokens, heads, dim) inside; dq comes back in bfloat16 under a full mask."""
 
     tokens_first: Any  # called with q, k, v and causal=
@@ -77,7 +76,7 @@ class RingFlash(FlashPeer):
 class Yunchang(FlashPeer):
     """yunchang's USP: ranks that share heads (Ulysses) hold neighbouring parts of one place's share of the ring.
 
-    As it comes, Ulysses is inside a node and the ring goes over the nodes. ``yunchang across`` is its other order,
+    By default, Ulysses is inside a node and the ring goes over the nodes. ``yunchang across`` is its other order,
     ``use_ulysses_low=False``: Ulysses goes over the nodes, and every node has a ring.
     """
 
@@ -92,17 +91,17 @@ class Yunchang(FlashPeer):
         self.tokens_first = package.LongContextAttention(ring_impl_type="zigzag" if self.work.causal else "basic")
 
     def shard(self, x: Tensor) -> Tensor:
-        return held(x, self.layout, self.ring_place).chunk(self.sharers, 2)[self.sharer]
+        return local_part(x, self.layout, self.ring_place).chunk(self.sharers, 2)[self.sharer]
 
 
 def join_yunchang(ulysses: int, world: int, low: bool) -> Any:
     """The package, with its process groups, which are global to it, set to these. ``low``: Ulysses is inside nodes."""
     package = yunchang()
     current = package.globals.PROCESS_GROUP
-    if (ulysses, low) not in _groups:  # connected once, by everybody
+    if (ulysses, low) not in _groups:  # connected once, by all ranks
         package.set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world, low)
         _groups[ulysses, low] = current.ULYSSES_PG, current.RING_PG
-    current.ULYSSES_PG, current.RING_PG = _groups[ulysses, low]  # its layers take them when they are made
+    current.ULYSSES_PG, current.RING_PG = _groups[ulysses, low]  # its layers read them when they are constructed
     return package
 
 

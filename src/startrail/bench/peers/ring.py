@@ -1,4 +1,4 @@
-"""The baseline of the claims: Ring Attention as its paper and ring-flash-attn have it (`startrail.ring`), timed."""
+"""The baseline of the claims: Ring Attention as in its paper and in ring-flash-attn (`startrail.ring`), timed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from startrail import ring
-from startrail.bench.peers.ours import Attender, Results, with_gradients
+from startrail.bench.peers.contenders import AttentionRunner, Results, with_gradients
 
 
-class TextbookRing(Attender):
-    """Keys and values go to the next rank while the block at hand is computed; in the backward pass their gradients
-    follow them round, so that every node's link carries one message a hop.
+class TextbookRing(AttentionRunner):
+    """Sends keys and values to the next rank while the current block is computed; in the backward pass their gradients
+    follow them around the ring.
 
-    It shares nothing with the engine but the kernel, the masks and the layout, and is here so that nobody need wonder
-    whether our plans are compared with a weak ring of our own making.
+    It shares only the kernel, the masks and the layout with the engine, so that our plans are not compared with a weak
+    ring of our own.
     """
 
     def set_up(self) -> None:

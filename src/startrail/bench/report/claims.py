@@ -1,4 +1,4 @@
-"""From numbers to verdicts: everything that the benchmark is there to show, judged from a recorded report."""
+"""The benchmark's claims, judged from a recorded report."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from startrail.bench.report.findings import (
     title,
 )
 
-BYTES_WITHIN = 0.03
+BYTES_TOLERANCE = 0.03
 STEEPEST = PRESSURES[0]
-# Peers that split heads over nodes, by way: what they send is what our best plans send.
-ALIKE = {"yunchang across": "yunchang with Ulysses across nodes", "deepspeed": "DeepSpeed's Ulysses"}
-PAPER = {"gpt": "+77.12 %", "dit": "+114.33 %"}  # the most that StarTrail's paper has over Ring Attention
+# Peers that split heads over nodes, by way: they send the same bytes as our best plans.
+HEAD_SPLITTING_PEERS = {"yunchang across": "yunchang with Ulysses across nodes", "deepspeed": "DeepSpeed's Ulysses"}
+PAPER = {"gpt": "+77.12 %", "dit": "+114.33 %"}  # the largest gain over Ring Attention in StarTrail's paper
 
 
 @dataclass(frozen=True)
 class Target:
-    """How many times the throughput of the fastest contender of role ``other`` ours must have at least; MHA, both
-    masks, on links that take textbook ring ``pressure`` times its compute."""
+    """The least throughput of our best plan, relative to the fastest contender of role ``other``: MHA, both masks, on
+    links where textbook ring communicates ``pressure`` times as long as it computes."""
 
     machine: str
     other: str
@@ -53,15 +53,14 @@ TARGETS: tuple[Target, ...] = (
     Target("4x8", "ring", 2.0, ours=("nested",)),
     Target("4x8", "ring", 2.5, ours=("nested keep",)),
 )
-SHARES = {"4x8": 0.90, "8x4": 0.85}  # of its bound that the best plan of ours must reach on the slowest links
+SHARES = {"4x8": 0.90, "8x4": 0.85}  # share of its bound that our best plan must reach on the slowest links
 MACHINES = {target.machine for target in TARGETS}
 MASKS = ("causal", "full")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A thing that must be shown, what was found, and whether it holds; None where it is a finding without a target
-    or was not measured in this run."""
+    """A claim, the finding, and whether it is met; None if it has no target or was not measured in this run."""
 
     text: str
     found: str
@@ -69,17 +68,17 @@ class Claim:
 
 
 def claims(report: Json) -> list[Claim]:
-    """Everything that the benchmark is there to show, judged from the data."""
+    """All claims, judged from the data."""
     trials = report["trials"]
     found = [right_claim(trials), _bytes_claim(trials)]
     machine = headline_machine(trials)
     targets, shares = TARGETS, SHARES
-    if trials and MACHINES.isdisjoint(trial["machine"] for trial in trials):  # the same of what there is, unjudged
+    if trials and MACHINES.isdisjoint(trial["machine"] for trial in trials):  # the same figures of other machines, unjudged
         claimed = (target for target in TARGETS if (target.machine, target.pressure) == (CLAIMED, STEEPEST))
         targets, shares = tuple(replace(target, machine=machine) for target in claimed), {machine: SHARES[CLAIMED]}
     found += [_ratio_claim(trials, target, mask) for target in targets for mask in MASKS]
     found += [_share_claim(trials, *share, mask) for share in shares.items() for mask in MASKS]
-    found += [*(_alike_claim(trials, way) for way in ALIKE), _peers_claim(trials), _same_ratios(trials, machine)]
+    found += [*(_peer_claim(trials, way) for way in HEAD_SPLITTING_PEERS), _peers_claim(trials), _same_ratios(trials, machine)]
     found += [_compute_claim(trials), _slower_claim(trials), *(_step_claim(trials, model) for model in PAPER)]
     return [*found, _slow_node_claim(trials, machine)]
 
@@ -90,10 +89,10 @@ def _is(trial: Json, machine: str, work: str, pressure: float | None) -> bool:
 
 
 def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) -> tuple[str, list[Line], bool]:
-    """The place of a claim in words, the lines to judge it by, and whether they count.
+    """The claim's setting as text, the lines to judge it by, and whether they count.
 
-    They count on a machine of the claims whose ring really takes long enough. Others, and real links, show what they
-    have where links are most of a limit.
+    They count on a machine of the claims if its ring is measured to be slow enough. Other machines, and real links, show
+    their trial with the slowest links.
     """
     alike = [t for t in trials if _is(t, machine, "MHA", t["pressure"]) and Workload(**t["work"]).mask == mask]
     chosen = [t for t in alike if t["pressure"] == pressure]
@@ -112,7 +111,7 @@ def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) ->
 
 
 def _best_of_ours(lines: Sequence[Line], roles: Sequence[str] = OURS) -> Line | None:
-    """The fastest plan of ours among those that were repeated most: one lucky repeat proves nothing."""
+    """The fastest plan of ours among those that were repeated most: a single fast repeat proves nothing."""
     ours = [line for line in lines if line.role in roles]
     most = max((line.repeats for line in ours), default=0)
     return best((line for line in ours if line.repeats == most), *roles)
@@ -150,19 +149,19 @@ def right_claim(trials: Sequence[Json]) -> Claim:
 
 
 def _bytes_claim(trials: Sequence[Json]) -> Claim:
-    text = f"bytes on every node's link within {BYTES_WITHIN:.0%} of the closed form, for every plan of ours"
+    text = f"bytes on every node's link within {BYTES_TOLERANCE:.0%} of the closed form, for every plan of ours"
     ours = [(line, t) for t in trials for line in lines_of(t) if line.way == "plan"]
     off = [(line.bytes_off, line, t) for line, t in ours if line.bytes_off is not None]
     if not off:
         return Claim(text, "link counters could not be read in this run", None)
     worst, line, trial = max(off, key=lambda item: abs(item[0]))
     found = f"{len(off)} cases, worst {worst:+.1%}: {line.name} ({line.plan}), {title(trial)}"
-    return Claim(text, found, abs(worst) <= BYTES_WITHIN)
+    return Claim(text, found, abs(worst) <= BYTES_TOLERANCE)
 
 
-def _alike_claim(trials: Sequence[Json], way: str) -> Claim:
-    """Judged where links are emulated, on every machine and at every rate at which the peer took part."""
-    text = f"best plan of ours no slower than {ALIKE[way]} on the same work"
+def _peer_claim(trials: Sequence[Json], way: str) -> Claim:
+    """Judged on emulated links, on every machine and at every rate at which the peer took part."""
+    text = f"best plan of ours no slower than {HEAD_SPLITTING_PEERS[way]} on the same work"
     ratios, texts = [], []
     for trial in trials:
         lines = lines_of(trial)
@@ -182,7 +181,7 @@ def _peers_claim(trials: Sequence[Json]) -> Claim:
             continue
         lines = lines_of(trial)
         ours = _best_of_ours(lines)
-        peers = [line for line in lines if line.role == "peer" and line.way not in ALIKE]
+        peers = [line for line in lines if line.role == "peer" and line.way not in HEAD_SPLITTING_PEERS]
         ratios = [f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in peers if ours]
         if ratios:
             texts.append(f"{trial['machine']}, {Workload(**trial['work']).mask}: {', '.join(ratios)}")
@@ -230,14 +229,14 @@ def _compute_claim(trials: Sequence[Json]) -> Claim:
 
 
 def _slower_claim(trials: Sequence[Json]) -> Claim:
-    """Met also where a plan is slower because of its bytes, which the plan states; not for reasons unknown."""
-    text = "no plan of ours slower than the fastest flat ring by more than 5 % at any rate, or said which and why"
+    """Also met if a plan is slower because of its bytes; not met if the reason is unknown."""
+    text = "no plan of ours slower than the fastest flat ring by more than 5 % at any rate, or the reason is named"
     cases = [(line, t) for t in trials for line in lines_of(t) if line.role in OURS and line.against_ring]
     if not cases:
         return Claim(text, "not measured in this run", None)
     slower = [(line, t) for line, t in cases if line.against_ring and line.against_ring < 1 / 1.05]
     named = "; ".join(
-        f"{line.plan} {line.seconds / _ring_of(t).seconds - 1:+.0%} time, {title(t)}, {_why_slower(line, t)}"
+        f"{line.plan} {line.seconds / _ring_of(t).seconds - 1:+.0%} time, {title(t)}, {_slower_reason(line, t)}"
         for line, t in slower
     )
     found = f"{len(slower)} of {len(cases)} cases slower{': ' + named if named else ''}"
@@ -254,10 +253,10 @@ def _has_more_bytes(line: Line, trial: Json) -> bool:
     return line.bound > 1.05 * _ring_of(trial).bound
 
 
-def _why_slower(line: Line, trial: Json) -> str:
-    """As far as the data tell: more bytes, or time that is neither arithmetic nor bytes."""
+def _slower_reason(line: Line, trial: Json) -> str:
+    """The reason in the data: more bytes, or time that is neither arithmetic nor bytes."""
     if _has_more_bytes(line, trial):
-        return f"because its bytes take {line.bound:.3f} s at least, the ring's {_ring_of(trial).bound:.3f} s"
+        return f"because its bytes take at least {line.bound:.3f} s, the ring's {_ring_of(trial).bound:.3f} s"
     waits = "" if line.waiting is None else f", of which ranks wait {line.waiting:.0%}"
     return f"because {line.seconds - line.bound:.3f} s of its time{waits} are neither arithmetic nor bytes"
 
@@ -278,7 +277,7 @@ def _step_claim(trials: Sequence[Json], model: str) -> Claim:
 
 
 def _slow_node_claim(trials: Sequence[Json], machine: str) -> Claim:
-    text = "one node's link at half rate: what each loses"
+    text = "one node's link at half rate: loss of each contender"
     for trial in trials:
         if not trial["slow_node"]:
             continue

@@ -1,8 +1,8 @@
-"""From measurements to numbers. Works on the recorded report alone, so any report can be read again.
+"""Numbers from the recorded measurements.
 
 A report is plain data: ``{"meta": ..., "trials": [{"machine", "work", "pressure", "rates", "rows": [...]}, ...]}``.
-Every row is a contender with its seconds by repeat and its bytes by node; `measured_trial` makes one from what ranks
-return.
+Every row is a contender with its seconds per repeat and its bytes per node. `measured_trial` makes a trial from the
+outcomes of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def measured_trial(machine: Machine, trial: Trial, outcomes: Sequence[Outcome]) -> Json:
-    """One trial's record, from the outcomes of all ranks: the slowest rank of every repeat is its time."""
+    """One trial's record from the outcomes of all ranks. The time of a repeat is that of its slowest rank."""
     rates = outcomes[0].rates
     rows = []
     for contender in (COMPUTE, *(with_plan(contender, outcomes[0].auto) for contender in trial.contenders)):
@@ -66,7 +66,7 @@ def _measured_row(samples: Sequence[Sequence[Sample]], machine: Machine) -> Json
 
 @dataclass(frozen=True)
 class Line:
-    """One contender in one trial, in numbers. ``bound`` is what its bytes and the arithmetic allow at best."""
+    """The numbers of one contender in one trial. ``bound`` is the least time that its bytes and arithmetic allow."""
 
     name: str
     plan: str
@@ -89,11 +89,11 @@ class Line:
 
 
 def lines_of(trial: Json) -> list[Line]:
-    """A trial's contenders that could be timed. All are held against the fastest flat ring of the trial: the textbook
-    one, and our engine's where it takes part; peers' rings move the same bytes."""
+    """A trial's contenders that were timed. They are compared with the fastest flat ring of the trial: the textbook
+    one, or our engine's if it takes part; peers' rings send the same bytes."""
     rows = [row for row in trial["rows"] if not row["refused"]]
     compute = statistics.median(next(row for row in rows if row["role"] == "compute")["seconds"])
-    overhead = next(row["links"] for row in rows if row["role"] == "compute")  # what barriers add to every row
+    overhead = next(row["links"] for row in rows if row["role"] == "compute")  # bytes of the barriers, which are in every row
     rings = [statistics.median(row["seconds"]) for row in rows if row["role"] == "ring"]
     lines = []
     for row in rows:
@@ -139,7 +139,7 @@ def _busiest(links: Sequence[Sequence[float]] | None) -> float | None:
 
 
 def _farthest_off(measured: Sequence[Sequence[float]] | None, closed: Sequence[Sequence[float]] | None) -> float | None:
-    """How far measured bytes are from the closed form, as a share of it: the worst of all links and both directions.
+    """Relative error of the closed form against the measured bytes: the worst of all links and both directions.
 
     >>> round(_farthest_off([[101, 99], [150, 100]], [[100, 100], [150, 100]]), 3)
     0.01
@@ -165,18 +165,18 @@ def pressure_text(pressure: float | None) -> str:
 
 
 def measured_pressure(lines: Sequence[Line]) -> float | None:
-    """How many times its compute the fastest ring has really taken."""
+    """Time of the fastest ring over the compute time."""
     ring, compute = best(lines, "ring"), best(lines, "compute")
     return ring.seconds / compute.seconds if ring and compute else None
 
 
 def is_emulated(trial: Json) -> bool:
-    """Only emulated links have counters that ranks can read."""
+    """True if the links were emulated: only those have counters that ranks can read."""
     return any(row.get("links") for row in trial["rows"])
 
 
 def headline_machine(trials: Sequence[Json]) -> str:
-    """The claims are about 4 nodes of 8 ranks; a run without them shows the same figures of what it has, unjudged."""
+    """4 nodes of 8 ranks, which the claims are about; a run without them shows its first machine, unjudged."""
     machines = [trial["machine"] for trial in trials]
     return CLAIMED if CLAIMED in machines or not machines else machines[0]
 

@@ -1,4 +1,4 @@
-"""The report: one self-contained page, the data behind it, and the pictures."""
+"""The report: a self-contained HTML page, its data as JSON, and the plots."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import startrail
 from startrail.bench.cases import BOUND_BY_LINKS, OURS, Workload
 from startrail.bench.report.claims import Claim, claims
 from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
-from startrail.bench.peers.ours import DISCLOSURES
+from startrail.bench.peers.contenders import DISCLOSURES
 from startrail.bench.report.plots import pictures
 
 EMULATED = (
     "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
     "ranks of one thread each talk gloo and share the machine's cores. A link has a rate but no latency of its own. "
-    "Bytes carry over to a real cluster, ratios as far as bandwidth and not latency decides, seconds do not."
+    "Bytes carry over to a real cluster, ratios do where bandwidth and not latency decides, seconds do not."
 )
 JUDGED = (
     "Ratios and shares of the bound are judged by medians on the slowest links, where ring is measured at 8 times its "
-    "compute or more, and one ratio on faster ones. There the cores that emulate all the ranks limit everybody, too: "
-    "the other ratios, which are then often lower, are shown unjudged. 'Best plan of ours' is the fastest of those "
+    "compute or more, and one ratio on faster ones. On faster links the cores that emulate the ranks limit every contender: "
+    "those ratios are often lower, and are shown unjudged. 'Best plan of ours' is the fastest of those "
     "with heads outermost, of nested rings, with keep and without."
 )
 WHO = (
@@ -52,7 +52,7 @@ figcaption, .note { font-size: .85rem; opacity: .8; }
 """
 GROWING = ("ring, textbook", "USP", "star4", "nested", "nested, keep")
 COLUMNS = (
-    ("contender", "who, and the plan if it is one of our engine's"),
+    ("contender", "name, and the plan if it runs on our engine"),
     ("median s", "slowest rank of each repeat, median over repeats"),
     ("spread", "fastest and slowest repeat"),
     ("n", "repeats"),
@@ -68,7 +68,7 @@ COLUMNS = (
 
 
 def metadata(argv: Sequence[str], started: float) -> Json:
-    """Everything needed to know what was run, on what, and of which version."""
+    """Machine, versions and options of the run."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(started)),
         "seconds": round(time.time() - started, 1),
@@ -132,10 +132,10 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         "<h1>StarTrail: sequence-parallel attention, measured side by side</h1>",
         f"<p>{escape(_summary(meta))}</p>",
         f"<p class='note'>{escape(EMULATED)}</p>" if any(map(is_emulated, report["trials"])) else "",
-        "<h2>What must be shown, and whether it was</h2>",
+        "<h2>Claims</h2>",
         f"<p class='note'>{escape(JUDGED)}</p>",
         _claims_table(verdicts),
-        "<h2>Pictures</h2>" if made else "",
+        "<h2>Plots</h2>" if made else "",
         *(_figure(png, caption) for png, caption in made.values()),
         "<h2>How costs grow</h2>",
         _growth(report["trials"]),
@@ -148,7 +148,7 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         "<h2>Left out</h2>",
         f"<p class='note'>{escape(WHO)}</p>",
         _left_out(report),
-        "<h2>What each figure is of</h2><ul>",
+        "<h2>What each contender is</h2><ul>",
         *(f"<li><b>{escape(way)}</b>: {escape(text)}</li>" for way, text in DISCLOSURES.items()),
         "</ul><h2>Machine and versions</h2><div class='wide'><table>",
         *(
@@ -226,7 +226,7 @@ def _row(line: Line) -> str:
 
 
 def _growth(trials: Sequence[Json]) -> str:
-    """Bytes, time and exposed communication of a few, by ranks and by tokens: full mask, MHA, communication-bound."""
+    """Bytes, time and exposed communication by ranks and tokens: full mask, MHA, communication-bound."""
     rows = []
     for trial in trials:
         work = Workload(**trial["work"])
@@ -240,7 +240,7 @@ def _growth(trials: Sequence[Json]) -> str:
         return "<p>Not measured in this run.</p>"
     head = "".join(
         f"<th>{name}</th>"
-        for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB a token", "s", "exposed s")
+        for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB per token", "s", "exposed s")
     )
     body = "".join(
         f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{tokens}</td>"
@@ -253,7 +253,7 @@ def _growth(trials: Sequence[Json]) -> str:
 
 
 def _left_out(report: Json) -> str:
-    """Who could not take part, and why: by reason, since one reason often holds for many trials."""
+    """Contenders that could not take part, grouped by reason, because one reason often holds for many trials."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in report.get("left_out", []):
         reasons.setdefault((entry["name"], entry["why"]), []).append(entry["where"])
@@ -264,9 +264,9 @@ def _left_out(report: Json) -> str:
                 where = f"{trial['machine']} {work.name} {work.mask}"
                 reasons.setdefault((row["name"], row["refused"]), []).append(where)
     if not reasons:
-        return "<p>Nobody.</p>"
+        return "<p>None.</p>"
     items = [
-        f"<li><b>{escape(name)}</b> ({escape(', '.join(dict.fromkeys(where)))}): {escape(why)}</li>"
-        for (name, why), where in reasons.items()
+        f"<li><b>{escape(name)}</b> ({escape(', '.join(dict.fromkeys(where)))}): {escape(reason)}</li>"
+        for (name, reason), where in reasons.items()
     ]
     return f"<ul>{''.join(items)}</ul>"

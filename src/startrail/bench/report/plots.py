@@ -1,4 +1,4 @@
-"""The report's pictures, from the recorded data. Needs matplotlib; without it a report has tables only."""
+"""The report's plots, from the recorded data. Needs matplotlib; without it a report has tables only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
         work = Workload(**trial["work"])
         slug = work.name.replace(" ", "-").replace(":", "-").lower()
         name = f"throughput-{slug}-{work.mask}-{trial['pressure']:g}x.png"
-        caption = f"{title(trial)}: throughput relative to the faster flat ring, and what each one's bytes allow"
+        caption = f"{title(trial)}: throughput relative to the faster flat ring, and the bound of its bytes"
         made[name] = (_throughput(trial), caption)
     if len({trial["pressure"] for trial in report["trials"]}) > 1:
         made["rates.png"] = (_rates(report, machine), "Throughput relative to ring, from slow links to fast ones (MHA)")
@@ -118,9 +118,9 @@ def _rates(report: Json, machine: str) -> bytes:
                     points = series.setdefault((BEST if line.role == "heads" else line.name, line.role), {})
                     points[place] = max(points.get(place, 0.0), line.against_ring)
         for (name, role), points in series.items():
-            if len(points) == 1:  # not a line; it is in the tables
+            if len(points) == 1:  # a single point is no line; it is in the tables
                 continue
-            dashed = "--" if name == "star4" else "-"  # two of one colour
+            dashed = "--" if name == "star4" else "-"  # star2 and star4 share a colour
             axes.plot(list(points), list(points.values()), dashed, marker="o", ms=3, color=COLOURS[role], label=name)
         axes.set_xticks(
             range(len(trials)), [pressure_text(trial["pressure"]).replace(" its ", "\n") for trial in trials]
@@ -137,7 +137,7 @@ def _rates(report: Json, machine: str) -> bytes:
 
 
 def _growth(report: Json) -> bytes:
-    """How bytes grow: with the nodes at 8 ranks each, and with the sequence on 4 nodes of 4."""
+    """Growth of bytes with the nodes, at 8 ranks each, and with the sequence, on 4 nodes of 4."""
     figure, (by_nodes, by_length) = _figure(8, 3.4, columns=2)
     nodes = (2, 4, 8, 16)
     machines = [Machine(count, 8) for count in nodes]

@@ -1,8 +1,8 @@
-"""How each contender is called: one small adapter a way of doing the work.
+"""One small adapter per contender.
 
-``shard`` gives this rank's part of a tensor that is the same everywhere; ``attend`` runs forward and backward on such
-parts and returns out, dq, dk, dv of the same tokens. Adapters of peers call the peer's own code; ``DISCLOSURES`` says
-what a figure is of.
+``shard`` returns this rank's part of a tensor that all ranks have; ``attend`` runs forward and backward on such parts
+and returns out, dq, dk, dv of the same tokens. Adapters of peers call the peer's own code; ``DISCLOSURES`` describes
+exactly what is measured.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Tolerance(NamedTuple):
-    """As torch.allclose has it."""
+    """Tolerances of torch.allclose."""
 
     relative: float
     absolute: float
 
-    def allows(self, ours: Tensor, right: Tensor) -> bool:
-        return torch.allclose(ours, right, rtol=self.relative, atol=self.absolute)
+    def allows(self, result: Tensor, expected: Tensor) -> bool:
+        return torch.allclose(result, expected, rtol=self.relative, atol=self.absolute)
 
 
 TOLERANCE = Tolerance(relative=1e-3, absolute=2e-5)
-HALF = Tolerance(relative=3e-2, absolute=3e-2)  # where bfloat16 is measured
+HALF = Tolerance(relative=3e-2, absolute=3e-2)  # in bfloat16
 
 DISCLOSURES = {
     "plan": "our engine",
     "compute": "every rank attends its own queries to the whole sequence with the same kernel; nothing is sent",
-    "textbook ring": "Ring Attention written out plainly on the same kernel, gradients travelling with their keys",
+    "textbook ring": "Ring Attention written out plainly on the same kernel, gradients sent with their keys",
     "torch ring": "torch's _templated_ring_attention(_backward), unmodified, with ATen's CPU flash op, rotating by "
     "all-to-all",
-    "torch gather": "the same with torch's default rotation, all-gather, which holds all keys and values at once",
+    "torch gather": "the same with torch's default rotation, all-gather, which holds all keys and values in memory",
     "ring-flash-attn": "ring-flash-attn's communication code, unmodified, on a substitute kernel: "
     "zigzag_ring_flash_attn (causal) and ring_flash_attn (full) find a stand-in for flash_attn that calls ATen's CPU "
-    "flash op. flash-attn takes half precision only: so that float32 works, .to(float32) is made to copy in its "
-    "backward pass, as it does there. Its package's __init__, which imports transformers, is passed over. "
+    "flash op. flash-attn takes half precision only: for float32, .to(float32) is made to copy in its "
+    "backward pass, as it does in half precision. Its package's __init__, which imports transformers, is not run. "
     "With a full mask it returns dq in bfloat16, and is checked to that precision",
     "yunchang": "yunchang's LongContextAttention (USP: Ulysses in a node, a ring over nodes), unmodified, on the same "
     "substitute kernel, in float32 and checked in the same way",
     "yunchang across": "the same with use_ulysses_low=False: Ulysses over the nodes, a ring in each",
     "deepspeed": "DeepSpeed's DistributedAttention, unmodified, around torch's scaled_dot_product_attention (its "
-    "shared-memory all-reduce, which plays no part, is not built)",
+    "shared-memory all-reduce, which is not used, is not built)",
 }
 
 
 @dataclass
 class BenchData:
-    """Inputs, and the answers of one process that has all of the sequence."""
+    """Inputs, and the results of one process with the whole sequence."""
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     answers: Results
@@ -81,12 +81,12 @@ class BenchData:
 
 
 def own_device() -> torch.device:
-    """Where this rank computes. What is not a rank yet will fork some, for which it must not have used a GPU."""
+    """This rank's device. A process that is not a rank gets the CPU: it will fork ranks and must not use a GPU."""
     return live.own_device() if dist.is_initialized() else torch.device("cpu")
 
 
 def own_dtype(device: torch.device) -> torch.dtype:
-    """What is measured: bfloat16 on GPUs, as everybody trains there and flash attention needs; float32 on CPUs."""
+    """bfloat16 on GPUs, as in training and as flash attention requires; float32 on CPUs."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -103,21 +103,21 @@ def make_data(work: Workload, seed: int = 0) -> BenchData:
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """By one process that has all the keys of all the queries' heads."""
+    """Attention on one process with the whole sequence."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def with_gradients(attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-    """What ``attention`` returns, and the gradients of q, k and v that autograd finds for ``dout``."""
+    """The result of ``attention``, and autograd's gradients of q, k and v for ``dout``."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attention(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return out.detach(), dq, dk, dv
 
 
-class Attender(ABC):
-    """A contender on this rank, with its part of the inputs. Unless it shards in a way of its own, it holds tokens as
-    ``layout`` says: zigzag by rank, so that all have the same work under a causal mask."""
+class AttentionRunner(ABC):
+    """A contender on this rank, with its part of the inputs. By default it shards tokens by ``layout``: zigzag, so that
+    all ranks have the same work under a causal mask."""
 
     def __init__(self, contender: Contender, machine: Machine, work: Workload, data: BenchData | None) -> None:
         self.contender, self.machine, self.work = contender, machine, work
@@ -134,49 +134,48 @@ class Attender(ABC):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
 
     def shard(self, x: Tensor) -> Tensor:
-        return held(x, self.layout, dist.get_rank())
+        return local_part(x, self.layout, dist.get_rank())
 
     def step(self) -> None:
         self.attend(*self.inputs)
 
     def mistake(self) -> str | None:
-        """What is wrong with the results, if anything is: nothing wrong is ever timed."""
+        """What is wrong with the results, or None. Wrong results are never timed."""
         results = self.attend(*self.inputs)
-        for name, ours, whole in zip(("out", "dq", "dk", "dv"), results, self.data.answers, strict=True):
-            ours, right = ours.float(), self.shard(whole)
-            if not self.tolerance(name).allows(ours, right):
-                return f"wrong {name}: off by up to {(ours - right).abs().max().item():.1e}"
+        for name, result, whole in zip(("out", "dq", "dk", "dv"), results, self.data.answers, strict=True):
+            result, expected = result.float(), self.shard(whole)
+            if not self.tolerance(name).allows(result, expected):
+                return f"wrong {name}: off by up to {(result - expected).abs().max().item():.1e}"
         return None
 
     def tolerance(self, name: str) -> Tolerance:
-        """How far one of out, dq, dk, dv may be off."""
+        """Allowed error of one of out, dq, dk, dv."""
         return TOLERANCE if own_dtype(own_device()) == torch.float32 else HALF
 
     def waiting(self) -> float | None:
-        """Seconds that this rank has waited for transfers since it was last asked; None where that is not known."""
+        """Seconds that this rank waited for transfers since the last call; None if unknown."""
         return None
 
 
-def held(x: Tensor, layout: Layout, rank: int) -> Tensor:
-    """What ``rank`` holds of a tensor (batch, heads, tokens, dim)."""
+def local_part(x: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The part of ``rank`` of a tensor (batch, heads, tokens, dim)."""
     return torch.cat([x[:, :, start : start + count] for start, count in layout.runs(rank)], 2)
 
 
 def masked_layout(places: int, work: Workload) -> Layout:
-    """The peers' rule: zigzag where the mask is causal, else contiguous."""
+    """The layout of the peers: zigzag for a causal mask, else contiguous."""
     return LAYOUTS["zigzag" if work.causal else "contiguous"](range(places), work.length)
 
 
 @cache
 def engine(plan: str, machine: Machine, across: bool = False) -> SequenceParallel:
-    """One a plan, for all the work that it does: each connects process groups of its own."""
+    """One engine per plan for all its work, because each connects its own process groups."""
     group = dist.new_group(list(machine.interleaved()), sort_ranks=False) if across else None
     return SequenceParallel(plan, group)
 
 
-class Planned(Attender):
-    """Our engine with one plan, whose slots say who holds what; with ``across``, places are dealt out to nodes in
-    turn."""
+class PlanRunner(AttentionRunner):
+    """Our engine with one plan."""
 
     def set_up(self) -> None:
         self.sp = engine(self.contender.plan, self.machine, self.contender.across)
@@ -194,8 +193,8 @@ class Planned(Attender):
         return seconds
 
 
-class Alone(Attender):
-    """The work without the network: this rank's queries against the whole sequence, key gradients not summed."""
+class ComputeOnly(AttentionRunner):
+    """The work without communication: this rank's queries against the whole sequence; key gradients are not summed."""
 
     def set_up(self) -> None:
         own, whole = self.layout.runs(dist.get_rank()), ((0, self.work.length),)
@@ -213,8 +212,8 @@ class Alone(Attender):
 
     def mistake(self) -> str | None:
         out, dq, *_ = self.attend(*self.inputs)
-        for name, ours, whole in (("out", out, self.data.answers[0]), ("dq", dq, self.data.answers[1])):
-            if not self.tolerance(name).allows(ours.float(), self.shard(whole)):
+        for name, result, whole in (("out", out, self.data.answers[0]), ("dq", dq, self.data.answers[1])):
+            if not self.tolerance(name).allows(result.float(), self.shard(whole)):
                 return f"wrong {name}"
         return None
 
@@ -222,7 +221,7 @@ class Alone(Attender):
         return 0.0
 
 
-class TorchRing(Attender):
+class TorchRing(AttentionRunner):
     """torch's own ring attention; causal with its round-robin balance, which is the zigzag layout."""
 
     def set_up(self) -> None:
@@ -248,14 +247,14 @@ class TorchRing(Attender):
 @cache
 def deepspeed() -> tuple[Any, Any]:
     """DeepSpeed's comm module and its DistributedAttention."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every rank warns that it found no other
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or every rank warns that it found no other
     comm, layer = import_module("deepspeed.comm"), import_module("deepspeed.sequence.layer")
-    # Its shared-memory all-reduce plays no part here, and would be compiled for a minute on first use.
+    # Its shared-memory all-reduce is not used here, and compiling it takes a minute.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     return comm, layer.DistributedAttention
 
 
-class DeepSpeed(Attender):
+class DeepSpeed(AttentionRunner):
     """DeepSpeed's Ulysses. It takes (batch, tokens, heads, dim) with contiguous shards."""
 
     def set_up(self) -> None:
