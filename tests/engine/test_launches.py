@@ -227,7 +227,7 @@ def test_the_host_time_benchmark_runs(capsys):
     """The times themselves are not checked: this machine is shared."""
     assert main(["bench", "engine", "--host", "--plans", "1x8,u4/1x2", "--calls", "3"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
-    assert "least and median of 3; wanted: below 1 forward and 1.6 backward" in head
+    assert "minimum and median of 3; target: below 1 forward and 1.6 backward" in head
     assert [row.split()[0] for row in rows] == ["1x8", "u4/1x2"]
     for row in rows:
         forward, median, backward, last = map(float, row.split()[1:])
