@@ -13,6 +13,10 @@ torch.set_num_threads(1)  # ranks are forked from this process, which must not h
 
 ROOT = Path(__file__).parent
 LAB = ("lab/", "bench/", "cli/test_lab.py")  # network namespaces: one test after the other
+SHARED = (
+    "integrations/test_families.py",
+    "integrations/test_wrappers.py",
+)  # a fixture that takes long: one worker each
 LONG = ("training/", "chaos.py", "integrations/", "engine/", "fuzz.py", "comm/", "schedule/")  # first, to end together
 
 
@@ -22,8 +26,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if _path(item).startswith(LAB):
-            item.add_marker(pytest.mark.xdist_group("lab"))
+        path = _path(item)
+        if path.startswith(LAB + SHARED):
+            item.add_marker(pytest.mark.xdist_group("lab" if path.startswith(LAB) else path))
     items.sort(key=lambda item: next((n for n, start in enumerate(LONG) if _path(item).startswith(start)), len(LONG)))
 
 
