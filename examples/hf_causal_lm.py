@@ -1,9 +1,9 @@
-"""A Hugging Face causal language model on long documents, split over all ranks.
+"""A Hugging Face causal language model on long documents, sharded over all ranks.
 
     torchrun --nproc-per-node 4 examples/hf_causal_lm.py
 
-The model is tiny and starts from nothing, so that this runs anywhere without a download; with
-``AutoModelForCausalLM.from_pretrained(...)`` the lines marked with (*) stay the same.
+The model is tiny and randomly initialized, so this runs anywhere without a download. With
+``AutoModelForCausalLM.from_pretrained(...)``, the lines marked (*) stay the same.
 """
 
 import argparse
@@ -20,7 +20,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 def documents(length: int, steps: int):
-    """Batches of (1, length) bytes of Python's own library: every rank must get the same (*)."""
+    """Batches of (1, length) bytes of Python's standard library, the same on every rank (*)."""
     text = b"".join(path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("*.py"))[:40])
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     for step in range(steps):
@@ -35,13 +35,13 @@ def main(plan: str = "auto", length: int = 512, steps: int = 10) -> list[float]:
         num_key_value_heads=KV_HEADS, max_position_embeddings=length,
     )  # fmt: skip
     model = attach(LlamaForCausalLM(config), sp)  # (*)
-    model.gradient_checkpointing_enable()  # never repeats the distributed attention (*)
+    model.gradient_checkpointing_enable()  # does not recompute the distributed attention (*)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for ids in documents(length, steps):
         loss = model(**shard_batch(sp, input_ids=ids, labels=ids)).loss  # this rank's share (*)
         loss.backward()
-        startrail.sum_gradients(model.parameters(), sp.group)  # with DDP or FSDP: gradient_factor(model) instead (*)
+        startrail.sum_gradients(model.parameters(), sp.group)  # with DDP or FSDP, use gradient_factor (*)
         optimizer.step()
         optimizer.zero_grad()
         if sp.group is not None:

@@ -1,8 +1,8 @@
-"""A plain model in a loop of your own: startrail for the sequence, FSDP2 for the parameters, over the same ranks.
+"""A plain model in your own training loop: startrail shards the sequence, FSDP2 the parameters, over the same ranks.
 
     torchrun --nproc-per-node 4 examples/own_loop_fsdp2.py
 
-The five things to get right are marked with (1) to (5); ``startrail verify`` checks them for your own model.
+Five mistakes raise no error. The lines that avoid them are marked (1) to (5); ``startrail verify`` checks your model.
 """
 
 import torch
@@ -56,10 +56,12 @@ def main(plan: str = "auto", length: int = 250, steps: int = 10) -> list[float]:
     for step in range(steps):
         ids = (torch.arange(length) * (step % 3 + 1) % 50).unsqueeze(0)  # (5) the same data on every rank
         sequence = sp.sequence(length)
-        labels = sequence.shard_labels(ids)  # (1) shifted before it is cut, (2) padded with -100
+        labels = sequence.shard_labels(ids)  # (1) shifted before sharding, (2) padded with -100
         logits = model(sequence.shard(ids, 1), sequence.positions(), sequence)
         loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-        loss = startrail.global_mean(loss_sum, (labels != -100).sum(), sp.group)  # (3) over the count of all ranks
+        loss = startrail.global_mean(
+            loss_sum, (labels != -100).sum(), sp.group
+        )  # (3) divided by the count of all ranks
         (startrail.gradient_factor(model) * loss).backward()  # (4) FSDP averages, but gradients must be summed
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and KL over one long sequence, as a policy gradient needs them, without whole logits.
+"""Log-probabilities, entropy and KL of one long sequence for a policy gradient, without storing all logits.
 
 torchrun --nproc-per-node 4 examples/rl_log_probs.py
 """
@@ -21,7 +21,7 @@ def main(plan: str = "auto", length: int = 333) -> tuple[float, float, float]:
     torch.manual_seed(0)
     policy, reference = (attach(Qwen3ForCausalLM(config), sp) for _ in range(2))
     ids = torch.randint(512, (1, length), generator=torch.Generator().manual_seed(1))
-    advantages = torch.randn(1, length, generator=torch.Generator().manual_seed(2))  # one for each token of the answer
+    advantages = torch.randn(1, length, generator=torch.Generator().manual_seed(2))  # one per token of the answer
     labels = ids.clone()
     labels[:, : length // 3] = -100  # the prompt is not learnt
 
@@ -35,9 +35,7 @@ def main(plan: str = "auto", length: int = 333) -> tuple[float, float, float]:
         hidden, policy.lm_head.weight, targets, reference=(before, reference.lm_head.weight), chunk=64
     )
     count = (targets != -100).sum()
-    mine = sequence.roll(
-        sequence.shard(advantages, 1), -1, dim=1
-    )  # an advantage belongs to the token that is predicted
+    mine = sequence.roll(sequence.shard(advantages, 1), -1, dim=1)  # an advantage belongs to the predicted token
     policy_sum = -(seen.log_probs * mine).sum() - 0.01 * seen.entropy.sum() + 0.05 * seen.kl.sum()
     loss = startrail.global_mean(policy_sum, count, sp.group)
     loss.backward()

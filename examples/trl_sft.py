@@ -1,8 +1,8 @@
-"""Supervised fine-tuning with TRL, packed, on sequences that are split over all ranks.
+"""Supervised fine-tuning with TRL on packed sequences, sharded over all ranks.
 
     torchrun --nproc-per-node 4 examples/trl_sft.py
 
-``StarTrailMixin`` goes in front of TRL's trainer (or any other ``Trainer``); everything else is TRL's.
+Put ``StarTrailMixin`` before TRL's trainer (or any other ``Trainer``); everything else is plain TRL.
 """
 
 import tempfile
@@ -21,11 +21,11 @@ WORDS = ["<pad>", "<eos>", "?", *"abcdefghijklmnopqrstuvwxyz", " ", ".", "\n"]
 
 
 class LongSFTTrainer(StarTrailMixin, SFTTrainer):
-    """TRL's trainer, with sequences split over the ranks of ``sp``."""
+    """TRL's trainer, with sequences sharded over the ranks of ``sp``."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of single letters, so that nothing is downloaded."""
+    """A tokenizer of single letters, so that nothing is downloaded."""
     letters = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="?")

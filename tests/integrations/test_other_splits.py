@@ -1,6 +1,6 @@
-"""What Hugging Face has of its own for long sequences, beside startrail: nothing of it goes wrong without a word.
+"""startrail next to Hugging Face's own context parallelism: no combination fails silently.
 
-accelerate's and Trainer's context parallelism cut batches and drop masks; diffusers has attention of its own kind.
+accelerate and Trainer shard batches and drop masks themselves; diffusers has its own attention.
 """
 
 import os
@@ -53,7 +53,7 @@ def test_the_hooks_that_drop_masks_are_found_before_and_after_attaching():
 
 
 def test_trainers_that_would_split_sequences_too_and_those_that_split_none_are_refused(tmp_path):
-    """In a process of its own: accelerate keeps what it finds first for the whole process."""
+    """In a separate process: accelerate keeps its first settings for the whole process."""
     row = dict(input_ids=IDS[0], labels=IDS[0])
     options = dict(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
 
@@ -77,7 +77,7 @@ def test_trainers_that_would_split_sequences_too_and_those_that_split_none_are_r
 
 
 def test_trainers_own_hook_refuses_our_attention_and_ours_takes_its_place():
-    """Why StarTrailMixin has a hook of its own: Trainer's takes nobody's attention but SDPA."""
+    """StarTrailMixin needs its own hook: Trainer's accepts only SDPA."""
     sp = startrail.SequenceParallel("1x1")
     model = attach(tiny("llama"), sp)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2)), sp=sp)
@@ -89,7 +89,7 @@ def test_trainers_own_hook_refuses_our_attention_and_ours_takes_its_place():
 
 
 def test_accelerate_takes_no_other_backend_and_none_on_cpus():
-    """Nothing there is pluggable, so nothing is plugged in: should that change, this test says so."""
+    """accelerate has no plug-in interface today. This test fails if that changes."""
     assert "cp_backend must be one of ['torch']" in error_of(
         lambda: ParallelismConfig(cp_size=2, cp_backend="startrail")
     )
@@ -171,7 +171,7 @@ def test_attention_of_diffusers_goes_through_a_processor_and_through_nothing_els
     x = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1))
     with counting_sdpa(monkeypatch) as calls:
         whole = attention(x)
-    assert calls == [1], "it calls SDPA itself: a registered backend would never be asked"
+    assert calls == [1], "it calls SDPA itself, not a registered backend"
     whole.square().sum().backward()
     expected = attention.to_q.weight.grad
 

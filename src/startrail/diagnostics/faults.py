@@ -1,7 +1,7 @@
 """Known faults of sequence-parallel training, and the gradients that each of them gives.
 
 A fault's gradients are computed on one process, with the model and the batch changed as the fault changes them. If they
-match the observed gradients up to a factor, that is the fault. To add a fault, yield its ``Prediction``.
+match the observed gradients up to a factor, that is the fault. To add a fault, yield its ``FaultPrediction``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IGNORE = -100
 Gradients = dict[str, Tensor]
 
 
-class Prediction(NamedTuple):
+class FaultPrediction(NamedTuple):
     """The gradients that one process has with a fault. ``conclusive``: see ``verify.Verdict``."""
 
     fault: str
@@ -70,7 +70,9 @@ def factor_text(factor: float, world: int) -> str:
     return f"gradients are {factor:.4g} times one process's: the loss is not divided by the number of all labels"
 
 
-def predictions(initial: nn.Module, batch: Any, is_transformers: bool, sp: SequenceParallel) -> Iterator[Prediction]:
+def predictions(
+    initial: nn.Module, batch: Any, is_transformers: bool, sp: SequenceParallel
+) -> Iterator[FaultPrediction]:
     """What one process gives with each known fault, from the model's ``initial`` state."""
     if not is_transformers or "input_ids" not in batch or "labels" not in batch:
         return
@@ -81,29 +83,29 @@ def predictions(initial: nn.Module, batch: Any, is_transformers: bool, sp: Seque
     if "attention_mask" in batch:
         unmasked = {name: x for name, x in batch.items() if name != "attention_mask"}
         text = "padding is attended to: the attention mask is lost"
-        yield Prediction(text, _model_gradients(initial, unmasked), conclusive=True)
+        yield FaultPrediction(text, _model_gradients(initial, unmasked), conclusive=True)
     if "position_ids" in batch and "attention_mask" not in batch:
         leaking = {**batch, "attention_mask": torch.ones_like(ids)}
         text = "documents see each other: the packing in position_ids is lost"
-        yield Prediction(text, _model_gradients(initial, leaking))
+        yield FaultPrediction(text, _model_gradients(initial, leaking))
     local = torch.zeros_like(ids)
     for shard in shards:
         local[:, shard] = torch.arange(len(shard))
     misplaced = {**inputs, "position_ids": local, "attention_mask": batch.get("attention_mask", torch.ones_like(ids))}
     text = "positions are local: pass seq.positions() to the model"
-    yield Prediction(text, _loss_gradients(initial, misplaced, shifted))
+    yield FaultPrediction(text, _loss_gradients(initial, misplaced, shifted))
     cut = torch.full_like(shifted, IGNORE)
     for shard in shards:
         cut[:, shard[:-1]] = labels[:, shard[1:]]
     text = "labels are lost at the edges of shards: shift labels before sharding"
-    yield Prediction(text, _loss_gradients(initial, inputs, cut))
-    yield Prediction(f"{text}; losses are averaged: sum them", _loss_gradients(initial, inputs, cut, shards))
+    yield FaultPrediction(text, _loss_gradients(initial, inputs, cut))
+    yield FaultPrediction(f"{text}; losses are averaged: sum them", _loss_gradients(initial, inputs, cut, shards))
     text = "losses are averaged on each rank: sum them, and divide by the number of all labels (startrail.global_mean)"
-    yield Prediction(text, _loss_gradients(initial, inputs, shifted, shards))
+    yield FaultPrediction(text, _loss_gradients(initial, inputs, shifted, shards))
     yield from _changed_models(initial, batch)
 
 
-def _changed_models(initial: nn.Module, batch: Any) -> Iterator[Prediction]:
+def _changed_models(initial: nn.Module, batch: Any) -> Iterator[FaultPrediction]:
     config: Any = initial.config
     if getattr(config, "sliding_window", None):
         model: Any = copy.deepcopy(initial)
@@ -112,13 +114,13 @@ def _changed_models(initial: nn.Module, batch: Any) -> Iterator[Prediction]:
                 module.config.sliding_window = 10**6
             if getattr(module, "sliding_window", None):
                 module.sliding_window = 10**6
-        yield Prediction("the sliding window is ignored", _model_gradients(model, batch))
+        yield FaultPrediction("the sliding window is ignored", _model_gradients(model, batch))
     if any("sinks" in name for name, _ in initial.named_parameters()):
         model = copy.deepcopy(initial)
         for name, x in model.named_parameters():
             if "sinks" in name:
                 x.data.fill_(-1e4)
-        yield Prediction("attention sinks are ignored", _model_gradients(model, batch))
+        yield FaultPrediction("attention sinks are ignored", _model_gradients(model, batch))
 
 
 def _shards(sp: SequenceParallel, length: int) -> list[Tensor]:
