@@ -18,7 +18,7 @@ from startrail.comm import process_groups as groups
 from startrail.comm import watchdog as watch
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters, Stopwatch
-from startrail.comm.lanes import Lanes, Message
+from startrail.comm.lanes import Lanes
 from startrail.comm.timing import TIMING
 from startrail.comm.transfers import TransferContext, TransferMonitor
 from startrail.diagnostics import doctor
@@ -33,6 +33,7 @@ from startrail.kernels.flash_ops import flash_attn_ops
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
+from startrail.schedule.walk import Message
 from tests.helpers import eventually
 from tests.kernels import stand_ins
 
@@ -140,9 +141,9 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
 def test_cuda_graph_capture_raises(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     executor = Executor(None, Consensus(None, None, False), Counters())
-    job = PassContext(None, {}, None, None, 1.0, 0, CUDA)
+    context = PassContext(None, {}, None, None, 1.0, 0, CUDA)
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
-        executor.run(job, None, {}, None)
+        executor.run(context, None, {}, None)
     for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
         assert torch.Tag.cudagraph_unsafe in op.tags
 
@@ -326,6 +327,6 @@ def test_all_ranks_post_on_lanes_in_the_same_order():
     lanes, calls = object.__new__(Lanes), []
     lanes.has_tags, lanes.device, lanes.local_ranks = False, CUDA, [{1: 0}, {1: 0}]
     lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]
-    messages = [Message(send, lane, 1, (), False, 0) for lane in (1, 0) for send in (True, False)]
+    messages = [Message(send, lane, 1, (), 0, 0) for lane in (1, 0) for send in (True, False)]
     assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]
     assert calls == [0, 1]

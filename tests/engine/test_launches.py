@@ -17,12 +17,12 @@ from startrail.cli import main
 from startrail.comm import counters
 from startrail.engine.batch import Boundaries
 from startrail.engine.call import AttentionCall
-from startrail.engine.lowering import compile_program
 from startrail.engine.runtime import Runtime
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD
+from startrail.schedule.walk import walk_of
 from tests.kernels.stand_ins import WithoutDeviceGuard
 
 aten = torch.ops.aten
@@ -196,7 +196,7 @@ def test_a_kind_of_call_is_prepared_once(monkeypatch):
         for _ in range(3):  # layers
             q, k, v = (torch.randn(1, 8, 16, 8).requires_grad_() for _ in range(3))
             sequence.attention(q, k, v, causal=True).sum().backward()
-            compiled.append(compile_program.cache_info().misses)
+            compiled.append(walk_of.cache_info().misses)
     assert prepared == [FORWARD, BACKWARD]
     assert compiled[0] == compiled[-1], "and messages are made once"
 

@@ -68,7 +68,7 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime,
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, HostTime]:
     executor = sp._runtime.executor_on(torch.device("cpu"))
     executor.lanes.all_ranks = dist.group.WORLD
-    executor.monitor = _CompletedMonitor(executor.context)
+    executor.monitor = _CompletedMonitor(executor.transfers)
     sequence = sp.sequence(TOKENS * sp.world)
     q, k, v = (torch.randn(1, heads, sequence.local, HEAD_DIM).requires_grad_() for _ in range(3))
     forward, backward = [], []

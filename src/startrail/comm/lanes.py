@@ -28,9 +28,7 @@ from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
-from startrail.schedule.values import Piece
-
-TAGS_PER_PAIR = 1 << 11
+from startrail.schedule.walk import TAGS_PER_PAIR, Message
 
 
 def call_tag(signature: str) -> int:
@@ -40,17 +38,6 @@ def call_tag(signature: str) -> int:
     timeout, which names the peer, instead of crashing or computing nonsense.
     """
     return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_PER_PAIR  # below process_groups.UNUSED_TAG
-
-
-class Message(NamedTuple):
-    """A message between two ranks: one piece, or in a head exchange the parts of all pieces of one step."""
-
-    send: bool
-    lane: int
-    peer: int
-    pieces: tuple[Piece, ...]
-    over_heads: bool
-    tag: int  # counts the messages between the two
 
 
 class Link(NamedTuple):

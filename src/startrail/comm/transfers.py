@@ -18,10 +18,11 @@ import torch.distributed as dist
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.errors import PeerError
-from startrail.comm.lanes import DigestComparison, Lanes, Message, is_done
+from startrail.comm.lanes import DigestComparison, Lanes, is_done
 from startrail.comm.timing import TIMING
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
+from startrail.schedule.walk import Message
 
 
 class InFlight(Protocol):

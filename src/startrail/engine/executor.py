@@ -1,7 +1,8 @@
-"""The executor: walks one rank's program over torch.distributed.
+"""The executor: runs one rank's program over torch.distributed.
 
-It knows pieces, buffers and messages, and repeats no rank arithmetic: whom to talk to and in which order is in the
-program. Transfers are posted before the blocks that hide them and waited for when something needs them.
+It handles the events of a walk (`startrail.schedule.walk`) with buffers, messages and kernels, and does no rank
+arithmetic: the program says which peer comes when. Transfers are posted before the blocks that hide them and awaited
+when something needs them.
 """
 
 from __future__ import annotations
@@ -18,31 +19,42 @@ from torch.profiler import record_function
 from startrail._compat import is_profiling
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
-from startrail.comm.lanes import Lanes, Message
+from startrail.comm.lanes import Lanes
 from startrail.comm.transfers import PendingTransfer, TransferContext, TransferMonitor
 from startrail.comm.watchdog import watch
 from startrail.engine.buffers import Buffer, BufferPool
 from startrail.engine.exchange import Exchange
-from startrail.engine.lowering import CompiledBlock, CompiledStep, compile_program, heads_of
 from startrail.engine.wire import Wire
 from startrail.geometry.tiles import Tile
 from startrail.kernels import Kernel, Partial, Sums, block_max_logits, surrogate_out
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
-from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Merge, Piece
+from startrail.schedule.values import BACKWARD, FORWARD, INPUTS, RESULTS, Piece
+from startrail.schedule.walk import (
+    Await,
+    Combine,
+    Compute,
+    Handlers,
+    Message,
+    Post,
+    Prepare,
+    WalkStep,
+    handlers_of,
+    walk_of,
+)
 
 
 class InputPiece:
-    """An input piece that this rank has, or is about to receive: views of the user's tensors, or a buffer of its own.
+    """An input piece that this rank holds or is about to receive: views of the user's tensors, or a buffer.
 
-    ``arrivals`` bring what the tensors hold; ``prepared`` are these tensors as the kernel takes them.
+    ``prepared`` holds its tensors in the form that the kernel takes.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], buffer: Buffer | None = None, pooled: bool = False) -> None:
         self.tensors, self.buffer = tensors, buffer
-        self.pooled = pooled  # whether the buffer goes back to the pool when the piece is no longer needed
-        self.joins: list[Callable[[], None]] = []  # parts that came over heads
-        self.prepared: tuple[Tensor, ...] | None = None
+        self.pooled = pooled  # the buffer goes back to the pool when the piece is released
+        self.joins: list[Callable[[], None]] = []  # join the parts that came over heads
+        self.prepared: tuple[Tensor, ...] = ()
 
     def arrive(self) -> None:
         if self.buffer is not None:
@@ -54,7 +66,7 @@ class InputPiece:
 
 @dataclass
 class PassContext:
-    """What one pass of an attention call is run with. ``kept`` says where in the kept bytes each piece lies."""
+    """The settings of one pass of an attention call. ``kept`` maps each kept piece to its slice of the kept bytes."""
 
     wire: Wire
     kept: Mapping[Piece, slice]
@@ -63,72 +75,74 @@ class PassContext:
     scale: float
     tag: int
     device: torch.device
-    # (batch, heads) the largest logits so far, or empty if nobody asks for them
+    # (batch, heads) the largest logits so far, or empty if the caller does not ask for them
     largest: Tensor = field(default_factory=partial(torch.empty, 0, 0))
 
 
 class Executor:
-    """Runs programs for one rank. Keeps buffers between calls, nothing else; after an error it must not be used again,
-    since its lanes may be closed and its buffers still be written to."""
+    """Runs programs for one rank. It keeps only buffers between calls. After an error it must not be used again: its
+    lanes may be closed, and transfers may still write to its buffers."""
 
     def __init__(self, lanes: Lanes | None, consensus: Consensus, counters: Counters) -> None:
-        self._context = None if lanes is None else TransferContext(lanes, consensus, counters)
+        self._transfers = None if lanes is None else TransferContext(lanes, consensus, counters)
         self.counters = counters
         self.pool = BufferPool()
-        self.running = False  # whether a pass has begun and not ended
-        self.monitor = TransferMonitor(self.context) if lanes is not None and lanes.is_monitored else None
+        self.running = False  # a pass has begun and not ended
+        self.monitor = TransferMonitor(self.transfers) if lanes is not None and lanes.is_monitored else None
         if self.monitor is not None:
             watch(self.monitor)
 
     @property
     def device(self) -> torch.device | None:
-        """The device that the lanes are for; None where there are none."""
-        return None if self._context is None else self._context.lanes.device
+        """The device of the lanes; None without lanes."""
+        return None if self._transfers is None else self._transfers.lanes.device
 
     @property
-    def context(self) -> TransferContext:
-        assert self._context is not None, "a single rank has no lanes"
-        return self._context
+    def transfers(self) -> TransferContext:
+        assert self._transfers is not None, "a single rank has no peers"
+        return self._transfers
 
     @property
     def lanes(self) -> Lanes:
-        return self.context.lanes
+        return self.transfers.lanes
 
     def abandon(self, error: BaseException) -> None:
-        """After an error, before it is dropped. Where waits never fail, transfers that may never end are ended: those
-        of a pass that broke off, and all if a peer may be gone. Without either, those of earlier passes arrive."""
+        """Clean up after an error, before the executor is dropped.
+
+        Where waits never fail, this ends transfers that might otherwise never end: those of a pass that broke off, and
+        all transfers if a peer may be gone. In any other case transfers of earlier passes still arrive.
+        """
         if self.monitor is not None and (self.running or not isinstance(error, ValueError)):
             self.monitor.abandon()
 
     def run(
-        self, job: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, context: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
-        """One pass. ``inputs`` are this rank's local tensors by kind: q, kv = (k, v), do = (lse, delta, dout).
+        """Run one pass. ``inputs`` are this rank's local tensors by kind: q, kv = (k, v), do = (lse, delta, dout).
 
-        ``kept`` is the buffer in which the forward pass leaves what its backward pass finds. Returns local results by
-        kind: out = (lse, out), dq, dkv = (dk, dv).
+        The forward pass leaves pieces in ``kept`` for its backward pass. Returns local results by kind:
+        out = (lse, out), dq, dkv = (dk, dv).
         """
-        with on_device(job.device):
-            return self._run(job, program, inputs, kept)
+        with on_device(context.device):
+            return self._run(context, program, inputs, kept)
 
     def _run(
-        self, job: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
+        self, context: PassContext, program: Program, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
-        if job.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers move on")
-        total, device = self.counters.total, job.device
+        total, device = self.counters.total, context.device
         start = total.start(device)
         self.running = True
         if self.monitor is not None:
-            self.monitor.begin_pass(job.tag + 1)
-        run = _PassRun(self, job, program, inputs, kept)
+            self.monitor.begin_pass(context.tag + 1)
+        run = _PassRun(self, context, program, inputs, kept)
         try:
-            run.walk()
-            results = run.finish()
+            results = run.walk()
         finally:
-            run.pieces.clear()  # what has not arrived knows its pass
+            run.pieces.clear()  # pieces that have not arrived hold a reference to the pass
         if self.monitor is not None and (reason := self.monitor.end_pass()):
-            raise self.context.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))
+            raise self.transfers.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))
         self.pool.settle()
         total.stop(start, device)
         self.running = False
@@ -136,156 +150,153 @@ class Executor:
 
 
 class _PassRun:
-    """One pass on its way through its program."""
+    """One pass: handles the events of its program's walk."""
 
     def __init__(
         self,
         executor: Executor,
-        job: PassContext,
+        context: PassContext,
         program: Program,
         inputs: Mapping[str, tuple[Tensor, ...]],
         kept: Tensor,
     ) -> None:
-        self.executor, self.job, self.program = executor, job, program
-        self.wire, self.place, self.pool = job.wire, program.place, executor.pool
+        self.executor, self.context, self.program = executor, context, program
+        self.wire, self.place, self.pool = context.wire, program.place, executor.pool
         self.inputs = inputs
-        self.exchanges = self.place.num_heads > 1
+        self.over_heads = self.place.num_heads > 1
         self.pieces: dict[Piece, InputPiece] = {}
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
         self.results: dict[Piece, Partial | Sums] = {}
-        self.incoming: dict[tuple[Piece, int], list[Buffer]] = {}
-        self.coming_home: list[tuple[Piece, Exchange]] = []  # results of our own tokens, from the ranks of all heads
-        self.open: list[Callable[[], None]] = []
-        self.released: list[Buffer] = []  # may be used again from the next step on: this one may still send them
-        self.index = 0
-        self.kept = {piece: kept[part] for piece, part in job.kept.items()}
+        self.partials: dict[int, Buffer] = {}  # partial results in flight, by message
+        self.exchanges: dict[Piece, Exchange] = {}  # bring the results of our own tokens from the ranks of all heads
+        self.open_sends: list[Callable[[], None]] = []
+        self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
+        self.step = 0
+        self.kept = {piece: kept[part] for piece, part in context.kept.items()}
         self._take_inputs()
 
     # --- the walk
 
-    def walk(self) -> None:
-        compute = self._forward if self.program.pass_ is FORWARD else self._backward
-        for index, compiled in enumerate(compile_program(self.program)):
-            self.index = index
+    def walk(self) -> dict[str, tuple[Tensor, ...]]:
+        walk, handlers = walk_of(self.program), handlers_of(self)
+        for step, released in zip(walk.steps, self.program.last_uses, strict=True):
+            self.step = step.number
             if is_profiling():
-                with record_function(compiled.label):
-                    self._step(compiled, compute)
+                with record_function(step.label):
+                    self._step(step, released, handlers)
             else:
-                self._step(compiled, compute)
+                self._step(step, released, handlers)
+        return self._finish(walk.results)
 
-    def _step(self, compiled: CompiledStep, compute: Callable[[CompiledBlock], None]) -> None:
-        for piece in compiled.step.after:
-            self.pieces[piece].arrive()
-        if compiled.messages:
-            self._post(compiled)
-        for block in compiled.blocks:
-            compute(block)
-        for merge in compiled.step.merges:
-            self._merge(merge)
-        for piece in compiled.done:
+    def _step(self, step: WalkStep, released: Sequence[Piece], handlers: Handlers) -> None:
+        for event in step.events:
+            handlers[type(event)](event)
+        for piece in released:
             self._release(piece)
         for buffer in self.released:
             self.pool.put(buffer)
         self.released.clear()
 
-    def finish(self) -> dict[str, tuple[Tensor, ...]]:
-        """Local results in the user's layout and dtype; every transfer of this pass has ended."""
-        kinds = self.program.pass_.results
-        results = {kind: self.wire.local_results(kind, self.job.device) for kind in kinds}
-        for piece, exchange in self.coming_home:
-            exchange.take_results(piece, results[piece.kind])
-        for piece in () if self.exchanges else self.program.own(kinds):
-            whole = self._result(piece).tensors()
-            for target, source in zip(results[piece.kind], whole, strict=True):
+    def _finish(self, pieces: Sequence[Piece]) -> dict[str, tuple[Tensor, ...]]:
+        """Local results in the user's layout and dtype. Every transfer of this pass has ended when it returns."""
+        results = {kind: self.wire.local_results(kind, self.context.device) for kind in self.program.pass_.results}
+        for piece in pieces:
+            local = results[piece.kind]
+            if self.over_heads:
+                self.exchanges[piece].take_results(piece, local)
+                continue
+            for target, source in zip(local, self._result(piece).tensors(), strict=True):
                 self.wire.shares(target, piece)[0].copy_(source)
-        for wait in self.open:
+        for wait in self.open_sends:
             wait()
         return results
 
     # --- inputs
 
     def _take_inputs(self) -> None:
-        """Own pieces are views of the user's tensors; after an exchange over heads they are whole pieces of their
-        own."""
+        """Own pieces are views of the user's tensors, or whole pieces in buffers if heads are exchanged."""
         for piece in self.program.given:
             if piece not in self.program.own_inputs:
-                self.pieces[piece] = self._held(piece, Buffer(self.kept[piece]))
-            elif self.exchanges:
-                self.pieces[piece] = self._new_held(piece)
+                self.pieces[piece] = self._in_buffer(piece, Buffer(self.kept[piece]))
+            elif self.over_heads:
+                self.pieces[piece] = self._new_piece(piece)
             else:
                 tensors = tuple(self.wire.shares(x, piece)[0] for x in self.inputs[piece.kind])
                 self.pieces[piece] = InputPiece(tensors)
 
-    def _held(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> InputPiece:
+    def _in_buffer(self, piece: Piece, buffer: Buffer, pooled: bool = False) -> InputPiece:
         return InputPiece(self._views(buffer, piece.kind), buffer, pooled)
 
     def _views(self, buffer: Buffer, kind: str) -> tuple[Tensor, ...]:
         return buffer.views((kind, self.wire.format), partial(self.wire.views, kind=kind))
 
-    def _new_held(self, piece: Piece) -> InputPiece:
-        """Room for a piece: in the kept buffer if it is to be kept, else from the pool."""
+    def _new_piece(self, piece: Piece) -> InputPiece:
+        """A piece to be received: in the kept bytes if it is to be kept, else in a buffer from the pool."""
         if self.program.pass_ is FORWARD and piece in self.kept:
-            return self._held(piece, Buffer(self.kept[piece]))
-        return self._held(piece, self._new_buffer(piece.kind), pooled=True)
+            return self._in_buffer(piece, Buffer(self.kept[piece]))
+        return self._in_buffer(piece, self._new_buffer(piece.kind), pooled=True)
 
     def _new_buffer(self, kind: str) -> Buffer:
-        return self.pool.get(self.wire.nbytes[kind], self.job.device)
+        return self.pool.get(self.wire.nbytes[kind], self.context.device)
 
     # --- transfers
 
-    def _post(self, compiled: CompiledStep) -> None:
-        """Post a step's messages. What is sent is looked up first: a receive may bring the same piece anew."""
-        messages, lanes = compiled.messages, self.executor.lanes
-        exchange = self._exchange(compiled) if compiled.exchanged else None
-        leaving = [self._payload(m.pieces[0]) if m.send and not m.over_heads else None for m in messages]
-        buffers, bytes_of, heads = [], [], heads_of(self.program)
-        for message, payload in zip(messages, leaving, strict=True):
-            if message.over_heads:
+    def arrive(self, event: Await) -> None:
+        self.pieces[event.piece].arrive()
+
+    def post(self, event: Post) -> None:
+        """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
+        messages, lanes = event.messages, self.executor.lanes
+        exchange = self._exchange(event.exchanged) if event.exchanged else None
+        payloads = [self._payload(m) if m.send and m.head is None else None for m in messages]
+        buffers, bytes_of = [], []
+        for message, payload in zip(messages, payloads, strict=True):
+            if message.head is not None:
                 assert exchange is not None
                 parts = exchange.leaving if message.send else exchange.coming
                 buffers.append(parts.buffer)
-                bytes_of.append(parts.of_rank[heads[message.peer]])
+                bytes_of.append(parts.of_rank[message.head])
             else:
-                buffers.append(self._room_for(message) if payload is None else payload)
+                buffers.append(self._receive_buffer(message) if payload is None else payload)
                 bytes_of.append(buffers[-1].flat)
-        at_once = None
-        if exchange is not None and exchange.at_once and compiled.all_to_all is not None:
-            at_once = compiled.all_to_all, exchange.coming.buffer.flat, exchange.leaving.buffer.flat
+        all_to_all = None
+        if exchange is not None and exchange.at_once and self.place.all_to_all_lane is not None:
+            all_to_all = self.place.all_to_all_lane, exchange.coming.buffer.flat, exchange.leaving.buffer.flat
         try:
-            works = lanes.post(messages, bytes_of, self.job.tag, at_once)
+            works = lanes.post(messages, bytes_of, self.context.tag, all_to_all)
         except RuntimeError as error:
             names = ", ".join(map(lanes.describe, messages))
-            raise self.executor.context.explain(self.program, self.index, f"posting {names}", error) from error
-        self._follow(messages, buffers, bytes_of, works)
-        for message, payload in zip(messages, leaving, strict=True):  # packed results: free once their sends have ended
+            raise self.executor.transfers.explain(self.program, self.step, f"posting {names}", error) from error
+        self._track(messages, buffers, bytes_of, works)
+        for message, payload in zip(messages, payloads, strict=True):  # the pool waits for their sends
             if payload is not None and message.pieces[0].kind in RESULTS:
                 self.pool.put(payload)
         if exchange is not None:
             self.pool.put(exchange.leaving.buffer)
 
-    def _follow(
+    def _track(
         self, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
     ) -> None:
-        """Remember what must be waited for, and count what was sent."""
+        """Attach waits to the buffers, and count the bytes sent."""
         executor, last = self.executor, None
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
             if last is None or last.work is not work:
-                last = PendingTransfer(executor.context, self.program, self.index, work)
+                last = PendingTransfer(executor.transfers, self.program, self.step, work)
                 if executor.monitor is not None:
                     executor.monitor.pending.append(last)
             last.messages.append(message)
             if message.send:
-                if not (self.open and self.open[-1] == last.wait):
-                    self.open.append(last.wait)  # what is received is waited for by whoever needs it
+                if not (self.open_sends and self.open_sends[-1] == last.wait):
+                    self.open_sends.append(last.wait)  # receives are awaited when their pieces are needed
                 buffer.sends.append(last.wait)
                 executor.counters.count_send(executor.lanes.names[message.lane], flat.numel())
             else:
                 buffer.arrivals.append(last.wait)
 
-    def _exchange(self, compiled: CompiledStep) -> Exchange:
-        """What goes out over heads is packed now; what comes in is taken when it is needed."""
-        pieces, at_once = compiled.exchanged, compiled.all_to_all is not None and not self.executor.lanes.has_tags
-        exchange = Exchange(self.wire, pieces, self.pool, self.job.device, self.place.head, at_once)
+    def _exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
+        """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
+        all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
+        exchange = Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
         for piece in pieces:
             if piece.kind in INPUTS:
                 exchange.send_inputs(piece, self.inputs[piece.kind])
@@ -293,19 +304,20 @@ class _PassRun:
                 held.joins.append(partial(exchange.take_inputs, piece, held.tensors))
             else:
                 exchange.send_results(piece, self._result(piece).tensors())
-                self.coming_home.append((piece, exchange))
+                self.exchanges[piece] = exchange
         return exchange
 
-    def _payload(self, piece: Piece) -> Buffer:
-        """The bytes to send: of a piece that we hold, or of a result that leaves us."""
+    def _payload(self, message: Message) -> Buffer:
+        """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""
+        (piece,) = message.pieces
         if piece.kind in RESULTS:
-            leaving = self._result(piece)
+            result = self._result(piece)
             del self.results[piece]
-            return self._packed(piece.kind, leaving.tensors())
+            return self._packed(piece.kind, result.tensors())
         held = self.pieces[piece]
-        held.arrive()
-        if held.buffer is None:
+        if message.packs:
             held.buffer, held.pooled = self._packed(piece.kind, held.tensors), True
+        assert held.buffer is not None
         return held.buffer
 
     def _packed(self, kind: str, tensors: Sequence[Tensor]) -> Buffer:
@@ -314,14 +326,13 @@ class _PassRun:
             view.copy_(tensor)
         return buffer
 
-    def _room_for(self, message: Message) -> Buffer:
+    def _receive_buffer(self, message: Message) -> Buffer:
         (piece,) = message.pieces
         if piece.kind in RESULTS:
-            buffer = self._new_buffer(piece.kind)
-            self.incoming.setdefault((piece, message.peer), []).append(buffer)
+            buffer = self.partials[message.number] = self._new_buffer(piece.kind)
             return buffer
-        self._release(piece)  # a piece that comes anew
-        self.pieces[piece] = held = self._new_held(piece)
+        self._release(piece)  # if we hold it, this message brings a new version
+        self.pieces[piece] = held = self._new_piece(piece)
         assert held.buffer is not None
         return held.buffer
 
@@ -333,49 +344,53 @@ class _PassRun:
 
     # --- compute
 
-    def _ready(self, piece: Piece) -> tuple[Tensor, ...]:
-        """A piece's tensors as the kernel takes them."""
-        held = self.pieces[piece]
-        if held.prepared is None:
-            held.arrive()
-            # lse and delta, one number a row, stay as wide as sums are: kernels take them so
-            held.prepared = tuple(x if x.dim() == 3 else self.job.kernel.prepare(x) for x in held.tensors)
-        return held.prepared
+    def prepare(self, event: Prepare) -> None:
+        """Convert a piece to the form that the kernel takes."""
+        held, kernel = self.pieces[event.piece], self.context.kernel
+        # lse and delta, one number per row, stay in the accumulation dtype, as kernels expect
+        held.prepared = tuple(x if x.dim() == 3 else kernel.prepare(x) for x in held.tensors)
+        if event.piece.kind == "do":
+            lse, delta, dout = held.prepared
+            self.rows[event.piece] = dout, kernel.prepare(surrogate_out(dout, delta)), lse
 
-    def _forward(self, block: CompiledBlock) -> None:
-        (q,), (k, v) = map(self._ready, block.needs)
-        (made,) = block.makes
+    def compute(self, event: Compute) -> None:
+        if self.program.pass_ is FORWARD:
+            self._forward(event)
+        else:
+            self._backward(event)
+
+    def _forward(self, event: Compute) -> None:
+        queries, keys = event.needs
+        (q,), (k, v) = self.pieces[queries].prepared, self.pieces[keys].prepared
+        (made,) = FORWARD.makes(event.block)
         partial_out = self._result(made)
         assert isinstance(partial_out, Partial)
-        visible = self.job.tiles(block.row, block.column)
-        self.job.kernel.forward(q, k, v, visible, self.job.scale, partial_out)
-        if self.job.largest.numel():
-            mine = self.wire.shares(self.job.largest, made)[self.place.head]
-            mine.copy_(torch.maximum(mine, block_max_logits(q, k, visible, self.job.scale)))
+        visible = self.context.tiles(event.block.row, event.block.column)
+        self.context.kernel.forward(q, k, v, visible, self.context.scale, partial_out)
+        if self.context.largest.numel():
+            mine = self.wire.shares(self.context.largest, made)[self.place.head]
+            mine.copy_(torch.maximum(mine, block_max_logits(q, k, visible, self.context.scale)))
 
-    def _backward(self, block: CompiledBlock) -> None:
-        queries, gradient, keys = block.needs
-        (q,), (k, v) = self._ready(queries), self._ready(keys)
-        if gradient not in self.rows:
-            lse, delta, dout = self._ready(gradient)
-            self.rows[gradient] = dout, self.job.kernel.prepare(surrogate_out(dout, delta)), lse
+    def _backward(self, event: Compute) -> None:
+        queries, gradient, keys = event.needs
+        (q,), (k, v) = self.pieces[queries].prepared, self.pieces[keys].prepared
         dout, out, lse = self.rows[gradient]
-        by_row, by_key = map(self._result, block.makes)
+        by_row, by_key = map(self._result, BACKWARD.makes(event.block))
         assert isinstance(by_row, Sums)
         assert isinstance(by_key, Sums)
         (dq,), (dk, dv) = by_row.sums, by_key.sums
-        visible = self.job.tiles(block.row, block.column)
-        self.job.kernel.backward(dout, q, k, v, out, lse, visible, self.job.scale, (dq, dk, dv))
+        visible = self.context.tiles(event.block.row, event.block.column)
+        self.context.kernel.backward(dout, q, k, v, out, lse, visible, self.context.scale, (dq, dk, dv))
 
     def _result(self, piece: Piece) -> Partial | Sums:
-        """The accumulator of a result, made when it is first needed."""
+        """The accumulator of a result, created on first use."""
         if piece not in self.results:
-            shapes, acc, device = self.wire.result_shapes(piece.kind), self.wire.acc, self.job.device
+            shapes, acc, device = self.wire.result_shapes(piece.kind), self.wire.acc, self.context.device
             self.results[piece] = Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
         return self.results[piece]
 
-    def _merge(self, merge: Merge) -> None:
-        buffer = self.incoming[merge.piece, merge.peer].pop(0)
+    def combine(self, event: Combine) -> None:
+        buffer = self.partials.pop(event.message)
         buffer.arrive()
-        self._result(merge.piece).take(self._views(buffer, merge.piece.kind))
+        self._result(event.piece).take(self._views(buffer, event.piece.kind))
         self.pool.put(buffer)

@@ -13,7 +13,6 @@ joined and merged, and when, follows the executor line by line.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -24,7 +23,8 @@ from startrail.geometry.tiles import tiles_of
 from startrail.planner.cluster import ClusterSpec, Curve
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD, INPUTS, RESULTS, Pass, Piece
+from startrail.schedule.values import FORWARD, Pass
+from startrail.schedule.walk import Await, Combine, Compute, Post, Prepare, Walker, handlers_of
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # by visible pair of tokens and number of a head: two products, five products
 LOOKED_AT = 16  # shards whose work is compared under a window
@@ -32,7 +32,7 @@ MERGED = 1.5  # a partial result is read, and the sum read and written
 
 
 class PricedMessage(NamedTuple):
-    """One end of a message, as the rank's own number of it."""
+    """One end of a message. It holds only numbers, which the garbage collector need not visit: there are millions."""
 
     send: bool
     lane: int
@@ -148,113 +148,71 @@ class Prices:
 
 
 def tasks_of(program: Program, prices: Prices) -> list[Task]:
-    return _Tasks(program, prices).tasks
+    pricing = _Pricing(program, prices)
+    walker, handlers = Walker(program), handlers_of(pricing)
+    for step in walker.steps():
+        for event in step.events:
+            handlers[type(event)](event)
+    pricing.finish(walker)
+    return pricing.tasks
 
 
-class _Tasks:
+class _Pricing:
+    """Turns the events of a walk into tasks. Work adds up until something must be posted or awaited."""
+
     def __init__(self, program: Program, prices: Prices) -> None:
-        self.program, self.prices, self.sizes = program, prices, prices.sizes
-        self.nbytes = self.sizes.by_kind
+        self.program, self.prices, self.device = program, prices, prices.cluster.device
+        self.nbytes, self.copy = prices.sizes.by_kind, prices.copy
         self.tasks: list[Task] = []
-        self.work = prices.cluster.device.start / 2
-        self.numbers = 0
-        self.sends: list[int] = []
-        self.coming: dict[Piece, list[int]] = {}  # inputs on their way
-        self.joined: set[Piece] = set()  # inputs that come in parts over heads
-        self.partial: dict[tuple[Piece, int], deque[int]] = {}
-        self.home: list[int] = []
-        # pieces that lie in one buffer already: kept ones, and own ones that come in parts over heads
-        self.packed = {p for p in program.given if p not in program.own_inputs or program.place.num_heads > 1}
-        self.rows: set[Piece] = set()
-        for index, step in enumerate(program.steps):
-            for piece in step.after:
-                self.need(piece)
-            if step.posts:
-                self.post(index)
-            for block in step.blocks:
-                for piece in program.pass_.needs(block):
-                    self.need(piece)
-                    if piece.kind == "do" and piece not in self.rows:  # the stand-in for the row's output
-                        self.rows.add(piece)
-                        self.work += prices.cluster.device.call + prices.copy(self.nbytes["do"])
-                self.work += prices.block(program.pass_, block.row, block.column, program.place.num_shards)
-            for merge in step.merges:
-                self.wait([self.partial[merge.piece, merge.peer].popleft()])
-                self.work += prices.cluster.device.call + MERGED * prices.copy(self.nbytes[merge.piece.kind])
-        self.wait(self.home)
-        own = sum(self.nbytes[kind] * program.plan.groups for kind in program.pass_.results)
-        self.work += prices.copy(own)
-        self.wait(self.sends)
-        self.work += prices.cluster.device.start / 2
-        self.flush()
+        self.work = self.device.start / 2
 
     def flush(self) -> None:
         if self.work:
             self.tasks.append(ComputeTask(self.work))
             self.work = 0.0
 
-    def wait(self, numbers: list[int]) -> None:
-        if numbers:
+    def wait(self, messages: list[int]) -> None:
+        if messages:
             self.flush()
-            self.tasks.append(WaitTask(numbers))
+            self.tasks.append(WaitTask(messages))
 
-    def need(self, piece: Piece) -> None:
-        if numbers := self.coming.pop(piece, None):
-            self.wait(numbers)
-            if piece in self.joined:
-                self.work += self.prices.copy(self.nbytes[piece.kind])
+    def arrive(self, event: Await) -> None:
+        self.wait(event.messages)
+        if event.in_parts:
+            self.work += self.copy(self.nbytes[event.piece.kind])
 
-    def message(self, send: bool, lane: int, peer: int, nbytes: float) -> PricedMessage:
-        self.numbers += 1
-        self.work += self.prices.cluster.device.post
-        if send:
-            self.sends.append(self.numbers)
-        return PricedMessage(send, lane, peer, nbytes, self.numbers)
-
-    def post(self, index: int) -> None:
-        program, nbytes = self.program, self.nbytes
-        posts = program.steps[index].posts
-        over_heads = [post for post in posts if program.is_part(post)]
-        messages = []
-        if over_heads:  # one message a peer, for all pieces
-            pieces = list(dict.fromkeys(post.piece for post in over_heads))
-            whole = sum(nbytes[piece.kind] for piece in pieces)
-            self.work += self.prices.copy(whole)
-            for post in over_heads:
-                if post.piece == pieces[0]:
-                    message = self.message(post.send, post.lane, post.peer, whole / program.place.num_heads)
-                    messages.append(message)
-                    if not post.send:
-                        for piece in pieces:
-                            self.arriving(piece, message.number)
-        whole_pieces = [post for post in posts if not program.is_part(post)]
-        for post in whole_pieces:  # before any receive: it may bring the same piece anew
-            if post.send and post.piece.kind in INPUTS:
-                self.need(post.piece)
-        for post in whole_pieces:
-            piece, size = post.piece, nbytes[post.piece.kind]
-            if post.send and piece not in self.packed:
-                self.work += self.prices.copy(size)
-                if piece.kind in INPUTS:
-                    self.packed.add(piece)
-            message = self.message(post.send, post.lane, post.peer, size)
-            messages.append(message)
-            if post.send:
-                continue
-            if piece.kind in RESULTS:
-                self.partial.setdefault((piece, post.peer), deque()).append(message.number)
-            else:
-                self.packed.add(piece)
-                self.coming[piece] = [message.number]
+    def post(self, event: Post) -> None:
+        exchanged = sum(self.nbytes[piece.kind] for piece in event.exchanged)
+        if exchanged:
+            self.work += self.copy(exchanged)
+        part, priced = exchanged / self.program.place.num_heads, []
+        for message in event.messages:
+            nbytes = part if message.head is not None else self.nbytes[message.pieces[0].kind]
+            if message.packs:
+                self.work += self.copy(nbytes)
+            self.work += self.device.post
+            priced.append(PricedMessage(message.send, message.lane, message.peer, nbytes, message.number))
         self.flush()
-        self.tasks.append(PostTask(messages))
+        self.tasks.append(PostTask(priced))
 
-    def arriving(self, piece: Piece, number: int) -> None:
-        if piece.kind in INPUTS:
-            self.joined.add(piece)
-            self.coming.setdefault(piece, []).append(number)
-        else:
-            self.home.append(number)
+    def prepare(self, event: Prepare) -> None:
+        if event.piece.kind == "do":  # the stand-in for the row's output
+            self.work += self.device.call + self.copy(self.nbytes["do"])
+
+    def compute(self, event: Compute) -> None:
+        row, column, _ = event.block
+        self.work += self.prices.block(self.program.pass_, row, column, self.program.place.num_shards)
+
+    def combine(self, event: Combine) -> None:
+        self.wait([event.message])
+        self.work += self.device.call + MERGED * self.copy(self.nbytes[event.piece.kind])
+
+    def finish(self, walker: Walker) -> None:
+        self.wait(walker.home)
+        self.work += self.copy(sum(self.nbytes[kind] * self.program.plan.groups for kind in self.program.pass_.results))
+        self.wait(walker.sends)
+        self.work += self.device.start / 2
+        self.flush()
 
 
 def call_tasks(prices: Prices, world: int, rank: int, pass_: Pass) -> list[Task]:

@@ -73,6 +73,12 @@ class Place:
     def head_lanes(self) -> tuple[int, ...]:
         return tuple(lane for lane, heads in enumerate(self.by_heads) if heads)
 
+    @cached_property
+    def all_to_all_lane(self) -> int | None:
+        """The lane on which the ranks of a shard, and no others, exchange heads; None if they use several lanes."""
+        lanes = [lane for lane in self.head_lanes if self.sizes[lane] > 1]
+        return lanes[0] if len(lanes) == 1 else None
+
     def rank_of(self, shard: int) -> int:
         """The rank that holds ``shard`` for the same heads as this one."""
         return self._combine(self._of(self.digits, True), to_digits(shard, self._of(self.sizes, False)))
