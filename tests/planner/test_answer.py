@@ -24,15 +24,15 @@ def test_a_slow_node_is_named_and_advised_on(share, advice):
     assert advice in why
 
 
-def test_what_would_change_the_answer_is_searched_anew():
-    """Not only among the rows that are shown."""
+def test_what_would_change_the_answer_is_a_new_search():
+    """It is not limited to the rows of the first search."""
     cluster, model, run = find_cluster("a100-4x8"), find_model("gpt-7b"), Run(2**17)
     why = ask(cluster, model, run.length, top=1, memory="30 GB").why
     half = search(cluster, model, run, top=1, memory=15e9, known=False).best
-    assert f"with half the memory then {half.name} (" in why
+    assert f"with half the memory, {half.name} becomes best (" in why
     twice = search(cluster.faster(0, 2.0), model, run, top=1, memory=30e9, known=False).best
-    assert f"with twice the nodes' bandwidth then {twice.name} (" in why
-    assert "with half the memory nothing fits: " in ask(cluster, model, 2 * run.length, top=1).why
+    assert f"With twice the bandwidth between nodes, {twice.name} becomes best (" in why
+    assert "with half the memory, no plan fits: " in ask(cluster, model, 2 * run.length, top=1).why
 
 
 def test_rows_as_json(capsys):
@@ -53,7 +53,8 @@ def test_the_call_is_the_command(capsys):
     assert main(["plan", "--cluster", "a100-4x8", "--model", "gpt-3b", "--length", "65536"]) == 0
     text = capsys.readouterr().out
     assert text == f"{answer}\n"
-    for part in ("tokens/s", "MFU", "exposed", "GB/node", " wins: ", "The runner-up", "twice the nodes' bandwidth"):
+    columns = "tokens/s", "MFU", "exposed", "GB/node", "GB/GPU"
+    for part in (*columns, " wins: ", "The runner-up", "twice the bandwidth between nodes"):
         assert part in text
 
 

@@ -58,9 +58,9 @@ def changed(path: str, value: object) -> dict:
         ("levels.0.bandwidth", 100, "bandwidth = 100 is not a rate"),
         ("levels.0.size", 0, "levels[0]: size = 0 is not a whole number of at least 1"),
         ("levels.0.size", -4, "size = -4"),
-        ("levels.1.name", "node", "there is a level 'node' already"),
+        ("levels.1.name", "node", "level 'node' exists already"),
         ("levels.0.links", "gpu", "links = 'gpu' is not one of device, member, peer"),
-        ("levels.0.links", "peer", "levels[0]: links = 'peer' is for the innermost level"),
+        ("levels.0.links", "peer", "levels[0]: links = 'peer' is only for the innermost level"),
         ("levels.0.latency", "5 parsecs", "latency = '5 parsecs' is not a time"),
         ("levels", [], "levels must be a list of tables"),
         ("levels", None, "'levels' is missing"),
@@ -72,7 +72,7 @@ def changed(path: str, value: object) -> dict:
         (
             "device.bfloat16.forward",
             [[512, "1 TFLOP/s"], [128, "2 TFLOP/s"]],
-            "128 is not a number of tokens",
+            "128 is not a number of tokens larger than that of the point before",
         ),
         ("accuracy", 2.0, "accuracy = 2.0 is not a number between 0 and 0.9"),
         ("transport", "tcp", "transport = 'tcp' is not one of nccl, gloo"),
@@ -106,7 +106,7 @@ def test_a_slow_member_that_other_sizes_do_not_have_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(cluster_text(replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, 0.5), Slow(1, 9, 0.5))), "mine"))
     assert find_cluster(f"{file}@8x8").slow == (Slow(0, 3, 0.5), Slow(1, 9, 0.5))
-    with pytest.raises(ValueError, match="with sizes 2x8 has no node 3, which its description calls slow"):
+    with pytest.raises(ValueError, match="with sizes 2x8 has no node 3, which is marked as slow"):
         find_cluster(f"{file}@2x8")
-    with pytest.raises(ValueError, match="with sizes 4x16 has no gpu 9, which its description calls slow"):
+    with pytest.raises(ValueError, match="with sizes 4x16 has no GPU 9, which is marked as slow"):
         find_cluster(f"{file}@4x16")  # another one has that number then

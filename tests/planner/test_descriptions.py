@@ -95,7 +95,9 @@ def test_a_silly_memory_limit_names_its_key(value):
 
 
 def test_no_cluster_is_larger_than_what_is_planned_for():
-    with pytest.raises(ValueError, match=re.escape("size: 99999 x 8 = 799992 ranks are more than the 65536")):
+    with pytest.raises(
+        ValueError, match=re.escape("size: 99999 x 8 = 799992 ranks are more than the 65536 that the planner supports")
+    ):
         find_cluster("a100-4x8@99999x8")
 
 
@@ -122,7 +124,7 @@ def test_heads_must_divide_the_width_unless_their_own_is_given():
 def test_options_win_over_the_file_of_a_run(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('length = "64k"\nbatch = 4\nzero = 2\n')
-    run = ask("a100-4x8", "gpt-3b", "32k", batch=8, run=str(file), top=1).found.run
+    run = ask("a100-4x8", "gpt-3b", "32k", batch=8, run=str(file), top=1).result.run
     assert (run.length, run.batch, run.zero) == (32768, 8, 2)
     file.write_text('length = "64k"\nbatch = 0\n')
     with pytest.raises(ValueError, match=r"run\.toml: batch = 0 is not a whole number"):

@@ -31,7 +31,7 @@ def test_well_known_plans_are_always_among_the_rows():
         (
             "pcie-8",
             "gpt-tiny",
-            {"USP": "and this cluster has 8 gpus", "double ring": "needs two levels", "star4": "4² = 16"},
+            {"USP": "and this cluster has 8 GPUs", "double ring": "needs two levels", "star4": "4² = 16"},
         ),
         ("a100-4x8", "dit-1b", {"Ulysses": "24 query heads cannot be split over u32"}),
         ("a100-4x8@4x7", "gpt-tiny", {"USP": "4 key/value heads cannot be split inside a node of 7", "star4": "16"}),
@@ -67,7 +67,7 @@ def test_the_search_finds_what_brute_force_finds():
 
 def test_what_does_not_fit_is_dropped_with_its_reason_and_count():
     answer = ask("a100-4x8", "gpt-7b", "512k")
-    assert sum(answer.found.dropped.values()) > 100
+    assert sum(answer.result.dropped.values()) > 100
     (star4,) = (row for row in answer.rows if row["role"] == "star4")
     assert re.search(r"needs \d+\.\d GB, a device has 37.0 GB", star4["why_not"])
     assert "dropped: " in str(answer)

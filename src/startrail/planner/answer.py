@@ -19,7 +19,7 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD, WellKnown
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
-from startrail.planner.search import TIE_SHARE, DoesNotFitError, Found, Row, search
+from startrail.planner.search import TIE_SHARE, DoesNotFitError, SearchResult, Row, search
 from startrail.planner.units import count_text, read_file, read_quantity
 from startrail.planner.workload import Model, find_model, read_run
 
@@ -29,23 +29,23 @@ class Answer:
     """``rows`` are the plans as plain data, fastest first. The well-known plans that cannot be used come last, with the
     reason as ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
 
-    found: Found
+    result: SearchResult
 
     @property
     def best(self) -> str:
         """The text form of the best plan."""
-        return str(self.found.best.plan)
+        return str(self.result.best.plan)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [_as_data(row) for row in self.found.rows] + [_without_data(known) for known in self.found.missing]
+        return [_as_data(row) for row in self.result.rows] + [_without_data(known) for known in self.result.missing]
 
     def json(self) -> str:
         return json.dumps(self.rows, indent=1)
 
     @property
     def table(self) -> str:
-        names = [level.name for level in self.found.cluster.levels]
+        names = [level.label for level in self.result.cluster.levels]
         head = [
             "plan",
             "",
@@ -57,8 +57,8 @@ class Answer:
             *(f"GB/{name}" for name in names),
             "memory",
         ]
-        lines = [head, *(_cells(row) for row in self.found.rows)]
-        missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.found.missing]
+        lines = [head, *(_cells(row) for row in self.result.rows)]
+        missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.result.missing]
         widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
         for at in range(2):  # the reasons may be longer
             widths[at] = max(widths[at], *(len(line[at]) for line in missing), 0)
@@ -67,25 +67,26 @@ class Answer:
             "  ".join(align(cell, width) for align, cell, width in zip(pad, line, widths, strict=True)).rstrip()
             for line in lines
         ]
-        text += [f"{plan:{widths[0]}s}  {role:{widths[1]}s}  {why}" for plan, role, why in missing]
+        text += [f"{plan:{widths[0]}s}  {role:{widths[1]}s}  {reason}" for plan, role, reason in missing]
         return "\n".join(text)
 
     @cached_property
     def why(self) -> str:
-        return _why(self.found)
+        return _why(self.result)
 
     def __str__(self) -> str:
-        found = self.found
+        result = self.result
         head = (
-            f"{found.model.name} ({found.model.parameters / 1e9:.1f} G parameters), {found.run.batch} x "
-            f"{found.run.length} tokens, {found.run.dtype}, ZeRO-{found.run.zero}, "
-            f"{'all but attention recomputed' if found.run.recompute else 'nothing recomputed'}, on {found.cluster}: "
-            f"{found.cluster.world} x {found.cluster.device.name}"
+            f"{result.model.name} ({result.model.parameters / 1e9:.1f}B parameters), {result.run.batch} x "
+            f"{result.run.length} tokens, {result.run.dtype}, ZeRO-{result.run.zero}, "
+            f"{'all but attention recomputed' if result.run.recompute else 'nothing recomputed'}, on {result.cluster}: "
+            f"{result.cluster.world} x {result.cluster.device.name}"
         )
-        notes = [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in found.dropped.items()]
-        played = f"{found.tried} combinations of levels bounded, {count_text(found.played, 'plan')} simulated"
-        left = f"; no other can be more than {found.unsure:.1%} faster than the best" if found.unsure > 0.005 else ""
-        return "\n".join([head, "", self.table, "", *notes, played + left, "", self.why])
+        notes = [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
+        effort = f"{result.bounded} combinations of levels bounded, {count_text(result.simulated, 'plan')} simulated"
+        if result.possible_gain > 0.005:
+            effort += f"; no other plan can be more than {result.possible_gain:.1%} faster than the best"
+        return "\n".join([head, "", self.table, "", *notes, effort, "", self.why])
 
 
 def _as_data(row: Row) -> dict[str, Any]:
@@ -127,90 +128,89 @@ def _cells(row: Row) -> list[str]:
     interval = f"{seconds_text(row.low)} - {seconds_text(row.high)}"
     speed = f"{row.tokens_per_second:,.0f}"
     memory = f"{row.step.memory.total / 1e9:.1f} GB"
-    return [row.name, row.role, seconds_text(row.seconds), interval, speed, f"{row.mfu:.1%}", f"{row.exposed:.1%}"] + [
-        *sent,
-        memory,
-    ]
+    times = seconds_text(row.seconds), interval, speed, f"{row.mfu:.1%}", f"{row.exposed:.1%}"
+    return [row.name, row.role, *times, *sent, memory]
 
 
-def _why(found: Found) -> str:
-    best, cluster = found.best, found.cluster
-    outer = cluster.levels[0]
+def _why(result: SearchResult) -> str:
+    best, cluster = result.best, result.cluster
     sent = best.step.sent[0]
-    sentences = [f"{best.name} wins: {_shape(best)}"]
-    ring = next((row for row in found.rows if row.role == "ring"), None)
+    sentences = [f"{best.name} wins: {_shape(best)}."]
+    ring = next((row for row in result.rows if row.role == "ring"), None)
     if ring is not None and ring is not best and sent:
-        ratio = ring.seconds / best.seconds
         sentences.append(
-            f"each rank sends {sent / 1e9:.3g} GB per step over the links between {outer.name}s; Ring Attention sends "
-            f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ratio:.2f}x as long"
+            f"Each rank sends {sent / 1e9:.3g} GB per step between {cluster.levels[0].label}s; Ring Attention sends "
+            f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
         )
-    sentences.append(f"{best.exposed:.1%} of the step is spent waiting for transfers")
-    text = ["; ".join(sentences) + "."]
-    other = next((row for row in found.rows if row.plan.levels != best.plan.levels), None)
+    sentences.append(f"Ranks wait for transfers {best.exposed:.1%} of the step.")
+    other = next((row for row in result.rows if row.plan.levels != best.plan.levels), None)
     if other is not None:
-        text.append(f"The runner-up, {other.name}, {_compare(other, best)}.")
+        sentences.append(f"The runner-up, {other.name}, {_compare(other, best)}.")
     if cluster.slow:
-        text.append(_about_slow_members(found))
-    text.append(f"What would change the answer: {_what_if(found)}.")
-    text.append(
-        f"Times may be off by {cluster.accuracy:.0%} on {cluster}; its file says which figures are measured and which are "
-        "assumed. The order of plans is more certain than the times, because the same model predicts all of them."
+        sentences.append(_about_slow_members(result))
+    sentences.append(f"What would change the answer? {_what_if(result)}.")
+    sentences.append(
+        f"Times may be off by {cluster.accuracy:.0%} on {cluster}; its file says which figures are measured and which "
+        "are assumed. The order of plans is more certain than the times, because the same model predicts all of them."
     )
-    return " ".join(text)
+    return " ".join(sentences)
 
 
 def _shape(row: Row) -> str:
     """The plan in words, level by level."""
-    parts = [level.describe() for level in row.plan.levels]
-    options = [f"keep={row.plan.keep} spares the backward pass what the forward received"] * (row.plan.keep != "none")
-    options += [f"{row.plan.groups} groups hide one's transfers under the other's compute"] * (row.plan.groups > 1)
-    return ", then inside that ".join(parts) + "".join(f"; {option}" for option in options)
+    levels = ", then ".join(level.describe() for level in row.plan.levels)
+    parts = [f"{levels} (outermost first)" if len(row.plan.levels) > 1 else levels]
+    if row.plan.keep != "none":
+        parts.append(f"keep={row.plan.keep} saves the backward pass transfers that the forward pass already made")
+    if row.plan.groups > 1:
+        parts.append(f"with {row.plan.groups} groups, transfers of one overlap with compute of another")
+    return "; ".join(parts)
 
 
 def _compare(other: Row, best: Row) -> str:
     slower = other.seconds / best.seconds - 1
-    text = f"is {slower:.1%} slower" if slower >= 0.001 else "is as fast"
-    for level, ours, theirs in zip(best.training.cluster.levels, best.step.sent, other.step.sent, strict=True):
-        if theirs > 1.02 * ours and theirs > 1e6:
-            return f"{text}: it sends {theirs / 1e9:.3g} GB over the links between {level.name}s, not {ours / 1e9:.3g}"
+    text = f"is {slower:.1%} slower: it" if slower >= 0.001 else "is as fast, but"
+    for level, least, sent in zip(best.training.cluster.levels, best.step.sent, other.step.sent, strict=True):
+        if sent > 1.02 * least and sent > 1e6:
+            return f"{text} sends {sent / 1e9:.3g} GB between {level.label}s, not {least / 1e9:.3g} GB"
     if other.exposed > best.exposed + 0.002:
-        return f"{text}: {other.exposed:.1%} of its step is exposed"
+        return f"{text} waits for transfers {other.exposed:.1%} of the step"
     if other.step.memory.total > 1.02 * best.step.memory.total:
-        return f"{text} and needs {other.step.memory.total / 1e9:.1f} GB, not {best.step.memory.total / 1e9:.1f}"
-    return f"{text}, with more or smaller messages and blocks"
+        return f"{text} needs {other.step.memory.total / 1e9:.1f} GB, not {best.step.memory.total / 1e9:.1f} GB"
+    return f"{text} has more or smaller messages and blocks"
 
 
-def _what_if(found: Found) -> str:
+def _what_if(result: SearchResult) -> str:
     """The best plans with twice and half the bandwidth, and with half the memory."""
-    cluster, best = found.cluster, found.best
-    said = []
-    for factor, words in ((2.0, "twice"), (0.5, "half")):
+    cluster, best = result.cluster, result.best
+    texts = []
+    for factor, change in ((2.0, "With twice the bandwidth"), (0.5, "with half the bandwidth")):
         changed = cluster.faster(0, factor)
-        then, same = search(changed, found.model, found.run, top=1, known=False).best, _seconds_on(best, changed)
-        tied = same <= (1 + TIE_SHARE) * then.seconds
-        who = (
-            f"still {best.name} ({seconds_text(same)})" if tied else f"then {then.name} ({seconds_text(then.seconds)})"
-        )
-        said.append(f"with {words} the {cluster.levels[0].name}s' bandwidth {who}")
+        fastest, same = search(changed, result.model, result.run, top=1, known=False).best, _seconds_on(best, changed)
+        tied = same <= (1 + TIE_SHARE) * fastest.seconds
+        verdict = f"{best.name} stays best ({seconds_text(same)})" if tied else _becomes_best(fastest)
+        texts.append(f"{change} between {cluster.levels[0].label}s, {verdict}")
     half = best.step.memory.limit / 2
     if best.step.memory.total <= half:
-        said.append(f"with half the memory still {best.name}")
+        verdict = f"{best.name} stays best"
     else:
         try:
-            then = search(cluster, found.model, found.run, top=1, memory=half, known=False).best
-            said.append(f"with half the memory then {then.name} ({seconds_text(then.seconds)})")
+            verdict = _becomes_best(search(cluster, result.model, result.run, top=1, memory=half, known=False).best)
         except DoesNotFitError as error:
-            said.append(f"with half the memory nothing fits: {error.needs}")
-    return ", ".join(said)
+            verdict = f"no plan fits: {error.needs}"
+    return "; ".join([*texts, f"with half the memory, {verdict}"])
 
 
-def _about_slow_members(found: Found) -> str:
+def _becomes_best(row: Row) -> str:
+    return f"{row.name} becomes best ({seconds_text(row.seconds)})"
+
+
+def _about_slow_members(result: SearchResult) -> str:
     """The cost of slow members, and whether to leave one out."""
-    cluster, best = found.cluster, found.best
+    cluster, best = result.cluster, result.best
     healthy = _seconds_on(best, replace(cluster, slow=()))
     named = ", ".join(
-        f"{cluster.levels[slow.level].name} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
+        f"{cluster.levels[slow.level].label} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
         for slow in cluster.slow
     )
     text = f"All ranks wait for {named}: at full speed, a step would take {seconds_text(healthy)}"
@@ -219,13 +219,13 @@ def _about_slow_members(found: Found) -> str:
         return f"{text}."
     smaller = replace(cluster, slow=()).resized([outer.size - 1, *(level.size for level in cluster.levels[1:])])
     try:
-        without = search(smaller, found.model, found.run, top=1, known=False).best
+        without = search(smaller, result.model, result.run, top=1, known=False).best
     except DoesNotFitError as error:
         return f"{text}; the others alone cannot do it ({error.problem})."
     except ValueError as error:
         return f"{text}; the others alone cannot do it ({error})."
     advice = "leave it out" if without.seconds < best.seconds else "keep it"
-    others = f"the other {outer.size - 1} {outer.name}s alone take {seconds_text(without.seconds)} with {without.name}"
+    others = f"the other {outer.size - 1} {outer.label}s alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
 
 
@@ -256,8 +256,8 @@ def plan(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top = {top!r} is not a whole number of at least 1")
-    found = find_cluster(cluster) if isinstance(cluster, str) else cluster
-    what = find_model(model) if isinstance(model, str) else model
+    cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    model = find_model(model) if isinstance(model, str) else model
     given = dict(
         length=length, batch=batch, dtype=dtype, recompute=recompute, zero=zero, gather=gather, loss_chunk=loss_chunk
     )
@@ -265,6 +265,6 @@ def plan(
     table |= {name: value for name, value in given.items() if value is not None}
     if "length" not in table:
         raise ValueError("length is missing: the tokens of a sequence, such as 131072 or 128k")
-    how = read_run(table, "the run" if run is None else run)
+    described = read_run(table, "the run" if run is None else run)
     limit = None if memory is None else read_quantity({"memory": memory}, "memory", "the run", "bytes")
-    return Answer(search(found, what, how, top, limit))
+    return Answer(search(cluster, model, described, top, limit))

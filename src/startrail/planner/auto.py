@@ -14,7 +14,7 @@ from typing import NamedTuple
 from startrail.planner.answer import seconds_text
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape
-from startrail.planner.search import DoesNotFitError, Found, search, search_attention
+from startrail.planner.search import DoesNotFitError, SearchResult, search, search_attention
 from startrail.planner.topology import Machine
 from startrail.planner.units import MOST, MOST_COUNTED, read_int
 from startrail.planner.workload import Job
@@ -112,7 +112,7 @@ def _supported_dtype(cluster: ClusterSpec, dtype: str) -> str:
     return dtype if dtype in rates else "bfloat16" if "bfloat16" in rates else next(iter(rates))
 
 
-def _fastest(found: Found, layers: int, what: str, about: str) -> Choice:
+def _fastest(found: SearchResult, layers: int, what: str, about: str) -> Choice:
     best = found.best
     seconds = f"{seconds_text(best.seconds / layers)} predicted for {what}, {best.exposed:.0%} exposed"
     ring = next((row for row in found.rows if row.role == "ring"), None)

@@ -1,4 +1,4 @@
-"""Candidate plans for a cluster: all whose levels follow its own, with every option, and the well-known ones."""
+"""Candidate plans for a cluster: all whose levels follow the cluster's, with every option, and the well-known ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STARS = (2, 4, 8)
 
 @lru_cache(maxsize=64)
 def levels_for(size: int) -> tuple[tuple[Level, ...], ...]:
-    """Every way to use one level of the cluster. Two levels of rings, or two of heads, over the same links are left out:
-    they send the same bytes in as many messages as one level of their product.
+    """Every way to use one level of the cluster, without two levels of rings or two of heads over the same links: they
+    send the same bytes in as many messages as one level of their product.
 
     >>> [str(Plan(levels)) for levels in levels_for(4)]
     ['1x4', '2x2', '4x1', 'star2', 'u4', 'u2/1x2', '1x2/u2', 'u2/2x1', '2x1/u2']
@@ -90,10 +90,10 @@ def well_known(cluster: ClusterSpec, model: Model) -> Iterator[WellKnown]:
             yield WellKnown(f"star{team}", f"star{team}", f"{team}² = {team**2} does not divide {world} ranks")
     reason = ""
     if outside == 1 or inside == 1:
-        levels = ", ".join(count_text(level.size, level.name) for level in cluster.levels)
+        levels = ", ".join(count_text(level.size, level.label) for level in cluster.levels)
         reason = f"it needs two levels of several members each, and this cluster has {levels}"
     yield WellKnown("double ring", f"1x{outside}/1x{inside}", reason)
     if heads == 1 and not reason:
-        reason = f"{model.kv_heads} key/value heads cannot be split inside a {cluster.levels[0].name} of {inside}"
+        reason = f"{model.kv_heads} key/value heads cannot be split inside a {cluster.levels[0].label} of {inside}"
     rings = f"/1x{inside // heads}" if heads < inside else ""
     yield WellKnown("USP", f"1x{outside}{rings}/u{heads}", reason)

@@ -1,4 +1,4 @@
-"""A cluster as data: levels of links, devices and their rates. ``clusters/*.toml`` are the ones that come along.
+"""A cluster as data: levels of links, devices and their rates. ``clusters/*.toml`` are shipped.
 
 >>> cluster = find_cluster("a100-4x8")
 >>> str(cluster), cluster.world, [level.name for level in cluster.levels]
@@ -36,12 +36,12 @@ from startrail.planner.units import (
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
 MOST_RANKS = 2**16
-LEAST_SHARE = 0.001  # of the others' speed that a slow member has
+MIN_SHARE = 0.001  # of the others' speed that a slow member can have
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A speed by size: straight lines between points whose sizes are on a logarithmic scale, flat outside them.
+    """Speed as a function of size: linear in log(size) between the points, constant outside them.
 
     >>> Curve(((256, 100.0), (1024, 200.0))).at(512), Curve(((256, 100.0),)).at(1)
     (150.0, 100.0)
@@ -65,8 +65,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches in one dtype, FLOP/s: ``peak`` is the data sheet's, for MFU; attention by the tokens at a
-    side of a block."""
+    """FLOP/s of a device in one dtype. ``peak`` is the data sheet's, for MFU; ``forward`` and ``backward`` are
+    attention's, by the tokens along one side of a block."""
 
     peak: float
     matmul: float
@@ -76,10 +76,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Device:
-    """``copy`` bytes/s of memory when tensors are copied or added; ``call`` seconds that a kernel call costs whatever
-    its size; ``post`` seconds that a rank's own thread needs for a message, and ``handle`` seconds and ``socket``
-    bytes/s that a core is busy with it in the background on both sides (0: the hardware does it); ``start`` seconds to
-    begin and end a pass of attention."""
+    """``copy``: bytes/s of memory when tensors are copied or added. ``call``: seconds per kernel call, whatever its
+    size. ``post``: seconds that a rank's thread needs per message. ``handle`` seconds and ``socket`` bytes/s: the time
+    a core spends on it in the background, on both sides (0: the hardware does it). ``start``: seconds to begin and end
+    an attention pass."""
 
     name: str
     memory: float
@@ -100,9 +100,9 @@ class Device:
 
 @dataclass(frozen=True)
 class LinkLevel:
-    """One layer of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: a
-    member has one link for all its devices, otherwise every device has one of its own; ``peer``: it has one to every
-    other device of the level, which no other uses."""
+    """One level of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: the
+    devices of a member share one link; otherwise each device has one. ``peer``: each device has a separate link to
+    every other device of the level."""
 
     name: str
     size: int
@@ -114,13 +114,17 @@ class LinkLevel:
 
     @property
     def ways(self) -> int:
-        """Links that one device can use at once."""
+        """Links that one device can use at the same time."""
         return max(self.size - 1, 1) if self.peer else 1
+
+    @property
+    def label(self) -> str:
+        return "GPU" if self.name == "gpu" else self.name
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A member of a level, by number, whose link or devices have only a share of the others' speed."""
+    """A member of a level whose link or devices reach only this share of the others' speed."""
 
     level: int
     member: int
@@ -130,8 +134,8 @@ class Slow:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """``accuracy``: how far predictions may be off here, as a share. ``cores`` are those that all ranks share, 0 if
-    every rank computes on a device of its own."""
+    """``accuracy``: the relative error to expect of predictions. ``cores``: how many cores all ranks share; 0 if each
+    rank has its own device."""
 
     name: str
     levels: tuple[LinkLevel, ...]
@@ -150,21 +154,21 @@ class ClusterSpec:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Ranks of one member, by level: ``(8, 1)`` for nodes of 8."""
+        """Ranks per member, by level: ``(8, 1)`` for nodes of 8."""
         sizes = [level.size for level in self.levels]
         return tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
 
     def crossed(self, rank: int, peer: int) -> tuple[int, ...]:
-        """A message uses the links of the outermost level at which its ends differ, and of the levels inside that but
-        the innermost: what leaves a node does not use the links between its devices."""
+        """Levels whose links a message uses: the outermost one at which its ends differ and the ones inside it, except
+        the innermost, because a message that leaves a node does not use the links between the node's devices."""
         for level, span in enumerate(self.spans):
             if rank // span != peer // span:
                 return tuple(range(level, max(level + 1, len(self.levels) - 1)))
         return ()
 
     def part(self, ranks: int) -> ClusterSpec:
-        """One group of ``ranks`` neighbours of several that work side by side. They wait for each other at every
-        layer, so its links and devices are as slow as the slowest at that place of any group.
+        """One of several equal groups of ``ranks`` neighbours. Groups wait for each other at every layer, so its links
+        and devices are as slow as the slowest at the same place of any group.
 
         >>> cluster = replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, bandwidth=0.5),))
         >>> [level.size for level in cluster.part(16).levels], cluster.part(16).slow
@@ -176,7 +180,7 @@ class ClusterSpec:
         for level in reversed(self.levels):
             here = min(level.size, left)
             if level.size % here or left % here:
-                raise ValueError(f"{ranks} ranks are not whole members of cluster {self.name}'s levels")
+                raise ValueError(f"{ranks} ranks do not fill whole members of cluster {self.name}'s levels")
             sizes.append(here)
             left //= here
         if left != 1:
@@ -191,24 +195,24 @@ class ClusterSpec:
         return replace(group, slow=tuple(slow.values()))
 
     def faster(self, level: int, factor: float) -> ClusterSpec:
-        """The same with other links at one level."""
+        """A copy with ``factor`` times the bandwidth at one level."""
         levels = list(self.levels)
         levels[level] = replace(levels[level], bandwidth=levels[level].bandwidth * factor)
         return replace(self, levels=tuple(levels))
 
     def resized(self, sizes: Sequence[int]) -> ClusterSpec:
-        """The same kind of cluster with other numbers of members; ``ValueError`` if a slow one is then none of them.
+        """A copy with other numbers of members. Raises ``ValueError`` if it has no place for a slow member.
 
         >>> replace(find_cluster("a100-4x8"), slow=(Slow(0, 3),)).resized([2, 8])
         Traceback (most recent call last):
-        ValueError: cluster a100-4x8 with sizes 2x8 has no node 3, which its description calls slow
+        ValueError: cluster a100-4x8 with sizes 2x8 has no node 3, which is marked as slow
         """
         shape = "x".join(map(str, sizes))
         for slow in self.slow:
             inside = [level.size for level in self.levels[1 : slow.level + 1]]
             if inside != list(sizes[1 : slow.level + 1]) or slow.member >= prod(sizes[: slow.level + 1]):
-                name = f"{self.levels[slow.level].name} {slow.member}"
-                raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which its description calls slow")
+                name = f"{self.levels[slow.level].label} {slow.member}"
+                raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which is marked as slow")
         return self._with_sizes(sizes, self.slow)
 
     def _with_sizes(self, sizes: Sequence[int], slow: tuple[Slow, ...]) -> ClusterSpec:
@@ -217,7 +221,7 @@ class ClusterSpec:
 
 
 def find_cluster(name: str) -> ClusterSpec:
-    """The cluster of that name, or in the file of that name (.toml, .json); ``h100-8x8@2048x8`` has other sizes.
+    """A shipped cluster by name, or one from a file (.toml, .json); ``h100-8x8@2048x8`` changes the sizes.
 
     >>> find_cluster("h100-8x8@64x8").world
     512
@@ -238,22 +242,21 @@ def find_cluster(name: str) -> ClusterSpec:
 def _check_ranks(sizes: Sequence[int], where: str) -> None:
     if prod(sizes) > MOST_RANKS:
         product = f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
-        raise ValueError(f"{where}: size: {product} ranks are more than the {MOST_RANKS} that are planned for")
+        raise ValueError(f"{where}: size: {product} ranks are more than the {MOST_RANKS} that the planner supports")
 
 
 def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
-    """A cluster from the table of its file."""
     known = ("description", "transport", "accuracy", "cores", "device", "levels", "slow")
     check_keys(table, known, ("device", "levels"), where)
-    found = table["levels"]
-    if not isinstance(found, list) or not found:
+    tables = table["levels"]
+    if not isinstance(tables, list) or not tables:
         raise ValueError(f"{where}: levels must be a list of tables, [[levels]], outermost first")
-    levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(found))
+    levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(tables))
     for at, level in enumerate(levels):
         if level.name in [other.name for other in levels[:at]]:
-            raise ValueError(f"{where}: levels[{at}]: name: there is a level {level.name!r} already")
+            raise ValueError(f"{where}: levels[{at}]: name: level {level.name!r} exists already")
         if level.peer and level is not levels[-1]:
-            raise ValueError(f"{where}: levels[{at}]: links = 'peer' is for the innermost level")
+            raise ValueError(f"{where}: levels[{at}]: links = 'peer' is only for the innermost level")
     _check_ranks([level.size for level in levels], where)
     slow = table.get("slow", [])
     if not isinstance(slow, list):
@@ -290,11 +293,9 @@ def _device(table: object, where: str) -> Device:
     table = check_keys(table, known, ("name", "memory", "copy"), where)
     rates = {dtype: _rates(table[dtype], f"{where}.{dtype}") for dtype in DTYPES if dtype in table}
     if not rates:
-        raise ValueError(f"{where}: no rates; give a table for at least one of {', '.join(DTYPES)}")
-    memory, reserved = (
-        read_quantity(table, "memory", where, "bytes"),
-        read_quantity(table, "reserved", where, "bytes", "0 B"),
-    )
+        raise ValueError(f"{where}: no rates; add a table for at least one of {', '.join(DTYPES)}")
+    memory = read_quantity(table, "memory", where, "bytes")
+    reserved = read_quantity(table, "reserved", where, "bytes", "0 B")
     if reserved >= memory:
         raise ValueError(f"{where}: reserved = {table['reserved']!r} leaves nothing of memory = {table['memory']!r}")
     return Device(
@@ -320,7 +321,6 @@ def _rates(table: object, where: str) -> Rates:
 
 
 def _curve(value: object, where: str) -> Curve:
-    """A speed, or a list of [tokens, speed]."""
     pairs = [[1, value]] if isinstance(value, str) else value
     if not isinstance(pairs, list) or not pairs or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
         raise ValueError(f"{where} = {shown(value)} is neither a speed nor a list of [tokens, speed]")
@@ -328,7 +328,7 @@ def _curve(value: object, where: str) -> Curve:
     for size, speed in pairs:
         fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST
         if not fits or (points and size <= points[-1][0]):
-            raise ValueError(f"{where}: {shown(size)} is not a number of tokens that grows from point to point")
+            raise ValueError(f"{where}: {shown(size)} is not a number of tokens larger than that of the point before")
         try:
             points.append((float(size), quantity(speed, "flop/s")))
         except ValueError as error:
@@ -345,14 +345,13 @@ def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> Slow:
     members, member = prod(level.size for level in levels[: at + 1]), read_int(table, "member", where, least=0)
     if member >= members:
         raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
-    shares = [
-        read_number(table, key, where, least=LEAST_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute")
-    ]
+    limits = dict(least=MIN_SHARE, most=1.0, default=1.0)
+    shares = [read_number(table, key, where, **limits) for key in ("bandwidth", "compute")]
     return Slow(at, member, *shares)
 
 
 def cluster_text(cluster: ClusterSpec, comment: str) -> str:
-    """A file that ``read_cluster`` reads back."""
+    """The text of a TOML file that ``read_cluster`` reads back."""
     device, lines = cluster.device, [f"# {line}" for line in comment.splitlines()]
     lines += [f'transport = "{cluster.transport}"', f"accuracy = {cluster.accuracy:g}", f"cores = {cluster.cores}", ""]
     lines += ["[device]", f"name = {json.dumps(device.name)}", f'memory = "{device.memory / 1e9:.3f} GB"']

@@ -1,4 +1,4 @@
-"""The search: tries every plan that a cluster allows, drops those that do not fit, and ranks the rest by predicted time.
+"""The search tries every plan that a cluster allows, drops those that do not fit and ranks the rest by predicted time.
 
 Plans follow the cluster's levels: at every level teams and rings, heads, both in either order, or the paper's schedule
 (`candidates`), with every backward form, ``keep`` and number of groups, and with several data-parallel groups if the
@@ -24,7 +24,7 @@ from startrail.schedule.plan import Plan, PlanError, divisors
 
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
-Played = dict[tuple[Plan, AttentionShape, int], Prediction]
+Predictions = dict[tuple[Plan, AttentionShape, int], Prediction]
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     ``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
-    cannot be used, with the reason. ``dropped`` counts plans that do not fit, by reason. ``tried`` counts combinations
-    of levels with a bound, whatever their options; ``played`` counts simulated plans."""
+    cannot be used, with the reason. ``dropped`` counts plans that do not fit, by reason. ``bounded`` counts
+    combinations of levels with a bound, whatever their options."""
 
     cluster: ClusterSpec
     model: Model
@@ -83,9 +83,9 @@ class Found:
     rows: tuple[Row, ...]
     dropped: dict[str, int]
     missing: tuple[WellKnown, ...]
-    tried: int
-    played: int
-    unsure: float  # the share of the best time that a plan not simulated could save at most
+    bounded: int
+    simulated: int
+    possible_gain: float  # the share of the best time that a plan not simulated could save at most
 
     @property
     def best(self) -> Row:
@@ -93,7 +93,7 @@ class Found:
 
 
 class DoesNotFitError(ValueError):
-    """No plan fits the memory of a device. ``plan`` needs the least, ``needs`` says how much that is; ``problem`` is the
+    """No plan fits the memory of a device. ``plan`` needs the least, ``needs`` says how much; ``problem`` is the
     message without hints at what would fit."""
 
     def __init__(self, problem: str, hints: Iterable[str], plan: Plan, needs: str) -> None:
@@ -111,10 +111,10 @@ def search(
     data_parallel: int | None = None,
     keep: bool = True,
     known: bool = True,
-) -> Found:
+) -> SearchResult:
     """The ``top`` best plans, and with ``known`` the well-known ones. Raises ``DoesNotFitError`` with what would fit if
-    no plan does. ``data_parallel`` is the number of groups (default: the best). ``keep`` allows plans that keep received
-    pieces for the backward pass.
+    no plan does. ``data_parallel`` is the number of groups (default: the best). ``keep`` allows plans that keep
+    received pieces for the backward pass.
 
     >>> from startrail.planner.cluster import find_cluster
     >>> from startrail.planner.workload import find_model
@@ -127,18 +127,18 @@ def search(
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
-    finder = _Finder(cluster, model, run, top, keep)
+    state = _Search(cluster, model, run, top, keep)
     for training in _trainings(cluster, model, run, data_parallel):
-        finder.bound_all(training)
-    finder.play_best(known)
-    return finder.found()
+        state.bound_all(training)
+    state.simulate_best(known)
+    return state.result()
 
 
 def search_attention(
     cluster: ClusterSpec, call: AttentionShape, layers: int = 1, memory: float | None = None, keep: bool = False
-) -> Found:
-    """The search for attention alone, forward and backward, in ``layers`` that share ``memory``. Plans keep only what heads
-    need, unless ``keep`` allows more: the memory of the rest of the model is not known.
+) -> SearchResult:
+    """The search for attention alone, forward and backward, in ``layers`` that share ``memory``. Plans keep only what
+    heads need, unless ``keep`` allows more: the memory of the rest of the model is unknown.
 
     >>> from startrail.planner.cluster import find_cluster
     >>> call = AttentionShape(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
@@ -169,31 +169,31 @@ def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int 
             continue
 
 
-class _Finder:
+class _Search:
     def __init__(self, cluster: ClusterSpec, model: Model, run: Run, top: int, keep: bool) -> None:
         self.cluster, self.model, self.run, self.top, self.keep = cluster, model, run, top, keep
         # by bound; options of a plan are queued when its levels are popped
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
-        self.order, self.unsure = 0, 0.0
+        self.order, self.possible_gain = 0, 0.0
         self.bounds: dict[int, dict[AttentionShape, Bounds]] = {}
         self.dropped: dict[str, int] = {}
         self.missing: list[WellKnown] = []
-        self.tried = 0
+        self.bounded = 0
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
         self.rows: list[Row] = []
-        self.predictions: Played = {}
+        self.predictions: Predictions = {}
 
     def drop(self, reason: str, number: int = 1) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + number
 
     def bound_all(self, training: Training) -> None:
-        """Bound all combinations of levels, whatever the options, which are tried only if the levels may be among the best."""
+        """Bound all combinations of levels. Options are tried only for levels that may be among the best."""
         bounds = self.bounds[training.data_parallel] = {call: Bounds(training.group, call) for call in training.calls}
         for plan in plans_on(training.group, self.model.heads):
             if isinstance(plan, str):
                 self.drop(plan)
                 continue
-            self.tried += 1
+            self.bounded += 1
             variants = least_traffic(plan)
             both = {call: bound.of_levels(plan, variants, GROUPS[-1]) for call, bound in bounds.items()}
             self.queue.append((_least_step(training, both), len(self.queue), plan, training, False))
@@ -209,7 +209,7 @@ class _Finder:
                 continue
             memory = training.memory(variant)
             if memory.total <= memory.limit:
-                heapq.heappush(self.queue, (_least_step(training, both), self.pushed(), variant, training, True))
+                heapq.heappush(self.queue, (_least_step(training, both), self.next_order(), variant, training, True))
                 continue
             least_of_all = at == 0  # without options nothing is kept
             self.drop(f"more than {memory.limit / 1e9:.1f} GB per device", len(options) if least_of_all else 1)
@@ -218,12 +218,12 @@ class _Finder:
             if least_of_all:
                 return
 
-    def pushed(self) -> int:
+    def next_order(self) -> int:
         self.order += 1
         return self.order
 
-    def play_best(self, known: bool) -> None:
-        """Simulate in the order of bounds until no other plan can be among the best, then the well-known plans if wanted."""
+    def simulate_best(self, known: bool) -> None:
+        """Simulate in the order of bounds until no other plan can be among the best, then the ``known`` ones."""
         heapq.heapify(self.queue)
         self.order = len(self.queue)
         kinds = max(len(training.calls) for *_, training, _ in self.queue) if self.queue else 1  # each is simulated
@@ -233,12 +233,12 @@ class _Finder:
             bound, _, plan, training, ready = heapq.heappop(self.queue)
             full = len(worst_kept) == self.top
             if full and (bound >= -worst_kept[0] or len(self.rows) >= limit):
-                self.unsure = max(0.0, 1 - bound / -max(worst_kept))
+                self.possible_gain = max(0.0, 1 - bound / -max(worst_kept))
                 break
             if not ready:
                 self.add_options(plan, training)
                 continue
-            row = self.play(plan, training)
+            row = self.simulate(plan, training)
             self.rows.append(row)
             heapq.heappush(worst_kept, -row.seconds)
             if len(worst_kept) > self.top:
@@ -267,9 +267,9 @@ class _Finder:
         same = [row for row in self.rows if row.plan == plan and row.training is training]
         for row in same:
             self.rows.remove(row)
-        self.rows.append(replace(same[0] if same else self.play(plan, training), role=known.role))
+        self.rows.append(replace(same[0] if same else self.simulate(plan, training), role=known.role))
 
-    def play(self, plan: Plan, training: Training) -> Row:
+    def simulate(self, plan: Plan, training: Training) -> Row:
         def predicted(call: AttentionShape) -> Prediction:
             key = plan, call, training.data_parallel
             if key not in self.predictions:
@@ -278,10 +278,10 @@ class _Finder:
 
         return Row(plan, training, training.step(plan, predicted))
 
-    def found(self) -> Found:
-        """Fastest first. Ties go to the plan that sends least over the outermost links, then to the smallest teams, whose
-        blocks wait for each other's transfers, and the fewest groups, because predictions are least certain about the
-        cost of waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
+    def result(self) -> SearchResult:
+        """Fastest first. Ties go to the plan that sends least over the outermost links, then to the smallest teams and
+        the fewest groups, because predictions are least certain about the cost of waiting and of messages; then to the
+        plan that sends least inside, and then to the simplest."""
         fastest = min(row.seconds for row in self.rows)
         tied = [row for row in self.rows if row.seconds <= fastest * (1 + TIE_SHARE)]
         least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
@@ -296,9 +296,9 @@ class _Finder:
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
-        return Found(
+        return SearchResult(
             *(self.cluster, self.model, self.run, tuple(best), dict(sorted(self.dropped.items())), tuple(self.missing)),
-            self.tried, len(self.rows), self.unsure,
+            self.bounded, len(self.rows), self.possible_gain,
         )  # fmt: skip
 
     def nothing_fits(self) -> ValueError:
@@ -309,8 +309,7 @@ class _Finder:
             )
         total, plan, training = self.least
         limit = training.memory(plan).limit
-        more = f"{total / limit - 1:.0%} more than the {limit / 1e9:.1f} GB that it has"
-        needs = f"{plan} needs {total / 1e9:.1f} GB per device, {more}"
+        needs = f"{plan} needs {total / 1e9:.1f} GB per device, {total / limit:.2f}x the {limit / 1e9:.1f} GB available"
         problem = f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {needs}"
         return DoesNotFitError(problem, self.what_would_fit(training), plan, needs)
 
@@ -341,7 +340,7 @@ class _Finder:
         for factor in (2, 4, 8, 16, 32):
             larger = cluster.resized([sizes[0] * factor, *sizes[1:]])
             if fits(larger, run):
-                yield f"{factor} times the {cluster.levels[0].name}s would fit"
+                yield f"{factor} times the {cluster.levels[0].label}s would fit"
                 break
 
 

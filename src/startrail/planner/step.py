@@ -37,7 +37,7 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class Training:
-    """A run of a model on a cluster with ``data_parallel`` groups; ``group`` is the part of the cluster of one group."""
+    """A run of a model on a cluster with ``data_parallel`` groups; ``group`` is one group's part of the cluster."""
 
     cluster: ClusterSpec
     model: Model

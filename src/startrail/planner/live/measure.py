@@ -26,7 +26,7 @@ from startrail.comm.gather import gather_texts
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import (
-    LEAST_SHARE,
+    MIN_SHARE,
     ClusterSpec,
     Curve,
     Device,
@@ -300,7 +300,7 @@ def _slow(machine: Machine, innermost: int, odd: Iterable[Odd]) -> tuple[Slow, .
         if one.key == "copy":
             continue
         at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
-        share = max(round(one.share, 3), LEAST_SHARE)
+        share = max(round(one.share, 3), MIN_SHARE)
         before = found.get(at, Slow(*at))
         if one.key == "matmul":
             found[at] = replace(before, compute=min(before.compute, share))

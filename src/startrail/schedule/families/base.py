@@ -46,7 +46,7 @@ class Heads(Level):
         return f"u{self.size}"
 
     def describe(self) -> str:
-        return f"heads over {self.size}"
+        return f"heads over {self.size} ranks"
 
 
 class Family(ABC):
