@@ -19,7 +19,7 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD, WellKnown
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
-from startrail.planner.search import TIE_SHARE, DoesNotFitError, SearchResult, Row, search
+from startrail.planner.search import TIE_SHARE, DoesNotFitError, Row, SearchResult, search
 from startrail.planner.units import count_text, read_file, read_quantity
 from startrail.planner.workload import Model, find_model, read_run
 
