@@ -73,12 +73,18 @@ def claims(report: Json) -> list[Claim]:
     found = [right_claim(trials), _bytes_claim(trials)]
     machine = headline_machine(trials)
     targets, shares = TARGETS, SHARES
-    if trials and MACHINES.isdisjoint(trial["machine"] for trial in trials):  # the same figures of other machines, unjudged
+    if trials and MACHINES.isdisjoint(
+        trial["machine"] for trial in trials
+    ):  # the same figures of other machines, unjudged
         claimed = (target for target in TARGETS if (target.machine, target.pressure) == (CLAIMED, STEEPEST))
         targets, shares = tuple(replace(target, machine=machine) for target in claimed), {machine: SHARES[CLAIMED]}
     found += [_ratio_claim(trials, target, mask) for target in targets for mask in MASKS]
     found += [_share_claim(trials, *share, mask) for share in shares.items() for mask in MASKS]
-    found += [*(_peer_claim(trials, way) for way in HEAD_SPLITTING_PEERS), _peers_claim(trials), _same_ratios(trials, machine)]
+    found += [
+        *(_peer_claim(trials, way) for way in HEAD_SPLITTING_PEERS),
+        _peers_claim(trials),
+        _same_ratios(trials, machine),
+    ]
     found += [_compute_claim(trials), _slower_claim(trials), *(_step_claim(trials, model) for model in PAPER)]
     return [*found, _slow_node_claim(trials, machine)]
 

@@ -93,7 +93,9 @@ def lines_of(trial: Json) -> list[Line]:
     one, or our engine's if it takes part; peers' rings send the same bytes."""
     rows = [row for row in trial["rows"] if not row["refused"]]
     compute = statistics.median(next(row for row in rows if row["role"] == "compute")["seconds"])
-    overhead = next(row["links"] for row in rows if row["role"] == "compute")  # bytes of the barriers, which are in every row
+    overhead = next(
+        row["links"] for row in rows if row["role"] == "compute"
+    )  # bytes of the barriers, which are in every row
     rings = [statistics.median(row["seconds"]) for row in rows if row["role"] == "ring"]
     lines = []
     for row in rows:

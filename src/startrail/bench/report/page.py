@@ -17,9 +17,9 @@ import torch
 
 import startrail
 from startrail.bench.cases import BOUND_BY_LINKS, OURS, Workload
+from startrail.bench.peers.contenders import DISCLOSURES
 from startrail.bench.report.claims import Claim, claims
 from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
-from startrail.bench.peers.contenders import DISCLOSURES
 from startrail.bench.report.plots import pictures
 
 EMULATED = (
