@@ -83,9 +83,21 @@ def test_version_and_python_dash_m(capsys):
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        ([], ["in brackets: gpt-tiny", "steps in all [120]", "GPT and DiT [128]", "rows x columns) [2048]", "GPT [4]"]),
-        (["gpt-3b"], ["in brackets: gpt-3b", "steps in all [10000]", "rows x columns) [131072]"]),
-        (["dit-tiny", "--steps", "7"], ["in brackets: dit-tiny", "steps in all [7]", "minutes that a rank may hang"]),
+        (
+            [],
+            [
+                "in brackets: gpt-tiny",
+                "total optimizer steps [120]",
+                "GPT and DiT [128]",
+                "rows x columns) [2048]",
+                "GPT [4]",
+            ],
+        ),
+        (["gpt-3b"], ["in brackets: gpt-3b", "total optimizer steps [10000]", "rows x columns) [131072]"]),
+        (
+            ["dit-tiny", "--steps", "7"],
+            ["in brackets: dit-tiny", "total optimizer steps [7]", "minutes to wait for a rank that hangs"],
+        ),
     ],
 )
 def test_train_help_shows_the_chosen_recipe(argv, expected, capsys, monkeypatch):
