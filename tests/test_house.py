@@ -99,6 +99,40 @@ def test_nothing_that_a_peer_or_a_file_sends_is_unpickled():
     assert found == {"launch.local"}
 
 
+def private_torch_names(tree, compat_names) -> set[str]:
+    """Private APIs of torch that a module uses: imports, attributes of what it imports from torch, and module names in
+    strings. On other objects, such as process groups, only those that ``_compat`` uses as well are known."""
+
+    def is_private(dotted):
+        return re.search(r"(^|\.)_[a-zA-Z]", dotted)
+
+    found, from_torch = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                name = f"{module}.{alias.name}" if module else alias.name
+                if name.split(".")[0] == "torch":
+                    from_torch.add(alias.asname or alias.name.split(".")[0])
+                    found |= {name} if is_private(name) else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and str(node.value).startswith("torch."):
+            found |= {node.value} if re.fullmatch(r"[\w.]+", node.value) and is_private(node.value) else set()
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner, _, rest = ast.unparse(node).partition(".")
+            if owner in from_torch or (owner != "self" and node.attr in compat_names):
+                found.add(f"{owner}.{rest}")
+    return found
+
+
+def test_only_compat_uses_private_apis_of_torch():
+    trees = {name: ast.parse(path.read_text()) for name, path in modules()}
+    compat_names = {node.attr for node in ast.walk(trees["_compat"]) if isinstance(node, ast.Attribute)}
+    found = {name: private_torch_names(tree, compat_names) for name, tree in trees.items()}
+    assert {"torch.distributed._functional_collectives", "group._start_coalescing"} <= found.pop("_compat")
+    assert {name: uses for name, uses in found.items() if uses} == {}
+
+
 def test_no_file_is_long():
     ours = [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "validation").rglob("*.py")]
     assert {path.name for path in ours if len(path.read_text().splitlines()) > 400} == set()
@@ -115,6 +149,7 @@ def test_every_package_says_what_it_is_for():
     for folder in {path.parent for path in SOURCE.rglob("*.py")}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         assert len(text.split()) >= 12, f"{folder.name}/__init__.py does not say what the package is for"
+        assert "TODO" not in text, folder.name
 
 
 def test_a_class_name_means_one_thing():

@@ -1,5 +1,11 @@
-"""Schedules as data: what every rank sends, computes and merges, step by step; no torch.
+"""Schedules as data: what every rank sends, computes and merges, step by step. No torch.
 
-``values`` and ``places`` are what they are made of, a ``family`` is one file (``nested``, ``star``), ``around`` puts
-heads and groups around it, ``build`` gives the program of one rank, and ``player`` plays all ranks' programs.
+Imports no other package. Start reading at ``values`` and ``plan``, then ``program``, which builds one rank's program.
+
+- ``values``, ``places``: steps, transfers and blocks; a rank's digits at every level
+- ``plan``, ``program``, ``timeline``: plans and their text form; programs; building a list of steps
+- ``walk``: a program as the events that the executor runs and the planner times
+- ``families/``, ``compose``: the families of schedules; the exchange over heads and the groups around them
+- ``proof``: runs the programs of all ranks against each other, without data, and checks them
+- ``sizes``: the sizes of pieces, and the most that a pass holds
 """

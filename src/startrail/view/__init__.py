@@ -1,4 +1,7 @@
-"""Ways to look at a schedule; no torch."""
+"""Schedules for people to read: ``text`` prints one as a grid of steps and ranks, as ``startrail show`` does. No torch.
+
+May import ``schedule``, ``geometry`` and ``planner``. Start reading at ``text.show``.
+"""
 
 from startrail.view.text import fitting, show
 
