@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from startrail.planner.cluster import Slow, cluster_text, read_cluster
+from startrail.planner.cluster import SlowMember, cluster_text, read_cluster
 from startrail.planner.live import measure as live
 from startrail.planner.live.measure import Measured, describe
 from startrail.planner.topology import Machine
@@ -36,7 +36,7 @@ def test_nodes_that_share_a_link_and_ranks_that_do_not():
     node, rank = found.cluster.levels
     assert (node.name, node.size, node.bandwidth, node.latency, node.shared) == ("node", 4, 1e9, 50e-6, True)
     assert (rank.name, rank.size, rank.bandwidth, rank.latency, rank.shared) == ("rank", 2, 4e9, 20e-6, False)
-    assert found.odd == () and found.cluster.slow == ()
+    assert found.outliers == () and found.cluster.slow == ()
     device = found.cluster.device
     assert (device.memory, device.copy, device.call, device.of("float32").matmul) == (8e9, 6e9, 5e-6, 80e9)
     assert device.of("float32").forward.points == ((128.0, 20e9), (512.0, 30e9))
@@ -63,20 +63,20 @@ def test_levels_are_those_with_several_members(machine, names):
         (
             {"matmul": {5: 0.3}},
             ["rank 5 (node 2, host2): products of matrices at 30% of the others'"],
-            [Slow(1, 5, 1.0, 0.3)],
+            [SlowMember(1, 5, 1.0, 0.3)],
         ),
-        ({"all_0": {6: 0.4, 7: 0.2}}, ["rank 6 (node 3", "rank 7 (node 3"], [Slow(0, 3, 0.2)]),
-        ({"all_1": {1: 0.25}}, ["its link to the next rank of its node at 25%"], [Slow(1, 1, 0.25)]),
-        ({"matmul": {2: 0.4}, "all_1": {2: 0.1}}, ["products", "its link"], [Slow(1, 2, 0.1, 0.4)]),
+        ({"all_0": {6: 0.4, 7: 0.2}}, ["rank 6 (node 3", "rank 7 (node 3"], [SlowMember(0, 3, 0.2)]),
+        ({"all_1": {1: 0.25}}, ["its link to the next rank of its node at 25%"], [SlowMember(1, 1, 0.25)]),
+        ({"matmul": {2: 0.4}, "all_1": {2: 0.1}}, ["products", "its link"], [SlowMember(1, 2, 0.1, 0.4)]),
         ({"copy": {0: 0.1}}, ["copies in memory at 10%"], []),
-        ({"matmul": {3: 1e-9}}, ["at 0%"], [Slow(1, 3, 1.0, 0.001)]),
+        ({"matmul": {3: 1e-9}}, ["at 0%"], [SlowMember(1, 3, 1.0, 0.001)]),
         ({"matmul": {3: 0.6}}, [], []),
     ],
 )
 def test_the_odd_are_named_and_written_as_slow_members(changes, texts, slow):
     found = described(Machine(4, 2), **changes)
-    assert len(found.odd) == len(texts)
-    for line, text in zip(found.odd, texts, strict=True):
+    assert len(found.outliers) == len(texts)
+    for line, text in zip(found.outliers, texts, strict=True):
         assert text in line
     assert found.cluster.slow == tuple(slow)
     read = read_cluster(parse_text(cluster_text(found.cluster, "odd"), Path("a.toml")), "a", "a.toml")
@@ -85,8 +85,8 @@ def test_the_odd_are_named_and_written_as_slow_members(changes, texts, slow):
 
 def test_an_odd_rank_where_every_node_has_one():
     assert described(Machine(4, 1), matmul={2: 0.2}, all_0={1: 0.3}).cluster.slow == (
-        Slow(0, 1, 0.3),
-        Slow(0, 2, 1.0, 0.2),
+        SlowMember(0, 1, 0.3),
+        SlowMember(0, 2, 1.0, 0.2),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import startrail
 from startrail.cli import main
 from startrail.planner.answer import plan as ask
-from startrail.planner.cluster import Slow, find_cluster
+from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.search import search
 from startrail.planner.workload import Run, find_model
 from startrail.schedule.plan import Plan
@@ -17,7 +17,7 @@ from tests.helpers import refusal
 
 @pytest.mark.parametrize("share, advice", [(0.95, "keep it"), (0.02, "leave it out")])
 def test_a_slow_node_is_named_and_advised_on(share, advice):
-    cluster = replace(find_cluster("a100-4x8"), slow=(Slow(0, 2, bandwidth=share),))
+    cluster = replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 2, bandwidth=share),))
     why = ask(cluster, "gpt-3b", "128k").why
     assert f"node 2 (bandwidth {share:.0%}, compute 100%)" in why
     assert "the other 3 nodes alone take" in why

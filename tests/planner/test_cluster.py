@@ -7,29 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from startrail.planner.cluster import Slow, cluster_text, find_cluster, read_cluster
+from startrail.planner.cluster import SlowMember, cluster_text, find_cluster, read_cluster
 from startrail.planner.units import parse_text, read_file, shipped
 
 
-def test_every_cluster_that_comes_along_can_be_read_and_written():
-    """Of the paper, of today, and the lab; what is written reads the same."""
+def test_every_shipped_cluster_can_be_read_and_written():
+    """The clusters of the paper, current ones and the lab; a written file reads back the same."""
     paper = {"h100-8x8", "a100-2x16", "a100-4x8", "a100-8x4"}
     today = {"h200", "b200", "nvl72", "mi300x", "a100-cloud", "pcie-8", "boxes-10gbe"}
     assert set(shipped("clusters")) == paper | today | {"lab"}
     for name in shipped("clusters"):
-        cluster = replace(find_cluster(name), slow=(Slow(0, 1, 0.5, 0.75),))
+        cluster = replace(find_cluster(name), slow=(SlowMember(0, 1, 0.5, 0.75),))
         assert cluster.world >= 8, name
         text = cluster_text(replace(cluster, device=replace(cluster.device, name='a "quoted" name')), "two\nlines")
         read = read_cluster(parse_text(text, Path("mine.toml")), name, "mine.toml")
         assert read.device.name == 'a "quoted" name'
-        for ours, theirs in zip(read.levels, cluster.levels, strict=True):
-            assert (ours.bandwidth, ours.latency) == pytest.approx((theirs.bandwidth, theirs.latency), rel=1e-3)
-            assert replace(ours, bandwidth=0.0, latency=0.0) == replace(theirs, bandwidth=0.0, latency=0.0)
+        for level, original in zip(read.levels, cluster.levels, strict=True):
+            assert (level.bandwidth, level.latency) == pytest.approx((original.bandwidth, original.latency), rel=1e-3)
+            assert replace(level, bandwidth=0.0, latency=0.0) == replace(original, bandwidth=0.0, latency=0.0)
         assert (read.slow, read.cores, read.transport) == (cluster.slow, cluster.cores, cluster.transport)
         for dtype, rates in cluster.device.rates.items():
             for curve in ("forward", "backward"):
-                ours, theirs = getattr(read.device.of(dtype), curve), getattr(rates, curve)
-                assert ours.at(128) == pytest.approx(theirs.at(128), rel=1e-3)
+                speed = getattr(read.device.of(dtype), curve).at(128)
+                assert speed == pytest.approx(getattr(rates, curve).at(128), rel=1e-3)
 
 
 GOOD = read_file(shipped("clusters")["a100-4x8"])
@@ -72,7 +72,7 @@ def changed(path: str, value: object) -> dict:
         (
             "device.bfloat16.forward",
             [[512, "1 TFLOP/s"], [128, "2 TFLOP/s"]],
-            "128 is not a number of tokens larger than that of the point before",
+            "128 is not a number of tokens larger than the one before",
         ),
         ("accuracy", 2.0, "accuracy = 2.0 is not a number between 0 and 0.9"),
         ("transport", "tcp", "transport = 'tcp' is not one of nccl, gloo"),
@@ -91,22 +91,24 @@ def test_a_mistake_in_a_cluster_file_names_the_key(path, value, message):
 @pytest.mark.parametrize(
     "slow, ranks, local",
     [
-        (Slow(0, 3, bandwidth=0.5), 16, Slow(0, 1, bandwidth=0.5)),
-        (Slow(0, 3, compute=0.5), 8, Slow(0, 0, compute=0.5)),
-        (Slow(1, 29, compute=0.5), 16, Slow(1, 13, compute=0.5)),
-        (Slow(1, 29, compute=0.5), 4, Slow(1, 1, compute=0.5)),
-        (Slow(0, 3, bandwidth=0.5), 4, Slow(0, 0, bandwidth=0.5)),
+        (SlowMember(0, 3, bandwidth=0.5), 16, SlowMember(0, 1, bandwidth=0.5)),
+        (SlowMember(0, 3, compute=0.5), 8, SlowMember(0, 0, compute=0.5)),
+        (SlowMember(1, 29, compute=0.5), 16, SlowMember(1, 13, compute=0.5)),
+        (SlowMember(1, 29, compute=0.5), 4, SlowMember(1, 1, compute=0.5)),
+        (SlowMember(0, 3, bandwidth=0.5), 4, SlowMember(0, 0, bandwidth=0.5)),
     ],
 )
-def test_a_slow_member_is_slow_in_its_group_whichever_that_is(slow, ranks, local):
+def test_a_slow_member_is_slow_in_its_group(slow, ranks, local):
     assert replace(find_cluster("a100-4x8"), slow=(slow,)).part(ranks).slow == (local,)
 
 
 def test_a_slow_member_that_other_sizes_do_not_have_is_refused(tmp_path):
     file = tmp_path / "mine.toml"
-    file.write_text(cluster_text(replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, 0.5), Slow(1, 9, 0.5))), "mine"))
-    assert find_cluster(f"{file}@8x8").slow == (Slow(0, 3, 0.5), Slow(1, 9, 0.5))
+    file.write_text(
+        cluster_text(replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 3, 0.5), SlowMember(1, 9, 0.5))), "mine")
+    )
+    assert find_cluster(f"{file}@8x8").slow == (SlowMember(0, 3, 0.5), SlowMember(1, 9, 0.5))
     with pytest.raises(ValueError, match="with sizes 2x8 has no node 3, which is marked as slow"):
         find_cluster(f"{file}@2x8")
     with pytest.raises(ValueError, match="with sizes 4x16 has no GPU 9, which is marked as slow"):
-        find_cluster(f"{file}@4x16")  # another one has that number then
+        find_cluster(f"{file}@4x16")  # where number 9 is another GPU

@@ -18,7 +18,7 @@ SILLY = [
     *(-1, 0, 10**13, 10**30, 3.0, 1e308, float("inf"), float("nan")),
     *(True, None, [], ["x"], {}, {"a": 1}, [[]], [["x", "1 TFLOP/s"]], [[128, "fast"]], [[0, "1 TFLOP/s"]]),
 ]
-# What is not silly after all.
+# Keys that accept some of them.
 TEXTS = ("name", "description")
 MAY_BE_0 = ("accuracy", "cores", "member", "max_window_layers", "zero")
 YES_OR_NO = ("duplex", "tied", "recompute", "use_sliding_window", "tie_word_embeddings")
@@ -58,7 +58,7 @@ READERS = {
 
 
 def places(table: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
-    """The way to every key, also of tables inside."""
+    """The path of every key, including nested tables."""
     pairs = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
     for key, value in pairs:
         if isinstance(key, str):
@@ -94,7 +94,7 @@ def test_a_silly_memory_limit_names_its_key(value):
         ask("a100-4x8", "gpt-3b", 65536, memory=value)
 
 
-def test_no_cluster_is_larger_than_what_is_planned_for():
+def test_a_cluster_that_is_too_large_is_refused():
     with pytest.raises(
         ValueError, match=re.escape("size: 99999 x 8 = 799992 ranks are more than the 65536 that the planner supports")
     ):
@@ -109,19 +109,19 @@ def test_times_and_reserves_may_be_0_as_they_are_by_default():
 
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", ["llama"], 7])
-def test_other_models_than_plain_decoders_are_refused(kind):
-    with pytest.raises(ValueError, match=r"model_type = .* is not a decoder that is modelled"):
+def test_models_other_than_plain_decoders_are_refused(kind):
+    with pytest.raises(ValueError, match=r"model_type = .* is not a supported decoder"):
         from_hugging_face(CONFIG | {"model_type": kind}, "h", "config.json")
 
 
-def test_heads_must_divide_the_width_unless_their_own_is_given():
+def test_heads_must_divide_the_width_unless_head_dim_is_given():
     config = CONFIG | {"num_attention_heads": 6}
     assert from_hugging_face(config, "h", "config.json").head_dim == 16
     with pytest.raises(ValueError, match="hidden_size = 64 is not a multiple of num_attention_heads = 6"):
         from_hugging_face(config | {"head_dim": None}, "h", "config.json")
 
 
-def test_options_win_over_the_file_of_a_run(tmp_path):
+def test_options_take_precedence_over_the_run_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('length = "64k"\nbatch = 4\nzero = 2\n')
     run = ask("a100-4x8", "gpt-3b", "32k", batch=8, run=str(file), top=1).result.run
@@ -131,7 +131,7 @@ def test_options_win_over_the_file_of_a_run(tmp_path):
         ask("a100-4x8", "gpt-3b", run=str(file))
 
 
-def test_every_figure_of_a_cluster_that_comes_along_has_its_source():
+def test_every_figure_of_a_shipped_cluster_has_its_source():
     for name, path in shipped("clusters").items():
         lines = path.read_text().splitlines()
         for at, line in enumerate(lines):
@@ -141,7 +141,7 @@ def test_every_figure_of_a_cluster_that_comes_along_has_its_source():
                 assert any(above.startswith("#") for above in lines[at - 2 : at]), f"{name}: {line}"
 
 
-def test_shares_of_a_peak_that_are_said_to_be_the_same_are():
+def test_clusters_described_alike_reach_the_same_share_of_their_peak():
     for name, other in (("b200", "h200"), ("nvl72", "h200"), ("pcie-8", "a100-4x8"), ("boxes-10gbe", "a100-4x8")):
         ours, theirs = (find_cluster(one).device.of("bfloat16") for one in (name, other))
         for curve in ("forward", "backward"):

@@ -12,7 +12,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import predict
 from startrail.planner.search import search
 from startrail.planner.step import Training
-from startrail.planner.units import count
+from startrail.planner.units import parse_count
 from startrail.planner.workload import Run, find_model, from_hugging_face
 from startrail.schedule.plan import Plan
 from tests.planner.shapes import CALL, LLAMA, SMALL
@@ -123,7 +123,7 @@ def test_planning_is_fast(cluster, model, length, limit):
     times = []
     for _ in range(2):
         start = time.process_time()
-        search(find_cluster(cluster), described, Run(length=count(length)))
+        search(find_cluster(cluster), described, Run(length=parse_count(length)))
         times.append(time.process_time() - start)
         if times[-1] < limit:
             break

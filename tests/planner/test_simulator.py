@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from startrail.planner import predict as attention
-from startrail.planner.cluster import Slow, find_cluster
+from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.topology import Machine, link_bytes
 from startrail.schedule.plan import Plan
@@ -109,14 +109,14 @@ def test_the_clock_sends_what_the_closed_form_says(text):
 
 
 def test_a_slow_node_slows_whoever_uses_its_link():
-    slow = replace(SMALL, slow=(Slow(0, 0, bandwidth=0.5),))
+    slow = replace(SMALL, slow=(SlowMember(0, 0, bandwidth=0.5),))
     ring, heads = Plan.parse("1x16"), Plan.parse("u4/1x4")
     for plan in (ring, heads):
         before, after = predict(SMALL, plan, CALL, everybody=True), predict(slow, plan, CALL, everybody=True)
         assert after.busy[0] == pytest.approx(2 * before.busy[0], rel=1e-6)
         assert 1.2 * before.seconds < after.seconds < 2.1 * before.seconds
         assert predict(slow, plan, CALL).seconds == pytest.approx(after.seconds, rel=0.1)
-    half = replace(SMALL, slow=(Slow(1, 5, compute=0.5),))
+    half = replace(SMALL, slow=(SlowMember(1, 5, compute=0.5),))
     assert predict(half, heads, CALL, everybody=True).seconds > predict(SMALL, heads, CALL).seconds
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from startrail.planner.cluster import Slow, find_cluster
+from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.memory import LIBRARY_BYTES, estimate_memory
 from startrail.planner.search import search
 from startrail.planner.step import Training
@@ -69,8 +69,8 @@ def test_model_flops_count_every_visible_pair_once(causal, window):
 
 def test_groups_wait_for_the_slowest_of_them():
     cluster = find_cluster("a100-4x8")
-    slow = replace(cluster, slow=(Slow(0, 3, bandwidth=0.1), Slow(0, 1, bandwidth=0.4, compute=0.5)))
-    assert slow.part(16).slow == (Slow(0, 1, bandwidth=0.1, compute=0.5),)
+    slow = replace(cluster, slow=(SlowMember(0, 3, bandwidth=0.1), SlowMember(0, 1, bandwidth=0.4, compute=0.5)))
+    assert slow.part(16).slow == (SlowMember(0, 1, bandwidth=0.1, compute=0.5),)
     model, run = find_model("gpt-3b"), Run(length=65536, batch=2)
     before, after = (search(some, model, run, data_parallel=2, known=False).best for some in (cluster, slow))
     assert after.seconds > 1.5 * before.seconds

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
 
-from startrail.planner.cluster import ClusterSpec, Slow, find_cluster
+from startrail.planner.cluster import ClusterSpec, SlowMember, find_cluster
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import divisors
 
@@ -179,7 +179,7 @@ def grouped_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
 def lab_cluster(machine: Machine, rates: Sequence[int]) -> ClusterSpec:
     """``lab.toml`` with the size of ``machine`` and the link rate of each node, in bits per second."""
     fastest = max(rates)
-    slow = tuple(Slow(0, node, bandwidth=rate / fastest) for node, rate in enumerate(rates) if rate < fastest)
+    slow = tuple(SlowMember(0, node, bandwidth=rate / fastest) for node, rate in enumerate(rates) if rate < fastest)
     base = find_cluster(f"lab@{machine}")
     levels = (replace(base.levels[0], bandwidth=fastest / 8 * PAYLOAD_SHARE), *base.levels[1:])
     return replace(base, levels=levels, slow=slow)

@@ -9,7 +9,7 @@ import re
 from startrail.cli.options import Commands, add_command
 from startrail.planner.answer import plan
 from startrail.planner.cluster import DTYPES
-from startrail.planner.units import shipped, shown
+from startrail.planner.units import shipped, short_repr
 
 EXAMPLES = {
     "startrail plan --cluster a100-4x8 --model gpt-7b --length 512k": "the best plan, and the reason",
@@ -78,5 +78,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _whole_number(text: str) -> int:
     if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number")
     return int(text)

@@ -16,7 +16,7 @@ from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape
 from startrail.planner.search import DoesNotFitError, SearchResult, search, search_attention
 from startrail.planner.topology import Machine
-from startrail.planner.units import MOST, MOST_COUNTED, read_int
+from startrail.planner.units import MAX_COUNT, MAX_SIZE, read_int
 from startrail.planner.workload import Job
 from startrail.schedule.plan import Plan
 
@@ -64,7 +64,7 @@ def plan_for_heads(
     >>> plan.keep, "assuming 32 layers whose attention uses at most half of the memory" in reason
     ('none', True)
     """
-    for name, value, most in (("head_dim", head_dim, MOST), ("length", length, MOST_COUNTED)):
+    for name, value, most in (("head_dim", head_dim, MAX_SIZE), ("length", length, MAX_COUNT)):
         if value is not None:
             read_int({name: value}, name, "auto", most=most)
     tokens = length or ASSUMED_TOKENS_PER_RANK * cluster.world

@@ -18,11 +18,11 @@ from itertools import pairwise
 from math import log, prod
 
 from startrail.planner.units import (
-    MOST,
+    MAX_SIZE,
     Table,
     check_keys,
     find_file,
-    quantity,
+    parse_quantity,
     read_bool,
     read_choice,
     read_file,
@@ -30,12 +30,12 @@ from startrail.planner.units import (
     read_line,
     read_number,
     read_quantity,
-    shown,
+    short_repr,
 )
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
-MOST_RANKS = 2**16
+MAX_RANKS = 2**16
 MIN_SHARE = 0.001  # of the others' speed that a slow member can have
 
 
@@ -123,7 +123,7 @@ class LinkLevel:
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowMember:
     """A member of a level whose link or devices reach only this share of the others' speed."""
 
     level: int
@@ -143,7 +143,7 @@ class ClusterSpec:
     transport: str = "nccl"
     accuracy: float = 0.25
     cores: int = 0
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[SlowMember, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -170,9 +170,9 @@ class ClusterSpec:
         """One of several equal groups of ``ranks`` neighbours. Groups wait for each other at every layer, so its links
         and devices are as slow as the slowest at the same place of any group.
 
-        >>> cluster = replace(find_cluster("a100-4x8"), slow=(Slow(0, 3, bandwidth=0.5),))
+        >>> cluster = replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 3, bandwidth=0.5),))
         >>> [level.size for level in cluster.part(16).levels], cluster.part(16).slow
-        ([2, 8], (Slow(level=0, member=1, bandwidth=0.5, compute=1.0),))
+        ([2, 8], (SlowMember(level=0, member=1, bandwidth=0.5, compute=1.0),))
         """
         if ranks == self.world:
             return self
@@ -186,12 +186,12 @@ class ClusterSpec:
         if left != 1:
             raise ValueError(f"cluster {self.name} has {self.world} ranks, not {ranks}")
         group = self._with_sizes(sizes[::-1], ())
-        slow: dict[tuple[int, int], Slow] = {}
+        slow: dict[tuple[int, int], SlowMember] = {}
         for one in self.slow:
             member = one.member * self.spans[one.level] % ranks // group.spans[one.level]
             other = slow.get((one.level, member), one)
             shares = min(one.bandwidth, other.bandwidth), min(one.compute, other.compute)
-            slow[one.level, member] = Slow(one.level, member, *shares)
+            slow[one.level, member] = SlowMember(one.level, member, *shares)
         return replace(group, slow=tuple(slow.values()))
 
     def faster(self, level: int, factor: float) -> ClusterSpec:
@@ -203,7 +203,7 @@ class ClusterSpec:
     def resized(self, sizes: Sequence[int]) -> ClusterSpec:
         """A copy with other numbers of members. Raises ``ValueError`` if it has no place for a slow member.
 
-        >>> replace(find_cluster("a100-4x8"), slow=(Slow(0, 3),)).resized([2, 8])
+        >>> replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 3),)).resized([2, 8])
         Traceback (most recent call last):
         ValueError: cluster a100-4x8 with sizes 2x8 has no node 3, which is marked as slow
         """
@@ -215,7 +215,7 @@ class ClusterSpec:
                 raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which is marked as slow")
         return self._with_sizes(sizes, self.slow)
 
-    def _with_sizes(self, sizes: Sequence[int], slow: tuple[Slow, ...]) -> ClusterSpec:
+    def _with_sizes(self, sizes: Sequence[int], slow: tuple[SlowMember, ...]) -> ClusterSpec:
         pairs = zip(self.levels, sizes, strict=True)
         return replace(self, levels=tuple(replace(level, size=size) for level, size in pairs), slow=slow)
 
@@ -234,15 +234,15 @@ def find_cluster(name: str) -> ClusterSpec:
     sizes = shape.split("x")
     if len(sizes) != len(cluster.levels) or not all(re.fullmatch(r"[1-9]\d{0,8}", size, re.ASCII) for size in sizes):
         names, example = "x".join(level.name.upper() for level in cluster.levels), "x".join("4" * len(cluster.levels))
-        raise ValueError(f"cluster {shown(name)}: {shown(shape)} is not {names}, such as {base}@{example}")
+        raise ValueError(f"cluster {short_repr(name)}: {short_repr(shape)} is not {names}, such as {base}@{example}")
     _check_ranks([int(size) for size in sizes], f"cluster {name!r}")
     return replace(cluster.resized([int(size) for size in sizes]), name=name)
 
 
 def _check_ranks(sizes: Sequence[int], where: str) -> None:
-    if prod(sizes) > MOST_RANKS:
+    if prod(sizes) > MAX_RANKS:
         product = f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
-        raise ValueError(f"{where}: size: {product} ranks are more than the {MOST_RANKS} that the planner supports")
+        raise ValueError(f"{where}: size: {product} ranks are more than the {MAX_RANKS} that the planner supports")
 
 
 def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
@@ -267,7 +267,7 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
         _device(table["device"], f"{where}: device"),
         read_choice(table, "transport", where, TRANSPORTS, "nccl"),
         read_number(table, "accuracy", where, least=0.0, most=0.9, default=0.25),
-        read_int(table, "cores", where, least=0, most=MOST_RANKS),
+        read_int(table, "cores", where, least=0, most=MAX_RANKS),
         tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow)),
     )
 
@@ -278,7 +278,7 @@ def _level(table: object, where: str) -> LinkLevel:
     links = read_choice(table, "links", where, ("device", "member", "peer"), "device")
     return LinkLevel(
         read_line(table, "name", where),
-        read_int(table, "size", where, most=MOST_RANKS),
+        read_int(table, "size", where, most=MAX_RANKS),
         read_quantity(table, "bandwidth", where, "bytes/s"),
         read_quantity(table, "latency", where, "s", "0 s"),
         links == "member",
@@ -323,31 +323,31 @@ def _rates(table: object, where: str) -> Rates:
 def _curve(value: object, where: str) -> Curve:
     pairs = [[1, value]] if isinstance(value, str) else value
     if not isinstance(pairs, list) or not pairs or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
-        raise ValueError(f"{where} = {shown(value)} is neither a speed nor a list of [tokens, speed]")
+        raise ValueError(f"{where} = {short_repr(value)} is neither a speed nor a list of [tokens, speed]")
     points: list[tuple[float, float]] = []
     for size, speed in pairs:
-        fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST
+        fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MAX_SIZE
         if not fits or (points and size <= points[-1][0]):
-            raise ValueError(f"{where}: {shown(size)} is not a number of tokens larger than that of the point before")
+            raise ValueError(f"{where}: {short_repr(size)} is not a number of tokens larger than the one before")
         try:
-            points.append((float(size), quantity(speed, "flop/s")))
+            points.append((float(size), parse_quantity(speed, "flop/s")))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return Curve(tuple(points))
 
 
-def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> Slow:
+def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> SlowMember:
     table = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
     names = [level.name for level in levels]
     if table["level"] not in names:
-        raise ValueError(f"{where}: level = {shown(table['level'])} is not one of {', '.join(names)}")
+        raise ValueError(f"{where}: level = {short_repr(table['level'])} is not one of {', '.join(names)}")
     at = names.index(table["level"])
     members, member = prod(level.size for level in levels[: at + 1]), read_int(table, "member", where, least=0)
     if member >= members:
         raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
     limits = dict(least=MIN_SHARE, most=1.0, default=1.0)
     shares = [read_number(table, key, where, **limits) for key in ("bandwidth", "compute")]
-    return Slow(at, member, *shares)
+    return SlowMember(at, member, *shares)
 
 
 def cluster_text(cluster: ClusterSpec, comment: str) -> str:

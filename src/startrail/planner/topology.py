@@ -1,9 +1,7 @@
-"""Machines as data, and what a plan's bytes do to the links between their nodes.
+"""Machines as data, and the bytes that a plan sends over the links between their nodes.
 
-A rank's program says to whom it sends what. Here only two facts are added: which node a rank lives on (`Machine`) and
-how large a whole piece of each kind is (``sizes``, in any unit). Nothing of the engine's rank arithmetic is repeated.
-
-A link is the one of a node: what all its ranks send to and receive from other nodes crosses it.
+A rank's program lists its sends. This module adds the node of each rank (`Machine`) and the size of a whole piece of
+each kind (``sizes``, in any unit). Each node has one link, which carries all traffic of its ranks with other nodes.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class Machine:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int], per_node: int) -> Machine:
-        """The nodes that these global ranks live on, ``per_node`` of all ranks on each; one node where they do not fill
-        several evenly and in order, or where ``per_node`` is 0: not known.
+        """The nodes of these global ranks, with ``per_node`` of all ranks on each. One node if they do not fill several
+        evenly and in order, or if ``per_node`` is 0 (unknown).
 
         >>> [str(Machine.of_ranks(ranks, per_node=4)) for ranks in (range(8), range(6), (0, 1, 4, 5))]
         ['2x4', '1x6', '2x2']
@@ -65,7 +63,7 @@ class Machine:
         return rank // self.ranks_per_node
 
     def interleaved(self) -> tuple[int, ...]:
-        """Ranks in an order in which neighbours live on different nodes, so that teams of consecutive places span them.
+        """Ranks in an order in which neighbours are on different nodes, so that teams span nodes.
 
         >>> Machine(2, 3).interleaved()
         (0, 3, 1, 4, 2, 5)
@@ -83,8 +81,6 @@ def check_counts(**counts: int) -> None:
 
 
 class LinkBytes(NamedTuple):
-    """What crosses one node's link each way."""
-
     sent: float
     received: float
 
@@ -92,7 +88,7 @@ class LinkBytes(NamedTuple):
 def link_bytes(
     plan: Plan, machine: Machine, sizes: Mapping[str, float], order: Sequence[int] | None = None
 ) -> tuple[LinkBytes, ...]:
-    """By node, what forward and backward together send over its link and receive; ``order`` is the rank at each place.
+    """The bytes of forward and backward on each node's link; ``order`` is the rank at each place.
 
     With sizes in shards, on 4 nodes of 8 ranks, one node's link carries:
 
@@ -113,9 +109,9 @@ def link_bytes(
 
 
 def ring_bytes(machine: Machine, sizes: Mapping[str, float]) -> float:
-    """What Ring Attention moves over every node's link, each way: one rank of a node sends to the next node.
+    """The bytes of Ring Attention on each node's link, each way: one rank of a node sends to the next node.
 
-    Keys and values go round forward and again backward, P-1 hops each, and their gradients with them, P hops:
+    Keys and values make P-1 hops forward and again backward, their gradients P hops:
 
     >>> ring_bytes(Machine(4, 8), dict(kv=2, dkv=2))
     188
@@ -124,20 +120,20 @@ def ring_bytes(machine: Machine, sizes: Mapping[str, float]) -> float:
 
 
 def transfer_seconds(links: Sequence[Sequence[float]], rates: Sequence[int | None]) -> float:
-    """The least time in which bytes (sent, received) can cross: the busiest direction of the slowest link decides.
+    """A lower bound on the time for these bytes (sent, received) per link: the slowest link's busier direction.
 
-    >>> transfer_seconds([LinkBytes(100, 50), LinkBytes(100, 100)], [800, 400])       # bytes, bits a second
+    >>> transfer_seconds([LinkBytes(100, 50), LinkBytes(100, 100)], [800, 400])       # bytes, bit/s
     2.0
     """
     return max((8 * max(link) / rate for link, rate in zip(links, rates, strict=True) if rate), default=0.0)
 
 
 def rate_for(busiest: float, compute: float, pressure: float) -> int:
-    """The link rate, in bits a second, at which ``busiest`` bytes take ``pressure`` times the ``compute`` seconds.
+    """The link rate, in bit/s, at which ``busiest`` bytes take ``pressure`` times the ``compute`` seconds.
 
     >>> rate_for(busiest=1_000_000, compute=0.5, pressure=8)
     2000000
     """
     if busiest <= 0 or compute <= 0 or pressure <= 0:
-        raise ValueError(f"no rate makes {busiest} bytes take {pressure} x {compute} s: all must be more than 0")
+        raise ValueError(f"no rate makes {busiest} bytes take {pressure} x {compute} s: all must be positive")
     return round(8 * busiest / (pressure * compute))

@@ -1,14 +1,14 @@
-"""Descriptions as data: TOML (or JSON) files whose every key is known, and whose numbers carry units.
+"""Readers for description files: TOML (or JSON) in which every key must be known and numbers carry units.
 
->>> quantity("100 Gbit/s", "bytes/s"), quantity("40 GB", "bytes"), quantity("2 ms", "s")
+>>> parse_quantity("100 Gbit/s", "bytes/s"), parse_quantity("40 GB", "bytes"), parse_quantity("2 ms", "s")
 (12500000000.0, 40000000000.0, 0.002)
->>> quantity("100 Gbit", "bytes/s")
+>>> parse_quantity("100 Gbit", "bytes/s")
 Traceback (most recent call last):
 ValueError: '100 Gbit' is not a rate; write a number and a unit, such as '100 Gbit/s' or '300 GB/s'
->>> quantity("1e999 s", "s")                        # every read_number has a range, so that no sum of them overflows
+>>> parse_quantity("1e999 s", "s")                        # every quantity has a range, so that sums cannot overflow
 Traceback (most recent call last):
 ValueError: '1e999 s' is not between 0 s and 1 h
->>> count("512k"), count("1M"), count("131072")
+>>> parse_count("512k"), parse_count("1M"), parse_count("131072")
 (524288, 1048576, 131072)
 """
 
@@ -33,7 +33,7 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
 class _Unit(NamedTuple):
-    """What numbers of one kind are called, an example, what each unit counts for, and their range, also in words."""
+    """A kind of quantity: its name and an example for errors, the factor of each unit, and the range, also in words."""
 
     name: str
     example: str
@@ -43,7 +43,7 @@ class _Unit(NamedTuple):
     range: str
 
 
-# The ranges are far wider than any hardware's: what is outside them is a slip, or would overflow or never end.
+# The ranges are far wider than any hardware's: a value outside them is a typo, or would overflow or never end.
 _KINDS = {
     "bytes/s": _Unit(
         "a rate",
@@ -70,14 +70,14 @@ _KINDS = {
         *(1e6, 1e21, "between 1 MFLOP/s and 1000000 PFLOP/s"),
     ),
 }
-MOST_COUNTED = 2**40  # tokens or sequences
-MOST = 2**24  # of what a model or a cluster has
+MAX_COUNT = 2**40  # tokens or sequences
+MAX_SIZE = 2**24  # of a model's or a cluster's dimensions
 
 
-def shown(value: object) -> str:
-    """What was given, as an error shows it: on one line that can be read.
+def short_repr(value: object) -> str:
+    """The value for an error message, on one line of readable length.
 
-    >>> shown("x"), shown("9" * 400)
+    >>> short_repr("x"), short_repr("9" * 400)
     ("'x'", "'9999999999999999999999999999999999999999999999999999999...")
     """
     text = repr(value)
@@ -92,49 +92,47 @@ def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def quantity(value: object, unit: str, least: float | None = None) -> float:
-    """The number that a text such as ``"100 Gbit/s"`` stands for, in ``unit``, and in the range of its kind (from
-    ``least`` on, if that is given)."""
+def parse_quantity(value: object, unit: str, least: float | None = None) -> float:
+    """Parse a text such as ``"100 Gbit/s"`` into ``unit``. ``least`` replaces the lower end of the unit's range."""
     kind = _KINDS[unit]
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
-    if found is None or found[2] not in kind.units:
-        raise ValueError(f"{shown(value)} is not {kind.name}; write a number and a unit, such as {kind.example}")
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
+    if match is None or match[2] not in kind.units:
+        raise ValueError(f"{short_repr(value)} is not {kind.name}; write a number and a unit, such as {kind.example}")
     try:
-        read_number = float(found[1]) * kind.units[found[2]]
+        number = float(match[1]) * kind.units[match[2]]
     except ValueError:
-        raise ValueError(f"{shown(value)} is not {kind.name}; {shown(found[1])} is not a number") from None
-    if not (kind.least if least is None else least) <= read_number <= kind.most:
-        raise ValueError(f"{shown(value)} is not {kind.range}")
-    return read_number
+        raise ValueError(f"{short_repr(value)} is not {kind.name}; {short_repr(match[1])} is not a number") from None
+    if not (kind.least if least is None else least) <= number <= kind.most:
+        raise ValueError(f"{short_repr(value)} is not {kind.range}")
+    return number
 
 
-def count(value: object) -> int:
-    """Tokens, sequences or ranks; ``k`` and ``M`` are binary, as context lengths are written."""
+def parse_count(value: object) -> int:
+    """Parse a number of tokens or sequences. ``k`` and ``M`` are binary, as usual for context lengths."""
     fits = isinstance(value, int | str) and not isinstance(value, bool)
-    found = re.fullmatch(r"\s*0*([1-9]\d{0,14})\s*([kKmM]?)\s*", str(value), re.ASCII) if fits else None
-    read_number = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0
-    if not 1 <= read_number <= MOST_COUNTED:
-        raise ValueError(
-            f"{shown(value)} is not a whole number of at least 1 and at most {MOST_COUNTED}, such as 131072, 128k or 1M"
-        )
-    return read_number
+    match = re.fullmatch(r"\s*0*([1-9]\d{0,14})\s*([kKmM]?)\s*", str(value), re.ASCII) if fits else None
+    number = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
+    if not 1 <= number <= MAX_COUNT:
+        limits = f"of at least 1 and at most {MAX_COUNT}"
+        raise ValueError(f"{short_repr(value)} is not a whole number {limits}, such as 131072, 128k or 1M")
+    return number
 
 
-def nearest(name: str, names: Iterable[str], what: str) -> str:
-    """``; did you mean 'x'?``, or the names that there are."""
+def suggestion(name: str, names: Iterable[str], what: str) -> str:
+    """``; did you mean 'x'?``, or all names."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=1) or [n for n in names if name and n.startswith(name)]
     return f"; did you mean {near[0]!r}?" if near else f"; {what} {', '.join(names)}"
 
 
 def check_keys(table: object, known: Iterable[str], required: Iterable[str], where: str) -> Table:
-    """``table``, if it has no key but the known ones and all that it must have."""
+    """Return ``table``. Raises ``ValueError`` for an unknown or a missing key."""
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where} must be a table of keys, not {shown(table)}")
+        raise ValueError(f"{where} must be a table of keys, not {short_repr(table)}")
     known = list(known)
     for key in table:
         if key not in known:
-            raise ValueError(f"{where}: no key {shown(key)}{nearest(str(key), known, 'keys are')}")
+            raise ValueError(f"{where}: no key {short_repr(key)}{suggestion(str(key), known, 'known keys:')}")
     for key in required:
         if key not in table:
             raise ValueError(f"{where}: {key!r} is missing")
@@ -144,27 +142,25 @@ def check_keys(table: object, known: Iterable[str], required: Iterable[str], whe
 
 
 def read_number(table: Table, key: str, where: str, *, least: float, most: float, default: float) -> float:
-    """A plain number between two limits."""
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{where}: {key} = {shown(value)} is not a number between {least:g} and {most:g}")
+        raise ValueError(f"{where}: {key} = {short_repr(value)} is not a number between {least:g} and {most:g}")
     return float(value)
 
 
-def read_int(table: Table, key: str, where: str, *, least: int = 1, most: int = MOST, default: int = 0) -> int:
+def read_int(table: Table, key: str, where: str, *, least: int = 1, most: int = MAX_SIZE, default: int = 0) -> int:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(
-            f"{where}: {key} = {shown(value)} is not a whole number of at least {least} and at most {most}"
-        )
+        limits = f"of at least {least} and at most {most}"
+        raise ValueError(f"{where}: {key} = {short_repr(value)} is not a whole number {limits}")
     return value
 
 
 def read_quantity(table: Table, key: str, where: str, unit: str, default: str = "") -> float:
-    """A number with a unit; its default, such as ``"0 B"``, may be less than what else is allowed."""
-    least = quantity(default, unit, 0.0) if default else None
+    """The quantity at ``key``. A default such as ``"0 B"`` lowers the minimum of the unit's range."""
+    least = parse_quantity(default, unit, 0.0) if default else None
     try:
-        return quantity(table.get(key, default), unit, least)
+        return parse_quantity(table.get(key, default), unit, least)
     except ValueError as error:
         raise ValueError(f"{where}: {key} = {error}") from None
 
@@ -172,38 +168,37 @@ def read_quantity(table: Table, key: str, where: str, unit: str, default: str = 
 def read_choice(table: Table, key: str, where: str, choices: tuple[str, ...], default: str) -> str:
     value = table.get(key, default)
     if value not in choices:
-        raise ValueError(f"{where}: {key} = {shown(value)} is not one of {', '.join(choices)}")
+        raise ValueError(f"{where}: {key} = {short_repr(value)} is not one of {', '.join(choices)}")
     return str(value)
 
 
 def read_bool(table: Table, key: str, where: str, default: bool) -> bool:
     value = table.get(key, default)
     if not isinstance(value, bool):
-        raise ValueError(f"{where}: {key} = {shown(value)} is not true or false")
+        raise ValueError(f"{where}: {key} = {short_repr(value)} is not true or false")
     return value
 
 
 def read_line(table: Table, key: str, where: str) -> str:
     value = table[key]
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError(f"{where}: {key} = {shown(value)} is not a text of one line")
+        raise ValueError(f"{where}: {key} = {short_repr(value)} is not one line of text")
     return value
 
 
 def shipped(folder: str) -> dict[str, Path]:
-    """The files that come with the package, by name."""
+    """The description files of the package, by name."""
     return {path.stem: path for path in sorted((Path(__file__).parent / folder).glob("*.toml"))}
 
 
 def find_file(name: str, folder: str, what: str) -> Path:
-    """The shipped file of that name, or the file at that path."""
     known = shipped(folder)
     if name in known:
         return known[name]
     path = Path(name)
     if path.suffix in (".toml", ".json") or "/" in name:
         return path
-    raise ValueError(f"no {what} {name!r}{nearest(name, known, 'there are')} (or give a file)")
+    raise ValueError(f"no {what} {name!r}{suggestion(name, known, 'choose from')} (or pass a file)")
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -216,11 +211,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def parse_text(text: str, path: Path) -> dict[str, Any]:
-    """The table that the text of a file at ``path`` is."""
     try:
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: a description is a table of keys")
-    return found
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: not a table of keys")
+    return table

@@ -1,4 +1,4 @@
-"""What is to be trained: a model and a run, as data. ``models/*.toml`` come along; Hugging Face's config.json is read.
+"""The workload as data: a model and a run. ``models/*.toml`` are shipped; config.json of Hugging Face works too.
 
 >>> model = find_model("gpt-7b")
 >>> round(model.parameters / 1e9, 1), model.layer_kinds           # 32 layers with full attention
@@ -14,25 +14,25 @@ from typing import Any
 
 from startrail.planner.cluster import DTYPES
 from startrail.planner.units import (
-    MOST,
-    MOST_COUNTED,
+    MAX_COUNT,
+    MAX_SIZE,
     Table,
     check_keys,
-    count,
     find_file,
-    nearest,
+    parse_count,
     read_bool,
     read_choice,
     read_file,
     read_int,
-    shown,
+    short_repr,
+    suggestion,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_LAYERS, MOST_HEADS = 10_000, 2**16
+MAX_LAYERS, MAX_HEADS = 10_000, 2**16
 ZERO = (0, 2, 3)
-# Hugging Face's decoders whose layers are what is counted here, by the matrices of their MLP: gated or not. Others
-# (state spaces, encoders, experts) would be read without a complaint and counted wrongly.
+# Hugging Face's decoders that the planner models, with a gated or a plain MLP. Others (state spaces, encoders, experts)
+# could be read without an error and would be counted wrongly.
 GATED = frozenset(
     ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2")
     + ("olmo3", "cohere", "cohere2", "granite", "glm", "glm4", "smollm3", "exaone4", "seed_oss", "helium", "stablelm")
@@ -43,8 +43,8 @@ PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "ne
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer's sizes. ``matrices`` of width x hidden in an MLP: 3 if it is gated, else 2. ``windows``: by layer,
-    how far a token sees, None if it sees everything. ``modulated``: a DiT, whose blocks have 6 x width more."""
+    """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: each layer's
+    attention window, None for full attention. ``modulated``: a DiT, whose blocks have 6 x width² more parameters."""
 
     name: str
     vocab: int
@@ -62,12 +62,12 @@ class Model:
 
     @property
     def layer_kinds(self) -> dict[int | None, int]:
-        """How many layers have each window."""
+        """The number of layers per window."""
         return dict(Counter(self.windows))
 
     @property
     def projections(self) -> int:
-        """Numbers in the matrices of one layer's attention."""
+        """Parameters of one layer's attention."""
         return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -91,8 +91,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Run:
-    """How it is trained. ``batch``: sequences in one step, over all data-parallel groups. ``gather``: the dtype in
-    which FSDP's parameters and gradients travel. ``loss_chunk``: tokens whose logits exist at a time."""
+    """How the model is trained. ``batch``: sequences per step, over all data-parallel groups. ``gather``: the dtype in
+    which FSDP sends parameters and gradients. ``loss_chunk``: tokens per chunk of logits."""
 
     length: int
     batch: int = 1
@@ -105,17 +105,17 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("length", "batch", "loss_chunk"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNTED:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
                 raise ValueError(
-                    f"{name} = {shown(value)} is not a whole number of at least 1 and at most {MOST_COUNTED}"
+                    f"{name} = {short_repr(value)} is not a whole number of at least 1 and at most {MAX_COUNT}"
                 )
         for name in ("dtype", "gather"):
             if getattr(self, name) not in tuple(DTYPES):
-                raise ValueError(f"{name} = {shown(getattr(self, name))} is not one of {', '.join(DTYPES)}")
+                raise ValueError(f"{name} = {short_repr(getattr(self, name))} is not one of {', '.join(DTYPES)}")
         if not isinstance(self.recompute, bool):
-            raise ValueError(f"recompute = {shown(self.recompute)} is not true or false")
+            raise ValueError(f"recompute = {short_repr(self.recompute)} is not true or false")
         if type(self.zero) is not int or self.zero not in ZERO:
-            raise ValueError(f"zero = {shown(self.zero)} is not one of {', '.join(map(str, ZERO))}")
+            raise ValueError(f"zero = {short_repr(self.zero)} is not one of {', '.join(map(str, ZERO))}")
 
     @property
     def itemsize(self) -> int:
@@ -124,8 +124,8 @@ class Run:
 
 def check_heads(heads: object, kv_heads: object) -> None:
     for value in (heads, kv_heads):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_HEADS:
-            limits = f"of at least 1 and at most {MOST_HEADS}"
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_HEADS:
+            limits = f"of at least 1 and at most {MAX_HEADS}"
             raise ValueError(f"heads={heads!r}, kv_heads={kv_heads!r} must be whole numbers {limits}")
     if heads % kv_heads:  # type: ignore[operator]
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
@@ -133,8 +133,8 @@ def check_heads(heads: object, kv_heads: object) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a running job knows about itself, so that ``auto`` asks what ``startrail plan`` asks. Its batch is that of
-    all ``data_parallel`` groups, which it has already."""
+    """A running job's description of itself, so that ``auto`` plans like ``startrail plan``. The run's batch is that of
+    all ``data_parallel`` groups."""
 
     model: Model
     run: Run
@@ -142,14 +142,14 @@ class Job:
 
 
 def read_run(table: Table, where: str) -> Run:
-    """A run from a table; ``where`` it is from begins an error."""
+    """A run from a table. Errors start with ``where``."""
     known = ("description", "length", "batch", "dtype", "recompute", "zero", "gather", "loss_chunk")
     check_keys(table, known, ("length",), where)
     values = {key: value for key, value in table.items() if key != "description"}
     for key in ("length", "batch", "loss_chunk"):
         if key in values:
             try:
-                values[key] = count(values[key])
+                values[key] = parse_count(values[key])
             except ValueError as error:
                 raise ValueError(f"{where}: {key} = {error}") from None
     try:
@@ -159,7 +159,7 @@ def read_run(table: Table, where: str) -> Run:
 
 
 def find_model(name: str) -> Model:
-    """The model of that name, or in that file: one of ours (.toml), or Hugging Face's config.json."""
+    """A shipped model by name, or one from a file: .toml, or Hugging Face's config.json."""
     path = find_file(name, "models", "model")
     if path.is_dir():
         path = path / "config.json"
@@ -173,8 +173,8 @@ def read_model(table: Table, name: str, where: str) -> Model:
     sizes = ("width", "layers", "heads", "hidden")
     known = ("description", "kind", "vocab", "kv_heads", "tied", "window", "full_every", *sizes)
     check_keys(table, known, ("kind", *sizes), where)
-    most = {"layers": MOST_LAYERS, "heads": MOST_HEADS}
-    width, layers, heads, hidden = (read_int(table, key, where, most=most.get(key, MOST)) for key in sizes)
+    most = {"layers": MAX_LAYERS, "heads": MAX_HEADS}
+    width, layers, heads, hidden = (read_int(table, key, where, most=most.get(key, MAX_SIZE)) for key in sizes)
     kind = read_choice(table, "kind", where, ("gpt", "dit"), "")
     kv_heads = read_int(table, "kv_heads", where, default=heads)
     tied = read_bool(table, "tied", where, False)
@@ -182,7 +182,7 @@ def read_model(table: Table, name: str, where: str) -> Model:
         raise ValueError(f"{where}: width = {width} is not a multiple of heads = {heads}")
     if heads % kv_heads:
         raise ValueError(f"{where}: heads = {heads} is not a multiple of kv_heads = {kv_heads}")
-    window = read_int(table, "window", where, most=MOST_COUNTED) if "window" in table else None
+    window = read_int(table, "window", where, most=MAX_COUNT) if "window" in table else None
     every = read_int(table, "full_every", where) if "full_every" in table else 0
     windows = tuple(None if every and (at + 1) % every == 0 else window for at in range(layers))
     vocab = read_int(table, "vocab", where, least=0)
@@ -196,7 +196,7 @@ def read_model(table: Table, name: str, where: str) -> Model:
 
 
 def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model:
-    """A decoder's sizes from its config.json; sliding and full layers are told apart.
+    """A decoder's sizes from its config.json, with the window of every layer.
 
     >>> config = dict(model_type="llama", hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
     ...     num_key_value_heads=2, intermediate_size=96, vocab_size=100, sliding_window=16,
@@ -207,7 +207,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     if config.get("text_config") is not None:
         config = config["text_config"]
         if not isinstance(config, Mapping):
-            raise ValueError(f"{where}: text_config = {shown(config)} is not a table of keys")
+            raise ValueError(f"{where}: text_config = {short_repr(config)} is not a table of keys")
     config = {key: value for key, value in config.items() if value is not None}
     for key, what in (
         ("num_local_experts", "mixtures of experts are"),
@@ -217,23 +217,20 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         ("linear_num_key_heads", "linear attention is"),
     ):
         if config.get(key):
-            raise ValueError(f"{where}: {key} = {shown(config[key])}: {what} not modelled")
+            raise ValueError(f"{where}: {key} = {short_repr(config[key])}: {what} not supported")
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or kind not in GATED | PLAIN:
-        near = nearest(str(kind), sorted(GATED | PLAIN), "those are")
-        raise ValueError(f"{where}: model_type = {shown(kind)} is not a decoder that is modelled{near}")
+        names = suggestion(str(kind), sorted(GATED | PLAIN), "choose from")
+        raise ValueError(f"{where}: model_type = {short_repr(kind)} is not a supported decoder{names}")
 
-    def size(*keys: str, default: int | None = None, most: int = MOST) -> int:
+    def size(*keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         key = next((key for key in keys if key in config), None)
         if key is None and default is None:
             raise ValueError(f"{where}: {keys[0]!r} is missing")
         return default if key is None and default is not None else read_int(config, str(key), where, most=most)
 
-    width, layers, heads = (
-        size("hidden_size", "n_embd"),
-        size("num_hidden_layers", "n_layer", most=MOST_LAYERS),
-        size("num_attention_heads", "n_head", most=MOST_HEADS),
-    )
+    width, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer", most=MAX_LAYERS)
+    heads = size("num_attention_heads", "n_head", most=MAX_HEADS)
     kv_heads = size("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ValueError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -250,18 +247,18 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
 
 
 def _windows(config: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    """By layer, the window that it has: newer configurations name every layer's kind, older ones give a rule."""
-    window = read_int(config, "sliding_window", where, most=MOST_COUNTED) if "sliding_window" in config else None
+    """The window of each layer. Newer configurations list the type of every layer, older ones give a rule."""
+    window = read_int(config, "sliding_window", where, most=MAX_COUNT) if "sliding_window" in config else None
     sliding = read_bool(config, "use_sliding_window", where, window is not None)
-    pattern = read_int(config, "sliding_window_pattern", where, default=MOST)  # layers between full ones
+    pattern = read_int(config, "sliding_window_pattern", where, default=MAX_SIZE)  # layers between full ones
     first = read_int(config, "max_window_layers", where, least=0)
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
-            raise ValueError(f"{where}: layer_types must name each of the {layers} layers")
+            raise ValueError(f"{where}: layer_types must list each of the {layers} layers")
         for kind in kinds:
             if kind not in (FULL, SLIDING):
-                raise ValueError(f"{where}: layer_types: layers of type {shown(kind)} are not modelled")
+                raise ValueError(f"{where}: layer_types: layers of type {short_repr(kind)} are not supported")
         if SLIDING in kinds and window is None:
             raise ValueError(f"{where}: {SLIDING} layers need sliding_window")
         return tuple(window if kind == SLIDING else None for kind in kinds)

@@ -1,7 +1,7 @@
-"""Measuring the cluster that this process group runs on: kernels, copies, and links by level, in a few seconds.
+"""Measures the cluster of this process group: kernels, copies and the links of each level, in a few seconds.
 
-All ranks measure at the same time, as they will work: cores and links that they share are then slower by themselves.
-The result is a `ClusterSpec`, the same on every rank, and is remembered by topology in ``~/.cache/startrail``.
+All ranks measure at the same time, so that shared cores and links are as slow as in the job. The result is a
+`ClusterSpec`, the same on every rank, and is cached by topology in ``~/.cache/startrail``.
 """
 
 from __future__ import annotations
@@ -32,31 +32,29 @@ from startrail.planner.cluster import (
     Device,
     LinkLevel,
     Rates,
-    Slow,
+    SlowMember,
     cluster_text,
     read_cluster,
 )
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 
-BLOCKS = (128, 512)  # tokens at a side
+BLOCKS = (128, 512)  # tokens along one side
 HEADS, HEAD_DIM = 4, 64
 REPEATS = 5
-SLOW = 0.5  # of the median: slower than that is odd
+OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """``odd``: what differs from its like, by name."""
-
     cluster: ClusterSpec
-    odd: tuple[str, ...]
+    outliers: tuple[str, ...]  # in words
 
 
 def own_device() -> torch.device:
-    """Where this rank computes: on its GPU, if NCCL joins the ranks, which emulated nodes never do, or if it is
-    alone. Without a choice torch's backend is called 'undefined', and is that of each kind of device."""
+    """This rank's GPU if the ranks use NCCL, which emulated nodes never do, or if it runs alone; else the CPU. It reads
+    the backend's config because torch calls the default backend 'undefined'."""
     if torch.cuda.is_available() and (not dist.is_initialized() or "cuda:nccl" in dist.get_backend_config()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
@@ -81,11 +79,11 @@ def memory_of(device: torch.device, local_ranks: int) -> float:
 
 
 def no_progress(text: str, share: float) -> None:
-    """Where nobody watches."""
+    pass
 
 
 def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progress = no_progress) -> Measured:
-    """Called by all ranks of ``group`` together, or by one process without any."""
+    """All ranks of ``group`` must call this together; a single process needs no group."""
     device = own_device()
     progress("kernels", 0.0)
     mine: dict[str, Any] = {"host": platform.node(), **_rates(device)}
@@ -99,16 +97,16 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
 
 
 def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[ClusterSpec, str]:
-    """The cluster as it was measured before, or as it is measured now; how it is known."""
+    """The cluster from the cache, or measured now, and which of the two."""
     device = own_device()
     backend = dist.get_backend_config(group) if group is not None else "none"
     key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
     path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
-    remembered = gather_texts(_remembered(path) if first else "", group, own_device())[0]
-    if remembered:
+    cached = gather_texts(_read_cached(path) if first else "", group, own_device())[0]
+    if cached:
         try:
-            return read_cluster(parse_text(remembered, path), "this cluster", path.name), f"measured before, {path}"
+            return read_cluster(parse_text(cached, path), "this cluster", path.name), f"measured before, {path}"
         except ValueError:
             pass  # written by another version: measure again
     cluster = measure(group, machine).cluster
@@ -117,12 +115,12 @@ def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tup
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(cluster_text(cluster, f"Measured by startrail on {time.strftime('%Y-%m-%d')}: {key}"))
         except OSError as error:
-            print(f"startrail: the measured cluster cannot be remembered: {error}", file=sys.stderr)
+            print(f"startrail: cannot cache the measured cluster: {error}", file=sys.stderr)
     return cluster, "measured now"
 
 
-def _remembered(path: Path) -> str:
-    """What was measured before; nothing if that cannot be read, since all other ranks wait for an answer."""
+def _read_cached(path: Path) -> str:
+    """Empty if the file cannot be read: raising would leave the other ranks waiting."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
@@ -137,7 +135,7 @@ def cache_folder() -> Path:
 
 
 def _rates(device: torch.device) -> dict[str, Any]:
-    """FLOP/s of kernels and products, bytes/s of copies, seconds of a call."""
+    """FLOP/s of kernels and matrix products, bytes/s of copies, seconds per call."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernel = kernel_for(device, dtype, HEAD_DIM)
     found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
@@ -178,8 +176,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> dict[str, Any]:
-    """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node at
-    once, and to the next rank of the node."""
+    """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node
+    together, and to the next rank of the node."""
     rank, world, inside = dist.get_rank(group), machine.world, machine.ranks_per_node
     size = 2**18 if device.type == "cpu" else 2**25
     node, place = divmod(rank, inside)
@@ -199,7 +197,7 @@ def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> 
 def _exchange(
     group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device, takes_part: bool = True
 ) -> float:
-    """Seconds until what I send is away and what I receive is here; the median of a few times."""
+    """Seconds to complete a send and a receive; the median of a few repeats."""
     send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     ranks = dist.get_process_group_ranks(group)
     times = []
@@ -225,7 +223,7 @@ def _exchange(
 def describe(
     machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, transport: str
 ) -> Measured:
-    """A cluster from what every rank measured: the medians, and who is far from them."""
+    """A cluster from every rank's measurements: the medians, and the outliers."""
 
     def typical(key: str) -> float:
         return statistics.median(found[key] for found in everyone if key in found)
@@ -234,7 +232,7 @@ def describe(
     if machine.nodes > 1:
         alone = statistics.median(everyone[node * machine.ranks_per_node]["alone 0"] for node in range(machine.nodes))
         together = typical("all 0")
-        shared = together * machine.ranks_per_node < 1.5 * alone  # all of a node's ranks get no more than one
+        shared = together * machine.ranks_per_node < 1.5 * alone  # all ranks of a node together get no more than one
         rate = max(alone, together * machine.ranks_per_node) if shared else together
         levels.append(LinkLevel("node", machine.nodes, rate, typical("latency 0"), shared, True))
     if machine.ranks_per_node > 1 or not levels:
@@ -244,7 +242,7 @@ def describe(
     dtype = everyone[0]["dtype"]
 
     def curve(name: str) -> Curve:
-        sizes = everyone[0][name]  # numbers of tokens, which JSON has as texts
+        sizes = everyone[0][name]  # numbers of tokens; JSON turns them into strings
         return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
 
     matmul = typical("matmul")
@@ -255,18 +253,18 @@ def describe(
         name, memory, 0.0, typical("copy"),
         call=call, post=2 * call, handle=0.0, socket=0.0, start=20 * call, rates={dtype: rates},
     )  # fmt: skip
-    odd = list(_odd(everyone))
+    outliers = list(_outliers(everyone))
     texts = (
         f"rank {one.rank} (node {machine.node(one.rank)}, {everyone[one.rank]['host']}): {one.what} at "
         f"{one.share:.0%} of the others'"
-        for one in odd
+        for one in outliers
     )
-    slow = _slow(machine, len(levels) - 1, odd)
+    slow = _slow_members(machine, len(levels) - 1, outliers)
     return Measured(ClusterSpec("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
 
 
-class Odd(NamedTuple):
-    """What of a rank has only a ``share`` of the others' speed."""
+class Outlier(NamedTuple):
+    """A rank or link that reaches only a ``share`` of the median speed."""
 
     rank: int
     key: str
@@ -274,8 +272,7 @@ class Odd(NamedTuple):
     share: float
 
 
-def _odd(everyone: Sequence[dict[str, Any]]) -> Iterator[Odd]:
-    """Ranks and links that are much slower than their like."""
+def _outliers(everyone: Sequence[dict[str, Any]]) -> Iterator[Outlier]:
     names = {
         "matmul": "products of matrices",
         "copy": "copies in memory",
@@ -287,21 +284,21 @@ def _odd(everyone: Sequence[dict[str, Any]]) -> Iterator[Odd]:
         known = [value for value in values if value is not None]
         if len(known) < 2:
             continue
-        middle = statistics.median(known)
+        median = statistics.median(known)
         for rank, value in enumerate(values):
-            if value is not None and value < SLOW * middle:
-                yield Odd(rank, key, what, value / middle)
+            if value is not None and value < OUTLIER_SHARE * median:
+                yield Outlier(rank, key, what, value / median)
 
 
-def _slow(machine: Machine, innermost: int, odd: Iterable[Odd]) -> tuple[Slow, ...]:
-    """The odd ones as a description has them. Copies are a small part of a rank's work: those are only told."""
-    found: dict[tuple[int, int], Slow] = {}
-    for one in odd:
+def _slow_members(machine: Machine, innermost: int, outliers: Iterable[Outlier]) -> tuple[SlowMember, ...]:
+    """The outliers for the cluster's description. Slow copies are only reported: they are a small part of the work."""
+    found: dict[tuple[int, int], SlowMember] = {}
+    for one in outliers:
         if one.key == "copy":
             continue
         at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
         share = max(round(one.share, 3), MIN_SHARE)
-        before = found.get(at, Slow(*at))
+        before = found.get(at, SlowMember(*at))
         if one.key == "matmul":
             found[at] = replace(before, compute=min(before.compute, share))
         else:
