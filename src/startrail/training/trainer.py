@@ -320,8 +320,5 @@ def _optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only. Fused: a Python loop over sharded parameters costs more than the update."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [
-        dict(params=matrices, weight_decay=recipe.weight_decay),
-        dict(params=others, weight_decay=0.0),
-    ]
+    groups = [dict(params=matrices, weight_decay=recipe.weight_decay), dict(params=others, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=True)

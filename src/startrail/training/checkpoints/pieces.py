@@ -36,11 +36,7 @@ def pack(tensors: Mapping[str, Tensor], file: str, rank: int, world: int) -> tup
             pieces.append([file, size, list(first), list(part.shape)])
             parts.append((size, part))
             size += part.nbytes + -part.nbytes % ALIGNMENT_BYTES
-        index[name] = {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "pieces": pieces,
-        }
+        index[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "pieces": pieces}
     buffer = bytearray(size)
     for start, part in parts:
         _view(buffer, part.dtype, part.shape, start).copy_(part)

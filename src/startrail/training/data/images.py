@@ -229,12 +229,7 @@ def _load(path: Path, strip: str, side: int) -> Image:
             if file.mode.startswith(("I", "F")):  # Pillow would clamp them at 255
                 raise ValueError(f"its mode is {file.mode}, which has more than 8 bits per channel")
             image = ImageOps.exif_transpose(file).convert("RGB")
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:  # Pillow's errors for bad files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for bad files
         raise ValueError(f"cannot read the image {path}: {error}") from error
     border = image.width - image.width // HELD_OUT_STRIP
     if strip != "all":  # cut before shrinking, so that no pixel contributes to both strips
