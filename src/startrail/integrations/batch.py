@@ -28,11 +28,9 @@ FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 
 @dataclass(eq=False)
 class BatchContext:
-    """What all layers share about a batch.
-
-    ``chunk_positions``: the position of each token that chunks are counted by, if not its index in the sequence.
-    ``fully_masked``: True for those of this rank's tokens that are padding and see no keys.
-    """
+    """What all layers share about a batch. ``chunk_positions``: the position of each token that chunks are counted by,
+    if not its index in the sequence. ``fully_masked``: True for those of this rank's tokens that are padding and see no
+    keys."""
 
     sequence: Sequence
     chunk_positions: Tensor | None
@@ -180,11 +178,9 @@ def _per_token(others: dict[str, Any], batch: int, length: int) -> dict[str, Ten
 
 
 def _document_starts(positions: Tensor, mask: Tensor | None, has_documents: bool) -> Tensor:
-    """(batch, tokens) where a document begins inside a row: where positions do not increase by one.
-
-    With two or three axes, such as an image's, the first axis grows or stays inside a document, so documents must be
-    passed. With four, the first is the text's.
-    """
+    """(batch, tokens) where a document begins inside a row: where positions do not increase by one. With two or three
+    axes, such as an image's, the first axis grows or stays inside a document, so documents must be passed. With four,
+    the first is the text's."""
     several = positions.dim() == 3 and positions.shape[0] in (2, 3)
     steps = _text_axis(positions).diff(dim=1)
     starts = F.pad(steps < 0 if several else steps != 1, (1, 0))

@@ -211,9 +211,7 @@ class Heartbeat:
 
 def exit_rank(limit: WaitLimit, text: str = "") -> None:
     """Log ``text`` and end the process immediately: the main thread is inside a collective and cannot be interrupted.
-
-    Ranks without a text exit later: a launcher kills all ranks when the first one exits, and the text would be lost.
-    """
+    Ranks without a text exit later: a launcher kills all ranks when the first one exits, and the text would be lost."""
     if text:
         limit.log(text)
     else:

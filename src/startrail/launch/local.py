@@ -40,10 +40,8 @@ class RankError(RuntimeError):
 
 
 def check_ranks(world: int, extra_bytes: int = 0, extra_name: str = "") -> None:
-    """Raise ``ValueError`` if this machine should not run ``world`` ranks, one process each.
-
-    ``extra_bytes`` are needed for ``extra_name`` as well.
-    """
+    """Raise ``ValueError`` if this machine should not run ``world`` ranks, one process each. ``extra_bytes`` are needed
+    for ``extra_name`` as well."""
     if world > MAX_RANKS:
         raise ValueError(f"{world:,} ranks need a process each, and one machine runs at most {MAX_RANKS}")
     ranks = world * RANK_BYTES
@@ -174,10 +172,8 @@ def run_rank(
     function: Callable[[int], Result], rank: int, join: Callable[[], None], pipe: Connection, barrier: bool
 ) -> None:
     """The main function of a forked rank: join the others, call ``function``, send its result or its traceback, exit.
-
     With ``barrier``, no rank exits while another may still read from it. Results are sent as plain pickles: the pipe's
-    own protocol for tensors needs the sending process to stay alive.
-    """
+    own protocol for tensors needs the sending process to stay alive."""
     try:
         torch.set_num_threads(1)  # before anything else: the parent's OpenMP threads did not survive the fork
         gc.freeze()  # or every rank's first full collection would visit, and so copy, all objects of the parent

@@ -9,11 +9,9 @@ from typing import Any
 
 
 class Stop:
-    """A context manager that turns SIGTERM and SIGINT (Ctrl-C) into a request to stop.
-
-    Enter it before ranks are forked, so that no rank misses an early signal. The request is passed on to forked ranks;
-    a second SIGINT raises immediately. A rank whose parent has died also stops, rather than train on unobserved.
-    """
+    """A context manager that turns SIGTERM and SIGINT (Ctrl-C) into a request to stop. Enter it before ranks are
+    forked, so that no rank misses an early signal. The request is passed on to forked ranks; a second SIGINT raises
+    immediately. A rank whose parent has died also stops, rather than train on unobserved."""
 
     def __init__(self) -> None:
         self._signalled = self.interrupted = False

@@ -26,10 +26,8 @@ class JoinError(RuntimeError):
 
 
 def join(device: torch.device, limit: WaitLimit) -> StoreBoard:
-    """Make the default process group: gloo on CPUs; NCCL between GPUs, which has not been run on hardware.
-
-    Returns a board for heartbeats. Raises ``JoinError`` after ``limit``.
-    """
+    """Make the default process group: gloo on CPUs; NCCL between GPUs, which has not been run on hardware. Returns a
+    board for heartbeats. Raises ``JoinError`` after ``limit``."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

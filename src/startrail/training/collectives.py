@@ -42,10 +42,8 @@ def raise_together(problem: str | None, error: type[Exception] = ValueError) -> 
 
 
 def check_same_data(size: int, digest: int) -> None:
-    """Raise ``ValueError`` on all ranks unless they have the same amount of data with the same ``digest``.
-
-    A node with other files would silently train on other samples.
-    """
+    """Raise ``ValueError`` on all ranks unless they have the same amount of data with the same ``digest``. A node with
+    other files would silently train on other samples."""
     by_rank = [tuple(map(int, text.split())) for text in gather_texts(f"{size} {digest}")]
     for rank, (count, _) in enumerate(by_rank):
         if count != by_rank[0][0]:

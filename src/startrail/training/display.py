@@ -15,12 +15,9 @@ LINE_SECONDS = 5.0  # between two plain lines
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run.
-
-    ``held_out`` has losses by step. ``traffic`` has the bytes that attention sends per step and level on the average
-    rank, with this plan and with Ring Attention. ``peak`` is the memory that training added on the fullest rank,
-    ``expected`` its estimate, and ``baseline`` the memory of the program without a model.
-    """
+    """The result of a run. ``held_out`` has losses by step. ``traffic`` has the bytes that attention sends per step and
+    level on the average rank, with this plan and with Ring Attention. ``peak`` is the memory that training added on the
+    fullest rank, ``expected`` its estimate, and ``baseline`` the memory of the program without a model."""
 
     done: int
     steps: int

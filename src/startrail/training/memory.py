@@ -22,10 +22,8 @@ M_MMAP_THRESHOLD = -3  # from malloc.h
 
 def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
     """Make every block keep only its input and its attention output, and recompute the rest in the backward pass.
-
     Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs are kept in
-    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations.
-    """
+    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations."""
     for block in model.blocks:
         block.forward = _recomputed(block.forward, offload)
 
@@ -46,10 +44,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def return_large_blocks() -> None:
-    """Make malloc return every tensor of 1 MiB or more to the system when it is freed (glibc only).
-
-    Otherwise it keeps holes of all sizes, and a process whose tensors take 75 MiB holds twice that.
-    """
+    """Make malloc return every tensor of 1 MiB or more to the system when it is freed (glibc only). Otherwise it keeps
+    holes of all sizes, and a process whose tensors take 75 MiB holds twice that."""
     with suppress(OSError, AttributeError):
         _libc().mallopt(M_MMAP_THRESHOLD, 2**20)
 

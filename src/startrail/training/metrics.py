@@ -21,11 +21,9 @@ def _drop_unfinished_line(path: Path) -> None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``, one line per step, and TensorBoard events if the recipe asks for them.
-
-    A resumed run appends; if a step occurs twice, the later line counts. Nothing is written before ``open``. If a line
-    cannot be written, ``problem`` is the reason, which the ranks then raise together.
-    """
+    """``metrics.jsonl``, one line per step, and TensorBoard events if the recipe asks for them. A resumed run appends;
+    if a step occurs twice, the later line counts. Nothing is written before ``open``. If a line cannot be written,
+    ``problem`` is the reason, which the ranks then raise together."""
 
     def __init__(self) -> None:
         self.problem: str | None = None

@@ -32,11 +32,9 @@ def make_mesh(data_parallel: int, device_type: str) -> DeviceMesh:
 
 
 def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
-    """Build the recipe's model on ``device``, sharded over all ranks if ``zero`` is 2 or 3.
-
-    The initial values of a parameter depend only on the seed and its name. No rank ever holds more than one full
-    parameter, so models larger than a rank's memory can be built.
-    """
+    """Build the recipe's model on ``device``, sharded over all ranks if ``zero`` is 2 or 3. The initial values of a
+    parameter depend only on the seed and its name. No rank ever holds more than one full parameter, so models larger
+    than a rank's memory can be built."""
     with torch.device("meta"):
         model = make_model(recipe.config)
     if recipe.recompute:
@@ -68,10 +66,8 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
 
 
 def backward(model: nn.Module, share: Tensor) -> None:
-    """Accumulate the gradients of the sum of ``share`` over all ranks; ``finish_gradients`` completes them.
-
-    FSDP averages over the ranks, so the share is multiplied by their number first; see ``startrail.losses``.
-    """
+    """Accumulate the gradients of the sum of ``share`` over all ranks; ``finish_gradients`` completes them. FSDP
+    averages over the ranks, so the share is multiplied by their number first; see ``startrail.losses``."""
     (share * dist.get_world_size() if isinstance(model, FSDPModule) else share).backward()
 
 
@@ -82,10 +78,8 @@ def finish_gradients(model: nn.Module) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before.
-
-    If that is not finite, the clipped gradients are not either: check it before they are used.
-    """
+    """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before. If that is not
+    finite, the clipped gradients are not either: check it before they are used."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     total = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(total, DTensor):

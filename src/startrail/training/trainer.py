@@ -47,10 +47,8 @@ ATTENTION_GRACE_SECONDS = 10.0  # attention waits this much longer than the hear
 
 
 class Trainer:
-    """One run in the current process group. All ranks make one and ``run`` it.
-
-    Raises ``ValueError`` on all ranks, before anything is written, if the recipe, its data or its checkpoint is wrong.
-    """
+    """One run in the current process group. All ranks make one and ``run`` it. Raises ``ValueError`` on all ranks,
+    before anything is written, if the recipe, its data or its checkpoint is wrong."""
 
     def __init__(
         self, recipe: Recipe, device: torch.device, display: Display, stop: Stop, heartbeat: Heartbeat | None = None
@@ -176,9 +174,7 @@ class Trainer:
 
     def _save_finite(self, step: int) -> str:
         """Save the parameters after ``step`` steps, since the next one failed, unless they are not finite themselves.
-
-        Returns a clause for the error message.
-        """
+        Returns a clause for the error message."""
         self.checkpoints.wait()
         finite = all(bool(part.isfinite().all()) for part in _local_parameters(self.model))
         if sum_over_ranks([float(not finite)])[0]:
@@ -255,10 +251,8 @@ class Trainer:
         raise_together(problem, TrainingError)
 
     def _evaluate(self, step: int, held_out: dict[int, float]) -> bool:
-        """Store the mean loss of the held-out batches in ``held_out``; return False if a signal interrupts it.
-
-        Ranks exchange signals before every batch: an evaluation can take longer than a scheduler's grace period.
-        """
+        """Store the mean loss of the held-out batches in ``held_out``; return False if a signal interrupts it. Ranks
+        exchange signals before every batch: an evaluation can take longer than a scheduler's grace period."""
         total = counted = 0.0
         for number in range(self.recipe.evaluate_batches):
             self.heartbeat.advance(step)

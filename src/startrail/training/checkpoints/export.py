@@ -14,9 +14,7 @@ MODEL_PREFIX = "model."
 
 def export(checkpoint: Path, target: Path) -> str:
     """Write a checkpoint's model as one safetensors file with its recipe as metadata; return a line about it.
-
-    ``checkpoint`` may be the folder of a run: then its newest good checkpoint is used.
-    """
+    ``checkpoint`` may be the folder of a run: then its newest good checkpoint is used."""
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError:

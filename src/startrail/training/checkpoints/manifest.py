@@ -46,10 +46,8 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return the expected checksum of each file; raise ``ValueError`` if there is no readable list.
-
-    File names cannot be paths that lead out of the folder.
-    """
+    """Return the expected checksum of each file; raise ``ValueError`` if there is no readable list. File names cannot
+    be paths that lead out of the folder."""
     try:
         *lines, rest = (folder / SUMS).read_bytes().decode().split("\n")
     except (OSError, ValueError):

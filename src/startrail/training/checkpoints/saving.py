@@ -57,10 +57,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def read_state(path: Path, share: slice = slice(None)) -> dict[str, Any]:
-    """Return a checkpoint's ``state.json`` after verifying the checksums of a ``share`` of its files.
-
-    Raises ``ValueError`` that names the first bad file. Each rank verifies one share; together they verify all.
-    """
+    """Return a checkpoint's ``state.json`` after verifying the checksums of a ``share`` of its files. Raises
+    ``ValueError`` that names the first bad file. Each rank verifies one share; together they verify all."""
     try:
         sums = read_sums(path)
     except ValueError as error:
@@ -94,10 +92,8 @@ class Checkpoints:
     # --- resuming
 
     def prepare(self, size: int) -> int:
-        """Return the step to resume from, 0 for a fresh start; ``size`` is about the bytes of one checkpoint.
-
-        Removes incomplete checkpoints of killed runs, and sets damaged ones aside if there is a good one.
-        """
+        """Return the step to resume from, 0 for a fresh start; ``size`` is about the bytes of one checkpoint. Removes
+        incomplete checkpoints of killed runs, and sets damaged ones aside if there is a good one."""
         problem = None
         if self._lead:
             try:

@@ -147,10 +147,8 @@ class ImageData:
 
 
 def draw_noise(sequence: Sequence, seed: int, samples: SequenceOf[int], patch_dim: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of the noise of some samples, (batch, local tokens, patch dim), and their times, (batch,).
-
-    Every rank draws the full noise of an image and takes its part, so the numbers do not depend on the plan.
-    """
+    """This rank's part of the noise of some samples, (batch, local tokens, patch dim), and their times, (batch,). Every
+    rank draws the full noise of an image and takes its part, so the numbers do not depend on the plan."""
     noise, times = [], []
     for sample in samples:
         generator = generator_of(seed, "noise", sample)

@@ -16,10 +16,8 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 
 def find_files(source: str) -> list[Path]:
     """The files of a folder and its subfolders (except hidden ones), of a glob, or one file; sorted by path.
-
     ``"stdlib"`` is the Python source of the interpreter's standard library without its tests. (Write ``"./stdlib"`` for
-    a folder of that name.)
-    """
+    a folder of that name.)"""
     if not isinstance(source, str) or not source:
         raise ValueError(f"source {source!r} is not the name of a folder, a file or a glob")
     try:

@@ -87,10 +87,8 @@ def bytes_of(files: Sequence[Path]) -> Stream:
 
 
 def split_stream(stream: Stream, names: Sequence[str], split: str) -> Stream:
-    """The documents of a split: whole files, or parts of every file if files are too large for that.
-
-    Empty documents are dropped.
-    """
+    """The documents of a split: whole files, or parts of every file if files are too large for that. Empty documents
+    are dropped."""
     chosen = held_out(names, [document.count for document in stream.documents])
     taken = []
     for number, whole in enumerate(stream.documents):

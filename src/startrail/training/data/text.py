@@ -147,10 +147,8 @@ class TextData:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def describe(self) -> str:
-        """One line: the files, the tokens, and as a baseline the unigram entropy.
-
-        Reads up to 67 million tokens: call it once, on one rank.
-        """
+        """One line: the files, the tokens, and as a baseline the unigram entropy. Reads up to 67 million tokens: call
+        it once, on one rank."""
         counts = torch.zeros(self.vocab, dtype=torch.long)
         counted = min(self.num_tokens, ENTROPY_TOKENS)
         for start in range(0, counted, READ_TOKENS):

@@ -45,11 +45,9 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def tokens_of(files: Sequence[Path], tokenizer_path: str, tokenizer: Tokenizer) -> Stream:
-    """A stream of token ids with one document per file, from a cache that the first process creates.
-
-    The others wait for a lock, which is also released when its owner dies. The cache's key is the tokenizer and the
-    files' paths, sizes and modification times, so ranks find their cache without reading the corpus.
-    """
+    """A stream of token ids with one document per file, from a cache that the first process creates. The others wait
+    for a lock, which is also released when its owner dies. The cache's key is the tokenizer and the files' paths, sizes
+    and modification times, so ranks find their cache without reading the corpus."""
     key = hashlib.sha256(Path(tokenizer_path).read_bytes())
     for file in files:
         status = file.stat()
@@ -87,10 +85,8 @@ def _make_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None
 
 
 def _write_cache(path: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    """Write all ids as int32, then the count per file as int64, under another name until it is complete.
-
-    The lock's owner is the only writer, so it can overwrite the unfinished file of a killed process.
-    """
+    """Write all ids as int32, then the count per file as int64, under another name until it is complete. The lock's
+    owner is the only writer, so it can overwrite the unfinished file of a killed process."""
     unfinished = path.with_suffix(".part")
     try:
         with open(unfinished, "wb") as cache:

@@ -43,10 +43,8 @@ class DiT(nn.Module):
             self.reset_parameter(name, parameter)
 
     def reset_parameter(self, name: str, parameter: Tensor) -> None:
-        """Initialize one parameter, so that a sharded model can be filled one parameter at a time.
-
-        adaLN-zero: modulations and the last projection start at zero, so every block starts as the identity.
-        """
+        """Initialize one parameter, so that a sharded model can be filled one parameter at a time. adaLN-zero:
+        modulations and the last projection start at zero, so every block starts as the identity."""
         if parameter.dim() == 1 or "modulation" in name or "patches_out" in name:
             nn.init.zeros_(parameter)
         elif "label" in name or "time" in name:
@@ -56,9 +54,7 @@ class DiT(nn.Module):
 
     def forward(self, patches: Tensor, positions: Tensor, time: Tensor, label: Tensor, attention: Attention) -> Tensor:
         """(batch, n, patch dim) patches -> their velocities, for times (batch,) from 0, image, to 1, noise.
-
-        ``positions`` (n,) count the patches of the grid row by row: ``sequence.positions()``.
-        """
+        ``positions`` (n,) count the patches of the grid row by row: ``sequence.positions()``."""
         x = self.patches_in(patches)
         x = x + grid_embedding(positions, self.config.columns, self.config.width).to(x.dtype)
         turn = angles(1000 * time, TIME_FREQUENCIES, 10_000.0)
