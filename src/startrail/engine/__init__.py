@@ -5,6 +5,6 @@ May import `schedule`, `geometry`, `kernels` and `comm`. Start reading at `op`, 
 
 - `op`: the custom ops for autograd and torch.compile; `op_key`: how they refer to a sequence
 - `call`: what a layer asks for; `validate`: checks of its arguments; `batch`: what all layers of a batch share
-- `runtime`: from a call to a pass; `lowering`: a program as messages; `executor`: runs it
+- `runtime`: from a call to a pass; `executor`: handles the events of its walk
 - `exchange`: the all-to-all over heads; `wire`: pieces as bytes; `buffers`: bytes that are reused
 """
