@@ -1,2 +1,2 @@
-"""Predictions against what is known: the paper's figures (``paper``), the lab (``lab``), and what they say of clusters
-that nobody here has (``scaling``)."""
+"""Checks of the planner's predictions against the paper (``paper``) and the lab (``lab``), and predictions for clusters
+that we cannot measure (``scaling``)."""

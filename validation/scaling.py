@@ -1,7 +1,7 @@
-"""``python -m validation.scaling``: weak scaling to 16,384 GPUs, tokens a GPU fixed, as one figure and a table.
+"""``python -m validation.scaling``: weak scaling to 16,384 GPUs with fixed tokens per GPU, as a figure and a table.
 
-The sequence grows with the cluster, so the arithmetic of attention grows, too: shown is the model FLOP utilisation,
-which is flat where communication stays hidden. All by the clock; nothing of this size was run.
+The sequence grows with the cluster, and so does attention's arithmetic. The figure shows model FLOP utilisation (MFU),
+which is flat where communication stays hidden. All values are simulated; nothing of this size was run.
 """
 
 import sys
@@ -15,30 +15,30 @@ from startrail.planner.step import Training
 from startrail.planner.workload import Run, find_model
 from startrail.schedule.plan import Plan
 
-TOKENS = 4096  # a GPU
+TOKENS = 4096  # per GPU
 NODES = (2, 8, 32, 128, 512, 2048)
 MODEL = "gpt-7b"
 HEADS = 32
 
 
 def contenders(nodes: int) -> dict[str, str]:
-    """Of 8 GPUs a node; heads outermost as far as there are heads, then nested rings over the nodes that are left."""
+    """Plans for nodes of 8 GPUs. "heads outermost" splits heads over nodes first and nests rings over the rest."""
     team = 1
     while 4 * team * team <= nodes:
         team *= 2
-    over = min(nodes, HEADS)
-    left = nodes // over
+    head_nodes = min(nodes, HEADS)
+    ring_nodes = nodes // head_nodes
     inner = 1
-    while 4 * inner * inner <= left:
+    while 4 * inner * inner <= ring_nodes:
         inner *= 2
-    between = f"/{inner}x{left // inner}" if left > 1 else ""
-    inside = "1x8" if HEADS // over < 8 else "u8"
+    between = f"/{inner}x{ring_nodes // inner}" if ring_nodes > 1 else ""
+    inside = "1x8" if HEADS // head_nodes < 8 else "u8"
     return {
         "ring": f"1x{8 * nodes}",
         "star4": "star4",
         "USP": f"1x{nodes}/u8",
         "nested": f"{team}x{nodes // team}/u8",
-        "heads outermost": f"u{over}{between}/{inside}",
+        "heads outermost": f"u{head_nodes}{between}/{inside}",
     }
 
 
@@ -52,7 +52,7 @@ def utilisation(text: str, nodes: int) -> float:
 def main() -> int:
     curves: dict[str, list[float]] = {}
     lines = ["# Weak scaling", ""]
-    lines += [f"{MODEL}, {TOKENS} tokens a GPU, H100 nodes of 8 with 400 Gbit/s a GPU: predicted MFU.", ""]
+    lines += [f"{MODEL}, {TOKENS} tokens per GPU, H100 nodes of 8 with 400 Gbit/s per GPU: predicted MFU.", ""]
     lines += ["| GPUs | tokens | " + " | ".join(contenders(2)) + " |", "|" + " --- |" * 7]
     for nodes in NODES:
         cells = []
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """Needs matplotlib; without it there is the table only."""
+    """Draw the figure; nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""The paper's byte counts, and the arithmetic of comparing predictions with the lab."""
+"""The paper's byte counts, and the comparison of predictions with the lab."""
 
 import re
 from dataclasses import asdict, replace
@@ -13,13 +13,13 @@ from validation.lab.trials import ALONE, CALIBRATION, PREDICTED
 from validation.paper.traffic import byte_counts
 
 
-def test_every_byte_count_of_the_paper_comes_out():
+def test_every_byte_count_of_the_paper_is_reproduced():
     counts = byte_counts()
     assert len(counts) == 10
     assert [count for count in counts if not count.equal] == []
 
 
-# What `make bench` measured on 2026-11-16 on two quiet cores: 4 nodes of 8 ranks, forward + backward.
+# What `make bench` measured on 2026-11-16 on two idle cores: 4 nodes of 8 ranks, forward + backward.
 MEASURED = [
     (1152, True, 24.0, 13134915, 1.1327, {"u4/u2/1x4,keep=all,groups=2": 9.337, "1x4/u8": 28.164, "star4": 27.376}),
     (960, False, 24.0, 30974754, 0.550, {"u4/u2/2x2,keep=all,groups=2": 3.529, "1x4/u8": 9.816, "2x2/u8": 6.177}),
@@ -35,7 +35,7 @@ def record(length, causal, pressure, rate, compute, plans):
     return dict(**sizes, rows=rows, slow_node=False)
 
 
-def test_predictions_are_near_what_was_measured():
+def test_predictions_are_close_to_measurements():
     rows = [Compared.of(case, {}) for case in cases_of([record(*measured) for measured in MEASURED])]
     verdict = Verdict(rows)
     assert len(rows) == 9
@@ -56,21 +56,21 @@ def test_a_verdict_counts_errors_and_choices():
     assert many.met
     assert not replace(many, missing=("4x8: 1x32",)).met
     assert "- not measured: 4x8: 1x32" in replace(many, missing=("4x8: 1x32",)).text("about", {})
-    bad = Verdict([Compared(cases[0], 0.9), Compared(cases[1], 1.0)])  # the slower one would be chosen
+    bad = Verdict([Compared(cases[0], 0.9), Compared(cases[1], 1.0)])  # would choose the slower one
     assert bad.choices == [(cases[0], 1.0)]
     assert not replace(bad, rows=bad.rows * 8).met
-    told = Verdict([bad.rows[0], Compared(replace(cases[1], chosen=True), 1.0)])  # what the planner really chose counts
-    assert told.choices[0][1] == 0.0
+    own = Verdict([bad.rows[0], Compared(replace(cases[1], chosen=True), 1.0)])  # the planner's actual choice counts
+    assert own.choices[0][1] == 0.0
 
 
-def test_the_planners_own_choice_takes_part():
+def test_the_planners_choice_is_a_contender():
     (machine, (trial, *_)), *_ = PREDICTED.items()
     chosen = with_choice(Machine.parse(machine), trial, ALONE[trial.work, 16])
     assert [contender.role for contender in chosen.contenders].count("chosen") == 1
     assert len(chosen.contenders) >= len(trial.contenders)
 
 
-def test_a_slow_node_is_described_as_one():
+def test_a_slow_node_is_a_slow_member_of_the_cluster():
     slow = record(*MEASURED[0])
     slow["rates"] = [50_000_000, 100_000_000, 100_000_000, 100_000_000]
     cluster = cluster_of(cases_of([slow])[0], {})
@@ -79,7 +79,7 @@ def test_a_slow_node_is_described_as_one():
     assert cluster.levels[0].bandwidth == pytest.approx(100e6 / 8 * 0.975)
 
 
-def test_the_trials_cover_what_must_be_shown():
+def test_the_trials_cover_machines_plans_and_workloads():
     trials = [trial for records in PREDICTED.values() for trial in records]
     assert set(PREDICTED) == {"2x8", "4x4", "4x8", "8x4", "16x2"}
     assert not set(PREDICTED) & set(CALIBRATION)

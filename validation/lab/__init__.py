@@ -1,5 +1,5 @@
-"""Predictions against the lab: emulated clusters whose links are limited and whose ranks share this machine's cores.
+"""Predictions against the lab: emulated clusters with limited links, whose ranks share this machine's cores.
 
-``trials`` is what is measured, ``model`` turns a measured trial into a described cluster, ``compare`` fits the few
-figures of the lab that no file states on some trials and predicts all others, ``__main__`` is ``make validate``.
+``trials`` lists the measurements, ``model`` describes the cluster of a measured trial, ``compare`` fits a few of the
+lab's figures on some trials and predicts all others, ``__main__`` is ``make validate``.
 """

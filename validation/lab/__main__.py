@@ -1,10 +1,10 @@
-"""``make validate``: measure the trials in the lab, fit on some, predict the others; a table, a plot, and the verdict.
+"""``make validate``: measures trials in the lab, fits on some and predicts the others; a table, a plot and a verdict.
 
-python -m validation.lab                       everything, about a quarter of an hour on two quiet cores
-python -m validation.lab --quick               two trials, to see that it works (in report/validate-quick)
-python -m validation.lab --machines 4x4,8x4    some machines (measurements of the others are kept)
-python -m validation.lab --again               predict once more what was measured before
-python -m validation.lab --report report/report.json      predict what `make bench` measured
+python -m validation.lab                       everything; about 15 minutes on two idle cores
+python -m validation.lab --quick               two trials as a smoke test (in report/validate-quick)
+python -m validation.lab --machines 4x4,8x4    only these machines (measurements of the others are kept)
+python -m validation.lab --again               repeat the predictions for the last measurements
+python -m validation.lab --report report/report.json      predict the results of `make bench`
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from validation.lab.compare import Compared, Verdict, fit, scatter
 from validation.lab.model import Case, cases_of, with_choice
 from validation.lab.trials import ALONE, CALIBRATION, PREDICTED, QUICK
 
-SECONDS = 600.0  # that the trials of one machine may take
+TIMEOUT_SECONDS = 600.0  # for the trials of one machine
 
 
 def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -34,13 +34,13 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
     measured = dict(before)
     for at, (shape, trials) in enumerate(plan.items()):
         machine = Machine.parse(shape)
-        show(f"{shape} ({at + 1} of {len(plan)}): what the planner chooses")
+        show(f"{shape} ({at + 1} of {len(plan)}): asking the planner")
         trials = [with_choice(machine, trial, ALONE[trial.work, machine.world]) for trial in trials]
 
         def progress(number: int, text: str, shape: str = shape, at: int = at, trials: list[Any] = trials) -> None:
             show(f"{shape} ({at + 1} of {len(plan)}), trial {number + 1} of {len(trials)}: {text}")
 
-        by_rank = run_on_cluster(machine, trials, progress, True, SECONDS)
+        by_rank = run_on_cluster(machine, trials, progress, True, TIMEOUT_SECONDS)
         done = list(zip(*by_rank, strict=True))
         records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
         measured[shape] = records
@@ -49,8 +49,8 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
 
 
 def missing(plan: dict[str, list[Any]], cases: list[Case]) -> tuple[str, ...]:
-    """Plans that were to be predicted and that nobody measured: time was over, or they were refused."""
-    there = {(str(case.machine), case.work, case.pressure, case.slow_node, case.plan) for case in cases}
+    """Plans to predict that have no measurement, because of a timeout or an error."""
+    measured = {(str(case.machine), case.work, case.pressure, case.slow_node, case.plan) for case in cases}
     wanted = [
         (shape, trial.work, trial.pressure, trial.slow_node, contender.plan)
         for shape, trials in plan.items()
@@ -58,7 +58,7 @@ def missing(plan: dict[str, list[Any]], cases: list[Case]) -> tuple[str, ...]:
         for trial in trials
         for contender in trial.contenders
     ]
-    return tuple(f"{shape} {work}: {plan}" for shape, work, *_, plan in [w for w in wanted if w not in there])
+    return tuple(f"{shape} {work}: {plan}" for shape, work, *_, plan in [w for w in wanted if w not in measured])
 
 
 def show(text: str) -> None:
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--machines", default="")
     parser.add_argument("--report", type=Path)
-    parser.add_argument("--out", type=Path, help="default: where the committed results are")
+    parser.add_argument("--out", type=Path, help="default: next to the committed results")
     options = parser.parse_args()
     options.out = options.out or (Path("report/validate-quick") if options.quick else Path(__file__).parent)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,10 @@ def main() -> int:
     if options.machines:
         wanted = options.machines.split(",")
         if unknown := [shape for shape in wanted if shape not in plan]:
-            parser.error(f"no trials for {', '.join(unknown)}; there are {', '.join(plan)}")
+            parser.error(f"no trials for {', '.join(unknown)}; choose from {', '.join(plan)}")
         plan = {shape: plan[shape] for shape in wanted}
     if not (options.again or options.report) and (problem := available()):
-        parser.error(f"no lab here: {problem}")
+        parser.error(f"the lab cannot run here: {problem}")
     before = json.loads(path.read_text()) if path.exists() and (options.again or options.machines) else {}
     if options.report:
         trials = json.loads(options.report.read_text())["trials"]
@@ -99,11 +99,11 @@ def main() -> int:
         show(f"predicting {at + 1} of {len(others)}: {case}")
         rows.append(Compared.of(case, figures))
     if not rows:
-        parser.error("nothing was measured that could be predicted")
+        parser.error("no measurements to predict")
     verdict = Verdict(rows, () if options.report else missing(plan, others))
     about = (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, startrail {startrail.__version__}; forward + backward "
-        "attention, float32, 16 heads x 32, ranks of one thread that share two cores; medians, (n) repeats."
+        "attention, float32, 16 heads x 32,\nranks of one thread that share two cores; medians, (n) repeats."
     )
     text = verdict.text(about, figures)
     (options.out / "results.md").write_text(text)

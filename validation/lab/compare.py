@@ -1,4 +1,4 @@
-"""Fitting the lab's own figures, predicting everything else, and how far off that is."""
+"""Fits the lab's figures, predicts everything else and reports the errors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from validation.lab.model import SPEED, Case, predicted
 
 FITTED = ("call", "post", "handle", "copy")  # and SPEED
 FACTORS = (0.7, 0.85, 1.0, 1.2, 1.4)
-LEAST, MEDIAN, WORST, CHOSEN, WITHIN = 16, 0.10, 0.25, 0.90, 0.05  # what must be met
+LEAST, MEDIAN, WORST, CHOSEN, WITHIN = 16, 0.10, 0.25, 0.90, 0.05  # targets
 
 
 @dataclass(frozen=True)
 class Compared:
     case: Case
     predicted: float
-    sent: tuple[float, ...] = (0.0,)  # bytes a rank, outermost level first
+    sent: tuple[float, ...] = (0.0,)  # bytes per rank, outermost level first
 
     @classmethod
     def of(cls, case: Case, figures: dict[str, float]) -> Compared:
-        found = predicted(case, figures)
-        return cls(case, found.seconds, found.sent)
+        prediction = predicted(case, figures)
+        return cls(case, prediction.seconds, prediction.sent)
 
     @property
     def off(self) -> float:
@@ -33,16 +33,16 @@ class Compared:
 
 
 def fit(cases: Sequence[Case], progress: Callable[[str], None]) -> dict[str, float]:
-    """One figure after the other, twice: the factor on ``lab.toml``'s with the least mean error. No factor is large, so
-    that a disturbed calibration does not spoil everything else."""
+    """For one figure after the other, twice, take the factor on ``lab.toml``'s value with the least mean error. Factors
+    are small, so that a disturbed calibration does little harm."""
     device = find_cluster("lab").device
     stated = {name: float(getattr(device, name)) for name in FITTED} | {SPEED: 1.0}
     figures = dict(stated)
     for _ in range(2):
         for name in stated:
             progress(f"fitting {name}")
-            tried = [figures | {name: stated[name] * factor} for factor in FACTORS]
-            figures = min(tried, key=lambda some: statistics.mean(abs(_off(case, some)) for case in cases))
+            options = [figures | {name: stated[name] * factor} for factor in FACTORS]
+            figures = min(options, key=lambda option: statistics.mean(abs(_off(case, option)) for case in cases))
     return figures
 
 
@@ -52,7 +52,7 @@ def _off(case: Case, figures: dict[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``missing``: trials that were to be predicted and were not measured."""
+    """``missing``: trials to predict that have no measurement."""
 
     rows: list[Compared]
     missing: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ class Verdict:
 
     @property
     def choices(self) -> list[tuple[Case, float]]:
-        """By trial: the plan that the planner chose for it out of all plans, or else would choose of those measured,
-        and how much slower than the best measured one it is."""
+        """For each trial, the plan that the planner chose from all plans, or would choose from the measured ones, and
+        how much slower it is than the best measured one."""
         chosen = []
         for trial in dict.fromkeys(row.case.trial for row in self.rows):
             rows = [row for row in self.rows if row.case.trial == trial]
@@ -100,15 +100,16 @@ class Verdict:
             "",
             about,
             "",
-            f"Fitted on other trials: {fitted or 'nothing'} (seconds; bytes/s; a factor on lab.toml's kernels).",
+            f"Fitted on other trials: {fitted or 'nothing'}",
+            "(seconds; bytes/s; a factor on lab.toml's kernels).",
             "",
-            f"- {len(self.rows)} configurations (at least {LEAST}): median error {self.median:.1%} (at most "
-            f"{MEDIAN:.0%}), worst {self.worst.off:+.1%} (at most {WORST:.0%}; {self.worst.case}), bias "
-            f"{self.bias:+.1%}",
-            f"- the plan that would be chosen is within {WITHIN:.0%} of the best measured one in "
-            f"{self.good_choices:.0%} of {len(self.choices)} trials (at least {CHOSEN:.0%})",
+            f"- {len(self.rows)} configurations (target: at least {LEAST}), bias {self.bias:+.1%}",
+            f"- median error {self.median:.1%} (target: at most {MEDIAN:.0%})",
+            f"- worst error {self.worst.off:+.1%} (target: at most {WORST:.0%}): {self.worst.case}",
+            f"- the chosen plan is within {WITHIN:.0%} of the best measured one in {self.good_choices:.0%} of "
+            f"{len(self.choices)} trials (target: at least {CHOSEN:.0%})",
             *(f"- not measured: {text}" for text in self.missing),
-            f"- {'all met' if self.met else 'NOT all met'}",
+            f"- {'all targets met' if self.met else 'NOT all targets met'}",
             "",
             "| machine | work | links | plan | measured | predicted | off |",
             "| --- | --- | --- | --- | --- | --- | --- |",
@@ -120,13 +121,13 @@ class Verdict:
             work = f"{case.work.name} {case.work.mask}, {case.work.batch} x {case.work.length}"
             times = f"{case.seconds:.3f} s ({case.repeats}) | {row.predicted:.3f} s | {row.off:+.1%}"
             lines.append(f"| {case.machine} | {work} | {links} | {plan} | {times} |")
-        lines += ["", "What would be chosen, and how much slower than the best measured it is:", ""]
+        lines += ["", "The chosen plan of each trial, and how much slower it is than the best measured one:", ""]
         lines += [f"- {case}: {slower:+.1%}" for case, slower in self.choices]
         return "\n".join(lines) + "\n"
 
 
 def scatter(rows: Sequence[Compared], path: Path) -> bool:
-    """Predicted against measured; False without matplotlib."""
+    """Plot predicted against measured seconds; False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

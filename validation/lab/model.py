@@ -1,4 +1,4 @@
-"""A measured trial as a described cluster, and what the clock says of each plan in it."""
+"""The cluster of a measured trial, and the prediction for each plan in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from startrail.planner.search import search_attention
 from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan
 
-CHOSEN = "chosen"  # the role of what the planner chooses
+CHOSEN = "chosen"  # the role of the plan that the planner chooses
 SPEED = "speed"
 Json = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ class Case:
 
 
 def cases_of(trials: list[Json]) -> list[Case]:
-    """Every plan of ours that was measured on limited links, attention alone."""
+    """Every plan of ours that was measured on limited links with attention alone."""
     cases = []
     for trial in trials:
         work = Workload(**trial["work"])
@@ -72,7 +72,7 @@ def cases_of(trials: list[Json]) -> list[Case]:
 
 
 def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
-    """``lab.toml`` with the trial's links and ``figures``; ``speed`` is a factor on what its kernels reach."""
+    """``lab.toml`` with the trial's links and ``figures``; ``speed`` is a factor on the speed of its kernels."""
     base = lab_cluster(case.machine, case.rates)
     others = {name: value for name, value in figures.items() if name != SPEED}
     rates, speed = base.device.of("float32"), figures.get(SPEED, 1.0)
@@ -87,8 +87,8 @@ def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
 
 
 def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:
-    """The trial with what the planner chooses for it among its contenders: out of all plans there are, on links whose
-    rate follows from seconds of ``compute`` as the measured one will from the measured."""
+    """The trial with the planner's choice from all plans added to its contenders. The links' rate follows from seconds
+    of ``compute``, as the rate of the trial will from the measured seconds."""
     pressure = trial.pressure or 1.0
     rate = rate_for(ring_bytes(machine, trial.work), compute, pressure)
     rates = tuple(rate // 2 if trial.slow_node and node == 0 else rate for node in range(machine.nodes))

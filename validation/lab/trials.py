@@ -1,7 +1,7 @@
-"""What is measured: some trials to fit the lab's own figures on, and others, on other machines, to predict.
+"""The trials: some to fit the lab's figures on, and others, on other machines, to predict.
 
-Links take Ring Attention 4, 8 or 16 times its compute. Faster ones, above some 400 Mbit/s, or 2 Gbit/s of all nodes
-together, are emulated poorly by two cores that compute at the same time, and what is then measured is the emulation.
+Ring Attention communicates 4, 8 or 16 times as long as it computes. Two cores that also compute cannot emulate links
+faster than about 400 Mbit/s, or 2 Gbit/s over all nodes: the trial would measure the emulation.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ FULL = replace(MHA, length=768, causal=False)
 GQA = replace(MHA, length=1280, kv_heads=2)
 GQA_FULL = replace(FULL, length=1024, kv_heads=2)
 
-# Seconds of compute alone on the machine that lab.toml describes, by work and ranks: the planner is asked before
-# anything is measured, about the links that will follow from it.
+# Seconds of compute alone on the machine that lab.toml describes, by work and ranks: the planner chooses before any
+# measurement and must assume the rate of the links.
 ALONE = {(MHA, 8): 0.25, (FULL, 8): 0.15}
 ALONE |= {(MHA, 16): 0.33, (FULL, 16): 0.20, (GQA, 16): 0.26, (GQA_FULL, 16): 0.28}
 ALONE |= {(MHA, 32): 0.51, (FULL, 32): 0.25, (GQA_FULL, 32): 0.32}
 
 
 def trial(work: Workload, pressure: float, plans: str, slow_node: bool = False) -> Trial:
-    """Ring decides the links' rate, whether it takes part or not."""
+    """The links' rate depends on ring, whether it is a contender or not."""
     contenders = tuple(Contender(text, "heads", plan=text) for text in plans.split())
     return Trial(work, contenders, pressure, repeats=5, seconds=32.0, slow_node=slow_node, at_least=2)
 
 
-# Machines of 8 ranks, which no prediction is made for.
+# Machines of 8 ranks, for which there are no predictions.
 CALIBRATION = {"2x4": [trial(MHA, 8.0, "1x8 u8 2x1/u4 u2/1x4"), trial(FULL, 4.0, "1x8 u8 1x2/2x2 u2/2x2,groups=2")]}
 
 PREDICTED = {

@@ -1,1 +1,1 @@
-"""The StarTrail paper's numbers (arXiv 2407.00611): byte counts exactly, and its Figure 7 as predicted ratios."""
+"""The StarTrail paper's numbers (arXiv 2407.00611): exact byte counts, and its Figure 7 as predicted ratios."""

@@ -1,4 +1,4 @@
-"""``python -m validation.paper``: writes validation/paper/results.md, and exits with 1 if a byte count is off."""
+"""``python -m validation.paper``: writes validation/paper/results.md, and exits with 1 if a byte count differs."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figure 7's set-ups on 32 GPUs: star2 and star4 over Ring Attention as predicted, and our best plan."""
+"""The setups of Figure 7 on 32 GPUs: predicted gains of star2, star4 and our best plan over Ring Attention."""
 
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import predict
@@ -20,20 +20,20 @@ SETUPS = [
 ]
 CLAIMS = {"gpt": "up to +77.12 %", "dit": "up to +114.33 %"}
 NOTE = """
-How to read it: tokens/s of a whole training step over Ring Attention's with the same model, in percent. "across" deals
-neighbouring places to different nodes, so that teams span nodes; the paper's scheduler chooses between such placements,
-and the better of both is what its claim is about. Assumed: bfloat16, ZeRO-3 whose parameters and gradients travel in
-bfloat16, all but attention recomputed, one sequence a step, and the cluster files' rates, none of which we measured.
+How to read it: tokens/s of a whole training step relative to Ring Attention's with the same model, in percent. "across"
+puts neighbouring places on different nodes, so that teams span nodes; the paper's scheduler chooses between such
+placements, and its claim is about the better of both. Assumed: bfloat16, ZeRO-3 that sends parameters and gradients in
+bfloat16, all but attention recomputed, one sequence per step, and the rates of the cluster files, none of which we
+measured.
 
-Where they agree: on the A100 clusters the better starC is predicted to gain about what the paper claims for GPT:
-star4 on 4x8, star2 on 2x16. Where not: on the H100 cluster more is predicted than claimed. There every GPU has an
-adapter of its own, and Ring Attention's hop leaves a node over one of the eight: 34 MB in 0.75 ms, eight times the
-compute of a block at 64k tokens. A ring that spreads its hops over all adapters would be much nearer. For the DiT
-less is predicted than claimed: at 512k tokens Ring Attention's links and its compute are nearly balanced at the
-speeds assumed, so there is little to win, and starC must gather and place keys before its first block, which nothing
-hides. A network slower than the stated 100 Gbit/s a node, or less overlap in the ring that the paper compares with,
-would bring the prediction to the claim.
-
+Where the two agree: on the A100 clusters, the better starC is predicted to gain about what the paper claims for GPT:
+star4 on 4x8, star2 on 2x16. Where they differ: on the H100 cluster, the predicted gain is larger than the claim. There
+every GPU has its own adapter, and Ring Attention's hop leaves a node over one of the eight: 34 MB in 0.75 ms, eight
+times the compute of a block at 64k tokens. A ring that spreads its hops over all adapters would be much closer. For the
+DiT, the predicted gain is smaller than the claim: at 512k tokens, Ring Attention's communication and compute are nearly
+balanced at the assumed speeds, so there is little to gain, and starC must gather and place keys before its first block,
+which nothing hides. A network slower than the stated 100 Gbit/s per node, or less overlap in the ring that the paper
+compares with, would bring the prediction to the claim.
 """
 
 
@@ -51,27 +51,27 @@ def figure7() -> list[str]:
         def gain(text: str, across: bool, training: Training = training, order: tuple[int, ...] = order) -> float:
             def seconds(text: str, across: bool) -> float:
                 plan = Plan.parse(text)
-                where = order if across else None
-                return training.step(plan, lambda call: predict(training.cluster, plan, call, order=where)).seconds
+                placement = order if across else None
+                return training.step(plan, lambda call: predict(training.cluster, plan, call, order=placement)).seconds
 
             return seconds("1x32", False) / seconds(text, across) - 1
 
         stars = [gain(text, across) for across in (False, True) for text in ("star2", "star4")]
-        found = search(cluster, model, run).best
-        ours = gain(str(found.plan), False)
+        plan = search(cluster, model, run).best.plan
+        our_gain = gain(str(plan), False)
         kind = model_name.partition("-")[0]
         best[kind] = max(best[kind], *stars)
-        ahead.append(ours - max(stars))
+        ahead.append(our_gain - max(stars))
         cells = [f"{value:+.0%}" for value in stars]
         lines.append(
-            f"| {name} | {model_name} | {length // 1024}k | {' | '.join(cells)} | {CLAIMS[kind]} | {ours:+.0%} | "
-            f"`{found.plan}` |"
+            f"| {name} | {model_name} | {length // 1024}k | {' | '.join(cells)} | {CLAIMS[kind]} | {our_gain:+.0%} | "
+            f"`{plan}` |"
         )
     lines += ["", *NOTE.strip("\n").split("\n")]
     lines += [
         "",
         f"Highest predicted gain of starC: GPT {best['gpt']:+.1%} (paper: up to +77.12 %), DiT {best['dit']:+.1%}",
+        "(paper: up to +114.33 %). Our best plan is ahead of the best starC by "
+        f"{min(ahead):.0%} to {max(ahead):.0%} of ring's speed.",
     ]
-    lines[-1] += f" (paper: up to +114.33 %). Our best plan is ahead of the best starC by {min(ahead):.0%} to "
-    lines[-1] += f"{max(ahead):.0%} of ring's speed."
     return lines

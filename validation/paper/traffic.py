@@ -1,4 +1,4 @@
-"""Byte counts: what the programs that the executor walks send, sorted into collectives, placement and ring."""
+"""Byte counts of the programs that the executor runs, split into collectives, placement and ring."""
 
 from dataclasses import dataclass
 
@@ -19,19 +19,19 @@ class Count:
 
     @property
     def equal(self) -> bool:
-        """To all digits that the paper prints."""
+        """Compared to as many digits as the paper prints."""
         digits = len(f"{self.paper:g}".partition(".")[2])
         return round(self.ours, digits) == self.paper
 
 
 def star_forward(world: int, team: int) -> dict[str, float]:
-    """Shards that a rank whose keys are placed elsewhere sends in the forward pass, by the part of the schedule."""
+    """Shards that the busiest rank sends in the forward pass, by the part of the schedule."""
     program = max(
         (build_program(Plan.parse(f"star{team}"), world, rank, FORWARD) for rank in range(team**2)),
         key=lambda program: sum(size for _, size in program.sends(MHA)),
     )
     rank, parts = program.place.rank, {"collectives": 0.0, "placement": 0.0, "ring": 0.0}
-    teams = world // team**2  # of a team group
+    teams = world // team**2  # per team group
     for post, size in program.sends(MHA):
         same_seat, same_group = post.peer % team == rank % team, post.peer // team // teams == rank // team // teams
         if post.peer // team == rank // team:
@@ -48,7 +48,7 @@ def ring_forward(world: int) -> float:
 
 
 def byte_counts() -> list[Count]:
-    """Section 3.4 and Table 1's kind of figures; ring counts P-1 hops where the paper's text prints P of them."""
+    """Figures like those of Section 3.4 and Table 1. Ring makes P-1 hops; the paper's text counts P."""
     small, ring16 = star_forward(16, 2), ring_forward(16)
     model, length, world, team = find_model("llama-30b"), 65_536, 64, 4
     gib = length / world * model.width * 2 / 2**30  # a shard in bfloat16
