@@ -1,4 +1,4 @@
-"""What several test files need: inputs, truths, texts, tokenizers, and programs to run."""
+"""Helpers for several test files: inputs, references, errors, texts, tokenizers, and programs to start."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ FULL = os.environ.get("STARTRAIL_TEST_ALL") == "1"  # make test-all: whole produ
 def qkv(
     tokens: int = 16, heads: int = 4, kv_heads: int = 4, dim: int = 8, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Some q, k, v of one batch row, for calls whose numbers do not matter."""
+    """q, k, v with one batch row, for calls whose numbers do not matter."""
     return [torch.randn(1, h, tokens, dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
 
 
 def tensors(
     length: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> list[Tensor]:
-    """q, k, v and a cotangent of the output, whole; the same on every rank."""
+    """The whole q, k, v and a cotangent of the output, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, h, length, dim) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
-    """out, dq, dk, dv by torch's own attention in float64 on one process; ``options`` are its."""
+    """out, dq, dk, dv by torch's own attention in float64 on one process. ``options`` go to it."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
@@ -54,12 +54,12 @@ def worst(ours: Iterable[Tensor], truth: Iterable[Tensor]) -> float:
 
 
 def document_numbers(length: int, documents: Sequence[int] | None) -> Tensor:
-    """(length,) which document each token is in; ``documents`` are cu_seqlens."""
+    """The document of each token, (length,); ``documents`` are cu_seqlens."""
     return torch.bucketize(torch.arange(length), torch.tensor(documents or (0, length))[1:], right=True)
 
 
 def causal_mask(length: int, documents: Sequence[int] | None) -> Tensor:
-    """(length, length) whether a query, the row, sees a key: not after it, and of its own document."""
+    """True where a query (row) sees a key (column): not later, and in the same document. (length, length)"""
     number = document_numbers(length, documents)
     return (number.unsqueeze(1) == number).tril()
 
@@ -99,8 +99,8 @@ def error_of(function: Callable[[], object]) -> str:
     return "no error"
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether ``condition`` comes true in time."""
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Wait until ``condition`` is true; False if it is not in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -110,7 +110,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def holders_of(networks: list[int]) -> list[str]:
-    """File descriptors of any process that keep one of these namespaces alive."""
+    """File descriptors, of any process, that keep one of these network namespaces alive."""
     names, found = {f"net:[{inode}]" for inode in networks}, []
     for path in Path("/proc").glob("[0-9]*/fd/*"):
         try:
@@ -160,7 +160,7 @@ def write_tokenizer(path: Path, ids: Mapping[str, int], longest: int | None = No
 
 
 def refusal(argv: Sequence[str], capture: Any) -> str:
-    """The one line with which the command line refuses ``argv``; ``capture`` is pytest's capsys or capfd."""
+    """The one line that the command line prints when it rejects ``argv``; ``capture`` is pytest's capsys or capfd."""
     assert main(list(argv)) == 2
     out, error = capture.readouterr()
     assert (out, error.count("\n")) == ("", 1), out + error
@@ -173,5 +173,5 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a program whose output is kept apart from ours."""
+    """Start a program with its output in pipes."""
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)

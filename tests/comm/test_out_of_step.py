@@ -161,6 +161,8 @@ def test_an_error_on_one_rank_ends_the_call_on_all_and_all_go_on():
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2/1x2", timeout=30)
+        sp._runtime.executor_on(torch.device("cpu"))
+        dist.barrier()  # all ranks are connected: a rank that still connects would report that instead
         texts = []
         for what in ("forward", "backward"):
             kernel = type(startrail.kernels.kernel_for(torch.device("cpu"), torch.float32, 16))
