@@ -1,4 +1,4 @@
-"""Mistakes that people make on the first day: each is told what to write instead."""
+"""Common first mistakes raise errors that tell the user what to write instead."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ from tests.helpers import qkv
         (lambda s, q, k, v: s.unshard([1, 2], 0), "need a tensor, got list"),
     ],
 )
-def test_a_sequence_says_what_to_write(wrong, message):
+def test_errors_of_a_sequence_name_the_remedy(wrong, message):
     sequence = startrail.SequenceParallel("1x1").sequence(16)
     with pytest.raises(ValueError, match=message):
         wrong(sequence, *qkv())
 
 
-def test_arguments_that_attention_does_not_have_raise_pythons_own_error():
+def test_unknown_arguments_of_attention_raise_type_error():
     sequence, (q, k, v) = startrail.SequenceParallel("1x1").sequence(16), qkv()
     for positional in (torch.ones(16, 16), True):
         with pytest.raises(TypeError, match="takes 4 positional arguments but 5 were given"):
@@ -43,7 +43,7 @@ def test_arguments_that_attention_does_not_have_raise_pythons_own_error():
             sequence.attention(q, k, v, **{name: True})
 
 
-def test_a_mesh_is_no_group():
+def test_mesh_and_group_are_not_interchangeable():
     mesh = DeviceMesh.__new__(DeviceMesh)
     with pytest.raises(ValueError, match="group must be a ProcessGroup, got DeviceMesh: write mesh="):
         startrail.SequenceParallel("1x1", mesh)

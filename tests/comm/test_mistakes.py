@@ -1,4 +1,4 @@
-"""Wrong arguments end in a ValueError on every rank, dead and slow peers in an error that names them; nothing hangs."""
+"""Wrong arguments raise ValueError on every rank, dead and stalled peers a PeerError that names them; no rank hangs."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ from tests.helpers import error_of, qkv
 
 
 def attend(sp, q, k, v, documents=None, length=None, **options):
-    """Attention over a sequence that fits q, unless told otherwise."""
+    """Attention over a sequence of ``length``, by default the one that fits q."""
     sequence = sp.sequence(q.shape[2] * sp.world if length is None else length, documents)
     return sequence.attention(q, k, v, **options)
 
@@ -56,8 +56,8 @@ MISTAKES = [  # plan, q, k and v, other arguments, error
 ]
 
 
-def test_the_same_mistake_on_every_rank():
-    """Nothing is sent, and the next call works: a new instance each, on one set of ranks."""
+def test_a_mistake_on_all_ranks_raises_before_anything_is_sent():
+    """The next call works. All cases share one set of ranks; each has a new instance."""
 
     def on_rank(rank):
         for plan, inputs, options, message in MISTAKES:
@@ -71,7 +71,7 @@ def test_the_same_mistake_on_every_rank():
     assert run_local(on_rank, 2, deadline=60) == [True, True]
 
 
-def test_one_rank_with_other_arguments_is_named_on_every_rank():
+def test_every_rank_names_the_one_with_different_arguments():
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x2", timeout=20)
         return [
@@ -96,11 +96,11 @@ def test_one_rank_with_other_arguments_is_named_on_every_rank():
         assert "(0, 5, 64)" in documents
         assert window == "ValueError: rank 2: window=2.5 must be a whole number of tokens"
         assert good == "no error"
-        assert hops == 3, "nothing was sent by the calls that failed"
+        assert hops == 3, "the failed calls sent nothing"
 
 
-def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
-    """Both kinds of call are known, so nobody asks beforehand: the ranks find out while they wait."""
+def test_disagreement_between_known_calls_raises_on_all_ranks():
+    """All ranks know both kinds of call, so they compare only while they wait."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=30)
@@ -119,12 +119,12 @@ def test_ranks_that_disagree_in_the_steady_state_are_told_so_too():
         assert after == "no error"
 
 
-def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_first():
-    """Ranks look at the board at different times, so the first to find out has closed what the others hold on to."""
+def test_no_rank_waits_for_the_timeout_if_a_peer_closed_its_connections_first():
+    """Ranks compare at different times: the first to find the mismatch closes connections that the others still use."""
 
     def on_rank(rank):
         dist.barrier()
-        time.sleep((0.1, 0.0, 0.3, 0.2)[rank])  # its watching thread starts with the instance
+        time.sleep((0.1, 0.0, 0.3, 0.2)[rank])  # the watchdog's rounds start with the instance
         sp = startrail.SequenceParallel("1x4", timeout=20)
         inputs = [x.requires_grad_() for x in qkv()]
         for _ in range(2):
@@ -140,13 +140,13 @@ def test_nobody_sits_out_the_timeout_when_a_peer_has_closed_its_connections_firs
         assert seconds < 15
 
 
-def test_threads_must_not_share_an_instance():
+def test_concurrent_calls_of_one_instance_raise():
     sp = startrail.SequenceParallel("1x1")
     with sp._runtime._exclusive_call(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
         attend(sp, *qkv())
 
 
-def test_a_new_shape_on_one_rank_only_is_told_too():
+def test_a_new_shape_on_one_rank_raises_on_all():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=30)
         attend(sp, *qkv(tokens=16))
@@ -157,7 +157,7 @@ def test_a_new_shape_on_one_rank_only_is_told_too():
         assert "rank 0: forward: q (1, 4, 20, 8)" in text
 
 
-def test_documents_that_differ_in_the_steady_state_do_not_leak():
+def test_different_documents_of_one_shape_raise():
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x1", timeout=30)
         attend(sp, *qkv(), documents=[0, 7, 32])
@@ -168,7 +168,7 @@ def test_documents_that_differ_in_the_steady_state_do_not_leak():
         assert "(0, 9, 32)" in text
 
 
-def test_every_call_is_compared_when_asked(monkeypatch):
+def test_check_every_call_compares_known_calls_before_sending(monkeypatch):
     monkeypatch.setenv("STARTRAIL_CHECK_EVERY_CALL", "1")
 
     def on_rank(rank):
@@ -181,13 +181,13 @@ def test_every_call_is_compared_when_asked(monkeypatch):
 
     for text, seconds, hops in run_local(on_rank, 2, deadline=60):
         assert "ranks disagree" in text
-        assert seconds < 1.5 and hops == 2, "before anything was sent"
+        assert seconds < 1.5 and hops == 2, "compared before anything was sent"
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_peer_that_dies_or_stalls_is_named_with_the_step(how):
+def test_errors_name_the_dead_or_stalled_peer_and_the_step(how):
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x3", timeout=6)
+        sp = startrail.SequenceParallel("1x3", timeout=4)
         inputs = qkv()
         attend(sp, *inputs)
         if rank == 1:
@@ -206,7 +206,7 @@ def test_a_peer_that_dies_or_stalls_is_named_with_the_step(how):
     assert all(result[1] < 15 for rank, result in enumerate(results) if rank != 1)
 
 
-def test_wrong_constructor_arguments():
+def test_wrong_constructor_arguments_raise():
     for arguments, message in [
         (dict(plan="2x2"), "world size 1 is not teams 2 x ring 2 x heads 1 = 4"),
         (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
@@ -233,8 +233,8 @@ def test_wrong_constructor_arguments():
         sequence.length = 3
 
 
-def test_a_backward_on_one_rank_never_meets_a_forward_on_another():
-    """A rank that skips its backward pass is told; nobody takes the other's messages for its own."""
+def test_a_backward_pass_never_receives_messages_of_a_forward_pass():
+    """A rank that skips its backward pass raises, and so do the others."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2,keep=all", timeout=30)
@@ -251,7 +251,7 @@ def test_a_backward_on_one_rank_never_meets_a_forward_on_another():
         assert "rank 1: forward: q" in text
 
 
-def test_ranks_may_have_made_different_numbers_of_groups():
+def test_ranks_can_have_made_different_numbers_of_groups():
     def on_rank(rank):
         pair = dist.new_group([0, 1])
         if rank < 2:
@@ -261,13 +261,13 @@ def test_ranks_may_have_made_different_numbers_of_groups():
     assert all(run_local(on_rank, 4, deadline=60))
 
 
-def test_instances_that_are_dropped_leave_nothing_behind():
+def test_dropped_instances_leave_no_open_files():
     def on_rank(rank):
         def use():
             sp = startrail.SequenceParallel("2x1", timeout=20)
             attend(sp, *(x.requires_grad_() for x in qkv())).square().sum().backward()
 
-        gc.disable()  # nothing is left for it to find
+        gc.disable()  # instances must be freed without it
         use()
         dist.barrier()
         before = len(os.listdir("/proc/self/fd"))
@@ -279,13 +279,13 @@ def test_instances_that_are_dropped_leave_nothing_behind():
     assert max(run_local(on_rank, 2, deadline=60)) <= 2
 
 
-def test_a_process_group_must_come_first_under_torchrun(monkeypatch):
+def test_under_torchrun_a_process_group_is_required(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2: call"):
         startrail.SequenceParallel("auto", heads=4)
 
 
-def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
+def test_auto_on_nodes_of_different_sizes_works_or_names_the_plans():
     def on_rank(rank):
         os.environ["LOCAL_WORLD_SIZE"] = "4" if rank < 4 else "2"
         sp = startrail.SequenceParallel("auto", heads=6, timeout=20)
@@ -295,13 +295,13 @@ def test_nodes_of_different_sizes_are_told_that_auto_differs(monkeypatch):
         assert text == "no error" or "plan u6" in text, text
 
 
-def test_forward_mode_derivatives_are_refused_not_zero():
+def test_forward_mode_derivatives_raise():
     sp, x = startrail.SequenceParallel("1x1"), torch.randn(1, 2, 8, 4)
     with pytest.raises(ValueError, match="no forward-mode derivative"):
         torch.func.jvp(lambda q: attend(sp, q, x, x), (x,), (torch.ones_like(x),))
 
 
-def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
+def test_copies_of_a_model_share_the_instance_and_pickling_raises():
     sp = startrail.SequenceParallel("1x1")
     assert copy.deepcopy({"sp": sp})["sp"] is sp
     with pytest.raises(ValueError, match="cannot be pickled"):
@@ -311,7 +311,7 @@ def test_a_copied_model_shares_its_instance_and_pickling_is_refused():
     out, name = sequence.attention(q, q, q), sp._name
     del sp, sequence
     gc.collect()
-    out.square().sum().backward()  # a graph keeps what it needs
+    out.square().sum().backward()  # the graph keeps the instance alive
     del out
     gc.collect()
     with pytest.raises(ValueError, match="no longer exists; keep it with the model"):

@@ -1,4 +1,4 @@
-"""Ranks that are not at the same call, or not all alive, are told so at once; and after any error all can go on."""
+"""Ranks that make different calls, or lose a peer, raise long before the timeout, and can go on after any error."""
 
 import os
 import queue
@@ -28,8 +28,8 @@ def timed(function):
     return error_of(function), time.monotonic() - start
 
 
-def exact(sp, length=24):
-    """Whether a forward and a backward pass are right."""
+def is_exact(sp, length=24):
+    """True if a forward and a backward pass give the right results."""
     q, k, v, dout = tensors(length)
     truth = dense(q, k, v, dout, is_causal=True)
     sequence = sp.sequence(length)
@@ -40,34 +40,34 @@ def exact(sp, length=24):
 
 
 @pytest.mark.parametrize("every_call", [False, True])
-def test_backward_passes_in_another_order(every_call):
+def test_backward_passes_in_different_orders_raise(every_call):
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=30, check_every_call=every_call)
         inputs = [x.requires_grad_() for x in qkv()]
-        exact(sp)  # nothing is new any more
+        is_exact(sp)  # later calls are not compared beforehand
         sequence = sp.sequence(32)
         outs = [sequence.attention(*inputs) for _ in range(2)]
         for out in outs:
             out.square().sum().backward()
         first, second = (sequence.attention(*inputs) for _ in range(2))
         text, seconds = timed((second if rank else first).square().sum().backward)
-        return text, seconds, exact(sp)
+        return text, seconds, is_exact(sp)
 
     for text, seconds, after in run_local(on_rank, 2, deadline=60):
         assert text.startswith("ValueError: ranks disagree about one attention call: rank 0: backward"), text
         assert text.count("backward of call 0.") == 2
         assert seconds < 15
-        assert after, "the same instance goes on"
+        assert after, "the instance works again"
 
 
-def test_a_rank_that_leaves_out_a_batch_is_told_at_its_next_call():
+def test_skipping_a_batch_raises_at_the_next_call():
     def on_rank(rank):
         sp = startrail.SequenceParallel("2x1", timeout=30)
         texts = []
         for batch in range(3):
             sequence = sp.sequence(32)
             if (rank, batch) == (1, 1):
-                continue  # its own error, caught by its user
+                continue  # as after an error that the program caught
             texts.append(timed(lambda sequence=sequence: sequence.attention(*qkv())))
             if texts[-1][0] != "no error":
                 break
@@ -80,25 +80,25 @@ def test_a_rank_that_leaves_out_a_batch_is_told_at_its_next_call():
         assert texts[1][1] < 15
 
 
-def batches(rank, sp, reused, layers, leaves_out):
-    """What a rank is told that trains on batches of ids; it leaves out the layers, or the batches, that it is to."""
-    one = sp.sequence(32)
+def skip_batches(rank, sp, reused, layers, skipped):
+    """The first error of a rank that skips some batches or layers: (batch, layer), its text and the seconds it took."""
+    shared = sp.sequence(32)
     inputs = [x.requires_grad_() for x in qkv()]
     for batch in range(4):
-        if (rank, batch) in leaves_out:
-            continue  # before it makes the sequence, so that it counts as if there were no such batch
-        sequence = one if reused else sp.sequence(32)
+        if (rank, batch) in skipped:
+            continue  # before it makes the sequence, which would count as one
+        sequence = shared if reused else sp.sequence(32)
         sequence.shard(torch.arange(32) * batch, 0)
         for layer in range(layers):
-            if (rank, batch, layer) not in leaves_out:
+            if (rank, batch, layer) not in skipped:
                 text, seconds = timed(lambda sequence=sequence: sequence.attention(*inputs))
                 if text != "no error":
                     return (batch, layer), text, seconds
     return (4, 0), "no error", 0.0
 
 
-def loaded_ahead(rank, sp):
-    """A loader's thread that is ahead of its rank by more on some ranks is no mistake."""
+def load_ahead(rank, sp):
+    """Loader threads can be ahead by different numbers of batches: that is not an error."""
     ready, sequences, texts = queue.Queue(maxsize=1 + 2 * rank), [sp.sequence(32) for _ in range(2)], []
 
     def load():
@@ -110,81 +110,80 @@ def loaded_ahead(rank, sp):
     thread.start()
     for batch in range(6):
         sequence = ready.get()
-        sequence.shard(torch.arange(32) * (batch + 2), 0)  # labels, by this thread
+        sequence.shard(torch.arange(32) * (batch + 2), 0)  # labels, sharded in this thread
         texts += [error_of(lambda sequence=sequence: sequence.attention(*qkv())) for _ in range(2)]
     thread.join()
     return (6, 0), "; ".join(sorted(set(texts))), 0.0
 
 
-def in_another_order(rank, sp):
+def differ_in_order(rank, sp):
     sequence, inputs = sp.sequence(32), [x.requires_grad_() for x in qkv()]
     outs = [sequence.attention(*inputs) for _ in range(2)]
     return (0, 0), *timed(outs[rank].square().sum().backward)
 
 
 @pytest.mark.parametrize("backend", ["gloo", like_nccl.NAME])
-def test_whatever_a_rank_leaves_out_ends_with_the_first_call_that_is_not_the_same(backend, monkeypatch):
-    """Also where shapes, documents and the number of sequences are those of the others: batches differ in their ids."""
+def test_the_first_differing_call_raises_whatever_a_rank_skips(backend, monkeypatch):
+    """Even if shapes, documents and the number of sequences agree: batches differ in their token ids."""
     if backend == like_nccl.NAME:
         like_nccl.register()
         monkeypatch.setattr(groups, "backend_for", lambda device: backend)
 
     def on_rank(rank):
-        found = []
-        for what in (
-            lambda sp: batches(rank, sp, reused=False, layers=1, leaves_out={(1, 1)}),
-            lambda sp: batches(rank, sp, reused=True, layers=1, leaves_out={(1, 1)}),
-            lambda sp: batches(rank, sp, reused=True, layers=3, leaves_out={(1, 1, 1)}),
-            lambda sp: in_another_order(rank, sp),
-            lambda sp: batches(rank, sp, reused=True, layers=2, leaves_out={(0, 3), (1, 3)}),
-            lambda sp: loaded_ahead(rank, sp),
+        results = []
+        for scenario in (
+            lambda sp: skip_batches(rank, sp, reused=False, layers=1, skipped={(1, 1)}),
+            lambda sp: skip_batches(rank, sp, reused=True, layers=1, skipped={(1, 1)}),
+            lambda sp: skip_batches(rank, sp, reused=True, layers=3, skipped={(1, 1, 1)}),
+            lambda sp: differ_in_order(rank, sp),
+            lambda sp: skip_batches(rank, sp, reused=True, layers=2, skipped={(0, 3), (1, 3)}),
+            lambda sp: load_ahead(rank, sp),
         ):
-            found.append(what(startrail.SequenceParallel("1x2", timeout=30)))
+            results.append(scenario(startrail.SequenceParallel("1x2", timeout=30)))
             dist.barrier()
-        return found
+        return results
 
-    for rank, (batch, reused, layer, order, well, ahead) in enumerate(run_local(on_rank, 2, deadline=90)):
-        assert [found[0] for found in (batch, reused, layer)] == ([(2, 0)] * 3 if rank else [(1, 0), (1, 0), (1, 2)])
+    for rank, (batch, reused, layer, order, correct, ahead) in enumerate(run_local(on_rank, 2, deadline=90)):
+        assert [first[0] for first in (batch, reused, layer)] == ([(2, 0)] * 3 if rank else [(1, 0), (1, 0), (1, 2)])
         for _, text, seconds in (batch, reused, layer):
             assert "they were given different data: all must shard the same batches" in text, text
             assert text.startswith("ValueError: ranks disagree about one attention call") and seconds < 10
         assert order[1].count("backward of call 0.") == 2 and order[2] < 10, order
-        assert well[1] == ahead[1] == "no error", "and nobody is told so without need"
+        assert correct[1] == ahead[1] == "no error", "correct ranks raise nothing"
 
 
 class BrokenError(Exception):
     pass
 
 
-def test_an_error_on_one_rank_ends_the_call_on_all_and_all_go_on():
-    """Twice: the second time in the steady state, in the backward pass."""
+def test_an_error_on_one_rank_ends_the_call_on_all_ranks_and_the_next_call_works():
+    """First in the forward pass, then in the backward pass, when all calls are known."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2/1x2", timeout=30)
         sp._runtime.executor_on(torch.device("cpu"))
         dist.barrier()  # all ranks are connected: a rank that still connects would report that instead
         texts = []
-        for what in ("forward", "backward"):
+        for pass_ in ("forward", "backward"):
             kernel = type(startrail.kernels.kernel_for(torch.device("cpu"), torch.float32, 16))
-            method, calls = getattr(kernel, what), []
+            method = getattr(kernel, pass_)
 
-            def fails(self, *arguments, method=method, calls=calls, **options):
-                calls.append(1)
+            def fail(self, *arguments, method=method, **options):
                 if rank == 2:
                     raise BrokenError("out of memory")
                 return method(self, *arguments, **options)
 
-            setattr(kernel, what, fails)
+            setattr(kernel, pass_, fail)
             try:
-                texts.append(timed(lambda: exact(sp)))
+                texts.append(timed(lambda: is_exact(sp)))
             except BrokenError:
                 texts.append(("Broken", 0.0))
-            setattr(kernel, what, method)
-            texts.append(exact(sp))
+            setattr(kernel, pass_, method)
+            texts.append(is_exact(sp))
         return texts
 
-    for rank, (forward, well, backward, again) in enumerate(run_local(on_rank, 4, deadline=90)):
-        assert well and again
+    for rank, (forward, exact, backward, exact_again) in enumerate(run_local(on_rank, 4, deadline=90)):
+        assert exact and exact_again
         for (text, seconds), pass_ in ((forward, "forward"), (backward, "backward")):
             if rank == 2:
                 assert text == "Broken"
@@ -194,29 +193,29 @@ def test_an_error_on_one_rank_ends_the_call_on_all_and_all_go_on():
                 assert seconds < 15
 
 
-def test_a_rank_that_is_late_for_its_first_call_does_not_spoil_the_instance():
+def test_an_instance_works_after_one_rank_is_late_for_the_first_call():
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x2", timeout=4)
+        sp = startrail.SequenceParallel("1x2", timeout=2)
         if rank:
-            time.sleep(6)
-        texts = [error_of(lambda: exact(sp))]
+            time.sleep(3)
+        texts = [error_of(lambda: is_exact(sp))]
         while texts[-1] != "no error" and len(texts) < 8:
-            texts.append(error_of(lambda: exact(sp)))
-        return texts, exact(sp)
+            texts.append(error_of(lambda: is_exact(sp)))
+        return texts, is_exact(sp)
 
-    for texts, well in run_local(on_rank, 2, deadline=60):
+    for texts, exact in run_local(on_rank, 2, deadline=60):
         assert texts[0].startswith("PeerError: rank 1 did not start attention call 1 (forward: "), texts
-        assert texts[-1] == "no error" and well, texts
+        assert texts[-1] == "no error" and exact, texts
 
 
-def test_a_new_instance_on_one_rank_only_is_told_so():
+def test_a_new_instance_on_one_rank_only_raises():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=40)
-        assert exact(sp)
+        assert is_exact(sp)
         error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))
         if rank:
             sp = startrail.SequenceParallel("1x2", timeout=40)
-        return timed(lambda: exact(sp))
+        return timed(lambda: is_exact(sp))
 
     for text, seconds in run_local(on_rank, 2, deadline=60):
         assert text.startswith("ValueError: rank ") and "of number 1 of their SequenceParallels" in text, text
@@ -225,15 +224,15 @@ def test_a_new_instance_on_one_rank_only_is_told_so():
 
 
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
-def test_a_dead_peer_is_a_peer_error(when):
+def test_a_dead_peer_raises_peer_error(when):
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x3", timeout=4)
+        sp = startrail.SequenceParallel("1x3", timeout=3)
         if when == "after it":
-            exact(sp)
+            is_exact(sp)
             dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return [error_of(lambda: exact(sp)) for _ in range(2)]
+        return [error_of(lambda: is_exact(sp)) for _ in range(2)]
 
     for rank, texts in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))):
         for text in texts if rank != 1 else ():
@@ -242,12 +241,12 @@ def test_a_dead_peer_is_a_peer_error(when):
             assert "rank 1 did not start" in texts[1]
 
 
-def test_a_dead_peer_is_a_peer_error_in_every_collective():
+def test_a_dead_peer_raises_peer_error_in_every_collective():
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x3", timeout=4)
+        sp = startrail.SequenceParallel("1x3", timeout=3)
         sequence, model = sp.sequence(24), torch.nn.Linear(2, 2)
-        ours = torch.ones(8, requires_grad=True)
-        whole, rolled = sequence.unshard(ours, 0).sum(), sequence.roll(ours, -1, 0).sum()
+        local = torch.ones(8, requires_grad=True)
+        whole, rolled = sequence.unshard(local, 0).sum(), sequence.roll(local, -1, 0).sum()
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -267,22 +266,22 @@ def test_a_dead_peer_is_a_peer_error_in_every_collective():
             )
         ]
 
-    for rank, found in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}), timeout=4)):
+    for rank, errors in enumerate(run_local(on_rank, 3, deadline=60, expendable=frozenset({1}), timeout=3)):
         for (text, seconds), what in zip(
-            found or (), (*["tokens"] * 4, "logits", "texts", "parameters", "mean", "gradients"), strict=rank != 1
+            errors or (), (*["tokens"] * 4, "logits", "texts", "parameters", "mean", "gradients"), strict=rank != 1
         ):
             assert text.startswith("PeerError: ") and f"{what}: a rank is gone or late: " in text, text
             assert seconds < 10
 
 
-def test_whoever_does_not_connect_again_is_missed_within_the_timeout():
+def test_a_rank_that_does_not_reconnect_is_reported_within_the_timeout():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=2)
-        exact(sp)
-        error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))  # on all ranks: their lanes are of no use any more
+        is_exact(sp)
+        error_of(lambda: sp.sequence(32).attention(*qkv(dim=300)))  # on all ranks, which closes their lanes
         if rank:
             time.sleep(4)
-            return "late", 0.0
+            return None
         return timed(lambda: sp._runtime.executor_on(torch.device("cpu")))
 
     text, seconds = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))[0]
@@ -298,6 +297,7 @@ STORE_HOST = """
     dist.init_process_group("gloo")
     rank, how = dist.get_rank(), sys.argv[1]
     TIMING.store_answer, TIMING.explanation = 0.5, 1.0
+    TIMING.slow_wait, TIMING.thread_join, TIMING.abort = 0.4, 0.5, 2.0
     sp = startrail.SequenceParallel("1x2", timeout=3)
     x = torch.randn(1, 2, 8, 8)
     sp.sequence(16).attention(x, x, x)
@@ -308,14 +308,14 @@ STORE_HOST = """
     time.sleep(1)
     start = time.monotonic()
     try:
-        sp.sequence(16).attention(x, x, x, causal=True)  # new: compared
+        sp.sequence(16).attention(x, x, x, causal=True)  # a new kind of call, so it is compared
     except startrail.PeerError as error:
         print(f"PeerError after {time.monotonic() - start:.0f} s: {error}", flush=True)
 """
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_store_host_that_dies_or_hangs_is_a_peer_error_and_nobody_aborts(tmp_path, how):
+def test_a_store_host_that_dies_or_hangs_raises_peer_error_without_an_abort(tmp_path, how):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(STORE_HOST))
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
@@ -351,7 +351,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_long_waits_say_what_they_wait_for():
+def test_long_waits_log_what_they_wait_for():
     def on_rank(rank):
         import logging
 
@@ -360,11 +360,11 @@ def test_long_waits_say_what_they_wait_for():
         handler.emit = lambda record: lines.append(record.getMessage())
         logging.getLogger("startrail").addHandler(handler)
         sp = startrail.SequenceParallel("1x2", timeout=30)
-        exact(sp)
+        is_exact(sp)
         dist.barrier()
         if rank:
             time.sleep(2)
-        exact(sp)
+        is_exact(sp)
         return lines
 
     waiting, _ = run_local(on_rank, 2, deadline=60)
@@ -373,7 +373,7 @@ def test_long_waits_say_what_they_wait_for():
     assert re.match(what, waiting[0]), waiting
 
 
-def test_calls_of_many_kinds_leave_nothing_behind():
+def test_many_kinds_of_calls_leak_nothing():
     """A short soak; `python -m tests.soak` runs 20,000 calls."""
     from tests.soak import PLANS, WORLD, grown, soak
 
@@ -381,7 +381,7 @@ def test_calls_of_many_kinds_leave_nothing_behind():
         assert not grown(before, after), (before, after)
 
 
-def test_a_refusal_in_a_loader_thread_is_raised_there():
+def test_errors_in_a_loader_thread_are_raised_there():
     sp = startrail.SequenceParallel("1x1")
     texts = []
     with sp._runtime._exclusive_call():

@@ -1,4 +1,4 @@
-"""The first steps of a loop without Hugging Face: averaged and unsummed gradients are found, what is right is not."""
+"""Checks in the first steps of a plain training loop: averaged and unsummed gradients raise, correct loops do not."""
 
 import gc
 
@@ -31,7 +31,7 @@ def on_rank(rank):
     sp = startrail.SequenceParallel("1x2")
     data = torch.randn(1, 14, 8, generator=torch.Generator().manual_seed(1))
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
-    found = {}
+    errors = {}
 
     def train(name, wrap=lambda model: model, scale=1.0, parts=1, after=lambda model: None, rare=False, steps=3):
         model = Model()
@@ -48,7 +48,7 @@ def on_rank(rank):
             after(model)
             optimizer.step()
 
-        found[name] = [error_of(step) for _ in range(steps)]
+        errors[name] = [error_of(step) for _ in range(steps)]
 
     def sharded(model):
         fully_shard(model.inside)
@@ -57,13 +57,13 @@ def on_rank(rank):
     def sharded_that_sums(model):
         for module in (model.inside, sharded(model)):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
         return model
 
     def summed(model):
         startrail.sum_gradients(model.parameters())
 
-    def half_shared(model):  # DDP over one rank only: the rest is summed apart
+    def ddp_of_one_rank(model):  # the sum over the other ranks is separate
         return DistributedDataParallel(model, process_group=alone, find_unused_parameters=True)
 
     def ddp(model):
@@ -71,7 +71,7 @@ def on_rank(rank):
 
     train("ddp averaged", ddp)
     train("ddp", ddp, scale=2.0)
-    train("ddp, two parts a step", ddp, scale=1.0, parts=2)  # 2 ranks / 2 parts
+    train("ddp, two parts per step", ddp, scale=1.0, parts=2)  # 2 ranks / 2 parts
     train("ddp averaged, three parts", ddp, scale=1 / 3, parts=3)
     train("fsdp averaged", sharded)
     train("fsdp", sharded, scale=2.0)
@@ -79,22 +79,22 @@ def on_rank(rank):
     train("unsummed")
     train("summed", after=summed)
     train("summed, clipped", after=lambda model: (summed(model), nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-    train("summed, partly by ddp", half_shared, after=summed)
+    train("summed, partly by ddp", ddp_of_one_rank, after=summed)
     train("a parameter that one rank does not use", after=summed, rare=rank == 0)
-    train("gone after one step", after=summed, steps=1)
+    train("dropped after one step", after=summed, steps=1)
     gc.collect()
-    return found, len(_active_checks)
+    return errors, len(_active_checks)
 
 
-def test_what_plain_loops_do_wrong_is_said_at_the_first_step_and_nothing_else():
+def test_wrong_loops_raise_at_the_first_step_and_correct_loops_do_not():
     averaged = "gradients are averaged over 2 ranks, but must be summed ({} divides by its number of ranks): call "
     averaged += "(startrail.gradient_factor(model) * loss).backward()"
-    ddp, fsdp = (f"ValueError: {averaged.format(who)}" for who in ("DDP", "FSDP"))
-    for found, left in run_local(on_rank, 2):
-        unsummed = found.pop("unsummed")
+    ddp, fsdp = (f"ValueError: {averaged.format(wrapper)}" for wrapper in ("DDP", "FSDP"))
+    for errors, remaining in run_local(on_rank, 2):
+        unsummed = errors.pop("unsummed")
         assert all("each rank still has only its own part of the gradients" in text for text in unsummed[:2])
         for name in ("ddp averaged", "ddp averaged, three parts"):
-            assert found.pop(name) == [ddp, ddp, "no error"], name
-        assert found.pop("fsdp averaged") == [fsdp, fsdp, "no error"]
-        assert found == {name: ["no error"] * len(texts) for name, texts in found.items()}
-        assert left == 0, "nothing is left behind by models that are gone"
+            assert errors.pop(name) == [ddp, ddp, "no error"], name
+        assert errors.pop("fsdp averaged") == [fsdp, fsdp, "no error"]
+        assert errors == {name: ["no error"] * len(texts) for name, texts in errors.items()}
+        assert remaining == 0, "checks end with their models"

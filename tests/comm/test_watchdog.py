@@ -1,43 +1,43 @@
-"""The thread that watches lives as long as there is something to watch."""
+"""The watchdog's thread runs as long as there is something to watch."""
 
 import threading
 from weakref import WeakSet
 
-from startrail.comm import watchdog as watch
+from startrail.comm import watchdog
 from startrail.comm.timing import TIMING
 
 
-class Looked:
+class Watched:
     def __init__(self):
-        self.at = threading.Event()
+        self.checked = threading.Event()
 
     def check(self):
-        self.at.set()
+        self.checked.set()
 
 
-def test_what_is_added_while_the_thread_looks_does_not_end_it(monkeypatch):
-    looking, added = threading.Event(), threading.Event()
+def test_adding_an_object_during_a_round_does_not_end_the_thread(monkeypatch):
+    iterating, added = threading.Event(), threading.Event()
 
     class Slow(WeakSet):
-        """A set that changes while it is gone through, if it can."""
+        """A set that gives another thread time to change it during iteration."""
 
         def __iter__(self):
-            for one in super().__iter__():
-                yield one
-                looking.set()
+            for watched in super().__iter__():
+                yield watched
+                iterating.set()
                 added.wait(0.2)
 
-    monkeypatch.setattr(watch, "WeakSet", Slow)
-    monkeypatch.setattr(watch, "_watchdog", None)
+    monkeypatch.setattr(watchdog, "WeakSet", Slow)
+    monkeypatch.setattr(watchdog, "_watchdog", None)
     monkeypatch.setattr(TIMING, "slow_wait", 0.04)
-    first, second = Looked(), Looked()
-    watch.watch(first)
+    first, second = Watched(), Watched()
+    watchdog.watch(first)
     try:
-        assert looking.wait(5)
-        watch.watch(second)
+        assert iterating.wait(5)
+        watchdog.watch(second)
         added.set()
-        assert second.at.wait(2), "the thread has ended"
-        first.at.clear()
-        assert first.at.wait(2)
+        assert second.checked.wait(2), "the thread has ended"
+        first.checked.clear()
+        assert first.checked.wait(2)
     finally:
-        watch._watchdog.stop()
+        watchdog._watchdog.stop()
