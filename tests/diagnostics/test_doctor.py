@@ -62,13 +62,13 @@ def test_levels_are_those_with_several_members(machine, names):
     [
         (
             {"matmul": {5: 0.3}},
-            ["rank 5 (node 2, host2): products of matrices at 30% of the others'"],
+            ["rank 5 (node 2, host2): matrix products at 30% of the others'"],
             [SlowMember(1, 5, 1.0, 0.3)],
         ),
         ({"all_0": {6: 0.4, 7: 0.2}}, ["rank 6 (node 3", "rank 7 (node 3"], [SlowMember(0, 3, 0.2)]),
         ({"all_1": {1: 0.25}}, ["its link to the next rank of its node at 25%"], [SlowMember(1, 1, 0.25)]),
         ({"matmul": {2: 0.4}, "all_1": {2: 0.1}}, ["products", "its link"], [SlowMember(1, 2, 0.1, 0.4)]),
-        ({"copy": {0: 0.1}}, ["copies in memory at 10%"], []),
+        ({"copy": {0: 0.1}}, ["memory copies at 10%"], []),
         ({"matmul": {3: 1e-9}}, ["at 0%"], [SlowMember(1, 3, 1.0, 0.001)]),
         ({"matmul": {3: 0.6}}, [], []),
     ],

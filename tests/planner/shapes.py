@@ -1,4 +1,4 @@
-"""Shapes that several tests of the planner share."""
+"""Shapes for several of the planner's tests."""
 
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import AttentionShape

@@ -1,4 +1,4 @@
-"""The answer as a table, a paragraph and JSON, and the command that prints it."""
+"""The answer as a table, a paragraph and JSON, and ``startrail plan``, which prints it."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.helpers import refusal
 
 
 @pytest.mark.parametrize("share, advice", [(0.95, "keep it"), (0.02, "leave it out")])
-def test_a_slow_node_is_named_and_advised_on(share, advice):
+def test_a_slow_node_is_named_with_advice(share, advice):
     cluster = replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 2, bandwidth=share),))
     why = ask(cluster, "gpt-3b", "128k").why
     assert f"node 2 (bandwidth {share:.0%}, compute 100%)" in why
@@ -48,7 +48,7 @@ def test_rows_as_json(capsys):
         Plan.parse(row["plan"]).check_world(32)
 
 
-def test_the_call_is_the_command(capsys):
+def test_the_function_and_the_command_give_the_same_answer(capsys):
     answer = startrail.plan("a100-4x8", "gpt-3b", "64k")
     assert main(["plan", "--cluster", "a100-4x8", "--model", "gpt-3b", "--length", "65536"]) == 0
     text = capsys.readouterr().out

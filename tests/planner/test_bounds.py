@@ -1,4 +1,4 @@
-"""No plan beats its bound, and candidates that are left out would not help."""
+"""No plan beats its bound, and the candidates left out of the search would not help."""
 
 from dataclasses import replace
 from math import prod
@@ -33,14 +33,14 @@ def test_no_plan_beats_its_bound(cluster, window):
                 forward, backward = bounds.of_plan(variant)
             except ValueError:
                 continue
-            played = predict(cluster, variant, call)
-            assert forward.seconds <= played.forward.seconds * (1 + 1e-9), variant
-            assert backward.seconds <= played.backward.seconds * (1 + 1e-9), variant
+            simulated = predict(cluster, variant, call)
+            assert forward.seconds <= simulated.forward.seconds * (1 + 1e-9), variant
+            assert backward.seconds <= simulated.backward.seconds * (1 + 1e-9), variant
             checked += 1
     assert checked > 25
 
 
-def test_two_levels_over_the_same_links_send_what_one_of_their_product_sends():
+def test_two_levels_over_the_same_links_send_the_bytes_of_one_level_of_their_product():
     """So the search need not try them."""
     shards = {"q": 1.0, "kv": 2.0, "out": 1.0, "do": 1.0, "dq": 1.0, "dkv": 2.0}
     pairs = [plan for plan in plans_for(12, 2) if len(plan.levels) == 2 and len({*map(type, plan.levels)}) == 1]
@@ -51,5 +51,5 @@ def test_two_levels_over_the_same_links_send_what_one_of_their_product_sends():
         sizes = [prod(getattr(level, name) for level in plan.levels) for name in names]
         one = Plan.parse(f"u{sizes[0]}" if heads else "x".join(map(str, sizes)))
         for pass_ in PASSES:
-            ours, theirs = (sum(closed_form(some, 12, 0, pass_, shards)) for some in (plan, one))
-            assert ours == pytest.approx(theirs), plan
+            sent, sent_by_one = (sum(closed_form(some, 12, 0, pass_, shards)) for some in (plan, one))
+            assert sent == pytest.approx(sent_by_one), plan

@@ -1,4 +1,4 @@
-"""auto on live ranks: described or measured, the same everywhere, and remembered; doctor writes what plan reads."""
+"""auto on live ranks: described, measured or cached clusters, and one plan for all; doctor writes a file for plan."""
 
 import os
 
@@ -15,7 +15,7 @@ from startrail.planner.workload import Job, Run, find_model
 from tests.helpers import start, torchrun
 
 
-def test_all_ranks_agree_on_what_is_described_or_measured(tmp_path, monkeypatch, capfd):
+def test_all_ranks_agree_on_described_and_measured_clusters(tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("STARTRAIL_CLUSTER", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mine = tmp_path / "mine.toml"
@@ -28,46 +28,46 @@ def test_all_ranks_agree_on_what_is_described_or_measured(tmp_path, monkeypatch,
             except ValueError as error:
                 return str(error)
 
-        found = {"measured": chosen(), "remembered": chosen(), "file": chosen(cluster=str(mine), length=512)}
-        found["wrong"] = chosen(cluster="a100-4x9")
+        plans = {"measured": chosen(), "cached": chosen(), "file": chosen(cluster=str(mine), length=512)}
+        plans["wrong"] = chosen(cluster="a100-4x9")
         job = Job(find_model("gpt-tiny"), Run(512, batch=2, dtype="float32"))
-        found["job"] = chosen(job=job, cluster="lab")
-        if rank == 0:  # what was remembered cannot be read: nobody may wait for it
-            (remembered,) = (tmp_path / "startrail").glob("cluster-*.toml")
-            remembered.write_bytes(b"\xff\xfe")
-        found["again"] = chosen()
-        if rank == 0:  # nor for what nobody thought of
+        plans["job"] = chosen(job=job, cluster="lab")
+        if rank == 0:  # an unreadable cache must not make ranks wait
+            (cached,) = (tmp_path / "startrail").glob("cluster-*.toml")
+            cached.write_bytes(b"\xff\xfe")
+        plans["again"] = chosen()
+        if rank == 0:  # nor must an unexpected error
             auto.fit_cluster = lambda *_: 1 / 0
-        found["broken"] = chosen(cluster="lab")
+        plans["broken"] = chosen(cluster="lab")
         auto.fit_cluster = fit_cluster
         os.environ["STARTRAIL_CLUSTER"] = "nvl72"
-        found["variable"] = chosen()
+        plans["variable"] = chosen()
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
+        dist.all_gather_object(everyone, plans)
         return everyone
 
     (first, second), _ = run_local(on_rank, 2)
     assert first == second
-    for name in ("measured", "remembered", "file", "job", "again", "variable"):
+    for name in ("measured", "cached", "file", "job", "again", "variable"):
         startrail.Plan.parse(first[name]).check_world(2)
-    assert first["remembered"] == first["measured"]
+    assert first["cached"] == first["measured"]
     assert "no cluster 'a100-4x9'; did you mean 'a100-4x8'?" in first["wrong"]
     assert "ZeroDivisionError" in first["broken"]
     assert len(list((tmp_path / "startrail").glob("cluster-*.toml"))) == 1
-    said = [line for line in capfd.readouterr().err.splitlines() if "auto chose" in line]
-    assert len(said) == 6  # by one rank
-    assert "measured now" in said[0] and "measured before" in said[1] and "described by nvl72" in said[5]
-    assert "of 512 tokens" in said[2] and "of 8192 tokens (assumed)" in said[0]
-    assert "a step of gpt-tiny with 2 x 512 tokens" in said[3] and "measured now" in said[4]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "auto chose" in line]
+    assert len(lines) == 6  # from one rank
+    assert "measured now" in lines[0] and "measured before" in lines[1] and "described by nvl72" in lines[5]
+    assert "of 512 tokens" in lines[2] and "of 8192 tokens (assumed)" in lines[0]
+    assert "a step of gpt-tiny with 2 x 512 tokens" in lines[3] and "measured now" in lines[4]
 
 
 @pytest.mark.parametrize("heads, kv_heads, message", [(4, 3, "not a multiple of 3"), (0, 1, "must be whole numbers")])
-def test_heads_that_cannot_be_are_refused(heads, kv_heads, message):
+def test_impossible_heads_are_refused(heads, kv_heads, message):
     with pytest.raises(ValueError, match=message):
         startrail.SequenceParallel("auto", heads=heads, kv_heads=kv_heads)
 
 
-def test_doctor_looks_around_and_writes_what_plan_reads(tmp_path, capfd):
+def test_doctor_writes_a_cluster_that_plan_reads(tmp_path, capfd):
     file = str(tmp_path / "here.toml")
     assert main(["doctor", "--ranks", "2", "--out", file]) == 0
     text = capfd.readouterr().out
@@ -78,7 +78,7 @@ def test_doctor_looks_around_and_writes_what_plan_reads(tmp_path, capfd):
     assert "on here: 2 x one thread of" in capfd.readouterr().out
 
 
-def test_doctor_under_torchrun_looks_at_all_ranks(tmp_path):
+def test_doctor_under_torchrun_measures_all_ranks(tmp_path):
     file = tmp_path / "there.toml"
     done = start([*torchrun(2), "-m", "startrail.cli", "doctor", "--out", str(file)])
     out, error = done.communicate(timeout=120)
@@ -92,7 +92,7 @@ def test_doctor_under_torchrun_looks_at_all_ranks(tmp_path):
     "argv, message",
     [(["--ranks", "0"], "--ranks 0 must be at least 1"), (["--out", "no/such/file.toml"], "no/such does not exist")],
 )
-def test_a_mistake_of_doctor_is_one_line(argv, message, capsys):
+def test_a_doctor_error_is_one_line(argv, message, capsys):
     assert main(["doctor", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

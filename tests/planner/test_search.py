@@ -1,4 +1,4 @@
-"""The search: against brute force, what it drops, and how long it takes."""
+"""The search: against brute force, the plans it drops, and its speed."""
 
 import re
 import time
@@ -22,7 +22,7 @@ def test_well_known_plans_are_always_among_the_rows():
     found = search(SMALL, find_model("gpt-3b"), Run(length=65536))
     assert {row.role for row in found.rows} >= {"ring", "star2", "star4", "USP", "double ring", "Ulysses"}
     assert found.missing == ()
-    assert found.best.seconds <= 1.005 * min(row.seconds for row in found.rows)  # of those alike, the simplest
+    assert found.best.seconds <= 1.005 * min(row.seconds for row in found.rows)  # the simplest of tied plans
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_search_finds_what_brute_force_finds():
     assert found.best.seconds <= best * 1.011
 
 
-def test_what_does_not_fit_is_dropped_with_its_reason_and_count():
+def test_plans_that_do_not_fit_are_dropped_with_reason_and_count():
     answer = ask("a100-4x8", "gpt-7b", "512k")
     assert sum(answer.result.dropped.values()) > 100
     (star4,) = (row for row in answer.rows if row["role"] == "star4")
@@ -78,7 +78,7 @@ def test_a_batch_may_be_split_over_groups():
     assert answer.rows[0]["data_parallel"] > 1
 
 
-def test_half_the_bandwidth_is_never_faster_and_less_memory_never_either():
+def test_less_bandwidth_or_memory_is_never_faster():
     model, run = find_model("gpt-3b"), Run(length=2**17)
     cluster = find_cluster("a100-4x8")
     best = search(cluster, model, run).best.seconds
@@ -95,7 +95,7 @@ def test_sliding_layers_compute_less():
         assert sliding.sent == whole.sent
 
 
-def test_a_batch_that_does_not_fit_says_which_would():
+def test_the_error_for_a_batch_that_does_not_fit_names_one_that_does():
     with pytest.raises(ValueError, match=r"does not fit cluster a100-4x8.*; a batch of \d+ would fit; "):
         search(find_cluster("a100-4x8"), find_model("gpt-7b"), Run(2**17, batch=64), data_parallel=1)
 
@@ -118,7 +118,7 @@ SLIDING = LLAMA | dict(
     ],
 )
 def test_planning_is_fast(cluster, model, length, limit):
-    """On one core; the better of two, because other tests share it."""
+    """On one core; the better of two runs, because other tests share it."""
     described = from_hugging_face(SLIDING, "mine", "config.json") if model == "sliding" else find_model(model)
     times = []
     for _ in range(2):

@@ -27,7 +27,7 @@ NARROW = Model("narrow", 256, 32, 2, 1, 1, 32, 256, 3, True, True, (None, None))
         (65536, "2x2", False, 237.7),
     ],
 )
-def test_memory_is_what_was_measured_within_a_tenth(length, text, recompute, mib):
+def test_memory_is_within_a_tenth_of_the_measurement(length, text, recompute, mib):
     plan, run = Plan.parse(text), Run(length, dtype="float32", recompute=recompute)
     memory = estimate_memory(Job(NARROW, run), plan, plan.size, libraries=LIBRARY_BYTES)
     assert memory.total / 2**20 == pytest.approx(mib, rel=0.1)
@@ -46,7 +46,7 @@ def test_memory_is_what_was_measured_within_a_tenth(length, text, recompute, mib
         ("dit-tiny", dict(), 8, 55.8),
     ],
 )
-def test_memory_of_recipes_is_what_was_measured_within_a_tenth(name, changes, ranks, mib):
+def test_memory_of_recipes_is_within_a_tenth_of_the_measurement(name, changes, ranks, mib):
     """Peaks of one step, or of a few with a checkpoint, on CPU ranks: ``Trainer`` prints this estimate."""
     recipe = find(name).with_(changes)
     memory = estimate_memory(recipe.job("float32"), Plan.parse(recipe.plan), ranks, libraries=LIBRARY_BYTES)
@@ -67,7 +67,7 @@ def test_model_flops_count_every_visible_pair_once(causal, window):
     assert training.flops == 3 * (products + dense)
 
 
-def test_groups_wait_for_the_slowest_of_them():
+def test_groups_wait_for_the_slowest_group():
     cluster = find_cluster("a100-4x8")
     slow = replace(cluster, slow=(SlowMember(0, 3, bandwidth=0.1), SlowMember(0, 1, bandwidth=0.4, compute=0.5)))
     assert slow.part(16).slow == (SlowMember(0, 1, bandwidth=0.1, compute=0.5),)

@@ -205,11 +205,8 @@ def _exchange(
         dist.barrier(group=group)
         start = time.perf_counter()
         if takes_part:
-            ops = [
-                dist.P2POp(dist.isend, send, ranks[to], group),
-                dist.P2POp(dist.irecv, receive, ranks[source], group),
-            ]
-            for work in dist.batch_isend_irecv(ops):
+            ends = (dist.isend, send, ranks[to]), (dist.irecv, receive, ranks[source])
+            for work in dist.batch_isend_irecv([dist.P2POp(*end, group) for end in ends]):
                 work.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -255,9 +252,8 @@ def describe(
     )  # fmt: skip
     outliers = list(_outliers(everyone))
     texts = (
-        f"rank {one.rank} (node {machine.node(one.rank)}, {everyone[one.rank]['host']}): {one.what} at "
-        f"{one.share:.0%} of the others'"
-        for one in outliers
+        f"rank {rank} (node {machine.node(rank)}, {everyone[rank]['host']}): {what} at {share:.0%} of the others'"
+        for rank, _, what, share in outliers
     )
     slow = _slow_members(machine, len(levels) - 1, outliers)
     return Measured(ClusterSpec("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
@@ -274,8 +270,8 @@ class Outlier(NamedTuple):
 
 def _outliers(everyone: Sequence[dict[str, Any]]) -> Iterator[Outlier]:
     names = {
-        "matmul": "products of matrices",
-        "copy": "copies in memory",
+        "matmul": "matrix products",
+        "copy": "memory copies",
         "all 0": "its link to the next node",
         "all 1": "its link to the next rank of its node",
     }
