@@ -205,8 +205,9 @@ def _exchange(
         dist.barrier(group=group)
         start = time.perf_counter()
         if takes_part:
-            ends = (dist.isend, send, ranks[to]), (dist.irecv, receive, ranks[source])
-            for work in dist.batch_isend_irecv([dist.P2POp(*end, group) for end in ends]):
+            sending = dist.P2POp(dist.isend, send, ranks[to], group)
+            receiving = dist.P2POp(dist.irecv, receive, ranks[source], group)
+            for work in dist.batch_isend_irecv([sending, receiving]):
                 work.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
