@@ -17,18 +17,9 @@ from startrail.kernels import kernel_for
 
 # Arguments that models pass to every layer, and that attention does not use.
 UNUSED_ARGUMENTS = {
-    "cache_position",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "shift_labels",
-    "use_cache",
-}
+    "cache_position", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "position_embeddings", "position_ids", "return_dict", "shift_labels", "use_cache",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,12 +62,12 @@ class MaskPlaceholder:
 
 def read_layer_kind(function: Any) -> LayerKind:
     """The kind of layer that a mask function of transformers describes. Raises ``ValueError`` for an unknown one."""
-    if function is None:
+    if function is None or function.__qualname__ == "causal_mask_function":
         return LayerKind()
-    name, closure = function.__qualname__, _closure(function)
-    if name == "causal_mask_function":
-        return LayerKind()
-    if name == "bidirectional_mask_function":
+    name, cells = function.__qualname__, function.__closure__ or ()
+    closure = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    # shard_batch has removed padding
+    if name == "bidirectional_mask_function" or name.startswith("padding_mask_function"):
         return LayerKind(causal=False)
     if name.startswith("sliding_window_overlay"):
         return LayerKind(causal=False, window=closure["sliding_window"])
@@ -84,19 +75,12 @@ def read_layer_kind(function: Any) -> LayerKind:
         return LayerKind(causal=False, window=closure["sliding_window"] + 1)
     if name.startswith("chunked_overlay"):
         return LayerKind(causal=False, chunk=closure["chunk_size"])
-    if name.startswith("padding_mask_function"):  # shard_batch has removed it
-        return LayerKind(causal=False)
     if name.startswith("and_masks"):
         parts = [read_layer_kind(part) for part in closure["mask_functions"]]
         windows = [part.window for part in parts if part.window is not None]
         chunks = [part.chunk for part in parts if part.chunk is not None]
         return LayerKind(any(part.causal for part in parts), min(windows, default=None), min(chunks, default=None))
     raise ValueError(f"unsupported mask function {name}")
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
@@ -112,13 +96,11 @@ def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, othe
         return f"{query.shape[2]} queries and {key.shape[2]} keys: it uses a cache, or attends to an unsharded sequence"
     if dropout:
         return f"attention dropout {dropout}: set it to 0 in the model's config"
-    kind = mask.kind
+    implied = {"sliding_window": mask.kind.window, "is_causal": mask.kind.causal}
     for name, given in others.items():
         if name in UNUSED_ARGUMENTS or given is None or given is False:
             continue
-        if name == "sliding_window" and given == kind.window:
-            continue
-        if name == "is_causal" and given == kind.causal:
+        if name in implied and given == implied[name]:
             continue
         if name == "position_bias":
             return "position_bias: no kernel adds a bias to the logits"

@@ -34,15 +34,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
 from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
+from startrail.integrations import layer_masks
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
-from startrail.integrations.layer_masks import (
-    LayerKind,
-    MaskPlaceholder,
-    MaskUseError,
-    layer_problem,
-    read_layer_kind,
-    softcap_problem,
-)
+from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder, MaskUseError
 from startrail.integrations.token_mixing import find_token_mixing
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
@@ -64,8 +58,7 @@ class Attached:
     """
 
     def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
-        self.name = f"startrail-{next(_numbers)}"
+        self.sp, self.name = sp, f"startrail-{next(_numbers)}"
         self.kinds: dict[tuple[object, ...], LayerKind] = {}
         self.softcaps: set[float] = set()
         self.context: BatchContext | None = None
@@ -83,7 +76,7 @@ class Attached:
     def mask(self, *arguments: Any, mask_function: Callable[..., Any] | None = None, **options: Any) -> MaskPlaceholder:
         key = (options.get("local_size"), "allow_is_bidirectional_skip" in options, bool(options.get("use_vmap")))
         if self.probed is not None:
-            kind = read_layer_kind(mask_function)
+            kind = layer_masks.read_layer_kind(mask_function)
             if self.kinds.setdefault(key, kind) != kind:
                 raise ValueError(f"cannot distinguish the masks {kind} and {self.kinds[key]}")
             return MaskPlaceholder(None, kind)
@@ -105,12 +98,12 @@ class Attached:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Attention of one layer: (batch, heads, tokens, dim) in, (batch, tokens, heads, dim) out."""
-        problem = layer_problem(query, key, attention_mask, dropout, others)
+        problem = layer_masks.layer_problem(query, key, attention_mask, dropout, others)
         name = str(getattr(module, "_startrail_name", type(module).__name__))
         if self.probed is not None:
             if softcap is not None:
                 self.softcaps.add(softcap)
-                problem = problem or softcap_problem(query, softcap)
+                problem = problem or layer_masks.softcap_problem(query, softcap)
             self.probed.append((name, problem))
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
         problem = problem or self._batch_problem(attention_mask.context, s_aux)
@@ -221,10 +214,9 @@ def _check_config(model: PreTrainedModel) -> None:
             f"{name}: the routers' auxiliary loss would see only this rank's tokens; set "
             "config.output_router_logits=False"
         )
-    text = config.get_text_config(decoder=True)
-    supported = {"full_attention", "sliding_attention", "chunked_attention", None}
-    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in supported:
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    for index, kind in enumerate(layer_types):
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention", None):
             recurrent = "linear" in str(kind)
             reason = "its state would have to pass from rank to rank" if recurrent else "unsupported layer type"
             raise ValueError(f"{name}: layer {index} is {kind!r}: {reason}")
@@ -251,10 +243,9 @@ def _probe(model: PreTrainedModel, attached: Attached) -> None:
             raise ValueError(f"{name}: {problem}")
     if not probed:
         raise ValueError(f"no layer of {type(model).__name__} calls attention through transformers' AttentionInterface")
-    silent = expected - {name for name, _ in probed}
-    if silent:
+    if silent := expected - {name for name, _ in probed}:
         raise ValueError(
-            f"{sorted(silent)[0]} does not call attention through transformers' AttentionInterface, or not for text"
+            f"{min(silent)} does not call attention through transformers' AttentionInterface, or not for text"
         )
     with _probing(model, attached):
         model.eval()  # without dropout

@@ -51,9 +51,9 @@ def check_same_data(size: int, digest: int) -> None:
                 f"rank {rank} sees {count:,} tokens or images to train on, rank 0 sees {by_rank[0][0]:,}: every node "
                 "needs the same data"
             )
-    other = next((rank for rank, data in enumerate(by_rank) if data != by_rank[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"rank {other} sees different tokens or images than rank 0, although as many ({size:,}): every node needs "
-            "the same data"
-        )
+    for rank, data in enumerate(by_rank):
+        if data != by_rank[0]:
+            raise ValueError(
+                f"rank {rank} sees different tokens or images than rank 0, although as many ({size:,}): every node "
+                "needs the same data"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from startrail.training.metrics import Metrics
@@ -86,17 +87,13 @@ def by_level(sent: dict[str, float]) -> str:
 class Display:
     """Shows nothing: for all ranks except rank 0."""
 
-    def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
-        pass
+    def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None: ...
 
-    def step(self, metrics: Metrics) -> None:
-        pass
+    def step(self, metrics: Metrics) -> None: ...
 
-    def note(self, text: str) -> None:
-        pass
+    def note(self, text: str) -> None: ...
 
-    def finish(self, summary: Summary) -> None:
-        pass
+    def finish(self, summary: Summary) -> None: ...
 
     def close(self) -> None:
         """Restore the terminal; may be called twice."""
@@ -121,19 +118,15 @@ class LineDisplay(Display):
             self.note(f"continuing {recipe.out} after step {begin}")
 
     def step(self, metrics: Metrics) -> None:
-        now = time.monotonic()
-        if now - self._shown_at >= LINE_SECONDS or "held_out" in metrics or metrics["step"] == self._recipe.steps:
-            self._shown_at = now
-            self.note(self._line(metrics))
-
-    def _line(self, metrics: Metrics) -> str:
-        step = metrics["step"]
-        left = (self._recipe.steps - step) * (time.monotonic() - self._started_at) / max(1, step - self._begin)
+        now, step, steps = time.monotonic(), metrics["step"], self._recipe.steps
+        if now - self._shown_at < LINE_SECONDS and "held_out" not in metrics and step < steps:
+            return
+        self._shown_at = now
+        left = (steps - step) * (now - self._started_at) / max(1, step - self._begin)
         held_out = f" | held-out {metrics['held_out']:.3f}" if "held_out" in metrics else ""
-        return (
-            f"step {step}/{self._recipe.steps} | loss {metrics['loss']:.3f}{held_out} | "
-            f"{metrics['tokens_per_second']:,.0f} tokens/s | exposed {metrics['waiting']:.1%} | "
-            f"sent {by_level(metrics['sent'])} | {left:.0f} s left"
+        self.note(
+            f"step {step}/{steps} | loss {metrics['loss']:.3f}{held_out} | {metrics['tokens_per_second']:,.0f} tokens/s | "
+            f"exposed {metrics['waiting']:.1%} | sent {by_level(metrics['sent'])} | {left:.0f} s left"
         )
 
     def note(self, text: str) -> None:
@@ -158,15 +151,8 @@ class LiveDisplay(LineDisplay):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = Console()
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self._console,
-        )
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[status]}")
+        self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=self._console)
 
     def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
         super().start(recipe, begin, data, plan, world, expected)
@@ -194,8 +180,6 @@ def make_display(lead: bool) -> Display:
     if not lead:
         return Display()
     if sys.stdout.isatty():
-        try:
+        with suppress(ModuleNotFoundError):
             return LiveDisplay()
-        except ModuleNotFoundError:
-            pass
     return LineDisplay()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,35 +25,25 @@ def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
     Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs are kept in
     host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations."""
     for block in model.blocks:
-        block.forward = _recomputed(block.forward, offload)
+        block.forward = partial(_recompute, block.forward, offload)
 
 
-def _recomputed(forward: Callable[..., Tensor], offload: bool) -> Callable[..., Tensor]:
-    def run(*arguments: Any) -> Tensor:
-        with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
-            return checkpoint(
-                forward, *arguments, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False
-            )
-
-    return run
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+def _recompute(forward: Callable[..., Tensor], offload: bool, *args: Any) -> Tensor:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False)
 
 
 def return_large_blocks() -> None:
     """Make malloc return every tensor of 1 MiB or more to the system when it is freed (glibc only). Otherwise it keeps
     holes of all sizes, and a process whose tensors take 75 MiB holds twice that."""
     with suppress(OSError, AttributeError):
-        _libc().mallopt(M_MMAP_THRESHOLD, 2**20)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def trim_heap() -> None:
     """Return the holes left by small tensors to the system. Takes milliseconds, so call it between steps."""
     with suppress(OSError, AttributeError):
-        _libc().malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:

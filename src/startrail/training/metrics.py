@@ -14,12 +14,6 @@ from startrail.training.recipes import Recipe
 Metrics = dict[str, Any]
 
 
-def _drop_unfinished_line(path: Path) -> None:
-    """Remove a line that a kill or a full disk cut off; the next line would continue it."""
-    contents = path.read_bytes()
-    os.truncate(path, contents.rfind(b"\n") + 1)
-
-
 class MetricsFile:
     """``metrics.jsonl``, one line per step, and TensorBoard events if the recipe asks for them. A resumed run appends;
     if a step occurs twice, the later line counts. Nothing is written before ``open``. If a line cannot be written,
@@ -37,8 +31,9 @@ class MetricsFile:
             except ModuleNotFoundError:
                 raise ValueError("tensorboard true needs the package: pip install 'startrail[tensorboard]'") from None
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
-        self._file = (folder / "metrics.jsonl").open("a")
-        _drop_unfinished_line(folder / "metrics.jsonl")
+        path = folder / "metrics.jsonl"
+        self._file = path.open("a")
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # drop a line that a kill or a full disk cut off
 
     def write(self, metrics: Metrics) -> None:
         if self._file is None:

@@ -44,9 +44,8 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # autocast alone would gather float32 weights and then convert them; this halves the bytes
-        narrow = compute_dtype(recipe, device) == torch.bfloat16
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        precision = policy if narrow else MixedPrecisionPolicy()
+        narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        precision = narrow if compute_dtype(recipe, device) == torch.bfloat16 else MixedPrecisionPolicy()
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=recipe.zero == 3, mp_policy=precision)
         # the loss uses the embedding after the forward pass has ended, so the root's own parameters stay until then
@@ -58,10 +57,9 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
             full = torch.empty(parameter.shape)
             model.reset_parameter(name, full)
             if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                parameter.copy_(distribute_tensor(full.to(device), mesh, placements, src_data_rank=None))
-            else:
-                parameter.copy_(full)
+                shards = parameter.device_mesh, parameter.placements
+                full = distribute_tensor(full.to(device), *shards, src_data_rank=None)
+            parameter.copy_(full)
     return model
 
 

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,6 @@ from startrail.training.recipes import Recipe
 PROMPT_TOKENS = 64
 TEMPERATURE = 0.8
 GRID_IMAGES = 8
-Batch = TypeVar("Batch")
-Model = TypeVar("Model", GPT, DiT)
 
 
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -42,9 +39,10 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if narrow else torch.float32
 
 
-class Task(Generic[Model, Batch]):
-    """``sequence`` describes all samples. ``loss_sum`` is this rank's part of a batch's loss before the division by the
-    ``counted`` of all ranks."""
+class Task:
+    """What both tasks share. ``sequence`` describes all samples. ``loss_sum`` is this rank's part of a batch's loss
+    before the division by the ``counted`` of all ranks. All ranks must call ``show``, which generates a sample for a
+    person to look at. ``data_size`` is the number of tokens or images to train on."""
 
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         self.recipe, self.sequence, self.device = recipe, sp.sequence(recipe.tokens), device
@@ -56,48 +54,23 @@ class Task(Generic[Model, Batch]):
     def queries_and_keys(self) -> tuple[Tensor, Tensor]:
         """Meta tensors with the shapes of this rank's queries and keys in one attention call."""
         config, local = self.recipe.config, self.sequence.local
-        q, k = (
-            torch.empty(self.recipe.batch, heads, local, config.head_dim, dtype=self.dtype, device="meta")
-            for heads in (config.heads, config.kv_heads)
-        )
-        return q, k
-
-    def load(self, index: int, held_out: bool = False) -> Batch:
-        raise NotImplementedError
-
-    @property
-    def data_size(self) -> int:
-        """Tokens or images to train on."""
-        raise NotImplementedError
-
-    @property
-    def data_digest(self) -> int:
-        """A hash of the training data, for comparing ranks."""
-        raise NotImplementedError
-
-    def loss_sum(self, model: Model, batch: Batch) -> Tensor:
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        raise NotImplementedError
-
-    def show(self, model: Model, folder: Path) -> str:
-        """Generate a sample for a person to look at; all ranks must call it."""
-        raise NotImplementedError
+        empty = partial(torch.empty, dtype=self.dtype, device="meta")
+        shapes = ((self.recipe.batch, heads, local, config.head_dim) for heads in (config.heads, config.kv_heads))
+        return empty(next(shapes)), empty(next(shapes))
 
 
-class TextTask(Task[GPT, TextBatch]):
+class TextTask(Task):
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         super().__init__(recipe, sp, device)
         assert isinstance(recipe.config, GPTConfig) and recipe.length is not None
-        arguments: dict[str, Any] = dict(
-            batch=recipe.batch, seed=recipe.seed, packed=recipe.packed, tokenizer=recipe.tokenizer
-        )
-        self.data = TextData(recipe.data, self.sequence, split="train", **arguments)
+        text = partial(TextData, recipe.data, self.sequence, batch=recipe.batch, seed=recipe.seed)
+        text = partial(text, packed=recipe.packed, tokenizer=recipe.tokenizer)
+        self.data = text(split="train")
+        self.data_size = self.data.num_tokens
         self.held_out = self.data  # unused unless the recipe evaluates or samples
         if recipe.evaluate_batches or recipe.sample:
             try:
-                self.held_out = TextData(recipe.data, self.sequence, split="held-out", **arguments)
+                self.held_out = text(split="held-out")
             except ValueError as error:
                 raise ValueError(f"{error} (--evaluate-batches 0 --sample 0 need no held-out data)") from error
         if self.data.vocab > recipe.config.vocab:
@@ -107,14 +80,6 @@ class TextTask(Task[GPT, TextBatch]):
         batch = (self.held_out if held_out else self.data).batch(index)
         return replace(batch, tokens=batch.tokens.to(self.device), labels=batch.labels.to(self.device))
 
-    @property
-    def data_size(self) -> int:
-        return self.data.num_tokens
-
-    @property
-    def data_digest(self) -> int:
-        return self.data.digest()
-
     def loss_sum(self, model: GPT, batch: TextBatch) -> Tensor:
         attention = partial(batch.sequence.attention, causal=True)
         with self.autocast():
@@ -122,9 +87,8 @@ class TextTask(Task[GPT, TextBatch]):
             return chunked_cross_entropy(hidden, model.output_weight, batch.labels, self.recipe.loss_chunk)[0]
 
     def describe(self) -> str:
-        return (
-            f"{self.data.describe()}; a uniform guess has loss ln {self.data.vocab} = {math.log(self.data.vocab):.2f}"
-        )
+        vocab = self.data.vocab
+        return f"{self.data.describe()}; a uniform guess has loss ln {vocab} = {math.log(vocab):.2f}"
 
     @torch.no_grad()
     def show(self, model: GPT, folder: Path) -> str:
@@ -161,16 +125,16 @@ class NoisyImages:
     sequence: Sequence
 
 
-class ImageTask(Task[DiT, NoisyImages]):
+class ImageTask(Task):
     def __init__(self, recipe: Recipe, sp: SequenceParallel, device: torch.device) -> None:
         super().__init__(recipe, sp, device)
         assert isinstance(recipe.config, DiTConfig)
         self.config = recipe.config
-        arguments: dict[str, Any] = dict(
-            size=self.config.rows * self.config.patch, patch=self.config.patch, batch=recipe.batch, seed=recipe.seed
-        )
-        self.data = ImageData(recipe.data, self.sequence, split="train", **arguments)
-        self.held_out = ImageData(recipe.data, self.sequence, split="held-out", **arguments)
+        size, patch = self.config.rows * self.config.patch, self.config.patch
+        images = partial(ImageData, recipe.data, self.sequence, size=size, patch=patch)
+        self.data = images(batch=recipe.batch, seed=recipe.seed, split="train")
+        self.data_size = self.data.num_samples
+        self.held_out = images(batch=recipe.batch, seed=recipe.seed, split="held-out")
         if self.data.num_classes > self.config.classes:
             raise ValueError(f"the data has {self.data.num_classes} classes, but the model has {self.config.classes}")
 
@@ -185,14 +149,6 @@ class ImageTask(Task[DiT, NoisyImages]):
     def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
         seed = generator_of(self.recipe.seed, purpose).initial_seed()
         return draw_noise(self.sequence, seed, range(first, first + count), self.config.patch_dim)
-
-    @property
-    def data_size(self) -> int:
-        return self.data.num_samples
-
-    @property
-    def data_digest(self) -> int:
-        return self.data.digest()
 
     def loss_sum(self, model: DiT, batch: NoisyImages) -> Tensor:
         positions, attention = batch.sequence.positions(self.device), batch.sequence.attention

@@ -24,20 +24,12 @@ from startrail.planner.memory import LIBRARY_BYTES, estimate_memory
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.values import PASSES
-from startrail.training import memory
+from startrail.training import memory, sharding
 from startrail.training.checkpoints.saving import Checkpoints, TrainingError, steps_in
 from startrail.training.collectives import check_same_data, max_over_ranks, raise_together, sum_over_ranks
 from startrail.training.display import Display, Summary
 from startrail.training.metrics import MetricsFile
 from startrail.training.recipes import Recipe
-from startrail.training.sharding import (
-    backward,
-    build_model,
-    clip_gradients,
-    finish_gradients,
-    free_gathered,
-    make_mesh,
-)
 from startrail.training.tasks import compute_dtype, make_task
 
 load_dynamo()
@@ -57,22 +49,17 @@ class Trainer:
         self.heartbeat = heartbeat or Heartbeat()
         self.world, self.lead, self.folder = dist.get_world_size(), dist.get_rank() == 0, Path(recipe.out)
         recipe.check_world(self.world)
-        mesh = make_mesh(recipe.data_parallel, device.type)
+        mesh = sharding.make_mesh(recipe.data_parallel, device.type)
         self.data_rank = mesh["data"].get_local_rank()
         problem, digest = None, 0
         try:
             _check_folders(recipe)
             job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."))
-            self.sp = SequenceParallel(
-                recipe.plan,
-                mesh=mesh["sequence"],
-                layout=recipe.layout,
-                job=job,
-                timeout=60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS,
-            )
+            options: Any = dict(layout=recipe.layout, timeout=60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS)
+            self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], job=job, **options)
             self.task: Any = make_task(recipe, self.sp, device)
             self.description = self.task.describe() if self.lead else ""
-            digest = self.task.data_digest
+            digest = self.task.data.digest()
             self.task.load(0)  # so that a mistake in the data is found now, on every rank
             libraries = LIBRARY_BYTES if device.type == "cpu" else 0
             self.expected = estimate_memory(job, self.sp.plan, self.world, libraries=libraries)
@@ -88,7 +75,7 @@ class Trainer:
             memory.return_large_blocks()
         self.baseline = memory.resident_bytes() if device.type == "cpu" else 0  # the program without a model
         memory.reset_peak(device)
-        self.model: Any = build_model(recipe, device)
+        self.model: Any = sharding.build_model(recipe, device)
         self.optimizer = _optimizer(self.model, recipe)
         if self.begin:
             self.checkpoints.load(self.model, self.optimizer)
@@ -232,10 +219,11 @@ class Trainer:
         for batch in batches:
             self.heartbeat.advance(step + 1)
             share = self.task.loss_sum(self.model, batch) / max(counted, 1.0)
-            backward(self.model, share)
+            sharding.backward(self.model, share)
             loss += share.detach()
-        finish_gradients(self.model)
-        return torch.stack((loss, clip_gradients(self.model.parameters(), self.recipe.clip).double()))
+        sharding.finish_gradients(self.model)
+        norm = sharding.clip_gradients(self.model.parameters(), self.recipe.clip)
+        return torch.stack((loss, norm.double()))
 
     def _load(self, passes: range, held_out: bool = False) -> tuple[list[Any], str | None]:
         """Return this group's batches of these passes, or the reason that this rank cannot read them."""
@@ -257,8 +245,7 @@ class Trainer:
         for number in range(self.recipe.evaluate_batches):
             self.heartbeat.advance(step)
             batches, problem = self._load(range(number, number + 1), held_out=True)
-            mine = [float(problem is not None), float(self.stop.requested)]
-            failed, stop = sum_over_ranks(mine)
+            failed, stop = sum_over_ranks([float(problem is not None), float(self.stop.requested)])
             if failed:
                 self._raise_load_error(problem)
             if stop:
@@ -266,7 +253,7 @@ class Trainer:
             with torch.no_grad():
                 total += self.task.loss_sum(self.model, batches[0]).item()
             counted += batches[0].counted
-            free_gathered(self.model)
+            sharding.free_gathered(self.model)
         if self.recipe.evaluate_batches:
             total, counted = sum_over_ranks([total, counted])
             held_out[step] = total / max(counted, 1.0)
@@ -278,7 +265,7 @@ class Trainer:
             text: str = self.task.show(self.model, self.folder)
         except (OSError, ValueError) as error:  # the run itself succeeded, and the model is saved
             text = f"no sample: {error}"
-        free_gathered(self.model)
+        sharding.free_gathered(self.model)
         return text
 
     def _predicted_traffic(self) -> dict[str, dict[str, float]]:

@@ -38,17 +38,9 @@ if TYPE_CHECKING:
 
 # files of the package scikit-image, of which nothing else is used
 PHOTOS = (
-    "astronaut.png",
-    "brick.png",
-    "chelsea.png",
-    "coffee.png",
-    "grass.png",
-    "gravel.png",
-    "hubble_deep_field.jpg",
-    "motorcycle_left.png",
-    "retina.jpg",
-    "rocket.jpg",
-)
+    "astronaut.png", "brick.png", "chelsea.png", "coffee.png", "grass.png", "gravel.png", "hubble_deep_field.jpg",
+    "motorcycle_left.png", "retina.jpg", "rocket.jpg",
+)  # fmt: skip
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SMALLEST_CROP = 0.5  # of the shorter side
 HELD_OUT_STRIP = 4  # the right quarter of every image is held out if there are too few images
@@ -206,8 +198,7 @@ def _photos() -> list[Path]:
     if spec is None or spec.origin is None:
         raise ValueError("source 'photos' needs the package scikit-image: pip install 'startrail[dit]'")
     files = [Path(spec.origin).parent / "data" / name for name in PHOTOS]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
+    if missing := [str(file) for file in files if not file.is_file()]:
         raise ValueError(f"this version of scikit-image has no {', '.join(missing)}")
     return files
 
