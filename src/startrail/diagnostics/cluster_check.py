@@ -101,9 +101,9 @@ def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
         rms = max((ours.rms / max(sdpa.rms, 1e-30) for ours, sdpa in pairs), default=float("nan"))
         worst = max((ours.worst / max(sdpa.worst, 1e-30) for ours, sdpa in pairs), default=float("nan"))
         mask = str(Mask(case.causal, case.window, case.documents))
-        wrong = report.verdict()
+        verdict = "; ".join(report.verdict()) or "ok"
         lines.append(
             f"{case.plan:28s} {str(case.dtype).removeprefix('torch.'):9s} {f'{case.q_heads}:{case.kv_heads}':>7s} "
-            f"{mask:20s} {rms:11.2f}x {worst:7.2f}x {sum(report.sent.values()):14,d}  {'; '.join(wrong) or 'ok'}"
+            f"{mask:20s} {rms:11.2f}x {worst:7.2f}x {sum(report.sent.values()):14,d}  {verdict}"
         )
     return "\n".join(lines)

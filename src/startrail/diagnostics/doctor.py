@@ -60,8 +60,7 @@ def _under_torchrun(out: str | None) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
-    lead = dist.get_rank() == 0
-    world = dist.get_world_size()
+    lead, world = dist.get_rank() == 0, dist.get_world_size()
     machine = Machine.of_ranks(range(world), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if lead:
         print(facts())
@@ -80,10 +79,11 @@ def facts() -> str:
     lines = [f"startrail {__version__}, Python {platform.python_version()}, {platform.platform()}"]
     lines.append("packages: " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU usable by torch"
-    lines.append(f"devices: {names}; {os.cpu_count()} cores, {cpu_name()}")
+    devices = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU usable by torch"
+    lines.append(f"devices: {devices}; {os.cpu_count()} cores, {cpu_name()}")
     lines += [f"kernels: {line}" for line in _kernels()]
-    lines.append(f"backends of torch.distributed: {', '.join(_backends())}")
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    lines.append(f"backends of torch.distributed: {', '.join(backends)}")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
@@ -92,12 +92,8 @@ def facts() -> str:
         f"limits: {files} open files{hint}, locked memory "
         f"{'unlimited' if locked < 0 else f'{locked / 2**20:.0f} MiB'}, {shared / 2**30:.1f} GiB free in /dev/shm"
     )
-    settings = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_", "STARTRAIL_"))
-    }
-    lines.append(
-        "environment: " + (", ".join(f"{name}={value}" for name, value in settings.items()) or "no variables set")
-    )
+    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "STARTRAIL_")))
+    lines.append("environment: " + (", ".join(f"{name}={os.environ[name]}" for name in names) or "no variables set"))
     return "\n".join(lines)
 
 
@@ -121,11 +117,6 @@ def _kernels() -> list[str]:
         except ValueError as error:
             lines.append(f"{name} on {device.type}: none ({error})")
     return lines
-
-
-def _backends() -> list[str]:
-    names = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, there in names.items() if there]
 
 
 def _progress_bar(text: str, share: float) -> None:

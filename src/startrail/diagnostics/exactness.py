@@ -31,6 +31,7 @@ from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence as SplitSequence
 
 Plans = dict[tuple[object, ...], SequenceParallel]
+_cached_data = lru_cache(maxsize=64)(make_data)
 
 
 def check_memory(case: Case) -> None:
@@ -84,8 +85,7 @@ class Report:
             lines.append(f"{name:16s} {self.sent.get(name, 0):14,d} {self.promised.get(name, 0):14,d}")
         share = self.waiting / self.total if self.total else 0.0
         lines += ["", f"waiting for transfers: {share:.0%} of {self.total / case.world:.3f} s per rank"]
-        wrong = self.verdict()
-        return "\n".join([*lines, "", *(wrong or ["ok: exact, and the bytes sent equal the closed form"])])
+        return "\n".join([*lines, "", *(self.verdict() or ["ok: exact, and the bytes sent equal the closed form"])])
 
 
 def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
@@ -128,9 +128,8 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     errors, problems = _compare(case, data, sequence, calls)
     problems += _max_logit_problems(*data.max_logits, *largest) if data.max_logits is not None else []
     timings = sp.timings()
-    seconds = timings["waiting"], timings["total"]
     floor = {name: floor.spread for name, floor in data.floor.items()}
-    return Report(errors, data.yardstick, floor, sent, promised, *seconds, problems)
+    return Report(errors, data.yardstick, floor, sent, promised, timings["waiting"], timings["total"], problems)
 
 
 def _compare(
@@ -211,11 +210,6 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     data = [_cached_data(replace(case, plan="", layout="zigzag", world=min(case.world, 2))) for case in cases]
     by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
     return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
-
-
-@lru_cache(maxsize=64)
-def _cached_data(case: Case) -> CaseData:
-    return make_data(case)
 
 
 def check_all(cases: list[Case], data: list[CaseData]) -> list[Report]:

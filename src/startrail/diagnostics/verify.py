@@ -16,7 +16,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,16 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from startrail.comm.digest import digest
-from startrail.diagnostics.faults import (
-    EQUAL_TOLERANCE,
-    MATCH_TOLERANCE,
-    Gradients,
-    differing,
-    distance,
-    factor_text,
-    gradients,
-    predictions,
-)
+from startrail.diagnostics import faults
+from startrail.diagnostics.faults import EQUAL_TOLERANCE, MATCH_TOLERANCE, Gradients, distance, factor_text, gradients
 from startrail.launch.local import RankError, run_local
 from startrail.losses import sum_gradients
 from startrail.parallel import SequenceParallel
@@ -161,26 +153,22 @@ def _run(make: Callable[[], Any], reference: Reference, ranks: int, plan: str | 
 
 def _on_rank(make: Callable[[], Any], reference: Reference, ranks: int, plan: str | None) -> Verdict | None:
     """The verdict, on rank 0."""
-    setup = Setup.of(make)
+    setup, sp = Setup.of(make), SequenceParallel(plan or f"1x{ranks}")
     model = setup.model
-    sp = SequenceParallel(plan or f"1x{ranks}")
     if name := _first_mismatch({name: digest(x) for name, x in _tensors(setup.batch)}):
         text = f"data differ between ranks: {name} of the batch; all ranks of a sequence need the same batch"
         return Verdict(False, text, conclusive=True)
     if name := _first_mismatch({name: digest(x) for name, x in model.named_parameters()}):
         text = f"weights differ between ranks: parameter {name}; load the same weights or set the same seed"
         return Verdict(False, text, conclusive=True)
-    initial = copy.deepcopy(model) if dist.get_rank() == 0 else None
+    start = replace(setup, model=copy.deepcopy(model)) if dist.get_rank() == 0 else None
     torch.manual_seed(1)
-    step = setup.step or _default_step
-    loss = step(model, setup.batch, sp).detach()
+    loss = (setup.step or _default_step)(model, setup.batch, sp).detach()
     grads = gradients(model)
     losses = [torch.empty(()) for _ in range(ranks)]
     dist.all_gather(losses, torch.tensor(float(loss)))
     unequal = _unequal_gradients(grads)
-    if initial is None:
-        return None
-    return _judge(setup, initial, reference, grads, [float(x) for x in losses], unequal, sp)
+    return None if start is None else _judge(start, reference, grads, [float(x) for x in losses], unequal, sp)
 
 
 def _default_step(model: nn.Module, batch: Any, sp: SequenceParallel) -> Tensor:
@@ -197,25 +185,17 @@ def _default_step(model: nn.Module, batch: Any, sp: SequenceParallel) -> Tensor:
 
 
 def _judge(
-    setup: Setup,
-    initial: nn.Module,
-    reference: Reference,
-    grads: Gradients,
-    losses: list[float],
-    unequal: list[str],
-    sp: SequenceParallel,
+    start: Setup, reference: Reference, grads: Gradients, losses: list[float], unequal: list[str], sp: SequenceParallel
 ) -> Verdict:
     world = sp.world
     if unequal and len(unequal) == len(grads):
-        return Verdict(
-            False,
-            "gradients are not summed over ranks: call startrail.sum_gradients(model.parameters()) after backward",
-        )
+        remedy = "call startrail.sum_gradients(model.parameters()) after backward"
+        return Verdict(False, f"gradients are not summed over ranks: {remedy}")
     if unequal:
         text = f"gradient of {unequal[0]} is not reduced over ranks ({len(unequal)} of {len(grads)} parameters)"
         return Verdict(False, text)
     off, factor = distance(grads, reference.gradients)
-    wrong = differing(grads, reference.gradients)
+    wrong = faults.differing(grads, reference.gradients)
     if off <= EQUAL_TOLERANCE and abs(factor - 1) <= EQUAL_TOLERANCE and not wrong:
         if all(abs(x - reference.loss) > 1e-4 * abs(reference.loss) for x in (sum(losses), losses[0])):
             text = f"gradients are right, but the loss is not: {losses[:4]} on ranks, {reference.loss} on one process"
@@ -225,19 +205,15 @@ def _judge(
         return Verdict(True, text)
     if off <= MATCH_TOLERANCE:
         return Verdict(False, factor_text(factor, world))
-    for prediction in predictions(initial, setup.batch, setup.is_transformers, sp):
+    for prediction in faults.predictions(start.model, start.batch, start.is_transformers, sp):
         mismatch, factor = distance(grads, prediction.gradients)
         if mismatch <= MATCH_TOLERANCE:
             also = "" if abs(factor - 1) < 1e-3 else f" (and {factor_text(factor, world)})"
             return Verdict(False, prediction.fault + also, prediction.conclusive)
-    largest = max(
-        wrong or list(reference.gradients), key=lambda name: float((grads[name] - reference.gradients[name]).norm())
-    )
-    return Verdict(
-        False,
-        f"{len(wrong)} of {len(grads)} gradients differ from one process, by {off:.1e} of their norm in all; {largest} "
-        "differs most. No known fault explains it",
-    )
+    by_name = {name: float((grads[name] - x).norm()) for name, x in reference.gradients.items()}
+    largest = max(wrong or by_name, key=lambda name: by_name[name])
+    text = f"{len(wrong)} of {len(grads)} gradients differ from one process, by {off:.1e} of their norm in all"
+    return Verdict(False, f"{text}; {largest} differs most. No known fault explains it")
 
 
 # --- comparing ranks

@@ -65,7 +65,9 @@ def read_layer_kind(function: Any) -> LayerKind:
     if function is None or function.__qualname__ == "causal_mask_function":
         return LayerKind()
     name, cells = function.__qualname__, function.__closure__ or ()
-    closure = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    closure = {
+        variable: cell.cell_contents for variable, cell in zip(function.__code__.co_freevars, cells, strict=True)
+    }
     # shard_batch has removed padding
     if name == "bidirectional_mask_function" or name.startswith("padding_mask_function"):
         return LayerKind(causal=False)

@@ -118,7 +118,9 @@ class HeartbeatMonitor:
             self._reported = [], 0.0
             return None
         seconds = now - (min(self._alive_at[rank] for rank in silent) if silent else self._furthest_at)
-        state = f"{'silent' if silent else 'behind'} for {seconds:.0f} s, {self._position(ranks)}"
+        steps = sorted({ranks[rank].step for rank in self.missing if ranks[rank].heartbeats})
+        position = f"in step {', '.join(map(str, steps))}" if steps else "not started yet"
+        state = f"{'silent' if silent else 'behind'} for {seconds:.0f} s, {position}"
         names = rank_names(self.missing)
         if seconds > self.limit.seconds:
             self.failure = f"{names} made no progress within {self.limit}: {state}"
@@ -127,10 +129,6 @@ class HeartbeatMonitor:
             return None
         self._reported = self.missing, now
         return f"still waiting for {names} ({state})"
-
-    def _position(self, ranks: list[RankStatus]) -> str:
-        steps = sorted({ranks[rank].step for rank in self.missing if ranks[rank].heartbeats})
-        return f"in step {', '.join(map(str, steps))}" if steps else "not started yet"
 
 
 def rank_names(ranks: list[int]) -> str:
@@ -157,8 +155,8 @@ class Heartbeat:
         store_host: str = "",
         limit: WaitLimit | None = None,
     ) -> None:
-        self._board, self._rank, self._on_stall, self._store_host = board, rank, on_stall, store_host
-        self._limit = limit
+        self._board, self._rank, self._on_stall = board, rank, on_stall
+        self._store_host, self._limit = store_host, limit
         self._heartbeats = self._progress = self._step = 0
         self._advanced_at = self._answered_at = time.monotonic()
         self._stopped = threading.Event()

@@ -156,11 +156,10 @@ def _exit_text(rank: int, process: BaseProcess) -> str:
 def _dead_peer(pipes: dict[Connection, int], processes: Sequence[BaseProcess]) -> str | None:
     """If a rank failed because another died: how that one ended, since it is the cause and reports nothing itself."""
     end = time.monotonic() + TIMING.last_message
-    waiting = dict(pipes)
-    while waiting and (ready := wait(list(waiting), timeout=max(0.0, end - time.monotonic()))):
+    while pipes and (ready := wait(list(pipes), timeout=max(0.0, end - time.monotonic()))):
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
+            rank = pipes.pop(pipe)
             try:
                 pipe.recv_bytes()
             except EOFError:

@@ -54,8 +54,7 @@ def group_timeout(limit: float) -> float:
 
 def store_host() -> str:
     """The process that holds the store in which ranks meet: torchrun's own, or rank 0."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "the first launcher" if shared else "rank 0"
+    return "the first launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 class StoreBoard:
@@ -66,14 +65,11 @@ class StoreBoard:
         self._store = store.clone()  # type: ignore[attr-defined]
         self.write(rank, 0, 0, 0)
 
-    def _key(self, rank: int) -> str:
-        return f"startrail/status/{rank}"
-
     def write(self, rank: int, heartbeats: int, progress: int, step: int) -> None:
-        self._store.set(self._key(rank), f"{heartbeats} {progress} {step}")
+        self._store.set(f"startrail/status/{rank}", f"{heartbeats} {progress} {step}")
 
     def read(self) -> list[RankStatus]:
-        texts = self._store.multi_get([self._key(rank) for rank in range(self.world)])
+        texts = self._store.multi_get([f"startrail/status/{rank}" for rank in range(self.world)])
         return [RankStatus(*map(int, text.split())) for text in texts]
 
 

@@ -125,8 +125,9 @@ class LineDisplay(Display):
         left = (steps - step) * (now - self._started_at) / max(1, step - self._begin)
         held_out = f" | held-out {metrics['held_out']:.3f}" if "held_out" in metrics else ""
         self.note(
-            f"step {step}/{steps} | loss {metrics['loss']:.3f}{held_out} | {metrics['tokens_per_second']:,.0f} tokens/s | "
-            f"exposed {metrics['waiting']:.1%} | sent {by_level(metrics['sent'])} | {left:.0f} s left"
+            f"step {step}/{steps} | loss {metrics['loss']:.3f}{held_out} | "
+            f"{metrics['tokens_per_second']:,.0f} tokens/s | exposed {metrics['waiting']:.1%} | "
+            f"sent {by_level(metrics['sent'])} | {left:.0f} s left"
         )
 
     def note(self, text: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def _read(name: str, annotation: str, value: object) -> object:
     if optional and value in (None, "none"):
         return None
     texts = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    try:
+    with suppress(ValueError):
         if kind == "bool" and (isinstance(value, bool) or str(value).lower() in texts):
             return texts[str(value).lower()]
         if kind == "int" and not isinstance(value, bool | float):
@@ -213,8 +214,6 @@ def _read(name: str, annotation: str, value: object) -> object:
             return float(str(value))
         if kind == "str" and isinstance(value, str):
             return value
-    except ValueError:
-        pass
     expected = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a string"}[kind]
     raise ValueError(f"{name} {value!r} is not {expected}")
 

@@ -163,7 +163,8 @@ class Trainer:
         """Save the parameters after ``step`` steps, since the next one failed, unless they are not finite themselves.
         Returns a clause for the error message."""
         self.checkpoints.wait()
-        finite = all(bool(part.isfinite().all()) for part in _local_parameters(self.model))
+        parts = (x.to_local() if isinstance(x, DTensor) else x for x in self.model.parameters())
+        finite = all(bool(part.isfinite().all()) for part in parts)
         if sum_over_ranks([float(not finite)])[0]:
             return "they are not finite themselves, so nothing was saved"
         if step > self.begin and step not in steps_in(self.checkpoints.folder):
@@ -192,9 +193,8 @@ class Trainer:
             group["lr"] = recipe.rate(step)
         self.heartbeat.advance(step + 1)
         batches, problem = self._load(range(step * recipe.accumulate, (step + 1) * recipe.accumulate))
-        mine = [float(sum(batch.counted for batch in batches)), float(problem is not None)]
         self.heartbeat.advance(step + 1)
-        counted, failed = sum_over_ranks(mine)
+        counted, failed = sum_over_ranks([sum(float(batch.counted) for batch in batches), float(problem is not None)])
         if failed:
             self._raise_load_error(problem)
         loss, norm = self._gradients(step, batches, counted).tolist()  # the only time the host waits for a GPU
@@ -285,12 +285,6 @@ def _check_folders(recipe: Recipe) -> None:
     data, out = Path(recipe.data), Path(recipe.out)
     if data.is_dir() and out.resolve().is_relative_to(data.resolve()):
         raise ValueError(f"out {recipe.out!r} lies inside data {recipe.data!r}: the run would read what it writes")
-
-
-def _local_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """This rank's shards of the parameters."""
-    parameters = (parameter.detach() for parameter in model.parameters())
-    return [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
 
 
 def _is_due(step: int, every: int) -> bool:

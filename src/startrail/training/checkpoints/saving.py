@@ -219,9 +219,8 @@ class Checkpoints:
             if problem := next((part["problem"] for part in parts if part["problem"]), ""):
                 raise OSError(problem)
             if self._lead:
-                self._finish(
-                    step, {part["file"]: part["checksum"] for part in parts}, merge_indices(p["index"] for p in parts)
-                )
+                sums = {part["file"]: part["checksum"] for part in parts}
+                self._finish(step, sums, merge_indices(part["index"] for part in parts))
         except BaseException as error:
             finished.set_exception(error)
         else:

@@ -77,9 +77,8 @@ def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
     """
     budget = sum(sizes) // HELD_OUT
     chosen, total = set(), 0
-    for i in sorted(
-        range(len(names)), key=lambda i: hashlib.sha256(names[i].encode(errors="surrogateescape")).digest()
-    ):
+    hashes = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
+    for i in sorted(range(len(names)), key=lambda i: hashes[i]):
         if 0 < sizes[i] <= budget - total:
             chosen.add(i)
             total += sizes[i]

@@ -92,11 +92,9 @@ def split_stream(stream: Stream, names: Sequence[str], split: str) -> Stream:
     chosen = held_out(names, [document.count for document in stream.documents])
     taken = []
     for number, whole in enumerate(stream.documents):
-        if chosen:
-            start, stop = (0, whole.count) if (number in chosen) == (split == "held-out") else (0, 0)
-        else:
-            border = whole.count - whole.count // HELD_OUT
-            start, stop = (0, border) if split == "train" else (border, whole.count)
+        held = (whole.count if number in chosen else 0) if chosen else whole.count // HELD_OUT
+        border = whole.count - held
+        start, stop = (0, border) if split == "train" else (border, whole.count)
         if start < stop:
             taken.append(Document(whole.path, whole.start + start, stop - start))
     return Stream(tuple(taken), stream.dtype)

@@ -139,8 +139,7 @@ class TextData:
     def decode(self, tokens: SequenceOf[int] | Tensor) -> str:
         """Convert tokens to text; invalid UTF-8, such as half a character, becomes U+FFFD."""
         ids = [int(token) for token in tokens]
-        invalid = [token for token in ids if not 0 <= token < self.vocab]
-        if invalid:
+        if invalid := [token for token in ids if not 0 <= token < self.vocab]:
             raise ValueError(f"token {invalid[0]} is not one of 0 to {self.vocab - 1}")
         if self._tokenizer is None:
             return bytes(ids).decode("utf-8", errors="replace")

@@ -30,7 +30,6 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        _check_heads(self.width, self.heads)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
         if self.head_dim % 2:
@@ -60,7 +59,6 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        _check_heads(self.width, self.heads)
         if self.width % 4:
             raise ValueError(f"2D sin-cos positions need a width that is a multiple of 4, got {self.width}")
 
@@ -70,7 +68,6 @@ class DiTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """As many as query heads."""
         return self.heads
 
     @property
@@ -87,17 +84,13 @@ def _check_sizes(config: GPTConfig | DiTConfig) -> None:
         value = getattr(config, field.name)
         if field.type == "int" and value < 1:
             raise ValueError(f"{field.name} {value} must be at least 1")
-
-
-def _check_heads(width: int, heads: int) -> None:
-    if width % heads:
-        raise ValueError(f"width {width} is not a multiple of {heads} heads")
+    if config.width % config.heads:
+        raise ValueError(f"width {config.width} is not a multiple of {config.heads} heads")
 
 
 def _gpt(name: str) -> GPTConfig:
     model = find_model(name)
-    sizes = model.width, model.layers, model.heads, model.kv_heads, model.hidden
-    return GPTConfig(model.vocab, *sizes, model.tied)
+    return GPTConfig(model.vocab, model.width, model.layers, model.heads, model.kv_heads, model.hidden, model.tied)
 
 
 def _dit(name: str, **image: int) -> DiTConfig:
