@@ -142,10 +142,8 @@ def _report(found: Measured, out: str | None) -> None:
                 f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), "
                 f"latency {seconds_text(level.latency)}"
             )
-    for line in found.outliers:
+    for line in found.outliers or ["nothing"]:
         print(f"odd: {line}")
-    if not found.outliers:
-        print("odd: nothing")
     if out is not None:
         about = f"Measured by startrail doctor on {time.strftime('%Y-%m-%d %H:%M')}, {platform.node()}"
         Path(out).write_text(cluster_text(cluster, about))

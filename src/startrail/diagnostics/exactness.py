@@ -1,13 +1,11 @@
-"""Runs a plan on ranks and compares it with a float64 reference: errors, bytes and waiting, one report per case.
+"""Runs a plan on ranks and compares it with a float64 `reference`: errors, bytes and waiting, one report per case.
 
-The reference is dense attention written from the definition of masks, with autograd's gradients for random cotangents.
-It shares no code with the engine. The yardstick is the error of single-process scaled_dot_product_attention on the same
-inputs, in the same dtype or in float32, with tokens in order or shuffled, whichever is worse: its worst element changes
-up to twofold with the order of summation. Our root-mean-square error and our worst element may each be twice that.
-Since SDPA can be exact by luck, errors that rounding explains (`rounding`) are allowed too: for each element, and for
-the root mean square of all errors in units of their deviations. If half precision is sent, partial results are rounded
-once more than in SDPA, and outputs and gradients whose parts cancel may be off by half a unit in the last place of
-their parts.
+The yardstick is the error of single-process scaled_dot_product_attention on the same inputs, in the same dtype or in
+float32, with tokens in order or shuffled, whichever is worse: its worst element changes up to twofold with the order of
+summation. Our root-mean-square error and our worst element may each be twice that. Since SDPA can be exact by luck,
+errors that rounding explains (`rounding`) are allowed too: for each element, and for the root mean square of all errors
+in units of their deviations. If half precision is sent, partial results are rounded once more than in SDPA, and outputs
+and gradients whose parts cancel may be off by half a unit in the last place of their parts.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ composed function, and refuses any other by name.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +65,7 @@ def read_layer_kind(function: Any) -> LayerKind:
     """The kind of layer that a mask function of transformers describes. Raises ``ValueError`` for an unknown one."""
     if function is None or function.__qualname__ == "causal_mask_function":
         return LayerKind()
-    name, cells = function.__qualname__, function.__closure__ or ()
-    closure = {
-        variable: cell.cell_contents for variable, cell in zip(function.__code__.co_freevars, cells, strict=True)
-    }
+    name, closure = function.__qualname__, inspect.getclosurevars(function).nonlocals
     # shard_batch has removed padding
     if name == "bidirectional_mask_function" or name.startswith("padding_mask_function"):
         return LayerKind(causal=False)
