@@ -179,7 +179,8 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
         raise
     attached.steps = 0 if check else CHECKED_STEPS
     # the model, not ``attached``, holds the hooks' handles: a copy of the model has its own
-    model._startrail_hooks.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True))
+    before = model.register_forward_pre_hook(attached.before_forward, with_kwargs=True, prepend=True)
+    model._startrail_hooks.append(before)
     if check and sp.world > 1:
         model._startrail_hooks.append(model.register_forward_hook(_watch_loss))
     # a bound method, so that a copy of the model has one bound to the copy
@@ -324,12 +325,6 @@ def _weak_method(attached: Attached, name: str) -> Callable[..., Any]:
         return getattr(attached, name)(*arguments, **options)
 
     return call
-
-
-def _before_forward(
-    model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return model._startrail.before_forward(model, arguments, options)
 
 
 def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
