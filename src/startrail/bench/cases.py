@@ -319,7 +319,4 @@ def unlimited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]
         return [builder.trial(SHORT[0], CLAIMED_CONTENDERS, None, 6.0)]
     if (nodes, ranks) != (4, 8):
         return []
-    return [
-        Trial(LONG, builder.heads(LONG)[:1], None, 1, 50.0),
-        builder.trial(HEADLINE[0], RING_AND_NESTED, None, 6.0),
-    ]
+    return [Trial(LONG, builder.heads(LONG)[:1], None, 1, 50.0), builder.trial(HEADLINE[0], RING_AND_NESTED, None, 6.0)]
