@@ -1,15 +1,16 @@
-"""A backend that behaves like NCCL, on CPUs, around gloo: whatever relies on more than NCCL promises goes wrong here.
+"""A backend for CPUs that behaves like NCCL, built on gloo: code that relies on more than NCCL guarantees fails here.
 
-- Tags are ignored: the nth send of a pair on a communicator meets the nth receive, whatever they are.
-- What is posted between ``_start_coalescing`` and ``_end_coalescing`` is one batch with one work, and batches of a
-  communicator end in the order in which they were posted.
-- Nothing lands before its work's ``wait()``; until then a receive's buffer holds NaN in every floating dtype.
-- What is sent may be read until ``wait()``: whoever has written to it meanwhile sent garbage, and is told so.
-- ``wait()`` never times out, and raises for the mistakes above alone: a dead peer is not noticed. ``abort()`` ends it.
-- A work that failed (``break_with``) is *completed*, and its bytes never came; ``exception()`` says so, ``wait()`` not.
-- ``shutdown()`` waits for everything under way, for ever if need be, unless ``abort()`` came first.
-- ``abort()`` waits for all that the GPU does: with two groups of a rank that hang, aborting one ends only once the
-  other is being aborted, too (NVIDIA/nccl#1013).
+- Tags are ignored: the nth send to a peer on a communicator matches the peer's nth receive.
+- Operations between ``_start_coalescing`` and ``_end_coalescing`` are one batch with one work. The batches of a
+  communicator complete in the order in which they were posted.
+- Data arrives at its work's ``wait()``; until then a receive buffer holds NaN in every floating dtype.
+- A send may read its buffer until ``wait()``, which raises if the buffer has changed.
+- ``wait()`` never times out and raises only for the mistakes above, not for a dead peer. ``abort()`` ends it.
+- A failed work (``break_with``) is *completed* without its data; ``exception()`` returns the error, ``wait()`` does not
+  raise.
+- ``shutdown()`` waits for all pending work without a limit, unless ``abort()`` was called first.
+- ``abort()`` waits for all work on the GPU: if two groups of a rank hang, aborting one returns only once the other is
+  being aborted, too (NVIDIA/nccl#1013).
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ GROUPS: list[LikeNccl] = []  # of this rank
 
 
 class Batch:
-    """What was posted together. ``landing``: where each received tensor goes, and the room that it comes into."""
+    """Operations with one work. ``received`` and ``sent`` pair each tensor with the buffer that gloo uses."""
 
     def __init__(self, group: LikeNccl) -> None:
         self.group = group
         self.inner: list[dist.Work] = []
-        self.landing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.received: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.over = threading.Event()
+        self.completed = threading.Event()
         self.error: RuntimeError | None = None
         self.waited = False
 
-    def send(self, x: torch.Tensor) -> torch.Tensor:
+    def send_buffer(self, x: torch.Tensor) -> torch.Tensor:
         copy = x.clone()
         self.sent.append((x, copy))
         return copy
 
-    def room(self, x: torch.Tensor) -> torch.Tensor:
+    def receive_buffer(self, x: torch.Tensor) -> torch.Tensor:
         x.view(torch.uint8).fill_(0xFF)
-        self.landing.append((x, torch.empty_like(x)))
-        return self.landing[-1][1]
+        self.received.append((x, torch.empty_like(x)))
+        return self.received[-1][1]
 
     def is_completed(self) -> bool:
-        return self.over.is_set()
+        return self.completed.is_set()
 
     def exception(self) -> RuntimeError | None:
         return self.error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        while not self.over.wait(0.2):
+        while not self.completed.wait(0.2):
             if self.group.aborted.is_set():
                 return True
         if self.waited or self.error is not None:
@@ -64,32 +65,32 @@ class Batch:
         self.waited = True
         for x, copy in self.sent:
             if not torch.equal(x.view(torch.uint8), copy.view(torch.uint8)):
-                raise AssertionError(f"{x.numel()} bytes were written before their send was waited for")
-        for x, room in self.landing:
+                raise AssertionError(f"{x.numel()} bytes were overwritten before wait() on their send")
+        for x, buffer in self.received:
             if not bool((x.view(torch.uint8) == 0xFF).all()):
-                raise AssertionError(f"{x.numel()} bytes were written before they were received")
-            x.copy_(room)
+                raise AssertionError(f"{x.numel()} bytes were written before wait() on their receive")
+            x.copy_(buffer)
         return True
 
 
 class LikeNccl(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # whoever does not even come is missed
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # connecting can time out
         self.gloo._set_default_timeout(FOREVER)
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
         self.open: Batch | None = None
         self.aborted = threading.Event()
         self.broken: str | None = None
-        self.story: list[str] = []  # what became of it
-        self.under_way = 0
+        self.history: list[str] = []  # "abort" and "shutdown", in order
+        self.pending = 0
         GROUPS.append(self)
         self.queue: deque[Batch] = deque()
         self.filled = threading.Condition()
         threading.Thread(target=self._progress, daemon=True).start()
 
     def _progress(self) -> None:
-        """Batches end in order, each once all its transfers have."""
+        """Complete batches in order, each when all its transfers have completed."""
         while True:
             with self.filled:
                 while not self.queue:
@@ -98,22 +99,22 @@ class LikeNccl(dist.ProcessGroup):
             try:
                 for work in batch.inner:
                     work.wait()
-            except RuntimeError:  # a peer is gone, which NCCL would not notice
+            except RuntimeError:  # a peer is dead, which NCCL would not notice
                 return
             if self.broken:
                 batch.error = RuntimeError(self.broken)
             with self.filled:
-                self.under_way -= 1
-            batch.over.set()
+                self.pending -= 1
+            batch.completed.set()
 
     def break_with(self, text: str) -> None:
-        """Whatever ends from now on has failed: a link is gone, say."""
+        """Let every work that completes from now on fail, as if a link were broken."""
         self.broken = text
 
     def _launch(self, batch: Batch) -> Batch:
         with self.filled:
             self.queue.append(batch)
-            self.under_way += 1
+            self.pending += 1
             self.filled.notify()
         return batch
 
@@ -133,27 +134,27 @@ class LikeNccl(dist.ProcessGroup):
     def _post(self, batch: Batch, send: bool, x: torch.Tensor, peer: int) -> None:
         try:
             if send:
-                batch.inner.append(self.gloo.send([batch.send(x)], peer, self._tag(True, peer)))
+                batch.inner.append(self.gloo.send([batch.send_buffer(x)], peer, self._tag(True, peer)))
             else:
-                batch.inner.append(self.gloo.recv([batch.room(x)], peer, self._tag(False, peer)))
-        except RuntimeError:  # a peer is gone: this one never ends
+                batch.inner.append(self.gloo.recv([batch.receive_buffer(x)], peer, self._tag(False, peer)))
+        except RuntimeError:  # a peer is dead: this operation never completes
             batch.inner.append(Never())
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
-        assert self.open is not None, "a message outside of a batch makes a communicator of its own"
+        assert self.open is not None, "a message outside a batch creates a communicator"
         self._post(self.open, True, tensors[0], peer)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
-        assert self.open is not None, "a message outside of a batch makes a communicator of its own"
+        assert self.open is not None, "a message outside a batch creates a communicator"
         self._post(self.open, False, tensors[0], peer)
 
-    def all_to_all_single(self, output, given, output_splits, input_splits, options=None) -> Batch:
+    def all_to_all_single(self, output, input_, output_splits, input_splits, options=None) -> Batch:
         assert not output_splits and not input_splits
         batch, size, own = Batch(self), self.size(), self.rank()
-        targets, sources = output.chunk(size), given.chunk(size)
+        targets, sources = output.chunk(size), input_.chunk(size)
         for peer in range(size):
             if peer == own:
-                batch.room(targets[own]).copy_(batch.send(sources[own]))
+                batch.receive_buffer(targets[own]).copy_(batch.send_buffer(sources[own]))
             else:
                 self._post(batch, True, sources[peer], peer)
                 self._post(batch, False, targets[peer], peer)
@@ -163,8 +164,8 @@ class LikeNccl(dist.ProcessGroup):
         batch = Batch(self)
         (x,) = tensors
         value = x.clone()
-        batch.room(x)
-        batch.landing[-1] = (x, value)
+        batch.receive_buffer(x)
+        batch.received[-1] = (x, value)
         try:
             batch.inner.append(self.gloo.allreduce([value], options))
         except RuntimeError:
@@ -172,18 +173,18 @@ class LikeNccl(dist.ProcessGroup):
         return self._launch(batch)
 
     def abort(self) -> None:
-        self.story.append("abort")
+        self.history.append("abort")
         self.aborted.set()
-        while any(group.under_way and not group.aborted.is_set() for group in GROUPS):
+        while any(group.pending and not group.aborted.is_set() for group in GROUPS):
             time.sleep(0.01)
 
     def shutdown(self) -> None:
-        self.story.append("shutdown")
-        while self.under_way and not self.aborted.is_set():
+        self.history.append("shutdown")
+        while self.pending and not self.aborted.is_set():
             time.sleep(0.01)
         self.aborted.set()
 
-    def getBackendName(self) -> str:  # noqa: N802, torch asks for it under this name
+    def getBackendName(self) -> str:  # noqa: N802, torch calls this name
         return NAME
 
 

@@ -1,4 +1,4 @@
-"""Which plans the tests run, in one table, and with which shapes.
+"""The table of all plans that tests run, and the choice of shapes for them.
 
 A plan that is exact on gloo must also be exact on the backend that behaves like NCCL (``test_like_nccl.py``). Therefore
 ``run`` rejects plans that are not in the table.
@@ -54,7 +54,7 @@ VARIED = {
     8: ["2x4", "2x1/2x2", "star2/u2", "1x4/u2", "u2/2x2", "u2/1x2/u2", "u2/star2"],
 }
 OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries", "star2"]  # for 4 ranks
-OTHERS = {  # used by single tests
+OTHERS = {  # for single tests
     2: ["1x2,keep=all"],
     4: ["1x1/u4", "1x2/u2,keep=all", "1x2/u2,groups=2", "u2/1x2,keep=all"],
     8: ["1x2/u4", "star2/u2"],
@@ -62,7 +62,7 @@ OTHERS = {  # used by single tests
 
 
 def varied(world: int, variant: str) -> list[str]:
-    """The plans of ``VARIED`` that have this variant."""
+    """The plans of ``VARIED`` that support this variant."""
     plans = [plan for plan in VARIED[world] if not ("backward" in variant and ("star" in plan or plan == "u4"))]
     return [f"{plan},{variant}" for plan in plans]
 
@@ -79,7 +79,7 @@ def every_plan(world: int) -> list[str]:
 def run(cases: list[Case]) -> list[Report]:
     """Check cases of one world size and return their reports. All must be exact, and all plans in the table."""
     missing = {case.plan for case in cases if case.plan not in every_plan(case.world)}
-    assert not missing, f"plans that do not run on the backend that behaves like NCCL: {missing}"
+    assert not missing, f"plans that are not in the table, so they do not run on the backend like NCCL: {missing}"
     reports = check_cases(cases)
     wrong = [f"{case}: {text}" for case, report in zip(cases, reports, strict=True) for text in report.verdict()]
     assert not wrong, "\n".join(wrong)
@@ -90,7 +90,7 @@ def run(cases: list[Case]) -> list[Report]:
 
 
 def features(plan: str, world: int) -> set[str]:
-    """What a plan is made of: its world size, its kinds of levels and where they are, and its options.
+    """The features of a plan: its world size, the kinds and positions of its levels, and its options.
 
     >>> sorted(features("u2/1x3/2x2,keep=all", 24))
     ['24 ranks', '3 levels', 'grid innermost', 'heads outermost', 'heads/ring', 'keep=all', 'ring between', 'ring/grid']
@@ -105,8 +105,8 @@ def features(plan: str, world: int) -> set[str]:
 def _kind(level: str) -> str:
     if not level[0].isdigit():  # u4, star2, auto
         return {"u": "heads"}.get(level.rstrip("0123456789"), level.rstrip("0123456789"))
-    concentric, ring = level.split("x")
-    return "ring" if concentric == "1" else "team" if ring == "1" else "grid"
+    team, ring = level.split("x")
+    return "ring" if team == "1" else "team" if ring == "1" else "grid"
 
 
 def pairwise(plans: Iterable[tuple[str, int]], shapes: int) -> list[tuple[str, int, int]]:

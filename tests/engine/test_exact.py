@@ -1,4 +1,4 @@
-"""Forward and backward against float64, random cotangents, every byte accounted for, on 1 to 16 ranks."""
+"""Forward and backward passes on 1 to 16 ranks against float64, with random cotangents and exact byte counts."""
 
 from collections import defaultdict
 from math import lcm
@@ -13,7 +13,7 @@ from startrail.schedule.plan import Plan
 from tests.engine.plans import PLANS, VARIED, features, pairwise, run, variants
 from tests.helpers import FULL
 
-# The fewest shapes that have every mask, ratio of heads, dtype and awkward length. Without kv, all heads are KV heads.
+# A minimal set with every mask, head ratio, dtype and awkward length. Without ``kv``, there are as many KV heads.
 SHAPES = [
     dict(length=256, causal=False),
     dict(length=1001, causal=True, kv=2),
@@ -61,7 +61,7 @@ def test_pairs_cover_every_shape_with_every_common_feature():
 
 
 @pytest.mark.parametrize("world", sorted(VARIED))
-def test_backward_forms_keeping_and_groups(world):
+def test_variants_of_plans_are_exact(world):
     shapes = [SHAPES[1], {**SHAPES[5], "batch": 2}, SHAPES[7]]
     cases = []
     for number, plan in enumerate(variants(world)):
@@ -70,8 +70,8 @@ def test_backward_forms_keeping_and_groups(world):
     run(cases)
 
 
-def test_ulysses_below_and_above_the_number_of_kv_heads():
-    """u4 with 8, 4, 2, 1 and 6 key/value heads: sliced, one each, repeated; a ratio that fits neither way."""
+def test_heads_over_more_and_fewer_ranks_than_kv_heads():
+    """KV heads are split, one per rank, or replicated; 6 on 4 ranks and 3 on 2 divide neither way."""
     plans = ("u4", "u2/u2")
     cases = [Case(plan, 4, q_heads=8, kv_heads=kv, length=100, causal=True) for plan in plans for kv in (8, 4, 2, 1)]
     cases += [
@@ -81,14 +81,14 @@ def test_ulysses_below_and_above_the_number_of_kv_heads():
     run(cases)
 
 
-def test_head_dims_to_256_and_a_narrow_wire():
+def test_head_dims_up_to_256_and_a_bfloat16_wire():
     dims = [Case("2x2", 4, head_dim=dim, length=130, causal=True) for dim in (1, 3, 128, 256)]
-    narrow = Case("2x2", 4, wire_dtype=torch.bfloat16, length=256)  # its yardstick is SDPA in bfloat16
+    narrow = Case("2x2", 4, wire_dtype=torch.bfloat16, length=256)  # compared with SDPA in bfloat16
     # In rows that see one key, dq and dk are zero only if delta is computed from the dout that was sent.
     one_key = dict(length=64, window=1, wire_dtype=torch.bfloat16)
     cases = [Case(plan, 4, **one_key) for plan in ("u2/u2", "u2/1x2,keep=all", "1x2/u2,groups=2")]
     report, *_ = run([narrow, *dims, *cases])
-    assert 1e-5 < report.errors["out"].rms < 1e-2, "a bfloat16 wire must show, and no more than that"
+    assert 1e-5 < report.errors["out"].rms < 1e-2, "a bfloat16 wire must show, within its precision"
     run([Case("u2", 2, **one_key)])
 
 
@@ -97,7 +97,7 @@ def test_float64_inputs_are_computed_in_float64():
     assert max(error.worst for error in report.errors.values()) < 1e-13
 
 
-def test_only_the_result_is_rounded_when_the_wire_is_wide():
+def test_a_float32_wire_rounds_only_the_result():
     """With bfloat16 inputs and a float32 wire, sums, merges, delta and repeated heads are all float32. The error
     is then that of rounding the exact result once."""
     shape = dict(length=512, q_heads=8, kv_heads=2, dtype=torch.bfloat16, wire_dtype=torch.float32, causal=True)
@@ -110,14 +110,14 @@ def test_only_the_result_is_rounded_when_the_wire_is_wide():
             assert error.rms < (1.2 if name in ("dq", "dk") else 1.01) * rounding.rms, (plan, name)
 
 
-def test_wide_wires_and_wide_inputs_go_together():
+def test_every_pair_of_input_and_wire_dtype_is_exact():
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     cases = [Case("2x2", 4, dtype=d, wire_dtype=w, length=64, causal=True) for d in dtypes for w in dtypes]
     run(cases)
 
 
 def test_tiny_and_huge_cotangents():
-    """delta travels instead of out: its stand-in must neither vanish nor overflow."""
+    """delta is sent instead of out: the surrogate output must neither underflow nor overflow."""
 
     def on_rank(rank):
         sequence = startrail.SequenceParallel("2x1").sequence(32)
@@ -134,8 +134,8 @@ def test_tiny_and_huge_cotangents():
     assert max(run_local(on_rank, 2)) < 2e-6
 
 
-def test_other_dtypes_on_the_wire_stay_within_what_is_stated():
-    """At a scale where logits are large: forward and backward passes must round them in the same way."""
+def test_wire_dtypes_are_exact_within_their_bounds_at_large_logits():
+    """With large logits, forward and backward passes must round them in the same way."""
     plans = ("1x4,backward=queries", "2x2,backward=queries", "u2/1x2", "star2", "1x4")
     cases = [
         Case(plan, 4, length, q_heads=4, kv_heads=2, head_dim=33, causal=causal, wire_dtype=wire, scale=1.0)

@@ -1,4 +1,4 @@
-"""The engine on a backend that behaves like NCCL (``tests/like_nccl.py``), and what NCCL would make of mistakes."""
+"""The engine on a backend that behaves like NCCL (``tests/like_nccl.py``): exactness, failing peers and cleanup."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from startrail.cli import main
 from startrail.comm import process_groups as groups
 from startrail.comm.lanes import Link
 from startrail.comm.timing import TIMING
-from startrail.diagnostics import cluster_check as first_look
+from startrail.diagnostics import cluster_check
 from startrail.diagnostics.reference import Case
 from startrail.kernels import CpuKernel
 from startrail.launch import torchrun as joining
@@ -38,7 +38,7 @@ def lanes_like_nccl(monkeypatch):
     monkeypatch.setattr(TIMING, "slow_wait", 0.4)
 
 
-# Windows and documents, so that blocks have many forms; and what is uneven, shared and rounded.
+# Windows and documents give blocks of many shapes; the other case has an uneven length, shared KV heads and bfloat16.
 SHAPES = [
     dict(length=200, causal=False, window=64, documents=(0, 3, 90, 91, 200), batch=2),
     dict(length=301, causal=True, kv=2, dtype=torch.bfloat16),
@@ -47,7 +47,7 @@ SHAPES = [
 
 def selected(world):
     """(plan, index of a shape): every plan with one shape, those of ``PLANS`` on up to 8 ranks with the other one too;
-    outside of ``make test-all`` with one of the two, and half of the variants on 8 ranks."""
+    except in ``make test-all``, with one of the two, and half of the variants on 8 ranks."""
     cases = []
     for number, plan in enumerate(plans.every_plan(world)):
         both = world <= 8 and plan in plans.PLANS[world]
@@ -59,18 +59,18 @@ def selected(world):
 
 
 @pytest.mark.parametrize("world", sorted(plans.PLANS.keys() - {1}))
-def test_every_plan_is_exact_on_it(world):
+def test_every_plan_is_exact_on_a_backend_like_nccl(world):
     """Reads before a wait give NaN, writes before a send has completed raise, and tags are ignored."""
     plans.run([case_for(plan, world, SHAPES[shape], 1 + shape) for plan, shape in selected(world)])
 
 
-def closed(made):
-    """Whether all groups were aborted and then shut down; the watching thread may still hold them for a moment."""
-    return eventually(lambda: all(group.story == ["abort", "shutdown"] for group in made))
+def are_closed(made):
+    """True if all groups are aborted and then shut down; the watchdog's thread may keep them for a moment."""
+    return eventually(lambda: all(group.history == ["abort", "shutdown"] for group in made))
 
 
-def test_ranks_with_other_documents_of_the_same_sizes_are_told():
-    """Both sequences are known, so nobody asks beforehand; every message fits, and every number would be wrong."""
+def test_different_documents_of_one_shape_raise():
+    """Both sequences are known, so calls are not compared beforehand. All messages match; results would be wrong."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=30)
@@ -97,15 +97,15 @@ def test_ranks_with_other_documents_of_the_same_sizes_are_told():
         ("u3", "killed", "backward"),
     ],
 )
-def test_a_peer_that_dies_or_stalls_ends_every_other_rank_within_the_timeout(plan, how, pass_):
-    """Two communicators of a rank hang then, the lane's and that of the comparison: one after the other could not be
-    ended (``like_nccl.abort``)."""
+def test_a_dead_or_stalled_peer_raises_on_every_other_rank_within_the_timeout(plan, how, pass_):
+    """Two communicators of a rank hang, the lane's and the one that compares calls. Aborting one after the other would
+    hang, too (``LikeNccl.abort``)."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel(plan, timeout=3)
         inputs = [x.requires_grad_() for x in qkv(heads=3, kv_heads=3)]
         sequence = sp.sequence(48)
-        sequence.attention(*inputs).sum().backward()  # so that nobody asks whether the ranks agree
+        sequence.attention(*inputs).sum().backward()  # later calls are not compared beforehand
         out = sequence.attention(*inputs)
         if rank == 1:
             if how == "killed":
@@ -113,21 +113,21 @@ def test_a_peer_that_dies_or_stalls_ends_every_other_rank_within_the_timeout(pla
             time.sleep(30)
         start = time.monotonic()
         text = error_of(lambda: sequence.attention(*inputs) if pass_ == "forward" else out.sum().backward())
-        return text, time.monotonic() - start, closed(like_nccl.GROUPS)
+        return text, time.monotonic() - start, are_closed(like_nccl.GROUPS)
 
     results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
     for rank in (0, 2):
         text, seconds, ended = results[rank]
         assert text.startswith(f"PeerError: rank {rank}, {pass_} step ") and f" of plan {plan}: " in text, text
         assert "did not end within 0:00:03" in text
-        assert "comparing calls failed" not in text, "it is raised by the wait, not at the end of the pass"
+        assert "comparing calls failed" not in text, "the wait raises, not the end of the pass"
         assert seconds < 8
-        assert ended, "closed, and not before their transfers were ended"
+        assert ended, "groups must be aborted before they are shut down"
     assert any("rank 1 (global rank 1) over level 0" in results[rank][0] for rank in (0, 2)), results
 
 
-def test_a_transfer_that_failed_is_not_taken_for_one_that_arrived():
-    """NCCL counts a work with an error as completed, and its wait says nothing: the bytes never came."""
+def test_a_failed_transfer_raises():
+    """NCCL counts a work with an error as completed, and its wait does not raise, although no data arrived."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=30)
@@ -147,9 +147,9 @@ def test_a_transfer_that_failed_is_not_taken_for_one_that_arrived():
         assert seconds < 15, "well before the timeout"
 
 
-def test_after_a_local_error_lanes_are_ended_and_freed_at_once():
-    """A kernel raises in the midst of a pass. Closing the lanes would wait for transfers that never end, and as long as
-    something under way knew the executor, nobody closed them before garbage was collected."""
+def test_a_local_error_aborts_and_frees_the_lanes_immediately():
+    """A kernel raises in the middle of a pass. Shutting down the lanes would wait forever for pending transfers. If
+    these referred to the executor, the lanes would stay open until garbage collection."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=30)
@@ -159,7 +159,7 @@ def test_after_a_local_error_lanes_are_ended_and_freed_at_once():
         executor, made = weakref.ref(sp._runtime._executor), list(like_nccl.GROUPS)
 
         def forward(kernel, *arguments):
-            if rank == 1:  # what it has received so far goes no further
+            if rank == 1:  # so it does not pass on what it has received
                 raise MemoryError("out of memory")
             return plain(kernel, *arguments)
 
@@ -170,17 +170,17 @@ def test_after_a_local_error_lanes_are_ended_and_freed_at_once():
         except (MemoryError, startrail.PeerError) as error:
             text = f"{type(error).__name__}: {error}"
         CpuKernel.forward = plain
-        found = text, executor() is None, closed(made)
+        found = text, executor() is None, are_closed(made)
         gc.enable()
         return *found, torch.equal(sequence.attention(*inputs, causal=True), before)
 
     for rank, (text, freed, ended, same) in enumerate(run_local(on_rank, 3, deadline=60)):
         assert "out of memory" in text and text.startswith("MemoryError" if rank == 1 else "PeerError: "), text
-        assert freed and ended, "without a collection of garbage"
-        assert same, "and the ranks go on"
+        assert freed and ended, "without garbage collection"
+        assert same, "the next call works"
 
 
-def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world():
+def test_lanes_connect_all_pairs_when_made_and_do_not_split_the_world():
     def on_rank(rank):
         def split(group):
             raise AssertionError("a lane was split off the world's communicator")
@@ -188,7 +188,7 @@ def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
         c10d._get_split_source = split
         dist.group.WORLD.bound_device_id = torch.device("cuda", rank)  # as init_process_group(device_id=...) does
-        startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # which makes a group of all that are in the mesh
+        startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # makes a group of all ranks of the mesh
         sp = startrail.SequenceParallel("1x2/2x1", timeout=20)
         lanes = sp._runtime.executor_on(CPU).lanes
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", rank)
@@ -208,10 +208,10 @@ def test_lanes_connect_every_pair_when_they_are_made_and_never_split_the_world()
 
     for rank, (used, same) in enumerate(run_local(on_rank, 4, deadline=60)):
         assert used == {Link(send, lane, rank ^ (2 - lane)) for lane in (0, 1) for send in (True, False)}
-        assert same, "the first pass connected nobody anew"
+        assert same, "the first pass made no new connections"
 
 
-def test_a_peer_that_never_makes_its_lanes_is_named():
+def test_a_peer_that_does_not_connect_raises():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=2)
         if rank:
@@ -223,8 +223,8 @@ def test_a_peer_that_never_makes_its_lanes_is_named():
     assert text.startswith("PeerError: global rank 0: no connection "), text
 
 
-def test_check_under_torchrun_uses_the_ranks_that_are_there():
-    """A first look at a cluster: several plans and dtypes in one table, by rank 0, and an exit code."""
+def test_check_under_torchrun_uses_its_ranks():
+    """Rank 0 prints several plans and dtypes in one table; the exit code is 0."""
     command = [*torchrun(2), "-m", "startrail.cli", "check", "all", "--length", "64", "--heads", "4", "--head-dim", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -235,13 +235,12 @@ def test_check_under_torchrun_uses_the_ranks_that_are_there():
     plans = ["1x2", "1x2", "u2", "u2", "2x1", "2x1", "u2/1x1", "u2/1x1", *["1x1/u2,keep=all,groups=2"] * 2]
     assert [line.split()[0] for line in table] == [*plans, *["1x2"] * 4, *["u2"] * 4]
     for text in ("float16 ", "3 documents", "window 22", " 4:1 "):
-        assert sum(text in line for line in table) >= 2, "with a ring and with heads"
+        assert sum(text in line for line in table) >= 2, "for 1x2 and for u2"
 
 
 def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
-    """Such as a kernel that this GPU does not have, or one rank without the memory for the truth: the rest of the
-    table is worth having."""
-    plain, forward = first_look.make_data, CpuKernel.forward
+    """For example a kernel that this GPU lacks, or one rank without memory for the reference. Other rows are kept."""
+    plain, forward = cluster_check.make_data, CpuKernel.forward
 
     def on_rank(rank):
         dtypes = []
@@ -257,10 +256,10 @@ def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
                 raise RuntimeError("no kernel image is available")
             return forward(kernel, *arguments)
 
-        first_look.make_data, CpuKernel.forward = make_data, refuse_half
-        cases = first_look.typical_cases(Case("auto", 2, length=64, q_heads=4, kv_heads=4, head_dim=8))[-5:]
-        reports = first_look.check_on_group(cases, CPU)
-        return cases, reports, first_look.table(cases, reports)
+        cluster_check.make_data, CpuKernel.forward = make_data, refuse_half
+        cases = cluster_check.typical_cases(Case("auto", 2, length=64, q_heads=4, kv_heads=4, head_dim=8))[-5:]
+        reports = cluster_check.check_on_group(cases, CPU)
+        return cases, reports, cluster_check.table(cases, reports)
 
     for cases, reports, text in run_local(on_rank, 2, deadline=60):
         for case, report in zip(cases, reports, strict=True):
@@ -270,7 +269,7 @@ def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
         assert "rank 1: MemoryError: out of memory" in text
 
 
-def test_ranks_that_do_not_come_are_one_line(monkeypatch, capsys):
+def test_a_rank_that_does_not_join_gives_one_line(monkeypatch, capsys):
     def join(device, limit):
         raise joining.JoinError("rank 1 did not join within 0.1 minutes")
 
