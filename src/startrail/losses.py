@@ -32,6 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail.comm.digest import digest
 from startrail.comm.errors import peer_errors
+from startrail.comm.gather import gather_tensors
 from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
 
 BUCKET_BYTES = 32 * 2**20
@@ -108,15 +109,9 @@ class NextTokens(NamedTuple):
 
 
 def next_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    reference: tuple[Tensor, Tensor] | None = None,
-    chunk: int = 1024,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-) -> NextTokens:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, reference: tuple[Tensor, Tensor] | None = None,
+    chunk: int = 1024, temperature: float = 1.0, ignore_index: int = -100,
+) -> NextTokens:  # fmt: skip
     """The log-probability of each label and the entropy, under the logits ``hidden @ weight.T / temperature``, with
     gradients. hidden (..., width), weight (vocab, width), labels (...) as from ``seq.shard_labels``. ``reference`` is
     the (hidden, weight) of another policy, which gets no gradient.
@@ -141,32 +136,16 @@ def next_tokens(
     for start in range(0, len(flat), chunk):
         rows = slice(start, start + chunk)
         reference_rows = (None, None) if other is None else (other[0][rows], other[1])
-        parts.append(
-            checkpoint(
-                _chunk_statistics,
-                flat[rows],
-                weight,
-                targets[rows],
-                *reference_rows,
-                temperature,
-                ignore_index,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        )
+        arguments = (flat[rows], weight, targets[rows], *reference_rows, temperature, ignore_index)
+        parts.append(checkpoint(_chunk_statistics, *arguments, use_reentrant=False, preserve_rng_state=False))
     log_probs, entropy, kl = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
     return NextTokens(log_probs, entropy, None if reference is None else kl)
 
 
 def _chunk_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    other_hidden: Tensor | None,
-    other_weight: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, other_hidden: Tensor | None, other_weight: Tensor | None,
+    temperature: float, ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     precise = torch.promote_types(hidden.dtype, torch.float32)
     log_p = ((hidden @ weight.T).to(precise) / temperature).log_softmax(-1)
     counts = labels != ignore_index
@@ -223,8 +202,7 @@ def gradient_factor(model: torch.nn.Module) -> int:
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             return int(dist.get_world_size(module.process_group))  # type: ignore[arg-type]
-    meshes = {x.device_mesh.size() for x in model.parameters() if hasattr(x, "device_mesh")}
-    return max(meshes, default=1)
+    return max((x.device_mesh.size() for x in model.parameters() if hasattr(x, "device_mesh")), default=1)
 
 
 @peer_errors("sum_gradients")
@@ -263,7 +241,6 @@ _num_checks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    world = dist.get_world_size(group)
     if any(hasattr(x, "device_mesh") for x in parameters):
         raise ValueError(
             "these parameters are sharded by FSDP, which reduces their gradients itself: leave out sum_gradients, and "
@@ -273,10 +250,8 @@ def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGr
     grads = [x.grad for x in parameters if x.grad is not None]
     own = torch.stack([digest(grad) for grad in grads]).sum() if grads else torch.zeros((), dtype=torch.long)
     size = torch.stack([grad.abs().max().double() for grad in grads]).max() if grads else torch.zeros(())
-    both = torch.stack([own, (size > 0).long()])
-    all_ranks = [torch.empty_like(both) for _ in range(world)]
-    dist.all_gather(all_ranks, both, group=group)
-    if world > 1 and all(bool(x[1]) and x[0] == all_ranks[0][0] for x in all_ranks):
+    all_ranks = gather_tensors(torch.stack([own, (size > 0).long()]), group, "sum_gradients")
+    if len(all_ranks) > 1 and all(bool(x[1]) and x[0] == all_ranks[0][0] for x in all_ranks):
         raise ValueError(
             "gradients are the same on all ranks before they are summed: DDP has averaged them already, or every rank "
             "has the same tokens. With DDP leave out sum_gradients, and call (startrail.gradient_factor(model) * loss)"

@@ -57,21 +57,11 @@ class SequenceParallel:
 
     def __init__(
         self,
-        plan: Plan | str = "auto",
-        group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        *,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        length: int | None = None,
-        job: Job | None = None,
-        cluster: str | None = None,
-        layout: str = "zigzag",
-        wire_dtype: torch.dtype | None = None,
-        timeout: float | None = None,
-        check_every_call: bool | None = None,
-    ) -> None:
+        plan: Plan | str = "auto", group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, *,
+        heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, length: int | None = None,
+        job: Job | None = None, cluster: str | None = None, layout: str = "zigzag",
+        wire_dtype: torch.dtype | None = None, timeout: float | None = None, check_every_call: bool | None = None,
+    ) -> None:  # fmt: skip
         check_layout(layout)
         if wire_dtype is not None and wire_dtype not in DTYPES:
             raise ValueError(f"wire_dtype {wire_dtype} is not one of {', '.join(map(str, DTYPES))}")
@@ -102,15 +92,9 @@ class SequenceParallel:
         self._name = op.register(self._runtime)
 
     def _auto_plan(
-        self,
-        ranks: tuple[int, ...],
-        heads: int | None,
-        kv_heads: int | None,
-        head_dim: int | None,
-        length: int | None,
-        job: Job | None,
-        cluster: str | None,
-    ) -> Plan:
+        self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None, head_dim: int | None,
+        length: int | None, job: Job | None, cluster: str | None,
+    ) -> Plan:  # fmt: skip
         group, asking = self.group, ranks
         if job is not None:
             if not isinstance(job, Job):
@@ -172,17 +156,11 @@ class SequenceParallel:
     def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:
         """Bytes by level that each pass of a call with such shards sends, by closed form. Without ``v``, values have
         the head dim of keys."""
-        names, sizes = lane_names(self._runtime.place), self.sizes(q, k, v)
-        return {
-            str(pass_): {
-                name: round(amount)
-                for name, amount in zip(
-                    names, closed_form(self.plan, self.world, self.rank, pass_, sizes.by_kind), strict=True
-                )
-                if amount
-            }
-            for pass_ in PASSES
-        }
+        names, by_kind, promised = lane_names(self._runtime.place), self.sizes(q, k, v).by_kind, {}
+        for pass_ in PASSES:
+            amounts = closed_form(self.plan, self.world, self.rank, pass_, by_kind)
+            promised[str(pass_)] = {name: round(x) for name, x in zip(names, amounts, strict=True) if x}
+        return promised
 
     def sizes(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """The sizes of the pieces of a call with such shards, and the peak memory of its passes."""
@@ -209,9 +187,8 @@ def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.
     if mesh is not None:
         if mesh.ndim == 1:
             return mesh.get_group()
-        ranks = mesh.mesh.flatten().tolist()
         with without_bound_device():  # splitting it off the world's communicator would take all its ranks
-            return dist.new_group(ranks, use_local_synchronization=True)
+            return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     launched = os.environ.get("WORLD_SIZE", "1")

@@ -116,8 +116,7 @@ class Sequence:
             start, count = layout.run(chunk)
             parts.append(x.narrow(dim, start, count))
             if count < layout.chunk:
-                shape = (*x.shape[:dim], layout.chunk - count, *x.shape[dim + 1 :])
-                parts.append(x.new_full(shape, pad_value))
+                parts.append(x.new_full((*x.shape[:dim], layout.chunk - count, *x.shape[dim + 1 :]), pad_value))
         return torch.cat(parts, dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
@@ -138,11 +137,8 @@ class Sequence:
         """``count`` tokens of every chunk, gathered from all ranks, in the order of the chunks."""
         chunks = [chunk for rank in self._layout.chunks for chunk in rank]
         if self.sp.group is not None and self.sp.world > 1:
-            x = x.contiguous()
-            if torch.compiler.is_compiling():
-                x = gather_shards_autograd(x, dim, self.sp.group)
-            else:
-                x = _Gathered.apply(x, dim, self.sp.group)
+            gather = gather_shards_autograd if torch.compiler.is_compiling() else _Gathered.apply
+            x = gather(x.contiguous(), dim, self.sp.group)
         return [x.narrow(dim, chunks.index(chunk) * count, count) for chunk in range(len(chunks))]
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
@@ -196,9 +192,7 @@ class Sequence:
 
     def _same_document(self, shift: int, device: torch.device) -> Tensor:
         """(local,) True if a token is not padding and the token ``shift`` before it belongs to the same document."""
-        layout = self._layout
-        starts = [chunk * layout.chunk for chunk in layout.chunks[self.sp.rank]]
-        here = torch.cat([torch.arange(start, start + layout.chunk) for start in starts])
+        here = self._places()
         document = [torch.bucketize(position, self.documents, right=True) for position in (here, here - shift)]
         inside = (here < self.length) & (here >= shift) & (here - shift < self.length)
         return (inside & (document[0] == document[1])).to(device)
@@ -208,90 +202,51 @@ class Sequence:
         position."""
         if not isinstance(device, torch.device | str | None):
             raise ValueError(f"positions takes a device, not a {type(device).__name__}: write positions(x.device)")
-        layout = self._layout
-        chunks = [
-            torch.arange(c * layout.chunk, (c + 1) * layout.chunk, device=device) for c in layout.chunks[self.sp.rank]
-        ]
-        return torch.cat(chunks).clamp_(max=self.length - 1)
+        return self._places(device).clamp_(max=self.length - 1)
+
+    def _places(self, device: torch.device | str | None = None) -> Tensor:
+        """Positions of this rank's tokens; those of padding are beyond the sequence."""
+        size, chunks = self._layout.chunk, self._layout.chunks[self.sp.rank]
+        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks])
 
     # --- attention
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        return_largest: Literal[False] = ...,
-        **options: Unpack[AttentionOptions],
-    ) -> Tensor: ...
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        return_lse: Literal[False] = ..., return_largest: Literal[False] = ..., **options: Unpack[AttentionOptions],
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: Literal[True],
-        return_largest: Literal[False] = ...,
-        **options: Unpack[AttentionOptions],
-    ) -> tuple[Tensor, Tensor]: ...
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        return_lse: Literal[True], return_largest: Literal[False] = ..., **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: Literal[False] = ...,
-        return_largest: Literal[True],
-        **options: Unpack[AttentionOptions],
-    ) -> tuple[Tensor, Tensor]: ...
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        return_lse: Literal[False] = ..., return_largest: Literal[True], **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: Literal[True],
-        return_largest: Literal[True],
-        **options: Unpack[AttentionOptions],
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        return_lse: Literal[True], return_largest: Literal[True], **options: Unpack[AttentionOptions],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
     @overload
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: bool = ...,
-        return_largest: bool = ...,
-        **options: Unpack[AttentionOptions],
-    ) -> Tensor | tuple[Tensor, ...]: ...
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        return_lse: bool = ..., return_largest: bool = ..., **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: int | None = None,
-        chunk: int | None = None,
-        mask: Mask | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        return_lse: bool = False,
-        return_largest: bool = False,
-    ) -> Tensor | tuple[Tensor, ...]:
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        causal: bool = False, window: int | None = None, chunk: int | None = None, mask: Mask | None = None,
+        scale: float | None = None, sinks: Tensor | None = None, softcap: float | None = None,
+        return_lse: bool = False, return_largest: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Attention over the whole sequence, for this rank's queries.
 
         q: (batch, heads, local tokens, head dim). k, v may have fewer heads, and v another head dim. Every rank of the
@@ -307,20 +262,20 @@ class Sequence:
         including the sink's, and has gradients. With ``return_largest`` it returns (out, largest): each head's largest
         logit over the batch and all ranks, before any softcap, without gradient. With both, (out, lse, largest).
         """
-        state = self._state
+        op_key = self._state.op_key
         try:
             call = read_call(
                 q, k, v, causal=causal, window=window, chunk=chunk, mask=mask,
                 scale=scale, sinks=sinks, softcap=softcap, max_logits=return_largest,
             )  # fmt: skip
         except ValueError as error:
-            self.sp._runtime.refuse(str(error), state.op_key)
+            self.sp._runtime.refuse(str(error), op_key)
         if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
             raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, state.op_key, self.sp._name, str(call))
+        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, op_key, self.sp._name, str(call))
         if sinks is not None:
             out, lse = _with_sinks(out, lse, sinks)
         results = (out, lse) if return_lse else (out,)
@@ -329,10 +284,9 @@ class Sequence:
         return results if len(results) > 1 else out
 
     def _max_over_ranks(self, largest: Tensor) -> Tensor:
-        largest = largest.detach().amax(0)
-        if self.sp.group is None or self.sp.world == 1:
+        group, largest = self.sp.group, largest.detach().amax(0)
+        if group is None or self.sp.world == 1:
             return largest
-        group = self.sp.group
         return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits")
 
 
@@ -348,9 +302,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad, dim, group = grad.contiguous(), ctx.dim, ctx.group
-        what = "the gradient of gathering tokens"
-        return _wait_for(lambda: sum_to_shards(grad, dim, group), what), None, None
+        grad, what = grad.contiguous(), "the gradient of gathering tokens"
+        return _wait_for(lambda: sum_to_shards(grad, ctx.dim, ctx.group), what), None, None
 
 
 def _wait_for(collective: Callable[[], Tensor], what: str) -> Tensor:

@@ -29,12 +29,7 @@ class Wire:
     """
 
     def __init__(
-        self,
-        sizes: Sizes,
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype,
-        chunk: int,
-        places: tuple[tuple[int, ...], ...],
+        self, sizes: Sizes, dtype: torch.dtype, wire_dtype: torch.dtype, chunk: int, places: tuple[tuple[int, ...], ...]
     ) -> None:
         self.sizes, self.dtype, self.wire_dtype = sizes, dtype, wire_dtype
         self.chunk, self.places = chunk, places
