@@ -87,22 +87,17 @@ class Consensus:
 
     def _compare(self, ledger: CallLedger) -> None:
         """Use the store from another thread, which hangs if the store's host does."""
-        comparison, store = (
-            _CallComparison(self, ledger),
-            "torch.distributed's store, hosted by rank 0 or the launcher,",
-        )
+        comparison, limit = _CallComparison(self, ledger), ledger.timeout.total_seconds() + TIMING.store_answer
+        store = "torch.distributed's store, hosted by rank 0 or the launcher,"
+        what = f"rank {ledger.rank}, attention call {self.call}: {store}"
         try:
-            limit = ledger.timeout.total_seconds() + TIMING.store_answer
             done = run_within(limit, comparison.run, comparison.cancelled)
         except PeerError:
             raise
         except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise PeerError(f"rank {ledger.rank}, attention call {self.call}: {store} failed: {first}") from error
+            raise PeerError(f"{what} failed: {str(error).splitlines()[0]}") from error
         if not done:
-            raise PeerError(
-                f"rank {ledger.rank}, attention call {self.call}: {store} did not answer within {ledger.timeout}"
-            )
+            raise PeerError(f"{what} did not answer within {ledger.timeout}")
 
     def abandon(self, error: BaseException) -> None:
         """After an error in this rank's call: tell the ranks that wait for it, and start a new epoch."""

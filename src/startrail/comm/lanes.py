@@ -101,14 +101,9 @@ class Lanes:
     """
 
     def __init__(
-        self,
-        place: Place,
-        ranks: tuple[int, ...],
-        name: str,
-        timeout: timedelta,
-        device: torch.device,
+        self, place: Place, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device,
         links: Sequence[Link],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
         self.names = lane_names(place)
         backend = process_groups.backend_for(device)
@@ -180,12 +175,9 @@ class Lanes:
         return DigestComparison(self.all_ranks.allreduce([extremes], options), extremes)
 
     def post(
-        self,
-        messages: Sequence[Message],
-        payloads: Sequence[Tensor],
-        first_tag: int,
+        self, messages: Sequence[Message], payloads: Sequence[Tensor], first_tag: int,
         all_to_all: tuple[int, Tensor, Tensor] | None = None,
-    ) -> list[dist.Work]:
+    ) -> list[dist.Work]:  # fmt: skip
         """Post messages with their payloads, as one batch per lane. Returns one work per message, in order.
 
         ``all_to_all``: a lane whose messages exchange equal parts between all its ranks, including this one, with the

@@ -71,18 +71,14 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 def _abort(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(Exception):  # the other groups are aborted all the same
-        if dist.get_backend(group) == "gloo":
-            _close(group)
-        else:
+        if dist.get_backend(group) != "gloo":
             group.abort()
-
-
-def _close(group: dist.ProcessGroup) -> None:
-    # gloo has no abort, but a receive that times out closes all its connections. It cannot be posted from a peer that
-    # has closed its own end already.
-    for peer in (place for place in range(group.size()) if place != group.rank()):
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            return
+        # gloo has no abort, but a receive that times out closes all its connections. It cannot be posted from a peer
+        # that has closed its own end already.
+        for peer in set(range(group.size())) - {group.rank()}:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def destroy(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -134,8 +134,7 @@ class GradientCheck:
         world, losses = dist.get_world_size(self._group), len(scales)
         precision = max(torch.finfo(x.dtype).eps for x in (local, candidates[0]))
         local = local.double()
-        unscaled = local / scales[0]
-        total = unscaled.clone()
+        total = (unscaled := local / scales[0]).clone()
         dist.all_reduce(total, group=self._group)
         hypotheses = [total, total / losses, total / world, total / losses / world, local, unscaled]
         rows = []
@@ -148,7 +147,11 @@ class GradientCheck:
         if not bool(norms[-1].any()) or bool(fits[:, :2].any()):
             return
         if bool(fits[:, 2:4].any()):
-            raise ValueError(averaging_problem("DDP" if unsharded else "FSDP", world))
+            wrapper = "DDP" if unsharded else "FSDP"
+            raise ValueError(
+                f"gradients are averaged over {world} ranks, but must be summed ({wrapper} divides by its number of "
+                "ranks): call (startrail.gradient_factor(model) * loss).backward()"
+            )
         if unsharded and bool(fits[:, 4:].any()):
             raise ValueError(
                 "each rank still has only its own part of the gradients: call "
@@ -166,13 +169,6 @@ class GradientCheck:
         ranks = sorted(dist.get_process_group_ranks(self._group))
         same_shape: list[Any] = [x for x in optimized.values() if _is_sharded(x) and x.shape == probe.shape]
         return [x for x in same_shape if sorted(x.device_mesh.mesh.flatten().tolist()) == ranks]
-
-
-def averaging_problem(wrapper: str, world: int) -> str:
-    return (
-        f"gradients are averaged over {world} ranks, but must be summed ({wrapper} divides by its number of ranks): "
-        "call (startrail.gradient_factor(model) * loss).backward()"
-    )
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

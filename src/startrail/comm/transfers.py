@@ -120,10 +120,9 @@ class TransferMonitor:
         self.comparisons[-1].start_read()
         while self.pending and self._is_done(self.pending[0]):
             self.pending.popleft()
-        while (
-            not self.lanes.aborted and self.comparisons and (mismatch := self.comparisons[0].is_mismatch()) is not None
-        ):
-            self.comparisons.popleft()
+        comparisons = self.comparisons
+        while not self.lanes.aborted and comparisons and (mismatch := comparisons[0].is_mismatch()) is not None:
+            comparisons.popleft()
             if mismatch:
                 self._abort_mismatch()
         return self.lanes.aborted
@@ -149,24 +148,20 @@ class TransferMonitor:
 
     def check(self) -> None:
         """Called by the watchdog's thread, which has no current device: querying an event would initialize GPU 0."""
-        with on_device(self.lanes.device):
-            self._check()
-
-    def _check(self) -> None:
         lanes = self.lanes
         if lanes.aborted:
             return
-        if any(comparison.is_mismatch() for comparison in list(self.comparisons)):
-            self._abort_mismatch()
-            return
-        now = time.monotonic()
-        unfinished = [each for each in (*self.pending, *self.comparisons) if not self._is_done(each)]
-        if lanes.aborted or not unfinished or now - (oldest := unfinished[0]).posted < TIMING.slow_wait:
-            return
-        if now - oldest.posted > lanes.timeout.total_seconds():
-            lanes.abort(f"{oldest} did not end within {lanes.timeout}")
-        elif reason := self.find_reason():
-            if isinstance(reason, ValueError):
+        with on_device(lanes.device):
+            if any(comparison.is_mismatch() for comparison in list(self.comparisons)):
                 self._abort_mismatch()
-            else:
+                return
+            now = time.monotonic()
+            unfinished = [each for each in (*self.pending, *self.comparisons) if not self._is_done(each)]
+            if lanes.aborted or not unfinished or now - (oldest := unfinished[0]).posted < TIMING.slow_wait:
+                return
+            if now - oldest.posted > lanes.timeout.total_seconds():
+                lanes.abort(f"{oldest} did not end within {lanes.timeout}")
+            elif isinstance(reason := self.find_reason(), ValueError):
+                self._abort_mismatch()
+            elif reason is not None:
                 lanes.abort(str(reason))

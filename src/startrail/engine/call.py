@@ -38,20 +38,12 @@ class AttentionCall:
     @lru_cache(maxsize=256)
     def parse(text: str) -> AttentionCall:
         options = dict(part.split("=") for part in text.split(", "))
-        window, chunk, scale, softcap = (options.get(name) for name in ("window", "chunk", "scale", "softcap"))
-        steps = (map(int, step.split(":")) for step in options.get("steps", "").split())
-        mask = Mask(
-            options["causal"] == "True",
-            None if window in (None, "None") else int(window),
-            chunk=None if chunk is None else int(chunk),
-            steps=tuple(Segment(*step) for step in steps),
-        )
-        return AttentionCall(
-            mask,
-            None if scale in (None, "None") else float(scale),
-            None if softcap is None else float(softcap),
-            "max_logits" in options,
-        )
+        given = {name: value for name, value in options.items() if value != "None"}
+        window, chunk = (int(given[name]) if name in given else None for name in ("window", "chunk"))
+        scale, softcap = (float(given[name]) if name in given else None for name in ("scale", "softcap"))
+        steps = tuple(Segment(*map(int, step.split(":"))) for step in options.get("steps", "").split())
+        mask = Mask(options["causal"] == "True", window, chunk=chunk, steps=steps)
+        return AttentionCall(mask, scale, softcap, "max_logits" in options)
 
     def scale_for(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale

@@ -52,13 +52,7 @@ class Exchange:
     """``all_to_all``: the lane can exchange all parts in one call, including our own, if they are dense."""
 
     def __init__(
-        self,
-        wire: Wire,
-        pieces: Sequence[Piece],
-        pool: BufferPool,
-        device: torch.device,
-        head: int,
-        all_to_all: bool = False,
+        self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int, all_to_all: bool
     ) -> None:
         self.wire, self.pool, self.head = wire, pool, head
         self.leaving = Parts.make(wire, pieces, pool, device)

@@ -26,8 +26,7 @@ _numbers = itertools.count()
 
 def register(runtime: Runtime) -> str:
     """Returns the name under which the ops find ``runtime``: a text, because torch.compile takes numbers for sizes."""
-    name = f"sp{next(_numbers)}"
-    _runtimes[name] = runtime
+    _runtimes[name := f"sp{next(_numbers)}"] = runtime
     return name
 
 
@@ -70,19 +69,9 @@ def _(
 
 @torch.library.custom_op("startrail::attention_backward", mutates_args=(), tags=UNSAFE)
 def attention_backward(
-    dout: Tensor,
-    qkv: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    kept: Tensor,
-    number: Tensor,
-    kv_heads: int,
-    head_dim: int,
-    op_key: Tensor,
-    runtime: str,
-    call: str,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
+    kv_heads: int, head_dim: int, op_key: Tensor, runtime: str, call: str, dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse``: the cotangent
     of lse, if lse was used."""
     parsed = AttentionCall.parse(call)
@@ -91,16 +80,9 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    dout: Tensor,
-    qkv: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    kept: Tensor,
-    number: Tensor,
-    kv_heads: int,
-    head_dim: int,
-    *context: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
+    kv_heads: int, head_dim: int, *context: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, value_dim = out.shape
     shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
     dq, dk, dv = (torch.empty((batch, h, tokens, dim), dtype=out.dtype, device=out.device) for h, dim in shapes)

@@ -70,6 +70,7 @@ class Runtime:
         self.settings, self.plan, self.ranks, self.rank = settings, settings.plan, ranks, rank
         self.world = len(ranks)
         self.place = self.plan.place(self.world, rank)
+        self._program = partial(build_program, self.plan, self.world, rank)  # by pass
         self.counters = Counters()
         self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
         self._number = next(_num_instances.setdefault(ranks, itertools.count()))
@@ -160,7 +161,7 @@ class Runtime:
         return dtype if self.world == 1 else self.settings.wire_dtype or dtype
 
     def kept_bytes(self, sizes: Sizes) -> int:
-        return sizes.kept_bytes(build_program(self.plan, self.world, self.rank, FORWARD).kept)
+        return sizes.kept_bytes(self._program(FORWARD).kept)
 
     # --- passes
 
@@ -180,19 +181,9 @@ class Runtime:
             return out, lse, kept, torch.tensor(self.consensus.call_id, device="cpu"), context.largest
 
     def backward(
-        self,
-        dout: Tensor,
-        qkv: list[Tensor],
-        out: Tensor,
-        lse: Tensor,
-        kept: Tensor,
-        number: Tensor,
-        kv_heads: int,
-        head_dim: int,
-        op_key: Tensor,
-        call: AttentionCall,
-        dlse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
+        kv_heads: int, head_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
         cotangent of lse. Each logit gets its weight's share of it, so it is subtracted from delta."""
         # without q, k, v only their shapes matter here
@@ -272,15 +263,14 @@ class Runtime:
             kernel = kernel_for(q.device, q.dtype, max(q.shape[3], v.shape[3]), call.softcap)
             tiles = geometry.tiles(call.mask, kernel.costs)
             if q.shape[2] != layout.local:
+                hint = "shard with sequence.shard(), which pads"
+                if q.shape[1] == layout.local:
+                    fix = "transpose(1, 2) makes them (batch, heads, tokens, dim)"
+                    hint = f"these look like (batch, tokens, heads, dim): {fix}"
                 raise ValueError(
                     f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens per rank "
-                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}"
-                    + (
-                        "; these look like (batch, tokens, heads, dim): transpose(1, 2) makes them (batch, heads, "
-                        "tokens, dim)"
-                        if q.shape[1] == layout.local
-                        else "; shard with sequence.shard(), which pads"
-                    )
+                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}; "
+                    f"{hint}"
                 )
             sizes = self.sizes_of(q, k, v)
         except ValueError as error:
@@ -288,7 +278,7 @@ class Runtime:
         wire = Wire(sizes, q.dtype, self._wire_dtype(q.dtype), layout.chunk, geometry.chunk_places())
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
-        kept = sizes.kept_slices(build_program(self.plan, self.world, self.rank, pass_).kept)
+        kept = sizes.kept_slices(self._program(pass_).kept)
         return PreparedCall(signature, detail, wire, kept, kernel, tiles, call.scale_for(q.shape[3]))
 
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
@@ -311,8 +301,7 @@ class Runtime:
     def _run(
         self, context: PassContext, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
     ) -> dict[str, tuple[Tensor, ...]]:
-        program = build_program(self.plan, self.world, self.rank, pass_)
-        return self.executor_on(context.device).run(context, program, inputs, kept)
+        return self.executor_on(context.device).run(context, self._program(pass_), inputs, kept)
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
@@ -321,7 +310,7 @@ class Runtime:
             lanes = None
             if self.world > 1:
                 name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
-                programs = [build_program(self.plan, self.world, self.rank, pass_) for pass_ in PASSES]
+                programs = [self._program(pass_) for pass_ in PASSES]
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor

@@ -16,19 +16,10 @@ MAX_HEAD_DIM = 256
 
 
 def read_call(
-    q: object,
-    k: object,
-    v: object,
-    *,
-    causal: object = False,
-    window: object = None,
-    chunk: object = None,
-    mask: object = None,
-    scale: object = None,
-    sinks: object = None,
-    softcap: object = None,
-    max_logits: bool = False,
-) -> AttentionCall:
+    q: object, k: object, v: object, *,
+    causal: object = False, window: object = None, chunk: object = None, mask: object = None,
+    scale: object = None, sinks: object = None, softcap: object = None, max_logits: bool = False,
+) -> AttentionCall:  # fmt: skip
     """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `check_tensors`
     and `Mask.check_length` look at shapes and lengths later.
 
@@ -46,21 +37,16 @@ def read_call(
         raise ValueError(f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}")
     if sinks is not None:
         _check_sinks(sinks, q)
-    return AttentionCall(
-        _read_mask(causal, window, chunk, mask),
-        None if scale is None else _positive("scale", scale),
-        None if softcap is None else _positive("softcap", softcap),
-        max_logits,
-    )
+    mask = _read_mask(causal, window, chunk, mask)
+    return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits)
 
 
 def _read_mask(causal: object, window: object, chunk: object, mask: object) -> Mask:
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r} must be True or False")
-    if window is not None and not is_int(window):
-        raise ValueError(f"window={window!r} must be a whole number of tokens")
-    if chunk is not None and not is_int(chunk):
-        raise ValueError(f"chunk={chunk!r} must be a whole number of tokens")
+    for name, tokens in (("window", window), ("chunk", chunk)):
+        if tokens is not None and not is_int(tokens):
+            raise ValueError(f"{name}={tokens!r} must be a whole number of tokens")
     if mask is None:
         return Mask(causal, window, chunk=chunk)  # type: ignore[arg-type]
     if not isinstance(mask, Mask):
@@ -82,7 +68,9 @@ def _check_sinks(sinks: object, q: Tensor) -> None:
         )
 
 
-def _positive(name: str, number: object) -> float:
+def _positive(name: str, number: object) -> float | None:
+    if number is None:
+        return None
     if isinstance(number, int | float) and not isinstance(number, bool) and number > 0 and math.isfinite(number):
         return float(number)
     raise ValueError(f"{name}={number!r} must be None or a finite number greater than 0")
