@@ -19,17 +19,9 @@ from startrail.kernels.cpu import CpuKernel
 from startrail.kernels.max_logits import block_max_logits
 
 __all__ = [
-    "Kernel",
-    "Partial",
-    "Sum",
-    "Sums",
-    "accumulator",
-    "block_max_logits",
-    "kernel_for",
-    "nudge_zero_rows",
-    "row_sums",
+    "Kernel", "Partial", "Sum", "Sums", "accumulator", "block_max_logits", "kernel_for", "nudge_zero_rows", "row_sums",
     "surrogate_out",
-]
+]  # fmt: skip
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:

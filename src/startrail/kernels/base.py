@@ -34,6 +34,9 @@ class TileMask(NamedTuple):
     packs: tuple[tuple[int, int], ...] = ()
 
 
+ForwardTile = Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]
+BackwardTile = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]
+
 MAX_WIDENED_ELEMENTS = 2**18  # at a time, from the inputs' dtype to float64
 MAX_HELD_LOGITS = 2**22  # by backends that write out their logits
 
@@ -64,16 +67,12 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of a rectangle, from the global out and lse of its rows."""
 
-    def select_forward(
-        self, q: Tensor, k: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
+    def select_forward(self, q: Tensor, k: Tensor) -> ForwardTile:
         """The function that computes the tiles of a block with these values: ``forward_tile``, unless it would get them
         wrong."""
         return self.forward_tile
 
-    def select_backward(
-        self, out: Tensor, lse: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
+    def select_backward(self, out: Tensor, lse: Tensor) -> BackwardTile:
         """Likewise for ``backward_tile``."""
         return self.backward_tile
 
@@ -99,17 +98,9 @@ class Kernel(ABC):
         return into
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        visible: Sequence[Tile],
-        scale: float,
-        into: tuple[Sum, Sum, Sum] | None = None,
-    ) -> tuple[Sum, Sum, Sum]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        visible: Sequence[Tile], scale: float, into: tuple[Sum, Sum, Sum] | None = None,
+    ) -> tuple[Sum, Sum, Sum]:  # fmt: skip
         """Gradients of one block, added to the sums (dq, dk, dv) in ``into``."""
         if into is None:
             dtype = accumulator(q.dtype)
@@ -219,10 +210,16 @@ def _tile_mask(tile: Tile, device: torch.device, scale: float) -> tuple[TileMask
 
 def boolean_mask(tile: Tile, device: torch.device) -> Tensor:
     """(rows, keys), True where visible."""
-    low, high = [], []
-    for s in tile.bounds:
-        t = torch.arange(s.q1 - s.q0, device=device)
-        low.append(s.low + t * s.dlow)
-        high.append(s.high + t * s.dhigh)
+    low, high = row_bounds(tile, device)
     keys = torch.arange(tile.k0, tile.k1, device=device)
-    return (keys >= torch.cat(low).unsqueeze(1)) & (keys < torch.cat(high).unsqueeze(1))
+    return (keys >= low.unsqueeze(1)) & (keys < high.unsqueeze(1))
+
+
+def row_bounds(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The keys [low, high) that each row of a tile sees."""
+    if tile.bounds:
+        pairs = [(s, torch.arange(s.q1 - s.q0, device=device)) for s in tile.bounds]
+        return torch.cat([s.low + t * s.dlow for s, t in pairs]), torch.cat([s.high + t * s.dhigh for s, t in pairs])
+    rows = torch.arange(tile.k0, tile.k0 + tile.q1 - tile.q0, device=device)
+    low = rows if tile.form == "anticausal" else torch.full_like(rows, tile.k0)
+    return low, rows + 1 if tile.form == "causal" else torch.full_like(rows, tile.k1)

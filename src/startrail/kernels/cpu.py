@@ -12,7 +12,6 @@ with a softcap, which the op does not support.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from weakref import ref
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from startrail._compat import cpu_flash_backward, cpu_flash_forward
 from startrail.kernels.accumulate import accumulator
-from startrail.kernels.base import Kernel, TileMask
+from startrail.kernels.base import BackwardTile, ForwardTile, Kernel, TileMask
 from startrail.kernels.reference import ReferenceKernel
 
 MAX_CACHED_CHECKS = 256
@@ -59,11 +58,10 @@ class CpuKernel(Kernel):
 
     def __init__(self, dtype: torch.dtype, softcap: float | None = None) -> None:
         self.dtype, self.softcap = accumulator(dtype), softcap
-        self.reason = f"ATen's flash attention for CPUs, in {str(self.dtype).removeprefix('torch.')}"
+        op = "ATen's flash attention for CPUs"
+        self.reason = f"{op}, in {str(self.dtype).removeprefix('torch.')}"
         if softcap is not None:
-            self.reason = (
-                f"softcap={softcap}: plain math in float64; ATen's flash attention for CPUs does not support it"
-            )
+            self.reason = f"softcap={softcap}: plain math in float64; {op} does not support it"
         self._finite = FiniteCache()
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -73,15 +71,11 @@ class CpuKernel(Kernel):
         self._finite.add(x)
         return x
 
-    def select_forward(
-        self, q: Tensor, k: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]]:
+    def select_forward(self, q: Tensor, k: Tensor) -> ForwardTile:
         finite = self.softcap is None and self._finite.check(q) and self._finite.check(k)
         return self.forward_tile if finite else self._plain_math
 
-    def select_backward(
-        self, out: Tensor, lse: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]:
+    def select_backward(self, out: Tensor, lse: Tensor) -> BackwardTile:
         """A query or visible key that is not finite shows in lse; a value or gradient shows in the sum of dout * out.
         So keys and values need no second check."""
         finite = self.softcap is None and self._finite.check(out) and _is_finite(lse.clamp(min=0))  # padding: -inf
@@ -89,9 +83,8 @@ class CpuKernel(Kernel):
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
-        return cpu_flash_forward(
-            q, k, v, 0.0, tile_mask.causal, attn_mask=_additive(tile_mask.boolean, q.dtype), scale=tile_mask.scale
-        )
+        mask = _additive(tile_mask.boolean, q.dtype)
+        return cpu_flash_forward(q, k, v, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
 
     def backward_tile(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
@@ -115,9 +108,8 @@ def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:
     if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1] or k.shape != v.shape:
         raise ValueError(f"block kernel: q {tuple(q.shape)} does not fit k {tuple(k.shape)}, v {tuple(v.shape)}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
-        raise ValueError(
-            f"block kernel: last dimension must be dense, strides {q.stride()}, {k.stride()}, {v.stride()}"
-        )
+        strides = f"{q.stride()}, {k.stride()}, {v.stride()}"
+        raise ValueError(f"block kernel: last dimension must be dense, strides {strides}")
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -29,13 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail._compat import chosen_flash_impl, fa3_ops
-from startrail._compat import cuda_efficient_backward as _efficient_backward
-from startrail._compat import cuda_efficient_forward as _efficient_forward
-from startrail._compat import cuda_flash_backward as _flash_backward
-from startrail._compat import cuda_flash_forward as _flash_forward
-from startrail._compat import cuda_varlen_backward as _bands_backward
-from startrail._compat import cuda_varlen_forward as _bands_forward
+from startrail import _compat
 from startrail.geometry.tiles import Costs
 from startrail.kernels.base import Kernel, TileMask
 from startrail.kernels.cpu import check_block
@@ -47,6 +41,9 @@ from startrail.kernels.reference import ReferenceKernel
 _CALL_PAIRS = 3_000_000  # query-key pairs that an H100 computes in the time of one call
 _MAX_FLASH_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE, _BIAS_ROW_MULTIPLE, _LSE_ROW_MULTIPLE = 8, 16, 32
+_TORCH_OPS = FlashOps(
+    _compat.cuda_flash_forward, _compat.cuda_flash_backward, _compat.cuda_varlen_forward, _compat.cuda_varlen_backward
+)
 
 
 def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
@@ -63,24 +60,19 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
     if dtype == torch.float32:
         return _with_reason(EfficientKernel(dtype), "float32: flash attention supports half precision only")
     if head_dim > _MAX_FLASH_HEAD_DIM:
-        return _with_reason(
-            EfficientKernel(dtype), f"head dim {head_dim}: flash attention supports at most {_MAX_FLASH_HEAD_DIM}"
-        )
+        reason = f"head dim {head_dim}: flash attention supports at most {_MAX_FLASH_HEAD_DIM}"
+        return _with_reason(EfficientKernel(dtype), reason)
     if capability is not None and capability < (8, 0):
         return _with_reason(EfficientKernel(dtype), f"compute capability {capability}: flash attention needs (8, 0)")
-    if chosen := chosen_flash_impl():
+    if chosen := _compat.chosen_flash_impl():
         if head_dim > (most := _MAX_HEAD_DIMS.get(chosen, _MAX_FLASH_HEAD_DIM)):
             reason = f"head dim {head_dim}: {chosen}, which torch is set to use, is known to be right up to {most}"
             return _with_reason(EfficientKernel(dtype), reason)
         return _with_reason(FlashKernel(dtype), f"torch is set to use {chosen}")
     for name, path, generations in _NEWER_PACKAGES:
-        if (
-            capability is None
-            or capability[0] not in generations
-            or head_dim > _MAX_HEAD_DIMS.get(name, _MAX_FLASH_HEAD_DIM)
-        ):
-            continue
-        if (ops := _newer_flash(name, path)) is not None:
+        supported = capability is not None and capability[0] in generations
+        supported = supported and head_dim <= _MAX_HEAD_DIMS.get(name, _MAX_FLASH_HEAD_DIM)
+        if supported and (ops := _newer_flash(name, path)) is not None:
             return _with_reason(FlashKernel(dtype, ops, name), f"{name} is installed and supports {capability}")
     hint = "; FlashAttention 3 or 4 would be faster here" if capability is not None and capability >= (9, 0) else ""
     if (installed := _flash_attn()) is None:
@@ -124,7 +116,7 @@ def _newer_flash(name: str, path: str) -> FlashOps | None:
     try:
         if name == "FA4":
             return FlashOps(*fa4_ops(importlib.import_module(path)))
-        return FlashOps(*fa3_ops(path))
+        return FlashOps(*_compat.fa3_ops(path))
     except (ImportError, AttributeError, RuntimeError):  # not installed, or for another torch
         return None
 
@@ -210,7 +202,7 @@ class FlashKernel(EfficientKernel):
     ) -> None:
         super().__init__(dtype)
         self.softcap = softcap
-        self.ops = FlashOps(_flash_forward, _flash_backward, _bands_forward, _bands_backward) if ops is None else ops
+        self.ops = _TORCH_OPS if ops is None else ops
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
@@ -281,16 +273,8 @@ def _batch(entries: Sequence[Tensor]) -> Tensor:
 
 def _masked_forward(q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
     heads, rows = q.shape[1:3]
-    out, lse, *_ = _efficient_forward(
-        q,
-        _repeat_heads(k, heads),
-        _repeat_heads(v, heads),
-        _bias(tile_mask.boolean, q),
-        True,
-        0.0,
-        tile_mask.causal,
-        scale=tile_mask.scale,
-    )
+    inputs = (q, _repeat_heads(k, heads), _repeat_heads(v, heads), _bias(tile_mask.boolean, q))
+    out, lse, *_ = _compat.cuda_efficient_forward(*inputs, True, 0.0, tile_mask.causal, scale=tile_mask.scale)
     return out, lse.narrow(-1, 0, rows)
 
 
@@ -298,25 +282,13 @@ def _masked_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, rows = q.shape[1:3]
-    k_all, v_all = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    inputs = (q, _repeat_heads(k, heads), _repeat_heads(v, heads), _bias(tile_mask.boolean, q))
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -rows % _LSE_ROW_MULTIPLE), value=float("inf"))
     seed = q.new_empty(2, dtype=torch.int64)  # never read without dropout
     wanted = [True, True, True, False]  # no gradient of the bias
-    dq, dk, dv, _ = _efficient_backward(
-        dout,
-        q,
-        k_all,
-        v_all,
-        _bias(tile_mask.boolean, q),
-        out,
-        lse,
-        seed,
-        seed,
-        0.0,
-        wanted,
-        tile_mask.causal,
-        scale=tile_mask.scale,
+    dq, dk, dv, _ = _compat.cuda_efficient_backward(
+        dout, *inputs, out, lse, seed, seed, 0.0, wanted, tile_mask.causal, scale=tile_mask.scale
     )
     return dq, _sum_heads(dk, k.shape[1]), _sum_heads(dv, v.shape[1])
 

@@ -21,16 +21,9 @@ def fa4_ops(package: Any) -> tuple[Op, Op, Op, Op]:
     fwd, bwd = package._flash_attn_fwd, package._flash_attn_bwd
 
     def bands_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        rows: int,
-        keys: int,
-        *dropout: Any,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
+        q: Tensor, k: Tensor, v: Tensor,
+        cu_seqlens_q: Any, cu_seqlens_k: Any, rows: int, keys: int, *dropout: Any, **options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         out, lse, *_ = fwd(q, k, v, return_lse=True, **_named(cu_seqlens_q, cu_seqlens_k, rows, keys, **options))
         return out, lse
 

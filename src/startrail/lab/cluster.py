@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from startrail.lab.cleanup import FOLDER_VARIABLE, new_folder
@@ -46,17 +45,10 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        nodes: int = 4,
-        ranks_per_node: int = 8,
-        link: str | None = "100mbit",
-        *,
-        racks: int = 1,
-        rack_link: str | None = None,
-        slow: Mapping[int, str | None] | None = None,
-        mtu: int = 9000,
-        shaper: str | None = None,
-    ) -> None:
+        self, nodes: int = 4, ranks_per_node: int = 8, link: str | None = "100mbit", *,
+        racks: int = 1, rack_link: str | None = None, slow: Mapping[int, str | None] | None = None,
+        mtu: int = 9000, shaper: str | None = None,
+    ) -> None:  # fmt: skip
         self.machine = Machine(nodes, ranks_per_node)
         self.wiring = Wiring(self.machine, link, racks, rack_link, dict(slow or {}), mtu, shaper)
         self._supervisor: Supervisor | None = None
@@ -71,9 +63,7 @@ class Cluster:
         self._supervisor = Supervisor(self.wiring, self._folder)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         supervisor = self._get_supervisor()
         try:
             if self._job is not None:
@@ -117,12 +107,9 @@ class Cluster:
         signal_all({self._get_supervisor().networks[node]}, signal.SIGCONT)
 
     def start(
-        self,
-        argv: Sequence[str],
-        deadline: float = 300.0,
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], deadline: float = 300.0, env: Mapping[str, str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
-    ) -> ProgramJob:
+    ) -> ProgramJob:  # fmt: skip
         """Start ``script.py args``, ``-m module args`` or any command on every rank, and return without waiting.
 
         Links can be cut and slowed before ``wait()`` is called on the job. The environment is torchrun's; see `run`.
@@ -139,12 +126,9 @@ class Cluster:
         return job
 
     def run(
-        self,
-        argv: Sequence[str],
-        deadline: float = 300.0,
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], deadline: float = 300.0, env: Mapping[str, str] | None = None,
         log_dir: str | os.PathLike[str] | None = None,
-    ) -> list[Path]:
+    ) -> list[Path]:  # fmt: skip
         """Run a torchrun-style program on every rank, and return the log files by rank.
 
         RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the like are set, so ``init_process_group("gloo")`` connects over
@@ -154,12 +138,9 @@ class Cluster:
         return self.start(argv, deadline, env, log_dir).wait()
 
     def fork(
-        self,
-        function: Callable[[int], Result],
-        deadline: float = 300.0,
-        env: Mapping[str, str] | None = None,
+        self, function: Callable[[int], Result], deadline: float = 300.0, env: Mapping[str, str] | None = None,
         expendable: frozenset[int] = frozenset(),
-    ) -> ForkedJob:
+    ) -> ForkedJob:  # fmt: skip
         """Start ``function(rank)`` on every rank as `call` does, and return without waiting.
 
         ``expendable`` ranks may die and are not waited for; they return None. Tests of failures use them.
@@ -208,16 +189,13 @@ class Cluster:
             FOLDER_VARIABLE: self._folder,
             "PYTHONUNBUFFERED": "1",  # or the last lines of a killed rank are lost
         }
-        return [
-            {
-                **common,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % machine.ranks_per_node),
-                "GROUP_RANK": str(machine.node(rank)),
-                "NODE_RANK": str(machine.node(rank)),
-            }
-            for rank in range(machine.world)
-        ]
+        environments = []
+        for rank in range(machine.world):
+            local, node = str(rank % machine.ranks_per_node), str(machine.node(rank))
+            environments.append(
+                common | {"RANK": str(rank), "LOCAL_RANK": local, "GROUP_RANK": node, "NODE_RANK": node}
+            )
+        return environments
 
     def _enter(self, rank: int) -> None:
         # In the forked child, before it becomes a rank.

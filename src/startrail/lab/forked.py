@@ -22,15 +22,9 @@ class ForkedJob(LabJob):
     """A function called on forked ranks that share a gloo process group."""
 
     def __init__(
-        self,
-        function: Callable[[int], Any],
-        environments: Sequence[Mapping[str, str]],
-        enter: Callable[[int], None],
-        store: Path,
-        deadline: float,
-        expendable: frozenset[int],
-        kill_leftovers: Callable[[], None],
-    ) -> None:
+        self, function: Callable[[int], Any], environments: Sequence[Mapping[str, str]], enter: Callable[[int], None],
+        store: Path, deadline: float, expendable: frozenset[int], kill_leftovers: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(deadline, kill_leftovers)
         self._expendable = expendable
         self._pipes: list[Connection] = []

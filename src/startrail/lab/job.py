@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 LAST_LINES = 30
@@ -53,9 +52,7 @@ class LabJob:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
 
 
@@ -63,14 +60,9 @@ class ProgramJob(LabJob):
     """A command started once per rank, with one log file each."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        enter: Callable[[int], None],
-        log_dir: Path,
-        deadline: float,
-        kill_leftovers: Callable[[], None],
-    ) -> None:
+        self, argv: Sequence[str], environments: Sequence[Mapping[str, str]], enter: Callable[[int], None],
+        log_dir: Path, deadline: float, kill_leftovers: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(deadline, kill_leftovers)
         command = _command(argv)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -78,17 +70,11 @@ class ProgramJob(LabJob):
         try:
             for rank, environment in enumerate(environments):
                 with self.logs[rank].open("wb") as log:
-                    self._processes.append(
-                        subprocess.Popen(
-                            command,
-                            env=environment,
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                            preexec_fn=partial(enter, rank),
-                        )
-                    )
+                    process = subprocess.Popen(
+                        command, env=environment, start_new_session=True, preexec_fn=partial(enter, rank),
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    )  # fmt: skip
+                    self._processes.append(process)
         except BaseException:
             self.kill()
             raise
@@ -133,29 +119,25 @@ class ProgramJob(LabJob):
                 while waiting:
                     left = self._end - time.monotonic()
                     if left <= 0:
-                        raise JobError(self._timeout_message(sorted(waiting.values())))
+                        ranks = sorted(waiting.values())
+                        late = f"ranks {ranks} did not finish within {self._deadline:g} s"
+                        raise JobError(f"{late}; {self._last_lines(ranks[0])}")
                     for descriptor, _ in ended.poll(1000 * left):
                         ended.unregister(descriptor)
                         rank = waiting.pop(descriptor)
                         os.close(descriptor)
                         if code := self._processes[rank].wait():
-                            raise JobError(self._failure_message(rank, code))
+                            how = f"exited with code {code}"
+                            if code < 0:
+                                how = f"was killed by {signal.Signals(-code).name}"
+                            raise JobError(f"rank {rank} {how}; {self._last_lines(rank)}")
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
 
-    def _failure_message(self, rank: int, code: int) -> str:
-        how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-        return f"rank {rank} {how}; {self._last_lines(rank)}"
-
-    def _timeout_message(self, ranks: list[int]) -> str:
-        return f"ranks {ranks} did not finish within {self._deadline:g} s; {self._last_lines(ranks[0])}"
-
     def _last_lines(self, rank: int) -> str:
         lines = self.logs[rank].read_text(errors="replace").splitlines()[-LAST_LINES:]
-        return (
-            f"rank {rank}'s last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it wrote nothing"
-        )
+        return "\n  ".join([f"rank {rank}'s last lines:", *lines]) if lines else "it wrote nothing"
 
 
 def _command(argv: Sequence[str]) -> list[str]:

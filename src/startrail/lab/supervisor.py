@@ -46,14 +46,9 @@ class Supervisor:
         self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_SECONDS)
         with child_socket:
+            program = "from startrail.lab.supervisor import main; main()"
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "from startrail.lab.supervisor import main; main()",
-                    json.dumps(asdict(wiring)),
-                    folder,
-                ],
+                [sys.executable, "-c", program, json.dumps(asdict(wiring)), folder],
                 stdin=child_socket.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
@@ -90,9 +85,8 @@ class Supervisor:
         try:
             message = self._socket.recv(MESSAGE_BYTES)
         except TimeoutError:
-            raise LabError(
-                f"the lab's supervisor process {self.pid} did not answer in {ANSWER_SECONDS:.0f} s"
-            ) from None
+            late = f"did not answer in {ANSWER_SECONDS:.0f} s"
+            raise LabError(f"the lab's supervisor process {self.pid} {late}") from None
         if not message:
             raise LabError(f"the lab's supervisor process {self.pid} ended with code {self._process.wait()}")
         answer = json.loads(message)
