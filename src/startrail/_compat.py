@@ -167,8 +167,8 @@ cpu_flash_forward = _aten._scaled_dot_product_flash_attention_for_cpu.default
 cpu_flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 cuda_flash_forward = _aten._scaled_dot_product_flash_attention.default
 cuda_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
-cuda_varlen_forward = _aten._flash_attention_forward.default
-cuda_varlen_backward = _aten._flash_attention_backward.default
+cuda_bands_forward = _aten._flash_attention_forward.default
+cuda_bands_backward = _aten._flash_attention_backward.default
 cuda_efficient_forward = _aten._scaled_dot_product_efficient_attention.default
 cuda_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 

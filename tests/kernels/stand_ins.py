@@ -7,6 +7,7 @@ import types
 import torch
 from torch.overrides import TorchFunctionMode
 
+from startrail import _compat
 from startrail.geometry.mask import Mask
 from startrail.kernels import Partial, cuda
 from startrail.kernels.base import TileMask
@@ -249,9 +250,9 @@ def make(name, dtype):
 
 
 def use_stand_ins(monkeypatch):
-    """Replace ATen's ops in `cuda`."""
+    """Replace ATen's ops for CUDA."""
     for op in (flash_forward, flash_backward, efficient_forward, efficient_backward, bands_forward, bands_backward):
-        monkeypatch.setattr(cuda, "_" + op.__name__, op)
+        monkeypatch.setattr(_compat, "cuda_" + op.__name__, op)
 
 
 # --- fake CUDA tensors

@@ -41,9 +41,6 @@ from startrail.kernels.reference import ReferenceKernel
 _CALL_PAIRS = 3_000_000  # query-key pairs that an H100 computes in the time of one call
 _MAX_FLASH_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE, _BIAS_ROW_MULTIPLE, _LSE_ROW_MULTIPLE = 8, 16, 32
-_TORCH_OPS = FlashOps(
-    _compat.cuda_flash_forward, _compat.cuda_flash_backward, _compat.cuda_varlen_forward, _compat.cuda_varlen_backward
-)
 
 
 def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
@@ -202,7 +199,9 @@ class FlashKernel(EfficientKernel):
     ) -> None:
         super().__init__(dtype)
         self.softcap = softcap
-        self.ops = _TORCH_OPS if ops is None else ops
+        rectangles = _compat.cuda_flash_forward, _compat.cuda_flash_backward
+        bands = _compat.cuda_bands_forward, _compat.cuda_bands_backward
+        self.ops = FlashOps(*rectangles, *bands) if ops is None else ops
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
