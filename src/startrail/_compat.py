@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def make_named_group(
     ``dist.new_group`` derives the name from the number of groups that this process has made, so ranks that have made
     different numbers of groups would wait for each other forever.
     """
-    index, group_name = members.index(dist.get_rank()), c10d.GroupName(name)
+    index, group_name = members.index(dist.get_rank()), cast(Any, getattr(c10d, "GroupName", str)(name))
     with without_bound_device():
         group, _ = c10d._new_process_group_helper(
             len(members), index, members, dist.Backend(backend), store, group_name, options, timeout
@@ -88,7 +88,8 @@ def post_batch(group: dist.ProcessGroup, device: torch.device, posts: Sequence[C
 
 def all_to_all(group: dist.ProcessGroup, output: Tensor, input_: Tensor) -> dist.Work:
     """Exchange equal parts with every rank of ``group``."""
-    return group.all_to_all_single(output, input_, [], [], dist.AllToAllOptions())
+    post = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return post(output, input_, [], [], dist.AllToAllOptions())
 
 
 _has_warned = False
@@ -118,27 +119,34 @@ def make_fake_store() -> Store:
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
-# --- functional collectives, which torch.compile traces
+# --- functional collectives, which torch.compile traces; torch 2.13 renamed two of them
 
 
 def gather_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All ranks' tensors, concatenated along ``dim``."""
-    return funcol.wait_tensor(funcol.all_gather_single(x, dim, group))
+    return funcol.wait_tensor(_gather(x, dim, group))
 
 
 def gather_shards_autograd(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """``gather_shards`` with a gradient."""
-    return funcol.wait_tensor(funcol.all_gather_single_autograd(x, dim, group))
+    return funcol.wait_tensor(_gather_autograd(x, dim, group))
 
 
 def sum_to_shards(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part along ``dim`` of the sum over all ranks."""
-    return funcol.wait_tensor(funcol.reduce_scatter_single(x, "sum", dim, group))
+    return funcol.wait_tensor(_reduce_scatter(x, "sum", dim, group))
 
 
 def max_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x, "max", group))
 
+
+if hasattr(funcol, "all_gather_single"):
+    _gather, _gather_autograd = funcol.all_gather_single, funcol.all_gather_single_autograd
+    _reduce_scatter = funcol.reduce_scatter_single
+else:
+    _gather, _gather_autograd = funcol.all_gather_tensor, funcol.all_gather_tensor_autograd
+    _reduce_scatter = funcol.reduce_scatter_tensor
 
 # --- torch.compile and the profiler
 
@@ -174,8 +182,9 @@ cuda_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
 
 
 def chosen_flash_impl() -> str | None:
-    """The FlashAttention that the program made torch use (``activate_flash_attention_impl``)."""
-    return torch.nn.attention.current_flash_attention_impl()
+    """The FlashAttention that the program made torch use (``activate_flash_attention_impl``, new in torch 2.10)."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
 
 
 def fa3_ops(package: str) -> tuple[Callable[..., Any], ...]:
