@@ -9,7 +9,7 @@ from startrail.schedule.plan import Plan
     "text, world", [("u1", 1), ("1x2", 2), ("u3", 3), ("2x1/u2", 4), ("u2/1x2", 4), ("u2/1x2/u2", 8)]
 )
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 1001])
-def test_every_token_has_one_owner_and_pieces_sort(name, text, world, length):
+def test_every_token_has_one_owner_and_shards_are_sorted(name, text, world, length):
     plan = Plan.parse(text)
     layout = LAYOUTS[name](plan.slots(world), length)
     assert sorted(layout.order()) == list(range(layout.local * world))
@@ -18,15 +18,15 @@ def test_every_token_has_one_owner_and_pieces_sort(name, text, world, length):
     place, size = plan.place(world, 0), layout.chunk
     for shard in range(place.num_shards):
         ranks = place.shard_ranks(shard)
-        piece = [None] * (layout.local * len(ranks))
+        tokens = [None] * (layout.local * len(ranks))
         for rank, places in zip(ranks, layout.places(ranks), strict=True):
-            mine = layout.order()[rank * layout.local :][: layout.local]
+            local = layout.order()[rank * layout.local :][: layout.local]
             for index, at in enumerate(places):
-                piece[at * size : (at + 1) * size] = mine[index * size : (index + 1) * size]
-        assert piece == sorted(piece), "the tokens of a piece come out sorted"
+                tokens[at * size : (at + 1) * size] = local[index * size : (index + 1) * size]
+        assert tokens == sorted(tokens), f"the tokens of shard {shard} are not sorted"
         runs = layout.runs(*ranks)
-        assert [p for start, count in runs for p in range(start, start + count)] == [p for p in piece if p < length]
-        assert len(runs) <= len(layout.chunks[0]), "and are as few runs as those of one rank"
+        assert [p for start, count in runs for p in range(start, start + count)] == [p for p in tokens if p < length]
+        assert len(runs) <= len(layout.chunks[0]), f"shard {shard} has more runs than a single rank"
 
 
 def test_positions_stay_inside_the_sequence():
@@ -39,10 +39,10 @@ def test_positions_stay_inside_the_sequence():
     [
         (lambda: check_layout("spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
         (lambda: zigzag(range(4), 0), "length >= 1"),
-        (lambda: contiguous((), 8), "a rank, got 8 on 0 ranks"),
+        (lambda: contiguous((), 8), "at least one rank, got 8 on 0 ranks"),
         (lambda: Layout(8, 8, ()), "on 0 ranks"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(make, message):
+def test_invalid_layouts_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()

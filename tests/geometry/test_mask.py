@@ -1,4 +1,4 @@
-"""Tiles must cover exactly the visible pairs, each once, for every mask and every pair of shards."""
+"""Tiles cover exactly the visible pairs, each once, for every mask and every pair of shards."""
 
 import itertools
 import random
@@ -12,36 +12,36 @@ from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
 
 
-def as_fa2_reads(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
-    """The window by which FlashAttention 2 masks, in torch and in its own package, forward and backward: what
-    mha_fwd and mha_varlen_fwd, and then set_params_fprop, make of it in a call whose longest rectangles have so many
-    rows and keys."""
+def fa2_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
+    """The window that FlashAttention 2 applies, forward and backward, in torch and in its own package: mha_fwd and
+    mha_varlen_fwd convert it, then set_params_fprop. ``rows`` and ``keys`` are the maxima over the call's rectangles."""
     left, right = (-1 if end >= keys else end for end in (left, right))
     if left < 0 and right < 0:
         return left, right
     return (keys if left < 0 else left), (keys if right < 0 else right)
 
 
-def as_fa3_reads(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
-    """The same of FlashAttention 3 (hopper/flash_api.cpp). FlashAttention 4 takes it as it is."""
+def fa3_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
+    """The same for FlashAttention 3 (hopper/flash_api.cpp). FlashAttention 4 applies the window as it is."""
     left, right = -1 if left >= keys - 1 else left, -1 if right >= rows - 1 else right
     if left < 0 and right < 0:
         return left, right
     return (keys - 1 if left < 0 else left), (rows - 1 if right < 0 else right)
 
 
-def as_it_is(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
+def exact_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
     return left, right
 
 
-GENERATIONS = (as_it_is, as_fa2_reads, as_fa3_reads)
+SEEDS = range(400)
+GENERATIONS = (exact_window, fa2_window, fa3_window)
 
 
-def covered(tile: Tile, reads=as_it_is) -> list[tuple[int, int]]:
+def covered(tile: Tile, window_of=exact_window) -> list[tuple[int, int]]:
     pairs = []
-    if tile.form == "bands":  # as kernels with windows define them: aligned at the last row and the last key
+    if tile.form == "bands":  # windows are aligned at the last row and the last key
         q0, k0 = tile.q0, tile.k0
-        left, right = reads(*tile.window, *(max(side) for side in zip(*tile.packs, strict=True)))
+        left, right = window_of(*tile.window, *(max(side) for side in zip(*tile.packs, strict=True)))
         for rows, keys in tile.packs:
             for t in range(rows):
                 first = 0 if left < 0 else max(0, t + keys - rows - left)
@@ -64,7 +64,7 @@ def covered(tile: Tile, reads=as_it_is) -> list[tuple[int, int]]:
 
 
 def sees(mask: Mask, i: int, j: int) -> bool:
-    """The definition, token by token."""
+    """The definition of a mask, pair by pair."""
     seen = any(s.q0 <= i < s.q1 and s.low <= j < s.high + (i - s.q0) * s.dhigh for s in mask.steps) or not mask.steps
     seen &= not (mask.causal and j > i)
     seen &= mask.window is None or abs(i - j) < mask.window
@@ -78,6 +78,7 @@ def positions(runs) -> list[int]:
 
 
 def random_case(seed: int):
+    """A random mask and the runs of two shards."""
     rng = random.Random(seed)
     ranks = rng.choice([1, 1, 2, 3])
     world = ranks * rng.choice([1, 2, 3, 4])
@@ -88,11 +89,15 @@ def random_case(seed: int):
         documents = (0, *sorted(rng.choices(range(1, length + 1), k=rng.choice([0, 1, 3, 20]))), length)
     window = rng.choice([None, None, 1, 2, 7, 20, 130, 500])
     shards = world // ranks
-    mask = Mask(rng.random() < 0.5, window, documents, rng.choice([None, None, 1, 3, 50]), **random_stairs(rng, length))
-    return layout, ranks, mask, rng.randrange(shards), rng.randrange(shards)
+    mask = Mask(rng.random() < 0.5, window, documents, rng.choice([None, None, 1, 3, 50]), **random_steps(rng, length))
+    queries, keys = (
+        layout.runs(*range(shard * ranks, (shard + 1) * ranks))
+        for shard in (rng.randrange(shards), rng.randrange(shards))
+    )
+    return mask, queries, keys
 
 
-def random_stairs(rng: random.Random, length: int) -> dict:
+def random_steps(rng: random.Random, length: int) -> dict:
     """Blocks, or the steps of random slices, or neither."""
     kind = rng.choice(["blocks", "slices", None])
     ends = sorted(rng.sample(range(length + 1), min(length + 1, 2 * rng.choice([1, 2, 3])) // 2 * 2))
@@ -111,49 +116,51 @@ def random_stairs(rng: random.Random, length: int) -> dict:
     return dict(steps=Mask.from_slices(slices).steps)
 
 
-@pytest.mark.parametrize("seed", range(400))
 @pytest.mark.parametrize("short", [4, 128])
-def test_tiles_cover_exactly_what_is_visible(seed, short, monkeypatch):
-    monkeypatch.setattr("startrail.geometry.tiles.SHORT", short)  # small limits take the paths that long sequences take
-    layout, ranks, mask, row, column = random_case(seed)
-    queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
-    check_cover(tiles_of(mask, queries, keys, call_cost=short * short), mask, queries, keys)
+def test_tiles_cover_exactly_the_visible_pairs(short, monkeypatch):
+    monkeypatch.setattr("startrail.geometry.tiles.SHORT", short)  # a small limit exercises the paths of long sequences
+    for seed in SEEDS:
+        mask, queries, keys = random_case(seed)
+        check_cover(tiles_of(mask, queries, keys, call_cost=short * short), mask, queries, keys, case=f"seed {seed}")
 
 
-@pytest.mark.parametrize("seed", range(400))
-def test_bands_cover_exactly_what_is_visible(seed):
-    layout, ranks, mask, row, column = random_case(seed)
-    queries, keys = (layout.runs(*range(shard * ranks, (shard + 1) * ranks)) for shard in (row, column))
-    check_cover(bands_of(segments_of(mask, queries, keys)), mask, queries, keys, GENERATIONS)
+def test_bands_cover_exactly_the_visible_pairs():
+    for seed in SEEDS:
+        mask, queries, keys = random_case(seed)
+        bands = bands_of(segments_of(mask, queries, keys))
+        check_cover(bands, mask, queries, keys, GENERATIONS, case=f"seed {seed}")
 
 
-def test_a_window_that_reaches_over_a_whole_neighbour_is_what_every_generation_sees():
-    """Chunks of 64 in a window of 100, shard 3 with shard 2: as one band of 99 rows and 64 keys FlashAttention 2 would
-    see 595 pairs wrongly, and give rows an lse of +inf."""
+def test_every_generation_is_exact_where_a_window_spans_a_whole_shard():
+    """Chunks of 64 in a window of 100, shards 3 and 2. In one band of 99 rows and 64 keys, FlashAttention 2 would get
+    595 pairs wrong and give some rows an lse of +inf."""
     layout = zigzag(range(4), 8 * 64)
     mask = Mask(causal=True, window=100)
     queries, keys = layout.runs(3), layout.runs(2)
     tiles = bands_of(segments_of(mask, queries, keys))
     check_cover(tiles, mask, queries, keys, GENERATIONS)
     alone = Tile(0, 99, 0, 64, "bands", window=(0, -1), packs=((99, 64),))
-    assert len(set(covered(alone)) ^ set(covered(alone, as_fa2_reads))) == 595, "what it would do is what is checked"
-    assert covered(alone) == covered(alone, as_fa3_reads)
+    assert len(set(covered(alone)) ^ set(covered(alone, fa2_window))) == 595, "the test must detect the error"
+    assert covered(alone) == covered(alone, fa3_window)
 
 
-def check_cover(tiles, mask, queries, keys, generations=(as_it_is,)):
+def check_cover(tiles, mask, queries, keys, generations=(exact_window,), case=""):
+    case += f" {mask} {queries} {keys}"
     qpos, kpos = positions(queries), positions(keys)
     expected = [(i, j) for i, p in enumerate(qpos) for j, k in enumerate(kpos) if sees(mask, p, k)]
-    for reads in generations:
-        assert sorted(pair for tile in tiles for pair in covered(tile, reads)) == expected, reads.__name__
-    assert sum(tile.area for tile in tiles) == len(expected)
+    for window_of in generations:
+        pairs = sorted(pair for tile in tiles for pair in covered(tile, window_of))
+        assert pairs == expected, f"{case}: {window_of.__name__}"
+    assert sum(tile.area for tile in tiles) == len(expected), case
     for tile in tiles:
-        assert tile.q0 < tile.q1
-        assert tile.k0 < tile.k1
-        assert {i for i, _ in covered(tile)} == set(range(tile.q0, tile.q1)), "a row of a tile sees nothing"
+        assert tile.q0 < tile.q1, case
+        assert tile.k0 < tile.k1, case
+        rows = {i for i, _ in covered(tile)}
+        assert rows == set(range(tile.q0, tile.q1)), f"{case}: a row of {tile} sees nothing"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
-def test_zigzag_gives_every_causal_block_the_same_work_in_one_call(world):
+def test_zigzag_gives_every_causal_block_equal_work_in_one_call(world):
     layout = zigzag(range(world), world * 64)
     blocks = [tiles_of(Mask(causal=True), layout.runs(i), layout.runs(j)) for i in range(world) for j in range(world)]
     assert {len(tiles) for tiles in blocks} == {1}
@@ -163,18 +170,18 @@ def test_zigzag_gives_every_causal_block_the_same_work_in_one_call(world):
     assert diagonal == {64 * 65 // 2}
 
 
-def test_as_bands_windows_and_documents_are_a_call_or_two():
-    """Of a rank's own block and of one with another's, where tiles are tens: 8192 tokens a rank on 4 ranks."""
+def test_windows_and_documents_need_few_calls_as_bands():
+    """8192 tokens per rank on 4 ranks. Without bands, these blocks need tens of tiles."""
     layout = zigzag(range(4), 4 * 8192)
     documents = tuple(range(0, 4 * 8192 + 1, 128))
-    for mask, most in (
+    for mask, max_calls in (
         (Mask(causal=True, window=1024), 3),
         (Mask(causal=True, documents=documents), 1),
         (Mask(causal=True, window=100, documents=documents), 1),
         (Mask(window=1024), 3),
     ):
         for other in range(4):
-            assert len(bands_of(segments_of(mask, layout.runs(1), layout.runs(other)))) <= most
+            assert len(bands_of(segments_of(mask, layout.runs(1), layout.runs(other)))) <= max_calls
 
 
 def test_long_windows_and_many_documents_need_few_calls():
@@ -188,15 +195,18 @@ def test_long_windows_and_many_documents_need_few_calls():
     "arguments, message",
     [
         (dict(window=0), "window=0 must be at least 1"),
-        (dict(documents=(0, 5, 3)), "never fall"),
+        (dict(documents=(0, 5, 3)), "never decrease"),
         (dict(documents=(1, 5)), "start at 0"),
         (dict(documents=(0,)), "cu_seqlens"),
         (dict(chunk=0), "chunk=0 must be at least 1"),
         (dict(blocks=((3, 5), (4, 6))), "in order, got (4, 6) after 5"),
-        (dict(blocks=((0, 2),), steps=Mask.from_slices([(0, 2, 0, 2)]).steps), "make them slices too"),
+        (
+            dict(blocks=((0, 2),), steps=Mask.from_slices([(0, 2, 0, 2)]).steps),
+            "pass either blocks= or slices, not both",
+        ),
     ],
 )
-def test_bad_masks_say_what_is_wrong(arguments, message):
+def test_invalid_masks_raise(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Mask(**arguments)
 
@@ -205,17 +215,17 @@ def test_bad_masks_say_what_is_wrong(arguments, message):
     "slices, message",
     [
         ([(0, 4, 0, 4), (2, 4, 6, 8)], "query 2 sees keys [0, 4) and [6, 8), which are not one interval"),
-        ([(0, 4, 2, 4), (4, 6, 0, 6)], "query 4 sees keys [0, 6), but query 3 sees [2, 4): neither end may fall"),
-        ([(0, 4, 0, 8), (4, 6, 0, 6)], "query 4 sees keys [0, 6), but query 3 sees [0, 8): neither end may fall"),
+        ([(0, 4, 2, 4), (4, 6, 0, 6)], "query 4 sees keys [0, 6), but query 3 sees [2, 4): neither end may decrease"),
+        ([(0, 4, 0, 8), (4, 6, 0, 6)], "query 4 sees keys [0, 6), but query 3 sees [0, 8): neither end may decrease"),
         ([(2, 2, 0, 4)], "must be (q0, q1, k0, k1), not empty"),
-        ([(0, 5, 0, 4, True)], "a causal one has a key a query"),
+        ([(0, 5, 0, 4, True)], "causal needs k1 - k0 >= q1 - q0"),
     ],
 )
-def test_slices_that_are_no_staircase_name_the_query(slices, message):
+def test_slices_that_form_no_staircase_raise_and_name_the_query(slices, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Mask.from_slices(slices)
 
 
-def test_documents_must_add_up():
+def test_documents_must_end_at_the_length_of_the_sequence():
     with pytest.raises(ValueError, match="documents end at 9, but the sequence has 10 tokens"):
         Mask(documents=(0, 4, 9)).check_length(10)

@@ -1,22 +1,21 @@
-"""Bands: what kernels with windows of their own take in one call.
+"""Bands: tiles for kernels that support windows and several sequences per call.
 
 Such a kernel computes R rows x K keys under a window (left, right): row t sees the keys from t + K-R - left to
-t + K-R + right, as far as there are any; -1 stands for no end. It also takes several such rectangles behind one
-another, each with rows and keys of its own, in a single call. So a block that falls into hundreds of squares (packed
-documents, windows) is a few calls:
+t + K-R + right, clipped to [0, K); -1 means unbounded. One call can also take several such rectangles, one after the
+other, each with its own rows and keys. A block of hundreds of squares (packed documents, windows) is then a few calls:
 
 >>> first = Segment(0, 4, 0, 0, 1, 1)                      # a document of four tokens, causal
 >>> narrow, wide = Segment(4, 6, 4, 0, 5, 1), Segment(6, 9, 5, 1, 7, 1)    # another of five, in a window of 2
 >>> for tile in bands_of([first, narrow, wide]): print(tile.form, tile.window, tile.packs)
 causal (-1, -1) ()
 bands (1, 0) ((5, 5),)
->>> short = Segment(4, 6, 4, 0, 5, 1)                      # two tokens fit into any window of two and more
+>>> short = Segment(4, 6, 4, 0, 5, 1)                      # two tokens fit into any window of two or more
 >>> long = [Segment(0, 3, 0, 0, 1, 1), Segment(3, 4, 1, 1, 4, 1)]
 >>> for tile in bands_of([*long, short]): print(tile.window, tile.packs)
 (2, 0) ((4, 4), (2, 2))
 
-Where one window would say it but FlashAttention 2 would read another, it is two calls: four rows see all of two keys,
-the fifth the last one alone.
+Where FlashAttention 2 would misread the single window, there are two calls. Here four rows see both keys, and the
+fifth row sees only the last:
 
 >>> for tile in bands_of([Segment(0, 4, 0, 0, 2, 0), Segment(4, 5, 1, 0, 2, 0)]): print(tile[:5])
 (0, 4, 0, 2, 'full')
@@ -34,7 +33,7 @@ from startrail.geometry.tiles import Tile
 
 @dataclass(frozen=True)
 class _Band:
-    """Rows [q0, q1): row q0 + t sees keys from max(k0, t + low) to min(k1, t + high); None: from k0, to k1."""
+    """Rows [q0, q1): row q0 + t sees keys [max(k0, t + low), min(k1, t + high)); None: that end is not limited."""
 
     q0: int
     q1: int
@@ -42,46 +41,33 @@ class _Band:
     k1: int
     low: int | None
     high: int | None
-    full: bool  # the upper end has come to k1, and stays there
+    full: bool  # the upper end has reached k1 and stays there
     segments: tuple[Segment, ...]
 
     @classmethod
     def of(cls, s: Segment) -> _Band:
-        rows = s.q1 - s.q0
-        low, high = (s.low if s.dlow and rows > 1 else None), (s.high if s.dhigh and rows > 1 else None)
-        return cls(s.q0, s.q1, s.low, s.high + s.dhigh * (rows - 1), low, high, high is None, (s,))
+        low, high = (s.low if s.dlow and s.rows > 1 else None), (s.high if s.dhigh and s.rows > 1 else None)
+        return cls(s.q0, s.q1, s.low, s.last_high, low, high, high is None, (s,))
 
-    def joined(self, s: Segment) -> _Band | None:
-        """Continued with a segment that follows, if one window still describes both."""
-        t, rows = s.q0 - self.q0, s.q1 - s.q0
-        if s.q0 != self.q1:
-            return None
-        low, high, full = self.low, self.high, self.full
-        if low is not None:
-            if s.low != t + low or (rows > 1 and not s.dlow):
-                return None
-        elif s.low == self.k0 + 1 or (s.low == self.k0 and s.dlow and rows > 1):
-            if rows > 1 and not s.dlow:
-                return None
+    def extended(self, s: Segment) -> _Band | None:
+        """This band and the segment after it, or None if one window cannot describe both."""
+        t, low, high, full = s.q0 - self.q0, self.low, self.high, self.full
+        single = s.rows == 1  # a single row fits either slope
+        if low is None and (s.low == self.k0 + 1 or (s.low == self.k0 and s.dlow and not single)):
             low = s.low - t
-        elif s.low != self.k0:
+        if s.q0 != self.q1 or s.low != (self.k0 if low is None else t + low):
             return None
-        if full:
-            if s.high != self.k1 or (rows > 1 and s.dhigh):
-                if len(self.segments) > 1 or t > 1 or s.high != self.k1 + 1 or (rows > 1 and not s.dhigh):
-                    return None
-                high, full = s.high - t, False  # a single row so far takes either slope
-        else:
-            assert high is not None
-            if s.high == t + high and (rows == 1 or s.dhigh):
-                pass
-            elif s.high in (self.k1, t + high) and (rows == 1 or not s.dhigh):
-                full = True
-            else:
+        if low is not None and not (single or s.dlow):
+            return None
+        if full and t == 1 and s.high == self.k1 + 1 and (single or s.dhigh):
+            high, full = s.high - t, False
+        rising = None if full or high is None else t + high
+        if s.high != rising or not (single or s.dhigh):
+            if s.high not in (self.k1, rising) or not (single or not s.dhigh):
                 return None
-        k1 = max(self.k1, s.high + s.dhigh * (rows - 1))
-        band = _Band(self.q0, s.q1, self.k0, k1, low, high, full, (*self.segments, s))
-        return band if _taken_at_its_word(band.window, band.rows, band.keys) else None
+            full = True
+        band = _Band(self.q0, s.q1, self.k0, max(self.k1, s.last_high), low, high, full, (*self.segments, s))
+        return band if _is_exact_in_fa2(band.window, band.rows, band.keys) else None
 
     @property
     def rows(self) -> int:
@@ -99,30 +85,28 @@ class _Band:
 
 
 class _KernelCall:
-    """Bands behind one another that one call takes, under one window; the most rows and the most keys of any."""
+    """Adjacent bands that one call computes under one window. ``rows`` and ``keys`` are the maxima over the bands."""
 
     def __init__(self, band: _Band) -> None:
         self.bands, self.window, self.rows, self.keys = [band], band.window, band.rows, band.keys
 
-    def takes(self, band: _Band) -> bool:
-        """Whether there is one window for all; their rows and keys must lie behind one another."""
-        last = self.bands[-1]
-        if (last.q1, last.k1) != (band.q0, band.k0):
-            return False
-        # from which size on an end that has none could also be written as a number
+    def try_add(self, band: _Band) -> bool:
+        """Add the band if it directly follows the last one and one window fits all."""
+        last, window = self.bands[-1], []
+        # an unbounded end equals any bound of at least this size
         needs = (self.keys - 1, band.keys - 1), (self.rows - 1, band.rows - 1)
-        joint = []
-        for ours, theirs, (our_need, their_need) in zip(self.window, band.window, needs, strict=True):
-            if ours == theirs or (theirs == -1 and ours >= their_need):
-                joint.append(ours)
-            elif ours == -1 and theirs >= our_need:
-                joint.append(theirs)
+        for end, band_end, (need, band_need) in zip(self.window, band.window, needs, strict=True):
+            if end == band_end or (band_end == -1 and end >= band_need):
+                window.append(end)
+            elif end == -1 and band_end >= need:
+                window.append(band_end)
             else:
                 return False
-        window, rows, keys = (joint[0], joint[1]), max(self.rows, band.rows), max(self.keys, band.keys)
-        if not _taken_at_its_word(window, rows, keys):
+        left, right = window
+        rows, keys = max(self.rows, band.rows), max(self.keys, band.keys)
+        if (last.q1, last.k1) != (band.q0, band.k0) or not _is_exact_in_fa2((left, right), rows, keys):
             return False
-        self.window, self.rows, self.keys = window, rows, keys
+        self.window, self.rows, self.keys = (left, right), rows, keys
         self.bands.append(band)
         return True
 
@@ -135,25 +119,25 @@ class _KernelCall:
         return Tile(first.q0, last.q1, first.k0, last.k1, "bands", bounds, self.window, packs)
 
 
-def _taken_at_its_word(window: tuple[int, int], rows: int, keys: int) -> bool:
-    """Whether FlashAttention 2 sees what a window says, in a call whose longest rectangles have so many rows and keys.
+def _is_exact_in_fa2(window: tuple[int, int], rows: int, keys: int) -> bool:
+    """True if FlashAttention 2 applies the window as defined above; ``rows`` and ``keys`` are the call's maxima.
 
-    It takes a right end of ``keys`` or more for none, and none beside a left end for ``keys``. In more than keys + 1
-    rows the first ones would then see too little, or too much.
+    It treats a right end of ``keys`` or more as unbounded, and an unbounded right end next to a left end as ``keys``.
+    With more than keys + 1 rows, the first rows would then see too few keys, or too many.
     """
     return window == (-1, -1) or 0 <= window[1] < keys or rows <= keys + 1
 
 
 def bands_of(segments: Sequence[Segment]) -> list[Tile]:
-    """Tiles of form ``bands`` that cover exactly what the segments see."""
+    """Tiles of form ``bands`` that cover exactly the pairs that the segments describe."""
     bands: list[_Band] = []
     for segment in segments:
-        if bands and (joined := bands[-1].joined(segment)):
-            bands[-1] = joined
+        if bands and (extended := bands[-1].extended(segment)):
+            bands[-1] = extended
         else:
             bands.append(_Band.of(segment))
     calls: list[_KernelCall] = []
     for band in bands:
-        if not (calls and calls[-1].takes(band)):
+        if not (calls and calls[-1].try_add(band)):
             calls.append(_KernelCall(band))
     return [call.tile() for call in calls]

@@ -1,7 +1,7 @@
 """Mask: which keys each query sees.
 
-Every mask gives a query at position p one interval of visible keys [low(p), high(p)), and both ends only grow with p: a
-staircase. `tiles` cuts the blocks of such a mask into rectangles that attention kernels can compute.
+Every mask gives the query at position p one interval of visible keys [low(p), high(p)). Neither end ever decreases with
+p, so each end is a staircase. `tiles` cuts blocks of such a mask into rectangles that attention kernels can compute.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ class Segment(NamedTuple):
     high: int
     dhigh: int
 
+    @property
+    def rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def last_high(self) -> int:
+        """The end of the last row's interval."""
+        return self.high + self.dhigh * (self.rows - 1)
+
 
 class Slice(NamedTuple):
-    """Queries [q0, q1) see keys [k0, k1); ``causal``: the last query sees all of them, each one before it one fewer."""
+    """Queries [q0, q1) see keys [k0, k1); ``causal``: the last query sees all of them, each earlier one sees one fewer."""
 
     q0: int
     q1: int
@@ -36,14 +45,14 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Who sees whom. Full by default; what is given here restricts it, but for ``blocks``.
+    """Which keys each query sees: all by default. Every field restricts that, except ``blocks``, which adds to it.
 
     ``window`` w: i-j < w when causal, |i-j| < w otherwise. ``chunk`` c: i and j lie in the same run of c tokens.
-    ``documents``: cu_seqlens (0, .., N) of documents that do not see each other. ``blocks``: runs (start, stop) of
-    tokens that see each other whatever window, chunk and causal say, in the order of their tokens: an image in a text,
-    or the prefix of a prefix-LM. ``steps``: the staircase itself, straight piece by piece; see ``from_slices``.
+    ``documents``: cu_seqlens (0, .., N) of documents that do not see each other. ``blocks``: sorted runs (start, stop)
+    of tokens that see each other regardless of window, chunk and causal, such as an image in a text or the prefix of a
+    prefix-LM. ``steps``: the staircase itself, as linear segments; see ``from_slices``.
 
-    >>> Mask(causal=True, blocks=((0, 3),)).visible(1, end=8)       # a prefix of three: its tokens see all of it
+    >>> Mask(causal=True, blocks=((0, 3),)).visible(1, end=8)       # the tokens of a prefix of three see all of it
     (0, 3)
     >>> Mask(causal=True, chunk=4).visible(6, end=8)
     (4, 7)
@@ -58,7 +67,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1 (1 is the token itself alone)")
+            raise ValueError(f"window={self.window} must be at least 1 (with 1, each token sees only itself)")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} must be at least 1 token")
         if self.documents is not None:
@@ -67,7 +76,7 @@ class Mask:
                 raise ValueError(f"documents must be whole numbers in one dimension, got {ends[:8]}")
             if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in itertools.pairwise(ends)):
                 shown = ", ".join(map(str, ends[:8])) + (", ..." if len(ends) > 8 else "")
-                raise ValueError(f"documents must be cu_seqlens: start at 0 and never fall; got ({shown})")
+                raise ValueError(f"documents must be cu_seqlens: start at 0 and never decrease; got ({shown})")
             object.__setattr__(self, "documents", tuple(sorted(set(ends))))  # drop empty documents
         before = 0
         for start, stop in self.blocks:
@@ -75,14 +84,14 @@ class Mask:
                 raise ValueError(f"blocks must be runs (start, stop) in order, got ({start}, {stop}) after {before}")
             before = stop
         if self.blocks and self.steps:
-            raise ValueError("blocks inside a mask of slices: make them slices too")
+            raise ValueError("pass either blocks= or slices, not both: add each block to the slices")
 
     @classmethod
     def from_slices(cls, slices: Iterable[Slice | tuple[int, ...]]) -> Mask:
         """The mask of all pairs that some slice (q0, q1, k0, k1) or (q0, q1, k0, k1, causal) covers.
 
-        ``ValueError`` names the first query whose keys are not one interval, or whose interval begins or ends before
-        that of an earlier query. Queries without a slice see nothing.
+        Queries without a slice see nothing. Raises ``ValueError`` for the first query whose keys are not one interval,
+        or whose interval starts or ends before that of an earlier query.
 
         >>> Mask.from_slices([(0, 2, 0, 2), (2, 6, 0, 6, True)]).steps      # a prefix of two, then causal
         (Segment(q0=0, q1=2, low=0, dlow=0, high=2, dhigh=0), Segment(q0=2, q1=6, low=0, dlow=0, high=3, dhigh=1))
@@ -90,7 +99,7 @@ class Mask:
         Traceback (most recent call last):
         ValueError: query 2 sees keys [0, 4) and [6, 8), which are not one interval
         """
-        return cls(steps=_stairs([Slice(*each) for each in slices]))
+        return cls(steps=_steps_of([Slice(*each) for each in slices]))
 
     def check_length(self, length: int) -> None:
         if self.documents is not None and self.documents[-1] != length:
@@ -98,13 +107,13 @@ class Mask:
         if self.blocks and self.blocks[-1][1] > length:
             raise ValueError(f"blocks end at {self.blocks[-1][1]}, but the sequence has {length} tokens")
         if self.steps:
-            end = max(self.steps[-1].q1, max(s.high + s.dhigh * (s.q1 - s.q0 - 1) for s in self.steps))
+            end = max(self.steps[-1].q1, *(s.last_high for s in self.steps))
             if end > length:
                 raise ValueError(f"the mask's slices end at {end}, but the sequence has {length} tokens")
 
     def visible(self, position: int, end: int) -> tuple[int, int]:
         """The interval of keys that the query at ``position`` sees in a sequence of ``end`` tokens."""
-        low, high = self._on_stairs(position) if self.steps else (0, end)
+        low, high = self._visible_in_steps(position) if self.steps else (0, end)
         if self.window is not None:
             low, high = max(low, position - self.window + 1), min(high, position + self.window)
         if self.chunk is not None:
@@ -121,16 +130,15 @@ class Mask:
             low, high = max(low, self.documents[index - 1]), min(high, self.documents[index])
         return low, max(low, high)
 
-    def _on_stairs(self, position: int) -> tuple[int, int]:
-        index = bisect_right(self.steps, position, key=lambda s: s.q0) - 1
-        s = self.steps[max(index, 0)]
-        t = min(max(position - s.q0, 0), s.q1 - s.q0)
+    def _visible_in_steps(self, position: int) -> tuple[int, int]:
+        s = self.steps[max(bisect_right(self.steps, position, key=lambda s: s.q0) - 1, 0)]
+        t = min(max(position - s.q0, 0), s.rows)
         low, high = s.low + t * s.dlow, s.high + t * s.dhigh
         return (low, high) if s.q0 <= position < s.q1 else (low, low)
 
-    def bends(self, start: int, stop: int, edges: Iterable[int], end: int) -> set[int]:
-        """Where, between two queries, an end of the interval may change its slope as seen by keys that begin or stop at
-        ``edges``: where it meets one of them, or an end of a document, chunk or block."""
+    def breakpoints(self, start: int, stop: int, edges: Iterable[int], end: int) -> set[int]:
+        """Queries in (start, stop) at which an end of the visible interval may change its slope: where it reaches one of
+        ``edges`` (the ends of the runs of keys) or an end of a document, chunk or block."""
         window = self.window or 0
         anchors = {0, end, *edges}
         if self.documents is not None:
@@ -158,10 +166,8 @@ class Mask:
 
     def __str__(self) -> str:
         parts = ["causal" if self.causal else f"{len(self.steps)} steps" if self.steps else "full"]
-        if self.window is not None:
-            parts.append(f"window {self.window}")
-        if self.chunk is not None:
-            parts.append(f"chunk {self.chunk}")
+        sizes = {"window": self.window, "chunk": self.chunk}
+        parts += [f"{name} {size}" for name, size in sizes.items() if size is not None]
         if self.documents is not None:
             parts.append(f"{len(self.documents) - 1} documents")
         if self.blocks:
@@ -169,11 +175,11 @@ class Mask:
         return ", ".join(parts)
 
 
-def _stairs(slices: list[Slice]) -> tuple[Segment, ...]:
-    """The union of slices as straight pieces of one staircase."""
+def _steps_of(slices: list[Slice]) -> tuple[Segment, ...]:
+    """The union of slices as linear segments of one staircase."""
     for s in slices:
         if not (0 <= s.q0 < s.q1 and 0 <= s.k0 < s.k1 and (not s.causal or s.k1 - s.k0 >= s.q1 - s.q0)):
-            raise ValueError(f"slice {tuple(s)} must be (q0, q1, k0, k1), not empty; a causal one has a key a query")
+            raise ValueError(f"slice {tuple(s)} must be (q0, q1, k0, k1), not empty; causal needs k1 - k0 >= q1 - q0")
     cuts = sorted({edge for s in slices for edge in (s.q0, s.q1)})
     steps: list[Segment] = []
     for q0, q1 in itertools.pairwise(cuts):
@@ -182,20 +188,19 @@ def _stairs(slices: list[Slice]) -> tuple[Segment, ...]:
             continue
         level = max((s.k1 for s in here if not s.causal), default=0)
         slope = max((s.k1 - s.q1 + 1 for s in here if s.causal), default=-1 - max(cuts))  # high is query + slope
-        crossing = min(max(level - slope, q0), q1)  # from there on the causal ones reach further
+        crossing = min(max(level - slope, q0), q1)  # from here on causal slices reach further
         low = here[0].k0
         for start, stop, rises in ((q0, crossing, 0), (crossing, q1, 1)):
             if start == stop:
                 continue
-            for query in (start, stop - 1):  # holes are largest at one of the two: ends are straight in between
+            for query in (start, stop - 1):  # ends are linear in between, so gaps are widest here
                 _check_one_interval(here, query)
             steps.append(Segment(start, stop, low, 0, start + slope if rises else level, rises))
     for a, b in itertools.pairwise(steps):
-        before = a.low, a.high + a.dhigh * (a.q1 - a.q0 - 1)
-        if b.low < before[0] or b.high < before[1]:
+        if b.low < a.low or b.high < a.last_high:
             raise ValueError(
-                f"query {b.q0} sees keys [{b.low}, {b.high}), but query {a.q1 - 1} sees [{before[0]}, {before[1]}): "
-                "neither end may fall"
+                f"query {b.q0} sees keys [{b.low}, {b.high}), but query {a.q1 - 1} sees [{a.low}, {a.last_high}): "
+                "neither end may decrease"
             )
     return tuple(steps)
 

@@ -1,17 +1,17 @@
-"""Tiles: the few rectangles into which a block of a mask falls.
+"""Tiles: cuts a block of a mask into a few rectangles.
 
 Shards are sorted by position, so the keys of a shard that a query sees are one interval of *local* indices too. A block
-(query shard x key shard) is therefore a band between two staircases, and ``tiles_of`` cuts it into rectangles that
-attention kernels compute without a mask: full, causal and anticausal squares. Only where these would be tiny (many short
+(query shard x key shard) is therefore the area between two staircases. ``tiles_of`` cuts it into rectangles that
+attention kernels compute without a mask: full, causal and anticausal. Only where these would be tiny (many short
 documents, a narrow window) are several computed together under an explicit mask.
 
 >>> mask = Mask(causal=True)
->>> def show(*shards): return [tile[:5] for tile in tiles_of(mask, *shards)]       # rows from, to, keys from, to
+>>> def show(*shards): return [tile[:5] for tile in tiles_of(mask, *shards)]       # q0, q1, k0, k1, form
 >>> show(((0, 2), (6, 2)), ((0, 2), (6, 2)))                # a zigzag shard with itself: one causal square
 [(0, 4, 0, 4, 'causal')]
->>> show(((2, 2), (4, 2)), ((0, 2), (6, 2)))                # a later shard with an earlier one: all see its first half
+>>> show(((2, 2), (4, 2)), ((0, 2), (6, 2)))                # a later shard and an earlier one: all see its first half
 [(0, 4, 0, 2, 'full')]
->>> show(((0, 2), (6, 2)), ((2, 2), (4, 2)))                # and the reverse: the second half sees everything
+>>> show(((0, 2), (6, 2)), ((2, 2), (4, 2)))                # the reverse: the second half sees everything
 [(2, 4, 0, 4, 'full')]
 """
 
@@ -23,23 +23,22 @@ from typing import NamedTuple
 from startrail.geometry.layout import Runs
 from startrail.geometry.mask import Mask, Segment
 
-# Pieces of under SHORT rows may be computed together.
-SHORT = 128
-MASKED_ROWS = 256
+SHORT = 128  # segments with fewer rows may share a masked tile
+MASKED_ROWS = 256  # of one masked tile, at most
 
 
 class Costs(NamedTuple):
-    """What decides how a backend's blocks are cut. A ``call`` costs about as much as this many query-key pairs;
-    ``bands``: whether a call may have a window of its own, and several documents one behind the other (`bands`)."""
+    """How to cut blocks for a backend. ``call``: the overhead of a kernel call, in query-key pairs. ``bands``: True if
+    a call can have a window and several documents, one after the other (see `bands`)."""
 
     call: int = 128 * 128
     bands: bool = False
 
 
 class Tile(NamedTuple):
-    """Query rows [q0, q1) x keys [k0, k1). Forms: full; causal (a square, key <= row); anticausal (key >= row);
-    masked: ``bounds`` are the segments, and every row sees something; bands: the same, and rectangles of ``packs``
-    (rows, keys) one behind the other under one ``window`` say it too (see `bands`)."""
+    """Query rows [q0, q1) x keys [k0, k1). Forms: full; causal (a square, key <= row); anticausal (key >= row); masked:
+    ``bounds`` lists the segments, and every row sees a key; bands: as masked, but also expressed as rectangles of
+    ``packs`` (rows, keys), one after the other, under one ``window`` (see `bands`)."""
 
     q0: int
     q1: int
@@ -57,30 +56,24 @@ class Tile(NamedTuple):
         if self.form == "full":
             return rows * (self.k1 - self.k0)
         if self.bounds:
-            return sum(
-                (s.q1 - s.q0) * (s.high - s.low) + (s.dhigh - s.dlow) * (s.q1 - s.q0) * (s.q1 - s.q0 - 1) // 2
-                for s in self.bounds
-            )
+            return sum(s.rows * (s.high - s.low) + (s.dhigh - s.dlow) * s.rows * (s.rows - 1) // 2 for s in self.bounds)
         return rows * (rows + 1) // 2
 
 
 def tiles_of(mask: Mask, queries: Runs, keys: Runs, call_cost: int = Costs().call) -> tuple[Tile, ...]:
-    """The rectangles of local indices that cover exactly the visible pairs of two shards, given as runs."""
+    """Rectangles of local indices that cover exactly the visible pairs of two shards. Shards are given as runs."""
     return tuple(_cover(segments_of(mask, queries, keys), call_cost))
 
 
 def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
-    """What each row of a shard sees of another, as straight pieces; without the rows that see nothing."""
-    return _segments(mask, queries, keys) if queries and keys else []
-
-
-def _segments(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
-    """The two staircases as maximal straight pieces, without the rows that see nothing."""
+    """The keys that each query of a shard sees, as maximal linear segments. Rows that see nothing are left out."""
+    if not (queries and keys):
+        return []
     end = max(keys[-1][0] + keys[-1][1], queries[-1][0] + queries[-1][1])
     if mask.documents is not None:
         end = max(end, mask.documents[-1])
 
-    def index_of(position: int) -> int:  # keys of the shard before a position
+    def index_of(position: int) -> int:  # number of keys before a position
         return sum(min(max(position - start, 0), count) for start, count in keys)
 
     def bounds_at(position: int) -> tuple[int, int]:
@@ -92,37 +85,32 @@ def _segments(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
     offset = 0
     for start, count in queries:
         stop = start + count
-        points = sorted({start, stop} | mask.bends(start, stop, edges, end))
+        points = sorted({start, stop} | mask.breakpoints(start, stop, edges, end))
         for p0, p1 in itertools.pairwise(points):
             low, high = bounds_at(p0)
-            dlow, dhigh = (
-                (x - y for x, y in zip(bounds_at(p0 + 1), (low, high), strict=True)) if p1 - p0 > 1 else (0, 0)
-            )
+            next_low, next_high = bounds_at(p0 + 1) if p1 - p0 > 1 else (low, high)
             row = offset + p0 - start
-            segment = Segment(row, row + p1 - p0, low, dlow, high, dhigh)
-            if merged and (joined := _join(merged[-1], segment)):
-                merged[-1] = joined
+            segment = Segment(row, row + p1 - p0, low, next_low - low, high, next_high - high)
+            if merged and (extended := _extended(merged[-1], segment)):
+                merged[-1] = extended
             else:
                 merged.append(segment)
         offset += count
-    return [kept for segment in merged if (kept := _without_blind_rows(segment))]
+    return [kept for segment in merged if (kept := _drop_empty_rows(segment))]
 
 
-def _join(a: Segment, b: Segment) -> Segment | None:
-    """One segment that continues the other in a straight line; a single row takes either slope."""
-    rows, more = a.q1 - a.q0, b.q1 - b.q0
-    dlow, dhigh = (a.dlow, a.dhigh) if rows > 1 else (b.low - a.low, b.high - a.high)
-    if (dlow, dhigh) not in ((0, 0), (0, 1), (1, 0), (1, 1)):
+def _extended(a: Segment, b: Segment) -> Segment | None:
+    """Both as one segment if ``b`` continues ``a`` on the same line, else None. A single row fits either slope."""
+    dlow, dhigh = (a.dlow, a.dhigh) if a.rows > 1 else (b.low - a.low, b.high - a.high)
+    if not {dlow, dhigh} <= {0, 1} or (b.rows > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)):
         return None
-    if (b.low, b.high) != (a.low + rows * dlow, a.high + rows * dhigh) or (
-        more > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)
-    ):
+    if (b.low, b.high) != (a.low + a.rows * dlow, a.high + a.rows * dhigh):
         return None
     return Segment(a.q0, b.q1, a.low, dlow, a.high, dhigh)
 
 
-def _without_blind_rows(s: Segment) -> Segment | None:
-    """Cut the rows at either end whose interval is empty (low = high)."""
+def _drop_empty_rows(s: Segment) -> Segment | None:
+    """Drop the rows at either end that see nothing (low = high)."""
     width, grows = s.high - s.low, s.dhigh - s.dlow
     if width <= 0:
         if grows <= 0:
@@ -135,7 +123,7 @@ def _without_blind_rows(s: Segment) -> Segment | None:
 
 
 def _cover(segments: list[Segment], call_cost: int) -> list[Tile]:
-    """Exact tiles of long segments; neighbouring short ones share a masked tile where that is cheaper."""
+    """Exact tiles for long segments. Adjacent short segments share a masked tile where that is cheaper."""
     tiles: list[Tile] = []
     short: list[Segment] = []
 
@@ -143,15 +131,15 @@ def _cover(segments: list[Segment], call_cost: int) -> list[Tile]:
         exact = [tile for segment in short for tile in _exact_tiles(segment)]
         if exact:
             k0, k1 = min(tile.k0 for tile in exact), max(tile.k1 for tile in exact)
-            together = Tile(short[0].q0, short[-1].q1, k0, k1, "masked", tuple(short))
-            apart = sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) + call_cost for tile in exact)
-            joint = (together.q1 - together.q0) * (k1 - k0) * 3 // 2 + call_cost
-            tiles.extend(exact if apart <= joint else [together])
+            shared = Tile(short[0].q0, short[-1].q1, k0, k1, "masked", tuple(short))
+            separate_cost = sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) + call_cost for tile in exact)
+            shared_cost = (shared.q1 - shared.q0) * (k1 - k0) * 3 // 2 + call_cost
+            tiles.extend(exact if separate_cost <= shared_cost else [shared])
         short.clear()
 
     for segment in segments:
         for part in _short_parts(segment):
-            if part.q1 - part.q0 >= SHORT:
+            if part.rows >= SHORT:
                 flush()
                 tiles.extend(_exact_tiles(part))
                 continue
@@ -163,9 +151,9 @@ def _cover(segments: list[Segment], call_cost: int) -> list[Tile]:
 
 
 def _short_parts(s: Segment) -> list[Segment]:
-    """A band of constant width w cannot be cut into squares of more than w-1 rows; other segments stay whole."""
-    width, rows = s.high - s.low, s.q1 - s.q0
-    if not (s.dlow and s.dhigh) or rows < width:
+    """Cuts bands of constant width w into parts of w-1 rows, the most that triangles fit; keeps other segments."""
+    width = s.high - s.low
+    if not (s.dlow and s.dhigh) or s.rows < width:
         return [s]
     step = width - 1 if width > SHORT else SHORT // 2
     return [
@@ -175,7 +163,7 @@ def _short_parts(s: Segment) -> list[Segment]:
 
 def _exact_tiles(s: Segment) -> list[Tile]:
     """Full, causal and anticausal tiles that cover one segment."""
-    rows = s.q1 - s.q0
+    rows = s.rows
     if s.dlow and s.dhigh and rows >= s.high - s.low:  # too narrow for triangles
         return [Tile(s.q0, s.q1, s.low, s.high + rows - 1, "masked", (s,))]
     full0, full1, tiles = s.low, s.high, []
