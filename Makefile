@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
+unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles everything again
 
 .PHONY: setup setup-bench validate validate-paper scaling test test-all lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
