@@ -152,7 +152,7 @@ def test_cuda_graph_capture_raises(current, monkeypatch):
 def cuda_backend(monkeypatch):
     """The engine's CUDA backend on CPU tensors, with stand-ins that compute in half precision like flash attention."""
     for op in ("flash_forward", "flash_backward", "bands_forward", "bands_backward"):
-        monkeypatch.setattr(cuda, f"_{op}", getattr(stand_ins, op))
+        monkeypatch.setattr(_compat, f"cuda_{op}", getattr(stand_ins, op))
 
     def kernel_for(device, dtype, dim, softcap):
         if softcap is None:
