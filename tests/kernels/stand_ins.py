@@ -13,7 +13,7 @@ from startrail.kernels import Partial, cuda
 from startrail.kernels.base import TileMask
 from startrail.kernels.flash_ops import flash_attn_ops
 from startrail.kernels.reference import ReferenceKernel
-from tests.geometry.test_mask import as_fa2_reads
+from tests.geometry.test_mask import fa2_window
 
 REFERENCE = ReferenceKernel()
 SCALE, SOFTCAP = 0.3, 1.5
@@ -84,7 +84,7 @@ def band_blocks(q, k, cum_seq_q, cum_seq_k, max_q, max_k, left, right):
         assert (cuts[0][-1], cuts[1][-1]) == (q.shape[0], k.shape[0])
     lengths = [[b - a for a, b in itertools.pairwise(ends)] for ends in cuts]
     assert [max(side) for side in lengths] == [max_q, max_k]
-    left, right = as_fa2_reads(left, right, max_q, max_k)
+    left, right = fa2_window(left, right, max_q, max_k)
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(ends) for ends in cuts), strict=True):
         row, key = torch.arange(q1 - q0).unsqueeze(1) + (k1 - k0) - (q1 - q0), torch.arange(k1 - k0)
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
