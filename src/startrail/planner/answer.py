@@ -11,16 +11,17 @@ True
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from startrail.planner.candidates import LARGE_WORLD, WellKnown
+from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
 from startrail.planner.search import TIE_SHARE, DoesNotFitError, Row, SearchResult, search
-from startrail.planner.units import count_text, read_file, read_quantity
+from startrail.planner.units import Fields, count_text, read_file
 from startrail.planner.workload import Model, find_model, read_run
 
 
@@ -38,41 +39,34 @@ class Answer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [_as_data(row) for row in self.result.rows] + [_without_data(known) for known in self.result.missing]
+        usable = [_as_data(row) for row in self.result.rows]
+        unusable = dict.fromkeys(usable[0])  # None for every figure
+        return usable + [
+            unusable | {"plan": known.plan, "role": known.role, "why_not": known.reason}
+            for known in self.result.missing
+        ]
 
     def json(self) -> str:
         return json.dumps(self.rows, indent=1)
 
     @property
     def table(self) -> str:
-        names = [level.label for level in self.result.cluster.levels]
-        head = [
-            "plan",
-            "",
-            "step",
-            "interval",
-            "tokens/s",
-            "MFU",
-            "exposed",
-            *(f"GB/{name}" for name in names),
-            "memory",
-        ]
+        sent = [f"GB/{level.label}" for level in self.result.cluster.levels]
+        head = ["plan", "", "step", "interval", "tokens/s", "MFU", "exposed", *sent, "memory"]
         lines = [head, *(_cells(row) for row in self.result.rows)]
         missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.result.missing]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-        for at in range(2):  # the reasons may be longer
-            widths[at] = max(widths[at], *(len(line[at]) for line in missing), 0)
-        pad = [str.ljust, str.ljust] + [str.rjust] * (len(head) - 2)
-        text = [
-            "  ".join(align(cell, width) for align, cell, width in zip(pad, line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
-        text += [f"{plan:{widths[0]}s}  {role:{widths[1]}s}  {reason}" for plan, role, reason in missing]
-        return "\n".join(text)
+        # the reasons may be longer than their columns
+        name, role = (max(len(line[at]) for line in [*lines, *missing]) for at in range(2))
+        widths = [max(len(line[at]) for line in lines) for at in range(2, len(head))]
+        text = []
+        for line in lines:
+            figures = (cell.rjust(width) for cell, width in zip(line[2:], widths, strict=True))
+            text.append("  ".join([line[0].ljust(name), line[1].ljust(role), *figures]).rstrip())
+        return "\n".join(text + [f"{line[0]:{name}s}  {line[1]:{role}s}  {line[2]}" for line in missing])
 
     @cached_property
     def why(self) -> str:
-        return _why(self.result)
+        return " ".join(_why(self.result))
 
     def __str__(self) -> str:
         result = self.result
@@ -107,53 +101,45 @@ def _as_data(row: Row) -> dict[str, Any]:
     }
 
 
-def _without_data(known: WellKnown) -> dict[str, Any]:
-    names = ("data_parallel", "seconds", "low", "high", "tokens_per_second", "mfu", "exposed", "bytes", "memory")
-    return {"plan": known.plan, "role": known.role, **dict.fromkeys(names), "why_not": known.reason}
-
-
 def seconds_text(seconds: float) -> str:
     """
     >>> seconds_text(12.345), seconds_text(0.0123), seconds_text(0.00045)
     ('12.35 s', '12.3 ms', '450.0 us')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}" if unit == "s" else f"{seconds / size:.1f} {unit}"
-    return f"{seconds * 1e6:.1f} us"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds / 1e-3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 def _cells(row: Row) -> list[str]:
-    sent = [f"{nbytes / 1e9:.3g}" for nbytes in row.step.sent]
-    interval = f"{seconds_text(row.low)} - {seconds_text(row.high)}"
-    speed = f"{row.tokens_per_second:,.0f}"
-    memory = f"{row.step.memory.total / 1e9:.1f} GB"
-    times = seconds_text(row.seconds), interval, speed, f"{row.mfu:.1%}", f"{row.exposed:.1%}"
-    return [row.name, row.role, *times, *sent, memory]
+    times = seconds_text(row.seconds), f"{seconds_text(row.low)} - {seconds_text(row.high)}"
+    speed = f"{row.tokens_per_second:,.0f}", f"{row.mfu:.1%}", f"{row.exposed:.1%}"
+    sent = (f"{nbytes / 1e9:.3g}" for nbytes in row.step.sent)
+    return [row.name, row.role, *times, *speed, *sent, f"{row.step.memory.total / 1e9:.1f} GB"]
 
 
-def _why(result: SearchResult) -> str:
+def _why(result: SearchResult) -> Iterator[str]:
+    """The sentences of the paragraph."""
     best, cluster = result.best, result.cluster
     sent = best.step.sent[0]
-    sentences = [f"{best.name} wins: {_shape(best)}."]
+    yield f"{best.name} wins: {_shape(best)}."
     ring = next((row for row in result.rows if row.role == "ring"), None)
     if ring is not None and ring is not best and sent:
-        sentences.append(
+        yield (
             f"Each rank sends {sent / 1e9:.3g} GB per step between {cluster.levels[0].label}s; Ring Attention sends "
             f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
         )
-    sentences.append(f"Ranks wait for transfers {best.exposed:.1%} of the step.")
+    yield f"Ranks wait for transfers {best.exposed:.1%} of the step."
     other = next((row for row in result.rows if row.plan.levels != best.plan.levels), None)
     if other is not None:
-        sentences.append(f"The runner-up, {other.name}, {_compare(other, best)}.")
+        yield f"The runner-up, {other.name}, {_compare(other, best)}."
     if cluster.slow:
-        sentences.append(_about_slow_members(result))
-    sentences.append(f"What would change the answer? {_what_if(result)}.")
-    sentences.append(
+        yield _about_slow_members(result)
+    yield f"What would change the answer? {_what_if(result)}."
+    yield (
         f"Times may be off by {cluster.accuracy:.0%} on {cluster}; its file says which figures are measured and which "
         "are assumed. The order of plans is more certain than the times, because the same model predicts all of them."
     )
-    return " ".join(sentences)
 
 
 def _shape(row: Row) -> str:
@@ -190,10 +176,8 @@ def _what_if(result: SearchResult) -> str:
         tied = same <= (1 + TIE_SHARE) * fastest.seconds
         verdict = f"{best.name} stays best ({seconds_text(same)})" if tied else _becomes_best(fastest)
         texts.append(f"{change} between {cluster.levels[0].label}s, {verdict}")
-    half = best.step.memory.limit / 2
-    if best.step.memory.total <= half:
-        verdict = f"{best.name} stays best"
-    else:
+    verdict, half = f"{best.name} stays best", best.step.memory.limit / 2
+    if best.step.memory.total > half:
         try:
             verdict = _becomes_best(search(cluster, result.model, result.run, top=1, memory=half, known=False).best)
         except DoesNotFitError as error:
@@ -220,10 +204,9 @@ def _about_slow_members(result: SearchResult) -> str:
     smaller = replace(cluster, slow=()).resized([outer.size - 1, *(level.size for level in cluster.levels[1:])])
     try:
         without = search(smaller, result.model, result.run, top=1, known=False).best
-    except DoesNotFitError as error:
-        return f"{text}; the others alone cannot do it ({error.problem})."
     except ValueError as error:
-        return f"{text}; the others alone cannot do it ({error})."
+        reason = error.problem if isinstance(error, DoesNotFitError) else error
+        return f"{text}; the others alone cannot do it ({reason})."
     advice = "leave it out" if without.seconds < best.seconds else "keep it"
     others = f"the other {outer.size - 1} {outer.label}s alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
@@ -258,13 +241,12 @@ def plan(
         raise ValueError(f"top = {top!r} is not a whole number of at least 1")
     cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
     model = find_model(model) if isinstance(model, str) else model
-    given = dict(
-        length=length, batch=batch, dtype=dtype, recompute=recompute, zero=zero, gather=gather, loss_chunk=loss_chunk
-    )
+    given = dict(length=length, batch=batch, dtype=dtype, recompute=recompute, zero=zero, gather=gather)
+    given["loss_chunk"] = loss_chunk
     table = read_file(Path(run)) if run is not None else {}
     table |= {name: value for name, value in given.items() if value is not None}
     if "length" not in table:
         raise ValueError("length is missing: the tokens of a sequence, such as 131072 or 128k")
     described = read_run(table, "the run" if run is None else run)
-    limit = None if memory is None else read_quantity({"memory": memory}, "memory", "the run", "bytes")
+    limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
     return Answer(search(cluster, model, described, top, limit))

@@ -16,7 +16,7 @@ from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape
 from startrail.planner.search import DoesNotFitError, SearchResult, search, search_attention
 from startrail.planner.topology import Machine
-from startrail.planner.units import MAX_COUNT, MAX_SIZE, read_int
+from startrail.planner.units import MAX_COUNT, MAX_SIZE, Fields
 from startrail.planner.workload import Job
 from startrail.schedule.plan import Plan
 
@@ -26,10 +26,8 @@ ASSUMED_LAYERS, MEMORY_SHARE = 32, 0.5  # and the share of the memory that their
 
 
 class Choice(NamedTuple):
-    """A plan, and one line that says why."""
-
     plan: Plan
-    reason: str
+    reason: str  # one line
 
 
 def fit_cluster(cluster: ClusterSpec, machine: Machine) -> ClusterSpec:
@@ -49,10 +47,8 @@ def fit_cluster(cluster: ClusterSpec, machine: Machine) -> ClusterSpec:
     if cluster.world == machine.world:
         return cluster
     levels = " / ".join(f"{level.name} x {level.size}" for level in cluster.levels)
-    raise ValueError(
-        f"cluster {cluster} has the levels {levels}, which do not describe {machine.nodes} nodes of "
-        f"{machine.ranks_per_node} ranks"
-    )
+    ranks = f"{machine.nodes} nodes of {machine.ranks_per_node} ranks"
+    raise ValueError(f"cluster {cluster} has the levels {levels}, which do not describe {ranks}")
 
 
 def plan_for_heads(
@@ -66,7 +62,7 @@ def plan_for_heads(
     """
     for name, value, most in (("head_dim", head_dim, MAX_SIZE), ("length", length, MAX_COUNT)):
         if value is not None:
-            read_int({name: value}, name, "auto", most=most)
+            Fields({name: value}, "auto").integer(name, most=most)
     tokens = length or ASSUMED_TOKENS_PER_RANK * cluster.world
     dtype = _supported_dtype(cluster, "bfloat16")
     call = AttentionShape(tokens, 1, heads, kv_heads, head_dim or ASSUMED_HEAD_DIM, True, dtype)

@@ -40,8 +40,7 @@ def plans_on(cluster: ClusterSpec, heads: int) -> Iterator[Plan | str]:
     """Every plan whose levels follow the cluster's, with default options, or the reason why levels do not combine."""
     for chosen in product(*(levels_for(level.size) for level in cluster.levels)):
         levels = tuple(level for part in chosen for level in part) or (Heads(1),)
-        split = prod(level.size for level in levels if isinstance(level, Heads))
-        if heads % split:
+        if heads % prod(level.size for level in levels if isinstance(level, Heads)):
             yield f"their heads do not divide the {heads} query heads"
             continue
         if len({type(level) for level in levels if not isinstance(level, Heads)}) > 1:

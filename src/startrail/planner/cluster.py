@@ -17,21 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import log, prod
 
-from startrail.planner.units import (
-    MAX_SIZE,
-    Table,
-    check_keys,
-    find_file,
-    parse_quantity,
-    read_bool,
-    read_choice,
-    read_file,
-    read_int,
-    read_line,
-    read_number,
-    read_quantity,
-    short_repr,
-)
+from startrail.planner.units import MAX_SIZE, Table, check_keys, find_file, parse_quantity, read_file, short_repr
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
@@ -228,15 +214,16 @@ def find_cluster(name: str) -> ClusterSpec:
     """
     base, at, shape = name.partition("@")
     path = find_file(base, "clusters", "cluster")
-    cluster = read_cluster(read_file(path), path.stem, str(path.name))
+    cluster = read_cluster(read_file(path), path.stem, path.name)
     if not at:
         return cluster
-    sizes = shape.split("x")
-    if len(sizes) != len(cluster.levels) or not all(re.fullmatch(r"[1-9]\d{0,8}", size, re.ASCII) for size in sizes):
+    texts = shape.split("x")
+    if len(texts) != len(cluster.levels) or not all(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) for text in texts):
         names, example = "x".join(level.name.upper() for level in cluster.levels), "x".join("4" * len(cluster.levels))
         raise ValueError(f"cluster {short_repr(name)}: {short_repr(shape)} is not {names}, such as {base}@{example}")
-    _check_ranks([int(size) for size in sizes], f"cluster {name!r}")
-    return replace(cluster.resized([int(size) for size in sizes]), name=name)
+    sizes = [int(text) for text in texts]
+    _check_ranks(sizes, f"cluster {name!r}")
+    return replace(cluster.resized(sizes), name=name)
 
 
 def _check_ranks(sizes: Sequence[int], where: str) -> None:
@@ -247,8 +234,8 @@ def _check_ranks(sizes: Sequence[int], where: str) -> None:
 
 def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     known = ("description", "transport", "accuracy", "cores", "device", "levels", "slow")
-    check_keys(table, known, ("device", "levels"), where)
-    tables = table["levels"]
+    fields = check_keys(table, known, ("device", "levels"), where)
+    tables, slow = table["levels"], table.get("slow", [])
     if not isinstance(tables, list) or not tables:
         raise ValueError(f"{where}: levels must be a list of tables, [[levels]], outermost first")
     levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(tables))
@@ -258,66 +245,47 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
         if level.peer and level is not levels[-1]:
             raise ValueError(f"{where}: levels[{at}]: links = 'peer' is only for the innermost level")
     _check_ranks([level.size for level in levels], where)
-    slow = table.get("slow", [])
     if not isinstance(slow, list):
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
-    return ClusterSpec(
-        name,
-        levels,
-        _device(table["device"], f"{where}: device"),
-        read_choice(table, "transport", where, TRANSPORTS, "nccl"),
-        read_number(table, "accuracy", where, least=0.0, most=0.9, default=0.25),
-        read_int(table, "cores", where, least=0, most=MAX_RANKS),
-        tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow)),
-    )
+    device = _device(table["device"], f"{where}: device")
+    transport = fields.choice("transport", TRANSPORTS, "nccl")
+    accuracy = fields.number("accuracy", least=0.0, most=0.9, default=0.25)
+    cores = fields.integer("cores", least=0, most=MAX_RANKS)
+    members = tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow))
+    return ClusterSpec(name, levels, device, transport, accuracy, cores, members)
 
 
 def _level(table: object, where: str) -> LinkLevel:
-    known = ("name", "size", "bandwidth", "latency", "links", "duplex")
-    table = check_keys(table, known, ("name", "size", "bandwidth"), where)
-    links = read_choice(table, "links", where, ("device", "member", "peer"), "device")
-    return LinkLevel(
-        read_line(table, "name", where),
-        read_int(table, "size", where, most=MAX_RANKS),
-        read_quantity(table, "bandwidth", where, "bytes/s"),
-        read_quantity(table, "latency", where, "s", "0 s"),
-        links == "member",
-        read_bool(table, "duplex", where, True),
-        links == "peer",
-    )
+    required = ("name", "size", "bandwidth")
+    fields = check_keys(table, (*required, "latency", "links", "duplex"), required, where)
+    links = fields.choice("links", ("device", "member", "peer"), "device")
+    name, size = fields.line("name"), fields.integer("size", most=MAX_RANKS)
+    bandwidth, latency = fields.quantity("bandwidth", "bytes/s"), fields.quantity("latency", "s", "0 s")
+    return LinkLevel(name, size, bandwidth, latency, links == "member", fields.boolean("duplex", True), links == "peer")
 
 
 def _device(table: object, where: str) -> Device:
     times = ("call", "post", "handle", "start")
     known = ("name", "memory", "reserved", "copy", "socket", *times, *DTYPES)
-    table = check_keys(table, known, ("name", "memory", "copy"), where)
-    rates = {dtype: _rates(table[dtype], f"{where}.{dtype}") for dtype in DTYPES if dtype in table}
+    fields = check_keys(table, known, ("name", "memory", "copy"), where)
+    given = fields.table
+    rates = {dtype: _rates(given[dtype], f"{where}.{dtype}") for dtype in DTYPES if dtype in given}
     if not rates:
         raise ValueError(f"{where}: no rates; add a table for at least one of {', '.join(DTYPES)}")
-    memory = read_quantity(table, "memory", where, "bytes")
-    reserved = read_quantity(table, "reserved", where, "bytes", "0 B")
+    memory, reserved = fields.quantity("memory", "bytes"), fields.quantity("reserved", "bytes", "0 B")
     if reserved >= memory:
-        raise ValueError(f"{where}: reserved = {table['reserved']!r} leaves nothing of memory = {table['memory']!r}")
-    return Device(
-        read_line(table, "name", where),
-        memory,
-        reserved,
-        read_quantity(table, "copy", where, "bytes/s"),
-        rates=rates,
-        socket=read_quantity(table, "socket", where, "bytes/s") if "socket" in table else 0.0,
-        **{key: read_quantity(table, key, where, "s", "0 s") for key in times},
-    )
+        raise ValueError(f"{where}: reserved = {given['reserved']!r} leaves nothing of memory = {given['memory']!r}")
+    name, copy = fields.line("name"), fields.quantity("copy", "bytes/s")
+    socket = fields.quantity("socket", "bytes/s") if "socket" in given else 0.0
+    seconds = {key: fields.quantity(key, "s", "0 s") for key in times}
+    return Device(name, memory, reserved, copy, socket=socket, rates=rates, **seconds)
 
 
 def _rates(table: object, where: str) -> Rates:
     known = ("peak", "matmul", "forward", "backward")
-    table = check_keys(table, known, known, where)
-    return Rates(
-        read_quantity(table, "peak", where, "flop/s"),
-        read_quantity(table, "matmul", where, "flop/s"),
-        _curve(table["forward"], f"{where}: forward"),
-        _curve(table["backward"], f"{where}: backward"),
-    )
+    fields = check_keys(table, known, known, where)
+    curves = (_curve(fields.table[key], f"{where}: {key}") for key in ("forward", "backward"))
+    return Rates(fields.quantity("peak", "flop/s"), fields.quantity("matmul", "flop/s"), *curves)
 
 
 def _curve(value: object, where: str) -> Curve:
@@ -337,16 +305,13 @@ def _curve(value: object, where: str) -> Curve:
 
 
 def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> SlowMember:
-    table = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
+    fields = check_keys(table, ("level", "member", "bandwidth", "compute"), ("level", "member"), where)
     names = [level.name for level in levels]
-    if table["level"] not in names:
-        raise ValueError(f"{where}: level = {short_repr(table['level'])} is not one of {', '.join(names)}")
-    at = names.index(table["level"])
-    members, member = prod(level.size for level in levels[: at + 1]), read_int(table, "member", where, least=0)
+    at = names.index(fields.choice("level", names))
+    members, member = prod(level.size for level in levels[: at + 1]), fields.integer("member", least=0)
     if member >= members:
         raise ValueError(f"{where}: member = {member} is not one of 0 to {members - 1}")
-    limits = dict(least=MIN_SHARE, most=1.0, default=1.0)
-    shares = [read_number(table, key, where, **limits) for key in ("bandwidth", "compute")]
+    shares = (fields.number(key, least=MIN_SHARE, most=1.0, default=1.0) for key in ("bandwidth", "compute"))
     return SlowMember(at, member, *shares)
 
 

@@ -9,6 +9,7 @@ other can be among the best.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
@@ -24,7 +25,7 @@ from startrail.schedule.plan import Plan, PlanError, divisors
 
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
-Predictions = dict[tuple[Plan, AttentionShape, int], Prediction]
+Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
-
-    ``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
+    """``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
     cannot be used, with the reason. ``dropped`` counts plans that do not fit, by reason. ``bounded`` counts
     combinations of levels with a bound, whatever their options."""
 
@@ -145,9 +144,8 @@ def search_attention(
     >>> search_attention(find_cluster("pcie-8"), call, layers=32, memory=12e9).best.plan.size
     8
     """
-    heads = call.heads, call.kv_heads, call.head_dim
-    windows = (call.window,) * layers
-    model = Model("attention", 1, 1, layers, *heads, 1, 0, tied=True, causal=call.causal, windows=windows)
+    sizes = 1, 1, layers, call.heads, call.kv_heads, call.head_dim, 1, 0
+    model = Model("attention", *sizes, tied=True, causal=call.causal, windows=(call.window,) * layers)
     run = Run(call.length, call.batch, call.dtype, zero=0)
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
 
@@ -174,29 +172,29 @@ class _Search:
         self.cluster, self.model, self.run, self.top, self.keep = cluster, model, run, top, keep
         # by bound; options of a plan are queued when its levels are popped
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
-        self.order, self.possible_gain = 0, 0.0
+        self.queued, self.bounded, self.possible_gain = 0, 0, 0.0
         self.bounds: dict[int, dict[AttentionShape, Bounds]] = {}
-        self.dropped: dict[str, int] = {}
+        self.dropped: Counter[str] = Counter()
         self.missing: list[WellKnown] = []
-        self.bounded = 0
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
         self.rows: list[Row] = []
-        self.predictions: Predictions = {}
+        self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
-    def drop(self, reason: str, number: int = 1) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + number
+    def add(self, plan: Plan, training: Training, both: Bounded, ready: bool) -> None:
+        self.queued += 1
+        heapq.heappush(self.queue, (_least_step(training, both), self.queued, plan, training, ready))
 
     def bound_all(self, training: Training) -> None:
         """Bound all combinations of levels. Options are tried only for levels that may be among the best."""
         bounds = self.bounds[training.data_parallel] = {call: Bounds(training.group, call) for call in training.calls}
         for plan in plans_on(training.group, self.model.heads):
             if isinstance(plan, str):
-                self.drop(plan)
+                self.dropped[plan] += 1
                 continue
             self.bounded += 1
             variants = least_traffic(plan)
             both = {call: bound.of_levels(plan, variants, GROUPS[-1]) for call, bound in bounds.items()}
-            self.queue.append((_least_step(training, both), len(self.queue), plan, training, False))
+            self.add(plan, training, both, ready=False)
 
     def add_options(self, plan: Plan, training: Training) -> None:
         """Queue a plan with each of its options, where they fit."""
@@ -205,28 +203,22 @@ class _Search:
             try:
                 both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
             except ValueError:
-                self.drop("groups divide neither the heads per rank nor the batch")
+                self.dropped["groups divide neither the heads per rank nor the batch"] += 1
                 continue
             memory = training.memory(variant)
             if memory.total <= memory.limit:
-                heapq.heappush(self.queue, (_least_step(training, both), self.next_order(), variant, training, True))
+                self.add(variant, training, both, ready=True)
                 continue
             least_of_all = at == 0  # without options nothing is kept
-            self.drop(f"more than {memory.limit / 1e9:.1f} GB per device", len(options) if least_of_all else 1)
+            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if least_of_all else 1
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
             if least_of_all:
                 return
 
-    def next_order(self) -> int:
-        self.order += 1
-        return self.order
-
     def simulate_best(self, known: bool) -> None:
         """Simulate in the order of bounds until no other plan can be among the best, then the ``known`` ones."""
-        heapq.heapify(self.queue)
-        self.order = len(self.queue)
-        kinds = max(len(training.calls) for *_, training, _ in self.queue) if self.queue else 1  # each is simulated
+        kinds = max((len(training.calls) for *_, training, _ in self.queue), default=1)  # each is simulated
         limit = MOST_SIMULATED // kinds if self.cluster.world <= LARGE_WORLD else MOST_SIMULATED_IN_LARGE
         worst_kept: list[float] = []  # the best seconds so far, negated
         while self.queue:
@@ -257,10 +249,8 @@ class _Search:
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
                     reason = f"needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
-            except PlanError as error:
-                reason = error.problem
             except ValueError as error:
-                reason = str(error)
+                reason = error.problem if isinstance(error, PlanError) else str(error)
         if reason:
             self.missing.append(known._replace(reason=reason))
             return
@@ -296,17 +286,15 @@ class _Search:
 
         ranked = sorted(self.rows, key=rank)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
-        return SearchResult(
-            *(self.cluster, self.model, self.run, tuple(best), dict(sorted(self.dropped.items())), tuple(self.missing)),
-            self.bounded, len(self.rows), self.possible_gain,
-        )  # fmt: skip
+        dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
+        counts = self.bounded, len(self.rows), self.possible_gain
+        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts)
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:
             reasons = "; ".join(f"{count_text(count, 'plan')}: {reason}" for reason, count in self.dropped.items())
-            return ValueError(
-                f"no plan fits {self.model.name} on cluster {self.cluster}: {reasons or 'none can be made'}"
-            )
+            problem = f"no plan fits {self.model.name} on cluster {self.cluster}"
+            return ValueError(f"{problem}: {reasons or 'none can be made'}")
         total, plan, training = self.least
         limit = training.memory(plan).limit
         needs = f"{plan} needs {total / 1e9:.1f} GB per device, {total / limit:.2f}x the {limit / 1e9:.1f} GB available"
@@ -338,13 +326,12 @@ class _Search:
             yield f"{length} tokens would fit"
         sizes = [level.size for level in cluster.levels]
         for factor in (2, 4, 8, 16, 32):
-            larger = cluster.resized([sizes[0] * factor, *sizes[1:]])
-            if fits(larger, run):
+            if fits(cluster.resized([sizes[0] * factor, *sizes[1:]]), run):
                 yield f"{factor} times the {cluster.levels[0].label}s would fit"
                 break
 
 
-def _least_step(training: Training, both: dict[AttentionShape, tuple[Bound, Bound]]) -> float:
+def _least_step(training: Training, both: Bounded) -> float:
     """A lower bound on the time of a whole step."""
     seconds = training.outer_seconds + training.exposed_gather_seconds
     for call, layers in training.calls.items():

@@ -60,8 +60,7 @@ class Training:
     @cached_property
     def local_tokens(self) -> int:
         """Tokens per rank."""
-        world = self.cluster.world // self.data_parallel
-        return self.batch * self.call(None).local(world)
+        return self.batch * self.call(None).local(self.cluster.world // self.data_parallel)
 
     def call(self, window: int | None) -> AttentionShape:
         model, run = self.model, self.run
@@ -80,8 +79,7 @@ class Training:
 
     def step(self, plan: Plan, predicted: Callable[[AttentionShape], Prediction]) -> StepEstimate:
         """One step with attention as ``predicted``."""
-        seconds = self.outer_seconds + self.exposed_gather_seconds
-        compute = self.outer_seconds
+        seconds, compute = self.outer_seconds + self.exposed_gather_seconds, self.outer_seconds
         sent = [0.0] * len(self.cluster.levels)
         forward, backward = self.dense_seconds
         for call, layers in self.calls.items():
@@ -138,12 +136,10 @@ class Training:
     def fsdp_traffic(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
         """For the forward and the backward pass of a layer: the seconds that FSDP keeps the links of each level busy,
         and the bytes that a rank sends over them."""
-        itemsize = DTYPES[self.run.gather]
-        block = self.model.per_layer
-        gathers = {0: (0, 0), 2: (1, 0), 3: (1, 1)}[self.run.zero]  # ZeRO-2 keeps parameters until the backward pass
-        reduced = block * itemsize * (2 if not self.run.zero else 1)  # all-reduce, or reduce-scatter
-        forward, backward = (number * block * itemsize for number in gathers)
-        return tuple(self._collective(nbytes) for nbytes in (forward, backward + reduced))
+        block = self.model.per_layer * DTYPES[self.run.gather]
+        forward, backward = {0: (0, 0), 2: (1, 0), 3: (1, 1)}[self.run.zero]  # ZeRO-2 gathers parameters once
+        reduced = 1 if self.run.zero else 2  # reduce-scatter, or all-reduce
+        return self._collective(forward * block), self._collective((backward + reduced) * block)
 
     def _collective(self, nbytes: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Gathering or reducing ``nbytes`` over all ranks, by rings that cross every link of a member once."""
@@ -162,10 +158,6 @@ class Training:
 
     @cached_property
     def exposed_gather_seconds(self) -> float:
-        """FSDP's traffic that no layer hides: the first block, and parameters outside of blocks with their
-        gradients."""
-        if not self.run.zero:
-            return 0.0
-        itemsize = DTYPES[self.run.gather]
-        gathered, _ = self._collective(itemsize * (self.model.per_layer + 2 * self.model.outside))
-        return max(gathered)
+        """FSDP's traffic that no layer hides: the first block, and parameters outside of blocks, with gradients."""
+        exposed = self.model.per_layer + 2 * self.model.outside if self.run.zero else 0
+        return max(self._collective(DTYPES[self.run.gather] * exposed)[0])

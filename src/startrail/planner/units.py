@@ -18,7 +18,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,32 +43,18 @@ class _Unit(NamedTuple):
     range: str
 
 
+def _scaled(unit: str, size: float = 1.0, prefixes: Mapping[str, float] = _PREFIXES) -> dict[str, float]:
+    return {prefix + unit: factor * size for prefix, factor in prefixes.items()}
+
+
 # The ranges are far wider than any hardware's: a value outside them is a typo, or would overflow or never end.
+_RATES, _SIZES = _scaled("B/s") | _scaled("bit/s", 0.125), _scaled("B", prefixes=_PREFIXES | _BINARY)
+_TIMES, _SPEEDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}, _scaled("FLOP/s")
 _KINDS = {
-    "bytes/s": _Unit(
-        "a rate",
-        "'100 Gbit/s' or '300 GB/s'",
-        {f"{p}{unit}/s": x * size for p, x in _PREFIXES.items() for unit, size in (("B", 1.0), ("bit", 0.125))},
-        *(1e3, 1e18, "between 1 kB/s and 1000 PB/s"),
-    ),
-    "bytes": _Unit(
-        "an amount of memory",
-        "'40 GB' or '80 GiB'",
-        {f"{p}B": x for p, x in (_PREFIXES | _BINARY).items()},
-        *(1e6, 1e18, "between 1 MB and 1000 PB"),
-    ),
-    "s": _Unit(
-        "a time",
-        "'5 us' or '0.1 ms'",
-        {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
-        *(0.0, 3600.0, "between 0 s and 1 h"),
-    ),
-    "flop/s": _Unit(
-        "a speed",
-        "'312 TFLOP/s'",
-        {f"{p}FLOP/s": x for p, x in _PREFIXES.items()},
-        *(1e6, 1e21, "between 1 MFLOP/s and 1000000 PFLOP/s"),
-    ),
+    "bytes/s": _Unit("a rate", "'100 Gbit/s' or '300 GB/s'", _RATES, 1e3, 1e18, "between 1 kB/s and 1000 PB/s"),
+    "bytes": _Unit("an amount of memory", "'40 GB' or '80 GiB'", _SIZES, 1e6, 1e18, "between 1 MB and 1000 PB"),
+    "s": _Unit("a time", "'5 us' or '0.1 ms'", _TIMES, 0.0, 3600.0, "between 0 s and 1 h"),
+    "flop/s": _Unit("a speed", "'312 TFLOP/s'", _SPEEDS, 1e6, 1e21, "between 1 MFLOP/s and 1000000 PFLOP/s"),
 }
 MAX_COUNT = 2**40  # tokens or sequences
 MAX_SIZE = 2**24  # of a model's or a cluster's dimensions
@@ -125,8 +111,62 @@ def suggestion(name: str, names: Iterable[str], what: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; {what} {', '.join(names)}"
 
 
-def check_keys(table: object, known: Iterable[str], required: Iterable[str], where: str) -> Table:
-    """Return ``table``. Raises ``ValueError`` for an unknown or a missing key."""
+class Fields:
+    """Reads the values of a table. Errors start with ``where`` and name the key."""
+
+    def __init__(self, table: Table, where: str = "") -> None:
+        self.table, self.prefix = table, where and f"{where}: "
+
+    def _error(self, key: str, value: object, expected: str) -> ValueError:
+        return ValueError(f"{self.prefix}{key} = {short_repr(value)} is not {expected}")
+
+    def number(self, key: str, *, least: float, most: float, default: float) -> float:
+        value = self.table.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise self._error(key, value, f"a number between {least:g} and {most:g}")
+        return float(value)
+
+    def integer(self, key: str, *, least: int = 1, most: int = MAX_SIZE, default: int = 0) -> int:
+        value = self.table.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._error(key, value, f"a whole number of at least {least} and at most {most}")
+        return value
+
+    def count(self, key: str) -> int:
+        try:
+            return parse_count(self.table[key])
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}{key} = {error}") from None
+
+    def quantity(self, key: str, unit: str, default: str = "") -> float:
+        """A default such as ``"0 B"`` lowers the minimum of the unit's range."""
+        least = parse_quantity(default, unit, 0.0) if default else None
+        try:
+            return parse_quantity(self.table.get(key, default), unit, least)
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}{key} = {error}") from None
+
+    def choice(self, key: str, choices: Sequence[object], default: object = None) -> Any:
+        value = self.table.get(key, default)
+        if value not in choices or type(value) is not type(choices[0]):
+            raise self._error(key, value, f"one of {', '.join(map(str, choices))}")
+        return value
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self.table.get(key, default)
+        if not isinstance(value, bool):
+            raise self._error(key, value, "true or false")
+        return value
+
+    def line(self, key: str) -> str:
+        value = self.table[key]
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            raise self._error(key, value, "one line of text")
+        return value
+
+
+def check_keys(table: object, known: Iterable[str], required: Iterable[str], where: str) -> Fields:
+    """The table's fields. Raises ``ValueError`` for an unknown or a missing key."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} must be a table of keys, not {short_repr(table)}")
     known = list(known)
@@ -136,54 +176,10 @@ def check_keys(table: object, known: Iterable[str], required: Iterable[str], whe
     for key in required:
         if key not in table:
             raise ValueError(f"{where}: {key!r} is missing")
+    fields = Fields(table, where)
     if "description" in table:
-        read_line(table, "description", where)
-    return table
-
-
-def read_number(table: Table, key: str, where: str, *, least: float, most: float, default: float) -> float:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{where}: {key} = {short_repr(value)} is not a number between {least:g} and {most:g}")
-    return float(value)
-
-
-def read_int(table: Table, key: str, where: str, *, least: int = 1, most: int = MAX_SIZE, default: int = 0) -> int:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        limits = f"of at least {least} and at most {most}"
-        raise ValueError(f"{where}: {key} = {short_repr(value)} is not a whole number {limits}")
-    return value
-
-
-def read_quantity(table: Table, key: str, where: str, unit: str, default: str = "") -> float:
-    """The quantity at ``key``. A default such as ``"0 B"`` lowers the minimum of the unit's range."""
-    least = parse_quantity(default, unit, 0.0) if default else None
-    try:
-        return parse_quantity(table.get(key, default), unit, least)
-    except ValueError as error:
-        raise ValueError(f"{where}: {key} = {error}") from None
-
-
-def read_choice(table: Table, key: str, where: str, choices: tuple[str, ...], default: str) -> str:
-    value = table.get(key, default)
-    if value not in choices:
-        raise ValueError(f"{where}: {key} = {short_repr(value)} is not one of {', '.join(choices)}")
-    return str(value)
-
-
-def read_bool(table: Table, key: str, where: str, default: bool) -> bool:
-    value = table.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: {key} = {short_repr(value)} is not true or false")
-    return value
-
-
-def read_line(table: Table, key: str, where: str) -> str:
-    value = table[key]
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ValueError(f"{where}: {key} = {short_repr(value)} is not one line of text")
-    return value
+        fields.line("description")
+    return fields
 
 
 def shipped(folder: str) -> dict[str, Path]:

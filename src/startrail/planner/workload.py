@@ -16,14 +16,11 @@ from startrail.planner.cluster import DTYPES
 from startrail.planner.units import (
     MAX_COUNT,
     MAX_SIZE,
+    Fields,
     Table,
     check_keys,
     find_file,
-    parse_count,
-    read_bool,
-    read_choice,
     read_file,
-    read_int,
     short_repr,
     suggestion,
 )
@@ -31,6 +28,7 @@ from startrail.planner.units import (
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS, MAX_HEADS = 10_000, 2**16
 ZERO = (0, 2, 3)
+COUNTS = ("length", "batch", "loss_chunk")  # of a run; files may say 128k
 # Hugging Face's decoders that the planner models, with a gated or a plain MLP. Others (state spaces, encoders, experts)
 # could be read without an error and would be counted wrongly.
 GATED = frozenset(
@@ -103,19 +101,13 @@ class Run:
     loss_chunk: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch", "loss_chunk"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-                raise ValueError(
-                    f"{name} = {short_repr(value)} is not a whole number of at least 1 and at most {MAX_COUNT}"
-                )
+        fields = Fields(vars(self))
+        for name in COUNTS:
+            fields.integer(name, most=MAX_COUNT)
         for name in ("dtype", "gather"):
-            if getattr(self, name) not in tuple(DTYPES):
-                raise ValueError(f"{name} = {short_repr(getattr(self, name))} is not one of {', '.join(DTYPES)}")
-        if not isinstance(self.recompute, bool):
-            raise ValueError(f"recompute = {short_repr(self.recompute)} is not true or false")
-        if type(self.zero) is not int or self.zero not in ZERO:
-            raise ValueError(f"zero = {short_repr(self.zero)} is not one of {', '.join(map(str, ZERO))}")
+            fields.choice(name, tuple(DTYPES))
+        fields.boolean("recompute")
+        fields.choice("zero", ZERO)
 
     @property
     def itemsize(self) -> int:
@@ -142,16 +134,10 @@ class Job:
 
 
 def read_run(table: Table, where: str) -> Run:
-    """A run from a table. Errors start with ``where``."""
     known = ("description", "length", "batch", "dtype", "recompute", "zero", "gather", "loss_chunk")
-    check_keys(table, known, ("length",), where)
+    fields = check_keys(table, known, ("length",), where)
     values = {key: value for key, value in table.items() if key != "description"}
-    for key in ("length", "batch", "loss_chunk"):
-        if key in values:
-            try:
-                values[key] = parse_count(values[key])
-            except ValueError as error:
-                raise ValueError(f"{where}: {key} = {error}") from None
+    values |= {key: fields.count(key) for key in COUNTS if key in values}
     try:
         return Run(**values)
     except ValueError as error:
@@ -161,38 +147,32 @@ def read_run(table: Table, where: str) -> Run:
 def find_model(name: str) -> Model:
     """A shipped model by name, or one from a file: .toml, or Hugging Face's config.json."""
     path = find_file(name, "models", "model")
-    if path.is_dir():
-        path = path / "config.json"
-    table = read_file(path)
+    path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
-        return from_hugging_face(table, path.parent.name or path.stem, str(path))
-    return read_model(table, path.stem, path.name)
+        return from_hugging_face(read_file(path), path.parent.name or path.stem, str(path))
+    return read_model(read_file(path), path.stem, path.name)
 
 
 def read_model(table: Table, name: str, where: str) -> Model:
-    sizes = ("width", "layers", "heads", "hidden")
-    known = ("description", "kind", "vocab", "kv_heads", "tied", "window", "full_every", *sizes)
-    check_keys(table, known, ("kind", *sizes), where)
+    required = ("width", "layers", "heads", "hidden")
+    known = ("description", "kind", "vocab", "kv_heads", "tied", "window", "full_every", *required)
+    fields = check_keys(table, known, ("kind", *required), where)
     most = {"layers": MAX_LAYERS, "heads": MAX_HEADS}
-    width, layers, heads, hidden = (read_int(table, key, where, most=most.get(key, MAX_SIZE)) for key in sizes)
-    kind = read_choice(table, "kind", where, ("gpt", "dit"), "")
-    kv_heads = read_int(table, "kv_heads", where, default=heads)
-    tied = read_bool(table, "tied", where, False)
+    width, layers, heads, hidden = (fields.integer(key, most=most.get(key, MAX_SIZE)) for key in required)
+    kind = fields.choice("kind", ("gpt", "dit"))
+    kv_heads, tied = fields.integer("kv_heads", default=heads), fields.boolean("tied")
     if width % heads:
         raise ValueError(f"{where}: width = {width} is not a multiple of heads = {heads}")
     if heads % kv_heads:
         raise ValueError(f"{where}: heads = {heads} is not a multiple of kv_heads = {kv_heads}")
-    window = read_int(table, "window", where, most=MAX_COUNT) if "window" in table else None
-    every = read_int(table, "full_every", where) if "full_every" in table else 0
+    window = fields.integer("window", most=MAX_COUNT) if "window" in table else None
+    every = fields.integer("full_every") if "full_every" in table else 0
     windows = tuple(None if every and (at + 1) % every == 0 else window for at in range(layers))
-    vocab = read_int(table, "vocab", where, least=0)
+    vocab = fields.integer("vocab", least=0)
     if kind == "gpt" and not vocab:
         raise ValueError(f"{where}: 'vocab' is missing")
-    gated = 3 if kind == "gpt" else 2
-    return Model(
-        *(name, vocab, width, layers, heads, kv_heads, width // heads, hidden, gated, tied),
-        causal=kind == "gpt", windows=windows, modulated=kind == "dit",
-    )  # fmt: skip
+    sizes = vocab, width, layers, heads, kv_heads, width // heads, hidden, 3 if kind == "gpt" else 2
+    return Model(name, *sizes, tied=tied, causal=kind == "gpt", windows=windows, modulated=kind == "dit")
 
 
 def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model:
@@ -209,16 +189,12 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         if not isinstance(config, Mapping):
             raise ValueError(f"{where}: text_config = {short_repr(config)} is not a table of keys")
     config = {key: value for key, value in config.items() if value is not None}
-    for key, what in (
-        ("num_local_experts", "mixtures of experts are"),
-        ("num_experts", "mixtures of experts are"),
-        ("n_routed_experts", "mixtures of experts are"),
-        ("kv_lora_rank", "latent attention is"),
-        ("linear_num_key_heads", "linear attention is"),
-    ):
+    unsupported = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), "mixtures of experts are")
+    unsupported |= {"kv_lora_rank": "latent attention is", "linear_num_key_heads": "linear attention is"}
+    for key, what in unsupported.items():
         if config.get(key):
             raise ValueError(f"{where}: {key} = {short_repr(config[key])}: {what} not supported")
-    kind = config.get("model_type", "")
+    fields, kind = Fields(config, where), config.get("model_type", "")
     if not isinstance(kind, str) or kind not in GATED | PLAIN:
         names = suggestion(str(kind), sorted(GATED | PLAIN), "choose from")
         raise ValueError(f"{where}: model_type = {short_repr(kind)} is not a supported decoder{names}")
@@ -227,7 +203,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         key = next((key for key in keys if key in config), None)
         if key is None and default is None:
             raise ValueError(f"{where}: {keys[0]!r} is missing")
-        return default if key is None and default is not None else read_int(config, str(key), where, most=most)
+        return default if key is None and default is not None else fields.integer(str(key), most=most)
 
     width, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer", most=MAX_LAYERS)
     heads = size("num_attention_heads", "n_head", most=MAX_HEADS)
@@ -236,24 +212,21 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         raise ValueError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if width % heads and "head_dim" not in config:
         raise ValueError(f"{where}: hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
-    head_dim = size("head_dim", default=width // heads)
-    return Model(
-        *(name, size("vocab_size"), width, layers, heads, kv_heads, head_dim),
-        *(size("intermediate_size", "n_inner", default=4 * width), 3 if kind in GATED else 2),
-        tied=read_bool(config, "tie_word_embeddings", where, False),
-        causal=True,
-        windows=_windows(config, layers, where),
-    )
+    head_dim, vocab = size("head_dim", default=width // heads), size("vocab_size")
+    hidden, matrices = size("intermediate_size", "n_inner", default=4 * width), 3 if kind in GATED else 2
+    tied, windows = fields.boolean("tie_word_embeddings"), _windows(fields, layers, where)
+    sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, matrices
+    return Model(name, *sizes, tied=tied, causal=True, windows=windows)
 
 
-def _windows(config: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+def _windows(fields: Fields, layers: int, where: str) -> tuple[int | None, ...]:
     """The window of each layer. Newer configurations list the type of every layer, older ones give a rule."""
-    window = read_int(config, "sliding_window", where, most=MAX_COUNT) if "sliding_window" in config else None
-    sliding = read_bool(config, "use_sliding_window", where, window is not None)
-    pattern = read_int(config, "sliding_window_pattern", where, default=MAX_SIZE)  # layers between full ones
-    first = read_int(config, "max_window_layers", where, least=0)
-    kinds = config.get("layer_types")
-    if kinds is not None:
+    config = fields.table
+    window = fields.integer("sliding_window", most=MAX_COUNT) if "sliding_window" in config else None
+    sliding = fields.boolean("use_sliding_window", window is not None)
+    pattern = fields.integer("sliding_window_pattern", default=MAX_SIZE)  # layers between full ones
+    first = fields.integer("max_window_layers", least=0)
+    if (kinds := config.get("layer_types")) is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise ValueError(f"{where}: layer_types must list each of the {layers} layers")
         for kind in kinds:
@@ -264,6 +237,5 @@ def _windows(config: Mapping[str, Any], layers: int, where: str) -> tuple[int | 
         return tuple(window if kind == SLIDING else None for kind in kinds)
     if window is None or not sliding:
         return (None,) * layers
-    if "use_sliding_window" not in config:
-        first = 0
+    first = first if "use_sliding_window" in config else 0
     return tuple(window if at >= first and (at + 1) % pattern else None for at in range(layers))
