@@ -143,13 +143,13 @@ def heads_first(nodes: int, ranks: int, heads: int) -> str:
     return "/".join(levels) or "u1"
 
 
-def heads_contender(plan: str) -> Contender:
-    return Contender(f"heads {plan}", "heads", plan=plan)
-
-
 def heads_contenders(nodes: int, ranks: int, heads: int) -> tuple[Contender, ...]:
     texts = OUTERMOST.get((f"{nodes}x{ranks}", heads), (heads_first(nodes, ranks, heads),))
-    return tuple(map(heads_contender, texts))
+    return with_heads_role(texts)
+
+
+def with_heads_role(plans: Iterable[str]) -> tuple[Contender, ...]:
+    return tuple(Contender(f"heads {plan}", "heads", plan=plan) for plan in plans)
 
 
 def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
@@ -161,10 +161,8 @@ def plan_contenders(nodes: int, ranks: int) -> tuple[Contender, ...]:
         Contender("double ring", "double ring", plan=f"1x{nodes}/1x{ranks}"),
         Contender("USP", "usp", plan=f"1x{nodes}/u{ranks}"),
         Contender("Ulysses", "ulysses", plan=f"u{nodes * ranks}"),
-        Contender("star2", "star", plan="star2"),
-        Contender("star4", "star", plan="star4"),
-        Contender("star2 across nodes", "star", plan="star2", across=True),
-        Contender("star4 across nodes", "star", plan="star4", across=True),
+        *(Contender(star, "star", plan=star) for star in ("star2", "star4")),
+        *(Contender(f"{star} across nodes", "star", plan=star, across=True) for star in ("star2", "star4")),
         Contender("nested", "nested", plan=nested),
         Contender("nested, keep", "nested keep", plan=f"{nested},keep=all"),
     )
@@ -183,10 +181,6 @@ def lab_cluster(machine: Machine, rates: Sequence[int]) -> ClusterSpec:
     base = find_cluster(f"lab@{machine}")
     levels = (replace(base.levels[0], bandwidth=fastest / 8 * PAYLOAD_SHARE), *base.levels[1:])
     return replace(base, levels=levels, slow=slow)
-
-
-def select(contenders: Iterable[Contender], *names: str) -> tuple[Contender, ...]:
-    return tuple(contender for contender in contenders if contender.name in names)
 
 
 def both_masks(causal: int, full: int, batch: int = 1) -> tuple[Workload, Workload]:
@@ -229,7 +223,7 @@ class TrialBuilder:
         self.everyone = (*PEERS, *plan_contenders(nodes, ranks))
 
     def named(self, *names: str) -> tuple[Contender, ...]:
-        return select(self.everyone, *names)
+        return tuple(contender for contender in self.everyone if contender.name in names)
 
     def heads(self, work: Workload = MHA) -> tuple[Contender, ...]:
         return heads_contenders(self.nodes, self.ranks, work.q_heads)
@@ -251,8 +245,7 @@ class TrialBuilder:
         """Plans with heads outermost, and ``plans``, against the named contenders; those in ``brief`` run once."""
         once = self.named(*brief)
         leading, rest = self.heads(work)[:LEADING], self.heads(work)[LEADING:] if all_heads else ()
-        leading += tuple(map(heads_contender, plans))
-        everyone = (*self.named(*names), *leading, *rest, *once)
+        everyone = (*self.named(*names), *leading, *with_heads_role(plans), *rest, *once)
         return Trial(work, everyone, pressure, repeats, seconds, slow_node, at_least, brief=(*once, *rest))
 
 
@@ -268,17 +261,15 @@ def limited_trials(nodes: int, ranks: int, quick: bool = False) -> list[Trial]:
 
 def headline_trials(builder: TrialBuilder) -> list[Trial]:
     """4 nodes of 8 ranks: the claims' trials, then the same table on faster links, then the other findings."""
-    steepest, *_ = PRESSURES
     peers = (*CLAIMED_CONTENDERS, "star2", *ULYSSES)  # times vary little on slow links: one repeat is enough
     fewer = ("ring, textbook", "star4", "nested, keep", *ULYSSES)
-    trials = [builder.trial(work, (), steepest, 150.0, brief=peers) for work in HEADLINE]
+    trials = [builder.trial(work, (), PRESSURES[0], 150.0, brief=peers) for work in HEADLINE]
     trials += [builder.trial(work, (), BOUND_BY_LINKS, 52.0, brief=fewer) for work in WIDE]
     trials += [builder.trial(work, ("ring, textbook", "nested"), 3.0, 25.0) for work in (GPT, DIT)]
-    trials += [builder.trial(work, (*CLAIMED_CONTENDERS, *ULYSSES), 3.0, 18.0, at_least=1) for work in HEADLINE]
+    claimed = (*CLAIMED_CONTENDERS, *ULYSSES)
+    trials += [builder.trial(work, claimed, 3.0, 18.0, at_least=1) for work in HEADLINE]
     ungrouped = ("u4/u2/2x2,keep=all", "u4/2x4,keep=all")  # here more messages cost more than overlap gains
-    trials += [
-        builder.trial(work, (*CLAIMED_CONTENDERS, *ULYSSES), 1.0, 24.0, at_least=1, plans=ungrouped) for work in EVEN
-    ]
+    trials += [builder.trial(work, claimed, 1.0, 24.0, at_least=1, plans=ungrouped) for work in EVEN]
     slowed = ("ring, textbook", "star4", "nested, keep")
     trials += [builder.trial(WIDE[1], slowed, BOUND_BY_LINKS, 24.0, slow_node=True, at_least=1)]
     grouped = (*builder.named("ring, textbook"), *grouped_contenders(builder.nodes, builder.ranks))
@@ -287,22 +278,19 @@ def headline_trials(builder: TrialBuilder) -> list[Trial]:
 
 def claims_trials(builder: TrialBuilder) -> list[Trial]:
     """The claims about more and smaller nodes."""
-    steepest, *_ = PRESSURES
     return [
-        builder.trial(work, ULYSSES, steepest, 85.0, brief=RING_AND_NESTED, all_heads=True, repeats=2) for work in WIDE
+        builder.trial(work, ULYSSES, PRESSURES[0], 85.0, brief=RING_AND_NESTED, all_heads=True, repeats=2)
+        for work in WIDE
     ]
 
 
 def growth_trials(builder: TrialBuilder) -> list[Trial]:
     """4 nodes of 4, where 16 heads suffice for Ulysses: all contenders, and how costs grow with the sequence."""
-    few = (*RING_AND_NESTED, "USP", "nested")
-    alike = ("Ulysses", *ULYSSES)
+    alike, others = ("Ulysses", *ULYSSES), (*CLAIMED_CONTENDERS, *OTHER_CONTENDERS, *SLOW_CONTENDERS)
     return [
-        builder.trial(
-            SHORT[0], alike, BOUND_BY_LINKS, 40.0, brief=(*CLAIMED_CONTENDERS, *OTHER_CONTENDERS, *SLOW_CONTENDERS)
-        ),
+        builder.trial(SHORT[0], alike, BOUND_BY_LINKS, 40.0, brief=others),
         *(builder.trial(work, RING_AND_NESTED, BOUND_BY_LINKS, 5.0) for work in GROWING),
-        builder.trial(SHORT[1], (*few, *alike), BOUND_BY_LINKS, 18.0),
+        builder.trial(SHORT[1], (*RING_AND_NESTED, "USP", "nested", *alike), BOUND_BY_LINKS, 18.0),
     ]
 
 

@@ -94,16 +94,13 @@ def run(options: argparse.Namespace) -> int:
     )
     sdpa: list[float] = []
     ours: dict[str, list[tuple[float, float, float, float]]] = {plan: [] for plan in plans}
-    total = options.rounds * (len(plans) + 1)
-    done = 0
+    done, total = 0, options.rounds * len(plans)
     for _ in range(options.rounds):
         sdpa.append(time_sdpa(options))
         for plan in plans:
             ours[plan].append(time_plan(options, plan))
             done += 1
             _progress(done, total)
-        done += 1
-    _progress(total, total)
     base = statistics.median(sdpa)
     print(f"single-process SDPA, {os.cpu_count()} threads: {base:.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})\n")
     heads = f"{'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} {'formula':>8s}"

@@ -16,13 +16,14 @@ from functools import partial
 from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel
 from startrail.bench.cases import AUTO, BRIEF, COMPUTE, Contender, Trial, Workload, lab_cluster
+from startrail.bench.models import StepRunner, expected_results
 from startrail.bench.peers.contenders import (
     AttentionRunner,
     ComputeOnly,
@@ -47,8 +48,6 @@ FAST_RATE = 2_000_000_000  # bit/s, while nothing is timed
 WARM_UP = 4
 TRIAL_SECONDS = 400.0  # for the start, and the trial that is running when time is up
 START_SECONDS = 0.1  # for the broadcast of rank 0's start time
-Progress = Callable[[str], None]
-Rates = Sequence[int | None]
 RUNNERS: dict[str, type[AttentionRunner]] = {
     "plan": PlanRunner,
     "compute": ComputeOnly,
@@ -68,16 +67,6 @@ PACKAGES: dict[str, tuple[str, Callable[[], object]]] = {
     "deepspeed": ("deepspeed", deepspeed),
 }
 UNPADDED = tuple(way for way in RUNNERS if way not in ("plan", "compute"))
-
-
-class Runner(Protocol):
-    """A contender on this rank, ready to be measured."""
-
-    def step(self) -> None: ...
-
-    def mistake(self) -> str | None: ...
-
-    def waiting(self) -> float | None: ...
 
 
 @dataclass
@@ -101,36 +90,19 @@ class Outcome:
     auto: str = ""
 
     @staticmethod
-    def parse_all(text: str) -> list[Outcome]:
-        """Outcomes from their JSON."""
-        return [
-            Outcome(
-                fields["rates"],
-                {name: [Sample(**sample) for sample in samples] for name, samples in fields["samples"].items()},
-                fields["refused"],
-                fields["auto"],
-            )
-            for fields in json.loads(text)
-        ]
+    def parse(fields: dict[str, Any]) -> Outcome:
+        samples = {name: [Sample(**each) for each in repeats] for name, repeats in fields["samples"].items()}
+        return Outcome(**fields | {"samples": samples})
 
 
 def prepare_data(trials: Sequence[Trial]) -> dict[Workload, Any]:
     """Inputs and expected results of all workloads, made once and shared with the forked ranks."""
-    data: dict[Workload, Any] = {}
-    for work in {trial.work: None for trial in trials}:
-        if work.model:
-            from startrail.bench.models import expected_results
-
-            data[work] = expected_results(work)
-        else:
-            data[work] = make_data(work)
-    return data
+    works = {trial.work for trial in trials}
+    return {work: expected_results(work) if work.model else make_data(work) for work in works}
 
 
-def make_runner(contender: Contender, machine: Machine, work: Workload, data: Any) -> Runner:
+def make_runner(contender: Contender, machine: Machine, work: Workload, data: Any) -> AttentionRunner | StepRunner:
     if work.model:
-        from startrail.bench.models import StepRunner
-
         return StepRunner(contender, machine, work, data)
     return RUNNERS[contender.way](contender, machine, work, data)
 
@@ -146,17 +118,14 @@ def unsupported_reason(contender: Contender, machine: Machine, work: Workload) -
     if contender.way in UNPADDED and work.length % (2 * machine.world):
         return f"needs a length that is a multiple of 2 x {machine.world} ranks, not {work.length}"
     sharing = {"deepspeed": machine.world, "yunchang": machine.ranks_per_node, "yunchang across": machine.nodes}
-    share = sharing.get(contender.way, 1)
-    if work.kv_heads % share:
+    if work.kv_heads % (share := sharing.get(contender.way, 1)):
         return f"{work.kv_heads} KV heads are not a multiple of {share} ranks"
     if contender.way != "plan" or contender == AUTO:
         return None
     try:
         piece_sizes(Plan.parse(contender.plan), machine, work)
-    except PlanError as error:
-        return error.problem
     except ValueError as error:
-        return str(error)
+        return error.problem if isinstance(error, PlanError) else str(error)
     return None
 
 
@@ -197,7 +166,7 @@ class Ranks:
 
     def __init__(self, machine: Machine, links: Links, data: Mapping[Workload, Any]) -> None:
         self.machine, self.links, self.data = machine, links, data
-        self.runners: dict[tuple[Contender, Workload], Runner] = {}
+        self.runners: dict[tuple[Contender, Workload], AttentionRunner | StepRunner] = {}
         self.refused: dict[tuple[Contender, Workload], str] = {}
         self.compute: dict[Workload, float] = {}
 
@@ -223,8 +192,8 @@ class Ranks:
 
     def choose_plan(self, work: Workload, rates: list[int | None]) -> str:
         """The plan of ``SequenceParallel("auto")`` here: emulated links are described, real ones measured."""
-        heads, kv_heads, head_dim, length = work.q_heads, work.kv_heads, work.head_dim, work.length
-        ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
+        heads, kv_heads = work.q_heads, work.kv_heads
+        ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=work.head_dim, length=work.length)
         limits = [rate for rate in rates if rate is not None]
         cluster = lab_cluster(self.machine, limits) if limits else None
         return str(choose(dist.group.WORLD, self.machine, ask, cluster).plan)
@@ -241,7 +210,6 @@ class Ranks:
         key = contender, work
         if key in self.runners or key in self.refused:
             return
-        problem: str | None = None
         try:
             runner = make_runner(contender, self.machine, work, self.data[work])
             problem = runner.mistake()
@@ -250,10 +218,9 @@ class Ranks:
             problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         problems = gather_texts(problem or "")
         if any(problems):
-            rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
-            self.refused[key] = f"rank {rank}: {text}"
-            return
-        self.runners[key] = runner
+            self.refused[key] = next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        else:
+            self.runners[key] = runner
 
     def measure(self, number: int, trial: Trial, rates: list[int | None]) -> Outcome:
         self.links.ask("rates", rates)
@@ -313,9 +280,7 @@ def run_on_cluster(
     own_end, rank_end = Pipe()
 
     def on_rank(rank: int) -> list[Outcome]:
-        logging.getLogger("startrail").setLevel(
-            logging.ERROR
-        )  # links are slow on purpose: warnings of slow waits would be noise
+        logging.getLogger("startrail").setLevel(logging.ERROR)  # links are slow on purpose: no warnings of slow waits
         return Ranks(machine, Links(rank_end), data).run(trials, seconds)
 
     def serve() -> None:
@@ -343,7 +308,8 @@ def run_on_cluster(
 def run_on_group(machine: Machine, trials: Sequence[Trial], seconds: float) -> list[list[Outcome]]:
     """The same on the ranks of torchrun and their real links; every rank gets all outcomes."""
     mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials, seconds)
-    return [Outcome.parse_all(text) for text in gather_texts(json.dumps([asdict(outcome) for outcome in mine]))]
+    gathered = gather_texts(json.dumps([asdict(outcome) for outcome in mine]))
+    return [[Outcome.parse(fields) for fields in json.loads(text)] for text in gathered]
 
 
 def import_peers(trials: Sequence[Trial]) -> None:

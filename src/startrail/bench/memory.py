@@ -9,10 +9,10 @@ import tempfile
 
 import torch
 
+from startrail.bench.train import RecordingDisplay
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
 from startrail.planner.memory import Memory
-from startrail.training.display import Display, Summary
 from startrail.training.recipes import Recipe, find
 from startrail.training.trainer import Trainer
 
@@ -21,18 +21,11 @@ ALLOWED = 0.10  # difference as a share of the measured peak
 NARROW = dict(width=32, layers=2, heads=1, kv_heads=1, hidden=256)
 
 
-class SummaryDisplay(Display):
-    summary: Summary
-
-    def finish(self, summary: Summary) -> None:
-        self.summary = summary
-
-
 def measure(recipe: Recipe, ranks: int) -> tuple[float, float, Memory]:
     """Peak bytes that training added, seconds of the step, and the estimate."""
 
     def on_rank(rank: int) -> tuple[float, float, Memory]:
-        display = SummaryDisplay()
+        display = RecordingDisplay()
         trainer = Trainer(recipe, torch.device("cpu"), display, Stop())
         trainer.run()
         return display.summary.peak, display.summary.seconds, trainer.expected
@@ -62,12 +55,8 @@ def run(options: argparse.Namespace) -> int:
     for length, ranks in cases:
         if (length, ranks) not in seen:
             with tempfile.TemporaryDirectory() as out:
-                recipe = find(options.recipe).with_(
-                    dict(
-                        **NARROW, length=length, plan=PLANS[ranks], zero=3, recompute=not options.no_recompute, steps=1,
-                        evaluate_batches=0, sample=0, out=out,
-                    )
-                )  # fmt: skip
+                fixed = dict(zero=3, recompute=not options.no_recompute, steps=1, evaluate_batches=0, sample=0, out=out)
+                recipe = find(options.recipe).with_(dict(**NARROW, length=length, plan=PLANS[ranks], **fixed))
                 peak, seconds, expected = measure(recipe, ranks)
             off = expected.total / peak - 1
             worst = max(worst, abs(off))

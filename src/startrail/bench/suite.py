@@ -122,11 +122,8 @@ def planned_seconds(trials: Sequence[Trial]) -> float:
 
 
 def unmeasured(machine: Machine, trial: Trial, reason: str) -> Json:
-    return {
-        "name": "all contenders",
-        "where": f"{machine} {trial.work}, {pressure_text(trial.pressure)}",
-        "why": reason,
-    }
+    where = f"{machine} {trial.work}, {pressure_text(trial.pressure)}"
+    return {"name": "all contenders", "where": where, "why": reason}
 
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
@@ -184,8 +181,7 @@ class ProgressBar:
 
     def in_trial(self, machine: Machine, trials: Sequence[Trial]):  # type: ignore[no-untyped-def]
         def show(number: int, text: str) -> None:
-            so_far = self.before + planned_seconds(trials[:number])
-            trial = trials[number]
+            so_far, trial = self.before + planned_seconds(trials[:number]), trials[number]
             self.draw(so_far, f"{machine} {trial.work.name} {trial.work.mask}, {pressure_text(trial.pressure)}", text)
 
         return show
@@ -197,7 +193,7 @@ class ProgressBar:
     def draw(self, so_far: float, trial: str, text: str) -> None:
         if sys.stderr.isatty():
             filled = int(30 * so_far / self.total)
-            line = f"\r[{'#' * filled}{'.' * (30 - filled)}] {trial}: {text}"
+            line = f"\r[{'#' * filled:.<30s}] {trial}: {text}"
             print(f"{line[:118]:118s}", end="" if so_far < self.total else "\n", file=sys.stderr, flush=True)
         elif trial and trial != self.last:
             print(f"{time.monotonic() - self.start:5.0f} s  {trial}", file=sys.stderr, flush=True)

@@ -26,15 +26,16 @@ from startrail.training.trainer import Trainer
 
 
 class RecordingDisplay(Display):
+    summary: Summary
+
     def __init__(self) -> None:
         self.metrics: list[Metrics] = []
-        self.sent = 0.0
 
     def step(self, metrics: Metrics) -> None:
         self.metrics.append(metrics)
 
     def finish(self, summary: Summary) -> None:
-        self.sent = sum(summary.traffic["plan"].values())
+        self.summary = summary
 
 
 def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[float], list[float], float]:
@@ -47,7 +48,8 @@ def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[flo
             display = RecordingDisplay()
             Trainer(recipe, torch.device("cpu"), display, Stop()).run()
             steps = display.metrics[1:]  # the first step connects the ranks
-            return [s["tokens_per_second"] for s in steps], [s["waiting"] for s in steps], display.sent
+            sent = sum(display.summary.traffic["plan"].values())
+            return [s["tokens_per_second"] for s in steps], [s["waiting"] for s in steps], sent
 
         result = run_local(on_rank, recipe.ranks, deadline=1800)[0]
     assert result is not None

@@ -26,11 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.program = argv[end + 1 :]
     try:
         return int(arguments.run(arguments))
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
     except ValueError as error:
-        print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
+        print(error if isinstance(error, UsageError) else f"{arguments.parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{arguments.parser.prog}: interrupted", file=sys.stderr)

@@ -47,18 +47,17 @@ def add(commands: Commands) -> None:
         "Under torchrun it measures the ranks and links of the job. `bench engine`, `bench train` and `bench memory` "
         "measure this machine.",
     )
-    command.add_argument("--quick", action="store_true", help="4x4 ranks only, in under three minutes")
-    command.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
-    command.add_argument("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default {' '.join(MACHINES)})")
-    command.add_argument(
+    option = command.add_argument
+    option("--quick", action="store_true", help="4x4 ranks only, in under three minutes")
+    option("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
+    option("--shapes", nargs="+", metavar="NxR", help=f"nodes x ranks (default {' '.join(MACHINES)})")
+    option(
         "--minutes",
         type=float,
         default=MINUTES,
         help="start no trial after this time; the report lists those left out (default %(default)g)",
     )
-    command.add_argument(
-        "--again", type=Path, metavar="JSON", help="measure nothing: judge and plot a recorded report again"
-    )
+    option("--again", type=Path, metavar="JSON", help="measure nothing: judge and plot a recorded report again")
     command.set_defaults(run=run)
     benchmarks = command.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="other benchmarks", prog="startrail bench"
@@ -76,37 +75,37 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_engine(benchmarks: Commands) -> None:
-    command = _add_benchmark(
+    option = _add_benchmark(
         benchmarks, "engine", "--plans u8,1x8 --rounds 3", "speed and memory of the engine on this machine", ENGINE
-    )
-    command.add_argument("--length", type=int, default=8192, help="tokens (default %(default)s)")
-    command.add_argument("--heads", type=int, default=8, help="(default %(default)s)")
-    command.add_argument("--head-dim", type=int, default=64, help="(default %(default)s)")
-    command.add_argument("--ranks", type=int, default=8, help="(default %(default)s)")
-    command.add_argument("--plans", help=f"separated by commas (default {ENGINE_PLANS}; with --host {HOST_PLANS})")
-    command.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
-    command.add_argument("--full", action="store_true", help="no causal mask")
-    command.add_argument("--host", action="store_true", help="time of the host per call, without kernels and transfers")
-    command.add_argument("--calls", type=int, default=500, help="calls that --host measures (default %(default)s)")
+    ).add_argument
+    option("--length", type=int, default=8192, help="tokens (default %(default)s)")
+    option("--heads", type=int, default=8, help="(default %(default)s)")
+    option("--head-dim", type=int, default=64, help="(default %(default)s)")
+    option("--ranks", type=int, default=8, help="(default %(default)s)")
+    option("--plans", help=f"separated by commas (default {ENGINE_PLANS}; with --host {HOST_PLANS})")
+    option("--rounds", type=int, default=5, help="(default %(default)s)")
+    option("--full", action="store_true", help="no causal mask")
+    option("--host", action="store_true", help="time of the host per call, without kernels and transfers")
+    option("--calls", type=int, default=500, help="calls that --host measures (default %(default)s)")
 
 
 def _add_train(benchmarks: Commands) -> None:
     text = "tokens/s and exposed communication in training"
-    command = _add_benchmark(benchmarks, "train", "--rounds 5 --steps 6", text, TRAIN)
-    command.add_argument("--recipes", default="gpt-tiny,dit-tiny", help="separated by commas (default %(default)s)")
-    command.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
-    command.add_argument("--steps", type=int, default=5, help="measured steps per round (default %(default)s)")
+    option = _add_benchmark(benchmarks, "train", "--rounds 5 --steps 6", text, TRAIN).add_argument
+    option("--recipes", default="gpt-tiny,dit-tiny", help="separated by commas (default %(default)s)")
+    option("--rounds", type=int, default=3, help="(default %(default)s)")
+    option("--steps", type=int, default=5, help="measured steps per round (default %(default)s)")
 
 
 def _add_memory(benchmarks: Commands) -> None:
     text = "peak memory of a rank in training against its estimate"
-    command = _add_benchmark(benchmarks, "memory", "--lengths 32768,65536 --ranks 4", text, MEMORY)
-    command.add_argument("--lengths", type=_numbers, default="32768,65536,131072", help="(default %(default)s)")
-    command.add_argument("--ranks", type=int, default=4, help="for the growing sequence (default %(default)s)")
-    command.add_argument("--local", type=int, default=16_384, help="N/P of the second part (default %(default)s)")
-    command.add_argument("--worlds", type=_numbers, default="2,4,8", help="P of the second part (default %(default)s)")
-    command.add_argument("--recipe", default="gpt-tiny", help="(default %(default)s)")
-    command.add_argument("--no-recompute", action="store_true", help="keep all activations")
+    option = _add_benchmark(benchmarks, "memory", "--lengths 32768,65536 --ranks 4", text, MEMORY).add_argument
+    option("--lengths", type=_numbers, default="32768,65536,131072", help="(default %(default)s)")
+    option("--ranks", type=int, default=4, help="for the growing sequence (default %(default)s)")
+    option("--local", type=int, default=16_384, help="N/P of the second part (default %(default)s)")
+    option("--worlds", type=_numbers, default="2,4,8", help="P of the second part (default %(default)s)")
+    option("--recipe", default="gpt-tiny", help="(default %(default)s)")
+    option("--no-recompute", action="store_true", help="keep all activations")
 
 
 def _add_benchmark(benchmarks: Commands, name: str, example: str, text: str, description: str) -> Parser:

@@ -28,25 +28,26 @@ def add(commands: Commands) -> None:
         "torchrun it uses the ranks and devices of the job: with the plan 'all' it checks kernels, dtypes, plans and "
         "bytes on a new cluster, and prints a table to paste into an issue.",
     )
-    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto; all: several that fit")
-    command.add_argument(
+    option = command.add_argument
+    option("plan", help="for example 2x2, 1x4/u2, star2, auto; all: several that fit")
+    option(
         "--ranks",
         type=int,
         help="number of ranks (required for star plans, auto and all; default: torchrun's, or the plan's size)",
     )
-    command.add_argument("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
-    command.add_argument("--batch", type=int, default=1, help="sequences (default %(default)s)")
-    command.add_argument("--heads", type=int, default=8, help="query heads (default %(default)s)")
-    command.add_argument("--kv-heads", type=int, help="KV heads (default: same as --heads)")
-    command.add_argument("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
-    command.add_argument("--dtype", choices=DTYPES, default="float32", help="(default %(default)s)")
-    command.add_argument("--wire-dtype", choices=DTYPES, help="dtype of the payload (default: --dtype)")
-    command.add_argument("--causal", action="store_true")
-    command.add_argument("--window", type=int)
-    command.add_argument("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
-    command.add_argument("--layout", choices=("zigzag", "contiguous"), default="zigzag")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
+    option("--length", type=int, default=1024, help="tokens of the whole sequence (default %(default)s)")
+    option("--batch", type=int, default=1, help="sequences (default %(default)s)")
+    option("--heads", type=int, default=8, help="query heads (default %(default)s)")
+    option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
+    option("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
+    option("--dtype", choices=DTYPES, default="float32", help="(default %(default)s)")
+    option("--wire-dtype", choices=DTYPES, help="dtype of the payload (default: --dtype)")
+    option("--causal", action="store_true")
+    option("--window", type=int)
+    option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
+    option("--layout", choices=("zigzag", "contiguous"), default="zigzag")
+    option("--seed", type=int, default=0)
+    option("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
     command.set_defaults(run=run)
 
 

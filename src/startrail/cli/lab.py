@@ -35,22 +35,17 @@ def add(commands: Commands) -> None:
         description="Runs a torchrun-style program on emulated nodes: network namespaces joined by rate-limited links.",
         usage="%(prog)s [options] -- script.py [arguments]",
     )
-    command.add_argument("--nodes", type=int, default=2, help="emulated nodes (default %(default)s)")
-    command.add_argument("--ranks", type=int, default=2, help="ranks per node (default %(default)s)")
-    command.add_argument(
-        "--link", default="100mbit", help="rate of every node's link, or unlimited (default %(default)s)"
-    )
-    command.add_argument(
+    option = command.add_argument
+    option("--nodes", type=int, default=2, help="emulated nodes (default %(default)s)")
+    option("--ranks", type=int, default=2, help="ranks per node (default %(default)s)")
+    option("--link", default="100mbit", help="rate of every node's link, or unlimited (default %(default)s)")
+    option(
         "--slow", type=_slow_node, action="append", default=[], metavar="NODE=RATE", help="a different rate for a node"
     )
-    command.add_argument(
-        "--racks", type=int, default=1, help="racks that the nodes are spread over (default %(default)s)"
-    )
-    command.add_argument("--rack-link", help="rate of each rack's link to the others")
-    command.add_argument(
-        "--deadline", type=float, default=3600.0, help="seconds until the job is killed (default %(default)s)"
-    )
-    command.add_argument("--log-dir", help="where to keep each rank's output: rank0.log, rank1.log ...")
+    option("--racks", type=int, default=1, help="racks that the nodes are spread over (default %(default)s)")
+    option("--rack-link", help="rate of each rack's link to the others")
+    option("--deadline", type=float, default=3600.0, help="seconds until the job is killed (default %(default)s)")
+    option("--log-dir", help="where to keep each rank's output: rank0.log, rank1.log ...")
     command.set_defaults(run=run, program=[])  # `program` is what follows --
 
 

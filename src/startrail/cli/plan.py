@@ -29,29 +29,26 @@ def add(commands: Commands) -> None:
         description="Tries every plan, simulates the best on the described cluster, and explains the choice. "
         "`startrail doctor` writes a description of the cluster that it runs on.",
     )
-    command.add_argument(
-        "--cluster", help="a name, NAME@SIZES with other sizes, or a .toml (default: STARTRAIL_CLUSTER)"
-    )
-    command.add_argument("--model", required=True, help="a name, a .toml, or a Hugging Face config.json")
-    command.add_argument("--length", help="tokens per sequence, such as 131072, 128k or 1M")
-    command.add_argument("--batch", help="sequences per step, over all groups (default 1)")
-    command.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default bfloat16)")
-    command.add_argument("--memory", help="memory that a device may use, such as '60 GB' (default: all of it)")
-    command.add_argument("--zero", type=_whole_number, help="ZeRO level: 0, 2 or 3 (default 3)")
-    command.add_argument("--gather", help="dtype in which FSDP sends parameters and gradients (default float32)")
-    command.add_argument(
-        "--no-recompute", dest="recompute", action="store_const", const=False, help="keep all activations"
-    )
-    command.add_argument(
+    option = command.add_argument
+    option("--cluster", help="a name, NAME@SIZES with other sizes, or a .toml (default: STARTRAIL_CLUSTER)")
+    option("--model", required=True, help="a name, a .toml, or a Hugging Face config.json")
+    option("--length", help="tokens per sequence, such as 131072, 128k or 1M")
+    option("--batch", help="sequences per step, over all groups (default 1)")
+    option("--dtype", help=f"{', '.join(DTYPES)} (default bfloat16)")
+    option("--memory", help="memory that a device may use, such as '60 GB' (default: all of it)")
+    option("--zero", type=_whole_number, help="ZeRO level: 0, 2 or 3 (default 3)")
+    option("--gather", help="dtype in which FSDP sends parameters and gradients (default float32)")
+    option("--no-recompute", dest="recompute", action="store_const", const=False, help="keep all activations")
+    option(
         "--run",
         dest="run_file",
         metavar="FILE",
         help="a .toml with length, batch, dtype, recompute, zero, gather, loss_chunk; options override it",
     )
-    command.add_argument(
+    option(
         "--top", type=_whole_number, default=5, help="plans to show, besides the well-known ones (default %(default)s)"
     )
-    command.add_argument("--json", action="store_true", help="print a list of rows and nothing else")
+    option("--json", action="store_true", help="print a list of rows and nothing else")
     command.set_defaults(run=run)
 
 

@@ -26,20 +26,17 @@ ASSUMED_CLUSTER = "h100-8x8"  # for auto without a cluster; resized to --nodes a
 
 def add(commands: Commands) -> None:
     command = add_command(commands, "show", EXAMPLES, help="print a schedule as a grid")
-    command.add_argument("plan", help="for example 2x2, 1x4/u2, star2, auto")
-    command.add_argument(
-        "--ranks", type=int, help="number of ranks (required for star plans and auto; default: the plan's size)"
-    )
-    command.add_argument(
-        "--rank", type=int, action="append", help="show this rank; may be repeated (default: the first that fit)"
-    )
-    command.add_argument("--nodes", type=int, default=1, help="for auto: number of nodes (default %(default)s)")
-    command.add_argument("--heads", type=int, help="for auto: query heads of the model")
-    command.add_argument("--kv-heads", type=int, help="for auto: KV heads (default: same as --heads)")
-    command.add_argument("--head-dim", type=int, help="for auto with a cluster: head dimension (default 128)")
-    command.add_argument("--length", type=int, help="for auto with a cluster: tokens (default 4096 per rank)")
-    command.add_argument("--cluster", help="for auto: a cluster's name or .toml file (default: STARTRAIL_CLUSTER)")
-    command.add_argument("--direction", choices=("forward", "backward"), default="forward")
+    option = command.add_argument
+    option("plan", help="for example 2x2, 1x4/u2, star2, auto")
+    option("--ranks", type=int, help="number of ranks (required for star plans and auto; default: the plan's size)")
+    option("--rank", type=int, action="append", help="show this rank; may be repeated (default: the first that fit)")
+    option("--nodes", type=int, default=1, help="for auto: number of nodes (default %(default)s)")
+    option("--heads", type=int, help="for auto: query heads of the model")
+    option("--kv-heads", type=int, help="for auto: KV heads (default: same as --heads)")
+    option("--head-dim", type=int, help="for auto with a cluster: head dimension (default 128)")
+    option("--length", type=int, help="for auto with a cluster: tokens (default 4096 per rank)")
+    option("--cluster", help="for auto: a cluster's name or .toml file (default: STARTRAIL_CLUSTER)")
+    option("--direction", choices=("forward", "backward"), default="forward")
     command.set_defaults(run=run)
 
 
@@ -50,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     for rank in ranks:
         if not 0 <= rank < world:
             raise ValueError(f"--rank {rank} is not in a world of {world}")
-    (pass_,) = (pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
+    pass_ = next(pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
     if not arguments.rank:
         ranks = ranks[: fitting(plan, world, pass_, ranks, shutil.get_terminal_size((120, 24)).columns)]
     print(show(plan, world, pass_, ranks))

@@ -52,24 +52,20 @@ def add(commands: Commands) -> None:
         add_help=False,
         allow_abbrev=False,  # a recipe gets new fields, which may make a short form ambiguous
     )
-    names = ", ".join(RECIPES)
     command.add_argument(
         "recipe",
         nargs="?",
         metavar="RECIPE",
         default=DEFAULT,
-        help=f"{names} (default {DEFAULT}), or a .toml or .json file",
+        help=f"{', '.join(RECIPES)} (default {DEFAULT}), or a .toml or .json file",
     )
     command.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help, with the values of RECIPE")
     run_fields, model_fields = command.add_argument_group("fields of the run"), command.add_argument_group("model")
     for item in RECIPE_FIELDS.values():
         _add_field(run_fields, item, item.metadata["meaning"])
     for item in MODEL_FIELDS.values():
-        models = [
-            name
-            for name, config in (("GPT", GPTConfig), ("DiT", DiTConfig))
-            if item.name in (own.name for own in fields(config))
-        ]
+        configs = (("GPT", GPTConfig), ("DiT", DiTConfig))
+        models = [name for name, config in configs if item.name in {own.name for own in fields(config)}]
         _add_field(model_fields, item, " and ".join(models))
     command.set_defaults(run=run)
 
@@ -78,8 +74,8 @@ def _add_field(group: Any, item: Field[Any], text: str) -> None:
     """An option whose text the recipe reads itself. Without a value, a flag is true."""
     metavar = {"int": "N", "float": "X", "bool": "BOOL"}.get(str(item.type).removesuffix(" | None"), "TEXT")
     flag = {"nargs": "?", "const": "true"} if item.type == "bool" else {}
-    option = f"--{item.name.replace('_', '-')}"
-    group.add_argument(option, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **flag)
+    name = f"--{item.name.replace('_', '-')}"
+    group.add_argument(name, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **flag)
 
 
 class _Help(argparse.Action):
@@ -90,7 +86,7 @@ class _Help(argparse.Action):
             recipe = find(namespace.recipe)
         except ValueError as error:
             parser.error(str(error))
-        with suppress(ValueError):  # a wrong field is reported when it is to run
+        with suppress(ValueError):  # `run` reports wrong fields
             recipe = recipe.with_(_changes(namespace))
         values = recipe.as_dict()
         for action in parser._actions:
@@ -126,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(recipe: Recipe) -> int:
-    """Fork local ranks, pass signals on to them, and report what they say."""
+    """Fork local ranks, forward signals to them, and print their errors."""
     import torch
 
     from startrail.launch.local import RankError, check_ranks, run_local
@@ -136,6 +132,7 @@ def _start(recipe: Recipe) -> int:
     from startrail.launch.signals import Stop
     from startrail.launch.torchrun import group_timeout
     from startrail.training import trainer  # noqa: F401, here once, rather than on every rank
+    from startrail.training.checkpoints.saving import steps_in
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
     board = SharedMemoryBoard(recipe.ranks)
@@ -156,17 +153,11 @@ def _start(recipe: Recipe) -> int:
             results = run_local(on_rank, recipe.ranks, deadline=None, timeout=timeout, on_poll=check_heartbeats)
     except RankError as error:
         print(f"startrail train: {error}", file=sys.stderr)
-        _say_what_is_left(recipe)
+        if steps := steps_in(Path(recipe.out, "checkpoints")):
+            print(f"startrail train: the same command continues from step {steps[-1]}", file=sys.stderr)
         return FAILED
     assert results[0] is not None
     return _end(results[0], stop)
-
-
-def _say_what_is_left(recipe: Recipe) -> None:
-    from startrail.training.checkpoints.saving import steps_in
-
-    if steps := steps_in(Path(recipe.out, "checkpoints")):
-        print(f"startrail train: the same command continues from step {steps[-1]}", file=sys.stderr)
 
 
 def _wait_limit(recipe: Recipe) -> WaitLimit:
@@ -176,7 +167,7 @@ def _wait_limit(recipe: Recipe) -> WaitLimit:
 
 
 def _join(recipe: Recipe) -> int:
-    """Be the rank that torchrun says."""
+    """Run as one of torchrun's ranks."""
     import torch.distributed as dist
 
     from startrail.launch.heartbeat import Heartbeat, HeartbeatMonitor, report_or_exit
@@ -193,17 +184,16 @@ def _join(recipe: Recipe) -> int:
         heartbeat = Heartbeat(board, rank, lambda: report_or_exit(monitor, rank), store_host(), limit)
         result = _run(recipe, device, stop, heartbeat)
         if rank:
-            result = result[0], ""  # the first rank has said it
+            result = result[0], ""  # rank 0 prints the error
         if result[0] == FAILED:
-            code = _end(result, stop)
-            os._exit(code)  # peers may be gone: whatever waits for them on the way out would wait in vain
-        dist.barrier()  # nobody leaves while a peer still reads from it
+            os._exit(_end(result, stop))  # peers may be gone, and a normal exit could wait for them forever
+        dist.barrier()  # a peer may still be reading from this rank
         dist.destroy_process_group()
     return _end(result, stop)
 
 
 def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat) -> tuple[int, str]:
-    """One rank's life: the exit code, and what to say if it is not 0."""
+    """Train on this rank. Returns the exit code, and the error to print if there is one."""
     import torch.distributed as dist
 
     from startrail.comm.errors import is_peer_error
@@ -214,10 +204,8 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat)
     display = make_display(dist.get_rank() == 0)
     try:
         finished = Trainer(recipe, device, display, stop, heartbeat).run()
-    except ValueError as error:
-        return 2, str(error)
-    except TrainingError as error:
-        return FAILED, str(error)
+    except (ValueError, TrainingError) as error:
+        return FAILED if isinstance(error, TrainingError) else 2, str(error)
     except RuntimeError as error:
         if not is_peer_error(error):
             raise

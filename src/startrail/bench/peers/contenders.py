@@ -130,8 +130,12 @@ class AttentionRunner(ABC):
     @abstractmethod
     def set_up(self) -> None: ...
 
-    @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
+        """By default, autograd's gradients of ``attention``."""
+        return with_gradients(self.attention, q, k, v, dout)
 
     def shard(self, x: Tensor) -> Tensor:
         return local_part(x, self.layout, dist.get_rank())
@@ -184,8 +188,8 @@ class PlanRunner(AttentionRunner):
     def shard(self, x: Tensor) -> Tensor:
         return self.sequence.shard(x, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        return with_gradients(partial(self.sequence.attention, causal=self.work.causal), q, k, v, dout)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.sequence.attention(q, k, v, causal=self.work.causal)
 
     def waiting(self) -> float | None:
         seconds = self.sp.timings()["waiting"]
@@ -233,14 +237,10 @@ class TorchRing(AttentionRunner):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
         self.cp._cp_options.enable_load_balance = self.work.causal
         self.cp.set_rotate_method(self.method)
-        options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": self.work.causal}
-        forward = cpu_flash_forward
-        out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, forward, query=q, key=k, value=v, **options)
-        backward = cpu_flash_backward
-        saved: dict[str, Any] = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse}
-        dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(
-            self.group, 2, backward, grad_out=dout, grad_out_name="grad_out", **saved, **options
-        )
+        given: dict[str, Any] = dict(query=q, key=k, value=v, dropout_p=0.0, is_causal=self.work.causal)
+        out, lse, *_ = self.cp._templated_ring_attention(self.group, 2, cpu_flash_forward, **given)
+        given |= dict(out=out, logsumexp=lse, grad_out=dout, grad_out_name="grad_out")
+        dq, dk, dv, *_ = self.cp._templated_ring_attention_backward(self.group, 2, cpu_flash_backward, **given)
         return out, dq, dk, dv
 
 
@@ -269,6 +269,3 @@ class DeepSpeed(AttentionRunner):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.distributed(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0).transpose(1, 2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        return with_gradients(self.attention, q, k, v, dout)

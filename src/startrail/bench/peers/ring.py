@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from startrail import ring
-from startrail.bench.peers.contenders import AttentionRunner, Results, with_gradients
+from startrail.bench.peers.contenders import AttentionRunner
 
 
 class TextbookRing(AttentionRunner):
@@ -36,9 +36,6 @@ class TextbookRing(AttentionRunner):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring.RingAttention.apply(q, k, v, self.visible, self.pass_on)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Results:
-        return with_gradients(self.attention, q, k, v, dout)
 
     def waiting(self) -> float | None:
         seconds, self.waited = self.waited, 0.0

@@ -24,7 +24,6 @@ Json = dict[str, Any]
 
 def measured_trial(machine: Machine, trial: Trial, outcomes: Sequence[Outcome]) -> Json:
     """One trial's record from the outcomes of all ranks. The time of a repeat is that of its slowest rank."""
-    rates = outcomes[0].rates
     rows = []
     for contender in (COMPUTE, *(with_plan(contender, outcomes[0].auto) for contender in trial.contenders)):
         row: Json = {**asdict(contender), "refused": outcomes[0].refused.get(contender.name)}
@@ -40,7 +39,7 @@ def measured_trial(machine: Machine, trial: Trial, outcomes: Sequence[Outcome]) 
         "work": asdict(trial.work),
         "pressure": trial.pressure,
         "slow_node": trial.slow_node,
-        "rates": rates,
+        "rates": outcomes[0].rates,
         "rows": rows,
     }
 
@@ -56,10 +55,9 @@ def _measured_row(samples: Sequence[Sequence[Sample]], machine: Machine) -> Json
             for repeat, slowest in zip(repeats, seconds, strict=True)
         )
     if repeats[0][0].sent is not None:
-        first = range(0, machine.world, machine.ranks_per_node)  # every rank of a node reads the same counters
         row["links"] = [
             [statistics.median(getattr(repeat[rank], way) for repeat in repeats) for way in ("sent", "received")]
-            for rank in first
+            for rank in range(0, machine.world, machine.ranks_per_node)  # all ranks of a node read the same counters
         ]
     return row
 
@@ -92,19 +90,16 @@ def lines_of(trial: Json) -> list[Line]:
     """A trial's contenders that were timed. They are compared with the fastest flat ring of the trial: the textbook
     one, or our engine's if it takes part; peers' rings send the same bytes."""
     rows = [row for row in trial["rows"] if not row["refused"]]
-    compute = statistics.median(next(row for row in rows if row["role"] == "compute")["seconds"])
-    overhead = next(
-        row["links"] for row in rows if row["role"] == "compute"
-    )  # bytes of the barriers, which are in every row
+    alone = next(row for row in rows if row["role"] == "compute")
+    compute, overhead = statistics.median(alone["seconds"]), alone["links"]  # every row has the bytes of its barriers
     rings = [statistics.median(row["seconds"]) for row in rows if row["role"] == "ring"]
     lines = []
     for row in rows:
         seconds = statistics.median(row["seconds"])
         measured = None
         if row["links"]:
-            measured = [
-                [a - b for a, b in zip(*pair, strict=True)] for pair in zip(row["links"], overhead, strict=True)
-            ]
+            pairs = zip(row["links"], overhead, strict=True)
+            measured = [[total - barriers for total, barriers in zip(*pair, strict=True)] for pair in pairs]
         closed = _textbook_bytes(trial) if row["way"] == "textbook ring" else row.get("closed")
         must = closed or measured or [[0.0, 0.0] for _ in trial["rates"]]
         lines.append(

@@ -96,17 +96,14 @@ def _version(package: str) -> str:
 
 def _processor() -> str:
     with open("/proc/cpuinfo") as lines:
-        return next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-        )
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.machine())
 
 
 def _git(*arguments: str) -> str:
-    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     try:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -125,6 +122,7 @@ def write(report: Json, folder: Path) -> None:
 
 def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, str]]) -> str:
     meta = report["meta"]
+    legend = "; ".join(f"<b>{escape(name)}</b>: {escape(meaning)}" for name, meaning in COLUMNS)
     blocks = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
@@ -143,7 +141,7 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         "training step is named. Every contender's results, gradients included, were checked against one process "
         "before it was timed. Repeats are interleaved. The link rate is chosen so that textbook Ring Attention's bytes "
         "take the stated multiple of the compute time as first measured.</p>",
-        _legend(),
+        f"<p class='note'>{legend}.</p>",
         *(_trial(trial) for trial in report["trials"]),
         "<h2>Left out</h2>",
         f"<p class='note'>{escape(WHO)}</p>",
@@ -151,10 +149,7 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         "<h2>What each contender is</h2><ul>",
         *(f"<li><b>{escape(way)}</b>: {escape(text)}</li>" for way, text in DISCLOSURES.items()),
         "</ul><h2>Machine and versions</h2><div class='wide'><table>",
-        *(
-            f"<tr><td>{escape(key)}</td><td class='text'>{escape(_plain(value))}</td></tr>"
-            for key, value in meta.items()
-        ),
+        *(f"<tr><td>{escape(k)}</td><td class='text'>{escape(_plain(v))}</td></tr>" for k, v in meta.items()),
         "</table></div></body></html>",
     ]
     return "\n".join(blocks)
@@ -185,11 +180,6 @@ def _figure(png: bytes, caption: str) -> str:
     data = base64.b64encode(png).decode()
     image = f"<img alt='{escape(caption)}' src='data:image/png;base64,{data}'>"
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def _legend() -> str:
-    terms = "; ".join(f"<b>{escape(name)}</b>: {escape(meaning)}" for name, meaning in COLUMNS)
-    return f"<p class='note'>{terms}.</p>"
 
 
 def _trial(trial: Json) -> str:
@@ -238,10 +228,8 @@ def _growth(trials: Sequence[Json]) -> str:
                 rows.append((place, ranks, trial["machine"], work.batch * work.length, line.bytes_measured, line))
     if not rows:
         return "<p>Not measured in this run.</p>"
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("contender", "machine", "ranks", "tokens", "link MB", "link kB per token", "s", "exposed s")
-    )
+    columns = ("contender", "machine", "ranks", "tokens", "link MB", "link kB per token", "s", "exposed s")
+    head = "".join(f"<th>{name}</th>" for name in columns)
     body = "".join(
         f"<tr><td>{escape(line.name)}</td><td>{machine}</td><td>{ranks}</td><td>{tokens}</td>"
         f"<td>{measured / 1e6:.2f}</td><td>{measured / 1e3 / tokens:.2f}</td>"

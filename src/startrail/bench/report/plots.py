@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from startrail.bench.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, Workload, heads_first, plan_contenders
-from startrail.bench.report.findings import Json, Line, headline_machine, lines_of, pressure_text, title
+from startrail.bench.report.findings import Json, headline_machine, lines_of, pressure_text, title
 from startrail.bench.sizes import link_bytes, ring_bytes
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
@@ -37,15 +37,12 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
         return {}
     matplotlib.use("Agg")
     machine = headline_machine(report["trials"])
-    bars = [
-        trial
-        for trial in report["trials"]
-        if trial["machine"] == machine and (trial["pressure"] or 0) >= BOUND_BY_LINKS
-        if not trial["slow_node"] and not _model(trial)
-    ]
     made = {}
-    for trial in bars:
+    for trial in report["trials"]:
         work = Workload(**trial["work"])
+        bound = trial["machine"] == machine and (trial["pressure"] or 0) >= BOUND_BY_LINKS
+        if not bound or trial["slow_node"] or work.model:
+            continue
         slug = work.name.replace(" ", "-").replace(":", "-").lower()
         name = f"throughput-{slug}-{work.mask}-{trial['pressure']:g}x.png"
         caption = f"{title(trial)}: throughput relative to the faster flat ring, and the bound of its bytes"
@@ -54,10 +51,6 @@ def pictures(report: Json) -> dict[str, tuple[bytes, str]]:
         made["rates.png"] = (_rates(report, machine), "Throughput relative to ring, from slow links to fast ones (MHA)")
     made["growth.png"] = (_growth(report), "Bytes over a node's link: lines by closed form, dots measured (MHA)")
     return made
-
-
-def _model(trial: Json) -> bool:
-    return bool(trial["work"]["model"])
 
 
 def _figure(width: float, height: float, columns: int = 1) -> Any:
@@ -82,7 +75,9 @@ def _throughput(trial: Json) -> bytes:
     figure, axes = _figure(7, 0.8 + 0.34 * len(lines))
     labels = [f"{line.name} ({line.plan})" if line.plan and line.plan not in line.name else line.name for line in lines]
     colours = [COLOURS.get(line.role, "#cccccc") for line in lines]
-    axes.barh(labels, list(ratios.values()), color=colours, xerr=_errors(ratios), error_kw={"lw": 1, "alpha": 0.6})
+    below = [ratio * (1 - line.seconds / line.spread[1]) for line, ratio in ratios.items()]
+    above = [ratio * (line.seconds / line.spread[0] - 1) for line, ratio in ratios.items()]
+    axes.barh(labels, list(ratios.values()), color=colours, xerr=[below, above], error_kw={"lw": 1, "alpha": 0.6})
     limits = [ratio / line.share_of_bound for line, ratio in ratios.items()]
     axes.scatter(limits, labels, marker="|", s=160, color="black", label="its bound", zorder=3)
     axes.axvline(1.0, color="black", lw=0.7, ls=":")
@@ -90,12 +85,6 @@ def _throughput(trial: Json) -> bytes:
     axes.tick_params(labelsize=8)
     figure.legend(frameon=False, loc="upper right", fontsize=8)
     return _png(figure)
-
-
-def _errors(ratios: Mapping[Line, float]) -> list[list[float]]:
-    below = [ratio * (1 - line.seconds / line.spread[1]) for line, ratio in ratios.items()]
-    above = [ratio * (line.seconds / line.spread[0] - 1) for line, ratio in ratios.items()]
-    return [below, above]
 
 
 def _rates(report: Json, machine: str) -> bytes:
@@ -122,17 +111,15 @@ def _rates(report: Json, machine: str) -> bytes:
                 continue
             dashed = "--" if name == "star4" else "-"  # star2 and star4 share a colour
             axes.plot(list(points), list(points.values()), dashed, marker="o", ms=3, color=COLOURS[role], label=name)
-        axes.set_xticks(
-            range(len(trials)), [pressure_text(trial["pressure"]).replace(" its ", "\n") for trial in trials]
-        )
+        rates = [pressure_text(trial["pressure"]).replace(" its ", "\n") for trial in trials]
+        axes.set_xticks(range(len(trials)), rates)
         axes.tick_params(axis="x", labelsize=7)
         axes.axhline(1.0, color="black", lw=0.7, ls=":")
         axes.set_title("causal" if causal else "full", fontsize=9)
     both[0].set_ylabel("throughput relative to ring")
-    if both[0].get_legend_handles_labels()[0]:
-        figure.legend(
-            *both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=7
-        )
+    handles, labels = both[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=7)
     return _png(figure)
 
 
