@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,19 +44,8 @@ class _CompletedMonitor(TransferMonitor):
         return work_error(transfer.work) is None
 
 
-class HostTime(NamedTuple):
-    """Milliseconds per pass, minimum and median."""
-
-    least: float
-    median: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> HostTime:
-        return cls(1000 * min(seconds), 1000 * statistics.median(seconds))
-
-
-def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime, HostTime]:
-    """Times of the forward call on rank 0 and of its backward pass through autograd."""
+def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of every forward call on rank 0 and of its backward pass through autograd."""
     dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=ranks)
     try:
         with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype)):
@@ -65,7 +54,7 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[HostTime,
         dist.destroy_process_group()
 
 
-def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, HostTime]:
+def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[list[float], list[float]]:
     executor = sp._runtime.executor_on(torch.device("cpu"))
     executor.lanes.all_ranks = dist.group.WORLD
     executor.monitor = _CompletedMonitor(executor.transfers)
@@ -78,9 +67,9 @@ def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[HostTime, Ho
         between = time.perf_counter()
         torch.autograd.grad(out, (q, k, v), out)
         if call >= WARM_UP:
-            forward.append(between - start)
-            backward.append(time.perf_counter() - between)
-    return HostTime.of(forward), HostTime.of(backward)
+            forward.append(1000 * (between - start))
+            backward.append(1000 * (time.perf_counter() - between))
+    return forward, backward
 
 
 def table(plans: Sequence[str], ranks: int, heads: int, calls: int) -> str:
@@ -91,7 +80,6 @@ def table(plans: Sequence[str], ranks: int, heads: int, calls: int) -> str:
     ]
     for plan in plans:
         forward, backward = host_times(plan, ranks, heads, calls)
-        lines.append(
-            f"{plan:10s} {forward.least:8.2f} {forward.median:8.2f} {backward.least:9.2f} {backward.median:8.2f}"
-        )
+        medians = statistics.median(forward), statistics.median(backward)
+        lines.append(f"{plan:10s} {min(forward):8.2f} {medians[0]:8.2f} {min(backward):9.2f} {medians[1]:8.2f}")
     return "\n".join(lines)

@@ -83,16 +83,13 @@ class Dit(BenchModel):
         return flow_matching_loss(self.dit, patches, noise, times, labels, positions, real, attend)
 
 
-def make_model(work: Workload) -> BenchModel:
-    return Gpt(work) if work.model == "gpt" else Dit(work)
-
-
+MODELS = {"gpt": Gpt, "dit": Dit}
 Expected = tuple[float, list[Tensor]]  # the loss, and the gradient of every parameter
 
 
 def expected_results(work: Workload) -> Expected:
     """Loss and gradients of one process with the whole sequence."""
-    model = make_model(work)
+    model = MODELS[work.model](work)
     loss = model.loss(partial(whole_attention, causal=work.causal), lambda x, dim: x, torch.arange(work.length), None)
     return loss.item(), list(torch.autograd.grad(loss, list(model.net.parameters())))
 
@@ -101,7 +98,7 @@ class StepRunner:
     """A contender that trains the model on this rank."""
 
     def __init__(self, contender: Contender, machine: Machine, work: Workload, expected: Expected) -> None:
-        self.model, self.work, self.machine, self.expected = make_model(work), work, machine, expected
+        self.model, self.work, self.machine, self.expected = MODELS[work.model](work), work, machine, expected
         self.ring: TextbookRing | None = None
         self.compute_only = contender.way == "compute"
         self.sp = engine(contender.plan or f"1x{machine.world}", machine)

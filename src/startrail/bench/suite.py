@@ -49,18 +49,19 @@ def run(options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise ValueError(f"--again {options.again}: {error}") from None
     elif "WORLD_SIZE" in os.environ:
-        found = measure_group(options.quick, 60 * options.minutes)
-        if found is None:
+        report = measure_group(options.quick, 60 * options.minutes)
+        if report is None:
             end_group()  # rank 0 writes the report
             return 0
-        report = {"meta": metadata(recorded_options(options), started), **found}
     else:
         if reason := available():
             print(f"startrail bench: {reason}", file=sys.stderr)
             return 1
         machines = [Machine.parse(text) for text in options.shapes or (["4x4"] if options.quick else MACHINES)]
-        found = measure_clusters(machines, options.quick, 60 * options.minutes)
-        report = {"meta": metadata(recorded_options(options), started), **found}
+        report = measure_clusters(machines, options.quick, 60 * options.minutes)
+    if not options.again:
+        given = [f"{key}={value}" for key in ("quick", "shapes", "minutes") if (value := getattr(options, key))]
+        report = {"meta": metadata(given, started), **report}
     try:
         write(report, options.out)
     except (AttributeError, KeyError, TypeError):
@@ -75,10 +76,6 @@ def run(options: argparse.Namespace) -> int:
     if dist.is_initialized():
         end_group()
     return 1 if report.get("failed") or right_claim(report["trials"]).met is False else 0
-
-
-def recorded_options(options: argparse.Namespace) -> list[str]:
-    return [f"{name}={getattr(options, name)}" for name in ("quick", "shapes", "minutes") if getattr(options, name)]
 
 
 def measure_clusters(machines: Sequence[Machine], quick: bool, seconds: float) -> Json:

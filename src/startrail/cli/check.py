@@ -15,6 +15,7 @@ EXAMPLES = {
     "torchrun --nproc-per-node 8 -m startrail.cli check all": "first check of the GPUs on this machine",
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+SAME_NAMES = ("length", "batch", "head_dim", "causal", "window", "layout", "seed")  # options that are fields of a Case
 
 
 def add(commands: Commands) -> None:
@@ -70,18 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     case = Case(
         plan="auto" if arguments.plan == "all" else arguments.plan,
         world=world,
-        length=arguments.length,
-        batch=arguments.batch,
         q_heads=arguments.heads,
         kv_heads=arguments.heads if arguments.kv_heads is None else arguments.kv_heads,
-        head_dim=arguments.head_dim,
         dtype=getattr(torch, arguments.dtype),
-        causal=arguments.causal,
-        window=arguments.window,
         documents=_parse_documents(arguments.documents),
-        layout=arguments.layout,
         wire_dtype=getattr(torch, arguments.wire_dtype) if arguments.wire_dtype else None,
-        seed=arguments.seed,
+        **{name: getattr(arguments, name) for name in SAME_NAMES},
     )
     if not launched:
         check_memory(case)

@@ -56,19 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = arguments.cluster or os.environ.get("STARTRAIL_CLUSTER", "")
     if not cluster:
         raise ValueError("--cluster is missing (or set STARTRAIL_CLUSTER)")
-    answer = plan(
-        cluster,
-        arguments.model,
-        arguments.length,
-        batch=arguments.batch,
-        dtype=arguments.dtype,
-        memory=arguments.memory,
-        recompute=arguments.recompute,
-        zero=arguments.zero,
-        gather=arguments.gather,
-        run=arguments.run_file,
-        top=arguments.top,
-    )
+    same_names = ("batch", "dtype", "memory", "recompute", "zero", "gather", "top")
+    options = {name: getattr(arguments, name) for name in same_names}
+    answer = plan(cluster, arguments.model, arguments.length, run=arguments.run_file, **options)
     print(answer.json() if arguments.json else answer)
     return 0
 

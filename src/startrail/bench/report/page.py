@@ -122,13 +122,17 @@ def write(report: Json, folder: Path) -> None:
 
 def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, str]]) -> str:
     meta = report["meta"]
+    summary = (
+        f"{meta['cores']} cores of {meta['processor']}, torch {meta['torch']}, startrail {meta['startrail']} at "
+        f"{meta['commit'][:10] or 'no commit'}, {meta['date']}, {meta['seconds'] / 60:.1f} minutes."
+    )
     legend = "; ".join(f"<b>{escape(name)}</b>: {escape(meaning)}" for name, meaning in COLUMNS)
     blocks = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>StarTrail benchmark</title><style>{STYLE}</style></head><body>",
         "<h1>StarTrail: sequence-parallel attention, measured side by side</h1>",
-        f"<p>{escape(_summary(meta))}</p>",
+        f"<p>{escape(summary)}</p>",
         f"<p class='note'>{escape(EMULATED)}</p>" if any(map(is_emulated, report["trials"])) else "",
         "<h2>Claims</h2>",
         f"<p class='note'>{escape(JUDGED)}</p>",
@@ -153,13 +157,6 @@ def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, s
         "</table></div></body></html>",
     ]
     return "\n".join(blocks)
-
-
-def _summary(meta: Json) -> str:
-    return (
-        f"{meta['cores']} cores of {meta['processor']}, torch {meta['torch']}, startrail {meta['startrail']} at "
-        f"{meta['commit'][:10] or 'no commit'}, {meta['date']}, {meta['seconds'] / 60:.1f} minutes."
-    )
 
 
 def _plain(value: object) -> str:
