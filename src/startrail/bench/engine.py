@@ -100,7 +100,9 @@ def run(options: argparse.Namespace) -> int:
         for plan in plans:
             ours[plan].append(time_plan(options, plan))
             done += 1
-            _progress(done, total)
+            if sys.stderr.isatty():
+                bar, end = "#" * (40 * done // total), "" if done < total else "\n"
+                print(f"\r{done}/{total} {bar}", end=end, file=sys.stderr)
     base = statistics.median(sdpa)
     print(f"single-process SDPA, {os.cpu_count()} threads: {base:.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})\n")
     heads = f"{'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} {'formula':>8s}"
@@ -114,8 +116,3 @@ def run(options: argparse.Namespace) -> int:
             f"{waiting:8.1%} {added / 2**20:10.1f} {ours[plan][0][3] / 2**20:8.1f}"
         )
     return 0
-
-
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done}/{total} " + "#" * (40 * done // total), end="" if done < total else "\n", file=sys.stderr)

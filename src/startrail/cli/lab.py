@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from startrail.cli.options import Commands, add_command, needs_extra
-
-if TYPE_CHECKING:
-    from startrail.lab.cluster import Cluster
 
 EXAMPLES = {
     "startrail lab run --nodes 4 --ranks 8 --link 100mbit -- script.py": "32 ranks on emulated links",
@@ -67,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
                 job.wait(echo=sys.stdout)
             finally:
                 _flush()
-            _print_bytes(cluster)
+            for node, counted in cluster.link_bytes().items():
+                sent, received = counted["sent"] / 1e6, counted["received"] / 1e6
+                print(f"node {node}: {sent:.3f} MB sent, {received:.3f} MB received over its link", file=sys.stderr)
     except (JobError, LabError) as error:
         print(f"{arguments.parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -87,9 +85,3 @@ def _flush() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print_bytes(cluster: Cluster) -> None:
-    for node, counted in cluster.link_bytes().items():
-        sent, received = counted["sent"] / 1e6, counted["received"] / 1e6
-        print(f"node {node}: {sent:.3f} MB sent, {received:.3f} MB received over its link", file=sys.stderr)

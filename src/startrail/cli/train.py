@@ -91,14 +91,11 @@ class _Help(argparse.Action):
         values = recipe.as_dict()
         for action in parser._actions:
             if action.dest in values and action.dest in (*RECIPE_FIELDS, *MODEL_FIELDS):
-                action.help += f" [{_shown(values[action.dest])}]"
+                value = values[action.dest]
+                action.help += f" [{str(value).lower() if value is None or isinstance(value, bool) else value}]"
         parser.epilog = f"values in brackets: {recipe.name}\n\n{parser.epilog}"
         parser.print_help()
         parser.exit()
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, str]:
