@@ -1,7 +1,7 @@
-"""What a plan cannot beat: its arithmetic, its messages, its bytes over every link, the exchange that nothing hides.
+"""Lower bounds on a plan's time: its compute, its messages, its bytes over every link, and exchanges nothing hides.
 
-All of it is by closed form, a hundred times faster than playing the programs, and never more than what the clock finds:
-so a plan whose bound is above the best time that was found need not be played.
+Bounds have a closed form, a hundred times faster than the simulator, and never exceed the simulated time. A plan whose
+bound is above the best time so far therefore need not be simulated.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ONE_EACH = dict.fromkeys(KINDS, 1.0)
 
 
 class Bound(NamedTuple):
-    """Of one pass: seconds, and those of every level's busiest link."""
+    """For one pass: total seconds, and seconds of the busiest link of each level."""
 
     seconds: float
     busy: tuple[float, ...]
 
 
 class Bounds:
-    """For plans whose levels follow the cluster's: every lane is then over one level's links."""
+    """For plans whose levels match the cluster's, so that each lane uses the links of one level."""
 
     def __init__(self, cluster: ClusterSpec, call: AttentionShape) -> None:
         self.cluster, self.call, self.world = cluster, call, cluster.world
@@ -44,17 +44,17 @@ class Bounds:
             * (1 if level.duplex else 2)
             / (level.ways * level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0))
             for at, (level, span) in enumerate(zip(cluster.levels, cluster.spans, strict=True))
-        )  # seconds that a byte of every rank takes at each level
+        )  # seconds per byte at each level if all ranks send
 
     def lane(self, stride: int) -> tuple[float, ...]:
-        """Seconds a byte by level, for a lane between ranks that are ``stride`` apart."""
+        """Seconds per byte by level, for a lane between ranks that are ``stride`` apart."""
         if stride not in self._lanes:
             levels = self.cluster.crossed(0, stride) if stride < self.world else ()
             self._lanes[stride] = tuple(rate if at in levels else 0.0 for at, rate in enumerate(self.rates))
         return self._lanes[stride]
 
     def sizes(self, plan: Plan) -> tuple[dict[str, int], dict[Pass, float]]:
-        """Bytes by kind, and the arithmetic of each pass: the same for all plans that split heads alike."""
+        """Bytes by kind, and compute seconds of each pass: the same for all plans that split heads alike."""
         key = plan.heads, plan.groups, plan.running_sums
         if key not in self._sizes:
             sizes = self.call.sizes(plan, self.world)
@@ -63,20 +63,19 @@ class Bounds:
         return self._sizes[key]
 
     def work(self, prices: Prices, pass_: Pass) -> float:
-        """Seconds of a rank's blocks; where blocks differ, as under a window, of the average rank's at the best
-        speed."""
+        """Seconds of a rank's blocks. Under a window, where blocks differ: of the average rank at peak speed."""
         plan = prices.sizes.plan
         shards = self.world // plan.heads
         if self.call.window is None:
             return plan.groups * shards * prices.block(pass_, 0, 0, 1) * self.slowness
-        return plan.groups * prices.at_best(pass_, self.call.pairs / shards) * self.slowness
+        return plan.groups * prices.kernel_bound(pass_, self.call.pairs / shards) * self.slowness
 
     def of_plan(self, plan: Plan) -> tuple[Bound, Bound]:
-        """Forward and backward, of a plan with its options."""
+        """Forward and backward bounds of a plan with its options."""
         return self.of_levels(plan, [plan], plan.groups)
 
     def of_levels(self, plan: Plan, variants: Iterable[Plan], groups: int) -> tuple[Bound, Bound]:
-        """Of a plan's levels: none of the ``variants``, and no fewer ``groups``, can do better."""
+        """Bounds of a plan's levels that hold for all ``variants`` with at most ``groups`` groups."""
         place = plan.place(self.world, 0)
         sizes, computing = self.sizes(plan)
         forward = traffic_at(plan, place, FORWARD, sizes)
@@ -84,7 +83,7 @@ class Bounds:
         backward = tuple(map(min, *backwards)) if len(backwards) > 1 else backwards[0]
         pieces = traffic_at(plan, place, FORWARD, ONE_EACH)  # the backward pass never has fewer messages
         messages = sum(n for n, heads in zip(pieces, place.by_heads, strict=True) if not heads)
-        messages += 2 * (plan.heads - 1) * plan.groups  # one a peer, for all that goes in or comes out
+        messages += 2 * (plan.heads - 1) * plan.groups  # one per peer, into and out of the exchange
         device = self.cluster.device
         work = device.start + 2 * messages * device.post * self.slowness
         far = plan.heads > 1 and exchange_is_far(place)
@@ -94,7 +93,7 @@ class Bounds:
         )
 
     def _bound(self, place: Place, work: float, traffic: Sequence[float], far_groups: int) -> Bound:
-        """If heads are exchanged far away: the first group's exchange, then all blocks, then the last's."""
+        """With ``far_groups``, nothing hides the first group's exchange of inputs and the last one's of results."""
         lanes = [self.lane(prod(place.sizes[at + 1 :])) for at in range(len(place.sizes))]
         levels = range(len(self.rates))
         busy = tuple(sum(n * lane[at] for n, lane in zip(traffic, lanes, strict=True)) for at in levels)

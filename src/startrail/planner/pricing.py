@@ -1,7 +1,7 @@
-"""A rank's program as the tasks that a clock can play: post these messages, wait for those, work for so long.
+"""Turns a rank's program into tasks for the simulator: post messages, wait for messages, compute for some seconds.
 
-The program is the very one that the executor walks; here each of its steps gets a price. What is waited for, packed,
-joined and merged, and when, follows the executor line by line.
+The executor runs the same program; here each of its steps gets a price. The order of waits, copies and merges follows
+the executor line by line.
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.cluster import find_cluster
@@ -13,7 +13,6 @@ joined and merged, and when, follows the executor line by line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 from typing import NamedTuple
@@ -26,13 +25,13 @@ from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, Pass
 from startrail.schedule.walk import Await, Combine, Compute, Post, Prepare, Walker, handlers_of
 
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # by visible pair of tokens and number of a head: two products, five products
-LOOKED_AT = 16  # shards whose work is compared under a window
-MERGED = 1.5  # a partial result is read, and the sum read and written
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
+SAMPLED_SHARDS = 16  # shards whose work is compared under a window
+MERGE_COPIES = 1.5  # a merge reads a partial result, and reads and writes the sum
 
 
 class PricedMessage(NamedTuple):
-    """One end of a message. It holds only numbers, which the garbage collector need not visit: there are millions."""
+    """One end of a message. It holds only numbers, so the garbage collector can skip it: there are millions."""
 
     send: bool
     lane: int
@@ -56,81 +55,61 @@ class ComputeTask(NamedTuple):
 Task = PostTask | WaitTask | ComputeTask
 
 
-@dataclass(frozen=True)
 class Prices:
-    """What the steps of one attention call cost on a cluster, in seconds."""
+    """Seconds that each step of one attention call takes on a cluster."""
 
-    cluster: ClusterSpec
-    sizes: Sizes
-    causal: bool
-    window: int | None
-    dtype: str
-
-    @cached_property
-    def shares(self) -> tuple[int, int]:
-        """Batch and query heads of one group."""
-        batch, heads, *_ = self.sizes.fields("q", self.sizes.tokens)[0].shape
-        return batch, heads
-
-    @cached_property
-    def areas(self) -> dict[tuple[Pass, float], float]:
-        """The price of a block of so many visible pairs; few differ, since zigzag halves a causal mask in all."""
-        return {}
-
-    @cached_property
-    def chunks(self) -> dict[tuple[Pass, int], float]:
-        """The price of two chunks that are so many apart."""
-        return {}
+    def __init__(self, cluster: ClusterSpec, sizes: Sizes, causal: bool, window: int | None, dtype: str) -> None:
+        self.cluster, self.sizes, self.causal, self.window, self.dtype = cluster, sizes, causal, window, dtype
+        self._whole: dict[Pass, float] = {}  # seconds of a block without a window: all blocks are equal in zigzag
+        self._chunks: dict[tuple[Pass, int], float] = {}  # seconds of two chunks, by their distance
 
     def block(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         if self.window is not None:
-            return self._tiles(pass_, row, column, shards)
-        area = self.sizes.tokens**2 / (2 if self.causal else 1)
-        if (pass_, area) not in self.areas:
-            self.areas[pass_, area] = self.kernel(pass_, area, 1) if area else 0.0
-        return self.areas[pass_, area]
+            return self._block_in_window(pass_, row, column, shards)
+        if pass_ not in self._whole:
+            area = self.sizes.tokens**2 / (2 if self.causal else 1)
+            self._whole[pass_] = self.kernel(pass_, area) if area else 0.0
+        return self._whole[pass_]
 
-    def kernel(self, pass_: Pass, area: float, calls: int) -> float:
-        """Of so many visible pairs of tokens, in so many calls."""
-        return (
-            area * self.per_pair(pass_) / self.speeds(pass_).at(sqrt(area / calls)) + calls * self.cluster.device.call
-        )
+    def kernel(self, pass_: Pass, area: float) -> float:
+        """Seconds of one kernel call over ``area`` visible pairs."""
+        return area * self.flops_per_pair(pass_) / self.speeds(pass_).at(sqrt(area)) + self.cluster.device.call
 
-    def at_best(self, pass_: Pass, area: float) -> float:
-        """What no kernel calls for so many pairs can beat."""
-        return area * self.per_pair(pass_) / max(speed for _, speed in self.speeds(pass_).points)
+    def kernel_bound(self, pass_: Pass, area: float) -> float:
+        """A lower bound for ``area`` visible pairs in any number of kernel calls."""
+        return area * self.flops_per_pair(pass_) / max(speed for _, speed in self.speeds(pass_).points)
 
-    def per_pair(self, pass_: Pass) -> float:
-        batch, heads = self.shares
+    def flops_per_pair(self, pass_: Pass) -> float:
+        batch, heads, *_ = self.sizes.fields("q", self.sizes.tokens)[0].shape  # of one group
         return (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * batch * heads
 
     def speeds(self, pass_: Pass) -> Curve:
         rates = self.cluster.device.of(self.dtype)
         return rates.forward if pass_ is FORWARD else rates.backward
 
-    def _tiles(self, pass_: Pass, row: int, column: int, shards: int) -> float:
-        """Under a window, what two chunks of zigzag's cost follows from how far apart they are."""
+    def _block_in_window(self, pass_: Pass, row: int, column: int, shards: int) -> float:
+        """Under a window, the price of two zigzag chunks depends only on their distance."""
         if shards == 1:
             return self._chunk(pass_, 0, self.sizes.tokens)
         last, tokens = 2 * shards - 1, self.sizes.tokens // 2
         reach = ((self.window or 1) - 2) // tokens + 1  # chunks further apart do not see each other
         least = 0 if self.causal else -reach
         # both chunks of the queries with both chunks of the keys
-        aparts = row - column, row + column - last, last - row - column, column - row
-        return sum(self._chunk(pass_, apart, tokens) for apart in aparts if least <= apart <= reach)
+        distances = row - column, row + column - last, last - row - column, column - row
+        return sum(self._chunk(pass_, distance, tokens) for distance in distances if least <= distance <= reach)
 
-    def _chunk(self, pass_: Pass, apart: int, tokens: int) -> float:
-        if (pass_, apart) not in self.chunks:
-            start = (abs(apart) + 1) * tokens
-            runs = ((start, tokens),), ((start - apart * tokens, tokens),)
+    def _chunk(self, pass_: Pass, distance: int, tokens: int) -> float:
+        if (pass_, distance) not in self._chunks:
+            start = (abs(distance) + 1) * tokens
+            runs = ((start, tokens),), ((start - distance * tokens, tokens),)
             tiles = tiles_of(Mask(self.causal, self.window), *runs)
-            self.chunks[pass_, apart] = sum(self.kernel(pass_, tile.area, 1) for tile in tiles)
-        return self.chunks[pass_, apart]
+            self._chunks[pass_, distance] = sum(self.kernel(pass_, tile.area) for tile in tiles)
+        return self._chunks[pass_, distance]
 
     @cached_property
     def busiest(self) -> int:
-        """The rank with the most work, for which the others wait. Under a window that is not everybody: how many of its
-        blocks are near the diagonal depends on its place. Of very many, some are looked at."""
+        """The rank with the most work, which the others wait for. Under a window ranks differ: the number of blocks near
+        the diagonal depends on the rank's place. In large worlds only a sample of the shards is compared."""
         plan, world = self.sizes.plan, self.cluster.world
         if self.window is None:
             return 0
@@ -141,7 +120,7 @@ class Prices:
             rows, columns = grid or ((), ())
             return sum(self.block(FORWARD, row, column, shards) for row in rows for column in columns)
 
-        return slots.index(max(range(0, shards, -(-shards // LOOKED_AT)), key=work) * plan.heads)
+        return slots.index(max(range(0, shards, -(-shards // SAMPLED_SHARDS)), key=work) * plan.heads)
 
     def copy(self, nbytes: float) -> float:
         return 2 * nbytes / self.cluster.device.copy
@@ -158,7 +137,7 @@ def tasks_of(program: Program, prices: Prices) -> list[Task]:
 
 
 class _Pricing:
-    """Turns the events of a walk into tasks. Work adds up until something must be posted or awaited."""
+    """Turns the events of a walk into tasks. Compute time accumulates until the next post or wait."""
 
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices, self.device = program, prices, prices.cluster.device
@@ -205,7 +184,7 @@ class _Pricing:
 
     def combine(self, event: Combine) -> None:
         self.wait([event.message])
-        self.work += self.device.call + MERGED * self.copy(self.nbytes[event.piece.kind])
+        self.work += self.device.call + MERGE_COPIES * self.copy(self.nbytes[event.piece.kind])
 
     def finish(self, walker: Walker) -> None:
         self.wait(walker.home)
@@ -216,5 +195,5 @@ class _Pricing:
 
 
 def call_tasks(prices: Prices, world: int, rank: int, pass_: Pass) -> list[Task]:
-    """What ``rank`` does in one pass of a call. Built anew: nobody plays a program twice with the same prices."""
+    """The tasks of ``rank`` in one pass. Not cached: no program is simulated twice with the same prices."""
     return tasks_of(build_program.__wrapped__(prices.sizes.plan, world, rank, pass_), prices)

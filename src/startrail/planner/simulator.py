@@ -1,13 +1,14 @@
-"""The clock: plays the tasks of all ranks against each other on a described cluster, and says how long they take.
+"""An event-driven simulation of the tasks of all ranks on a described cluster.
 
-A message starts when both ends have posted it, waits for the link's latency, and then shares every link that it crosses
-evenly with the others there. Over NCCL, what a step posts on one lane is one batch, and a batch starts when the one
-before has ended; over gloo every pair of ranks has connections of its own. Where all ranks share some cores (the lab),
-blocks, copies and the handling of messages share those, too. So exposed communication comes out and is not assumed.
+A message starts when both ends have posted it, waits for the link's latency, and then shares each link on its path
+evenly with the other messages there. Over NCCL, the messages that a step posts on one lane form a batch, and a batch
+starts when the previous one has ended; over gloo every pair of ranks has its own connections. Where all ranks share
+some cores (the lab), blocks, copies and message handling share those too. Exposed communication is thus a result, not
+an assumption.
 
-In worlds too large to play everybody, one rank stands for all (``representative``): in every family the ranks run the
-same program seen from their own place, so that what it sends is received elsewhere at the time at which it receives the
-like itself. The links are then shared with as many messages as its neighbours send over them at the same time.
+In worlds too large to simulate every rank, one rank stands for all: in every family the ranks run the same program,
+each from its own place, so another rank receives a message when this rank receives its counterpart. Each link is then
+shared with the messages that its neighbours send over it at the same time.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from startrail.planner.cluster import ClusterSpec
 from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Task, WaitTask
 
 Route = Callable[[int, PricedMessage], "Path"]
-TOGETHER = 1e-9  # seconds within which events count as one
+SIMULTANEOUS_SECONDS = 1e-9  # events this close count as simultaneous
 
 
 class Path(NamedTuple):
-    """The links that a message crosses, each with the number of its like that cross it at the same time."""
+    """The links that a message crosses, each with the number of such messages that cross it at the same time."""
 
     links: tuple[tuple[int, float], ...]
     latency: float
@@ -34,7 +35,7 @@ class Path(NamedTuple):
 
 
 class Played(NamedTuple):
-    """``waiting``: seconds that the average rank waited. ``sent``: bytes of the average rank by level of the cluster.
+    """``waiting``: seconds that the average rank waited. ``sent``: bytes per rank (average), by level of the cluster.
     ``busy``: seconds of the busiest link of each level."""
 
     seconds: float
@@ -45,21 +46,22 @@ class Played(NamedTuple):
 
 @dataclass(eq=False)
 class _SimulatedTransfer:
-    """A message under way; it ends when its bytes are across and, on shared cores, both sides have handled it."""
+    """A message in flight. It ends when its bytes have arrived and, on shared cores, both sides have handled it."""
 
     ends: list[tuple[_SimulatedRank, int]]
+    batches: list[_SimulatedBatch]
     path: Path
     left: float
     parts: int = 1
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-    queues: list[deque[_SimulatedTransfer]] = field(default_factory=list)
-    batches: list[_SimulatedBatch] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _SimulatedBatch:
+    """Messages that run together once the batches before theirs in the queue have ended."""
+
     open: int
     queue: deque[_SimulatedBatch]
     ready: list[_SimulatedTransfer] = field(default_factory=list)
@@ -70,7 +72,7 @@ class _SimulatedRank:
     tasks: list[Task]
     number: int
     speed: float
-    at: int = 0
+    at: int = -1
     done: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
     waiting: float = 0.0
@@ -79,8 +81,8 @@ class _SimulatedRank:
 
 
 class Clock:
-    """``capacity``: bytes/s of every link; ``route`` says which a message crosses; ``speeds``: of every rank, as a
-    share of its device's; ``alone``: one rank stands for all, and what it sends meets what it receives."""
+    """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank, relative
+    to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives."""
 
     def __init__(
         self,
@@ -98,22 +100,22 @@ class Clock:
         self.now, self.sequence = 0.0, 0
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self.posted: dict[tuple[int, ...], tuple[deque[_End], deque[_End]]] = {}
-        self.pairs: dict[tuple[int, ...], deque[_SimulatedTransfer]] = {}
+        self.pairs: dict[tuple[int, ...], deque[_SimulatedBatch]] = {}
         self.crossing: list[dict[_SimulatedTransfer, float]] = [{} for _ in capacity]
         self.carried = [0.0] * len(capacity)
         self.changed: set[int] = set()
         self.sent = [0.0] * len(cluster.levels)
-        # one rank that stands for all has its share of the cores
+        # a rank that stands for all has only its share of the cores
         self.cores = _Cores(self, cluster.cores / cluster.world if alone else cluster.cores)
 
     def play(self) -> float:
         for rank in self.ranks:
-            self.go_on(rank)
+            self.advance(rank)
         self.share_links()
         events = self.events
         while events:
             self.now = events[0][0]
-            until = self.now + TOGETHER
+            until = self.now + SIMULTANEOUS_SECONDS
             while events and events[0][0] <= until:
                 _, _, act, arguments = heapq.heappop(events)
                 act(*arguments)
@@ -124,21 +126,20 @@ class Clock:
                 raise AssertionError(f"rank {rank.number} never got past task {rank.at}: {rank.tasks[rank.at]}")
         return self.now
 
-    def later(self, seconds: float, act: Callable[..., None], *arguments: object) -> None:
+    def schedule(self, seconds: float, act: Callable[..., None], *arguments: object) -> None:
         self.sequence += 1
         heapq.heappush(self.events, (self.now + seconds, self.sequence, act, arguments))
 
     # --- ranks
 
-    def go_on(self, rank: _SimulatedRank) -> None:
-        tasks = rank.tasks
-        while rank.at < len(tasks):
-            task = tasks[rank.at]
+    def advance(self, rank: _SimulatedRank) -> None:
+        """Run the rank's next tasks, up to one that takes time."""
+        rank.at += 1
+        while rank.at < len(rank.tasks):
+            task = rank.tasks[rank.at]
             if isinstance(task, ComputeTask):
-                if self.cluster.cores:
-                    self.cores.add(task.seconds / rank.speed, self.worked, rank)
-                else:
-                    self.later(task.seconds / rank.speed, self.worked, rank)
+                run = self.cores.add if self.cluster.cores else self.schedule
+                run(task.seconds / rank.speed, self.advance, rank)
                 return
             if isinstance(task, WaitTask):
                 missing = {number for number in task.numbers if number not in rank.done}
@@ -149,18 +150,13 @@ class Clock:
                 self.post(rank, task)
             rank.at += 1
 
-    def worked(self, rank: _SimulatedRank) -> None:
-        rank.at += 1
-        self.go_on(rank)
-
-    def arrived(self, rank: _SimulatedRank, number: int) -> None:
+    def arrive(self, rank: _SimulatedRank, number: int) -> None:
         rank.done.add(number)
         if number in rank.missing:
             rank.missing.remove(number)
             if not rank.missing:
                 rank.waiting += self.now - rank.since
-                rank.at += 1
-                self.go_on(rank)
+                self.advance(rank)
 
     # --- messages
 
@@ -182,34 +178,27 @@ class Clock:
             else:
                 key = (message.lane, message.peer, rank.number)
             sends, receives = self.posted.setdefault(key, (deque(), deque()))
-            mine, theirs = (sends, receives) if message.send else (receives, sends)
-            end = _End(rank, message, batch)
-            if theirs:
-                other = theirs.popleft()
-                self.meet(*((end, other) if message.send else (other, end)))
-            else:
-                mine.append(end)
+            (sends if message.send else receives).append(_End(rank, message, batch))
+            if sends and receives:
+                self.match(sends.popleft(), receives.popleft())
 
-    def meet(self, send: _End, receive: _End) -> None:
-        """Both ends are posted: start, or queue up behind what must end before."""
+    def match(self, send: _End, receive: _End) -> None:
+        """Both ends are posted: start the transfer, or queue it after those that must end first."""
         path = self.route(send.rank.number, send.message)
         for level, nbytes in enumerate(path.bytes_by_level):
             self.sent[level] += nbytes
         ends = [(send.rank, send.message.number), (receive.rank, receive.message.number)]
-        transfer = _SimulatedTransfer(ends, path, send.message.nbytes)
-        if send.batch is not None and receive.batch is not None:
-            transfer.batches = [send.batch, receive.batch]
-            if all(batch.queue[0] is batch for batch in transfer.batches):
-                self.start(transfer)
-            else:
-                for batch in dict.fromkeys(transfer.batches):
-                    batch.ready.append(transfer)
-            return
-        queue = self.pairs.setdefault((send.message.lane, send.rank.number, send.message.peer), deque())
-        transfer.queues = [queue]
-        queue.append(transfer)
-        if len(queue) == 1:
+        batches = [end.batch for end in (send, receive) if end.batch is not None]
+        if not batches:  # over gloo each message is a batch, queued by pair of ranks
+            queue = self.pairs.setdefault((send.message.lane, send.rank.number, send.message.peer), deque())
+            batches = [_SimulatedBatch(1, queue)]
+            queue.append(batches[0])
+        transfer = _SimulatedTransfer(ends, batches, path, send.message.nbytes)
+        if all(batch.queue[0] is batch for batch in batches):
             self.start(transfer)
+        else:
+            for batch in batches if batches[0] is not batches[-1] else batches[:1]:
+                batch.ready.append(transfer)
 
     def start(self, transfer: _SimulatedTransfer) -> None:
         device = self.cluster.device
@@ -217,14 +206,14 @@ class Clock:
         latency = transfer.path.latency
         if self.cluster.cores and handling:
             transfer.parts += 1
-            self.cores.add(2 * handling, self.part_ended, transfer)  # sent here and received there, or the other way
+            self.cores.add(2 * handling, self.end_part, transfer)  # on the sending and on the receiving side
         else:
             latency += handling
-        self.later(latency, self.flow, transfer)
+        self.schedule(latency, self.flow, transfer)
 
     def flow(self, transfer: _SimulatedTransfer) -> None:
         if not transfer.path.links or not transfer.left:
-            self.part_ended(transfer)
+            self.end_part(transfer)
             return
         transfer.since = self.now
         for link, weight in transfer.path.links:
@@ -233,11 +222,11 @@ class Clock:
             self.changed.add(link)
 
     def share_links(self) -> None:
-        """Give all transfers that are touched by a change their rates."""
+        """Update the rates of all transfers that a change affects."""
         links, self.changed = self.changed, set()
         touched: set[_SimulatedTransfer] = set()
         todo = list(links)
-        while todo:  # whoever shares a link with somebody whose rate may change
+        while todo:  # transfers that share a link with one whose rate may change
             for transfer in self.crossing[todo.pop()]:
                 if transfer not in touched:
                     touched.add(transfer)
@@ -250,11 +239,11 @@ class Clock:
                 transfer.left -= transfer.rate * (self.now - transfer.since)
                 transfer.rate, transfer.since = rate, self.now
                 transfer.version += 1
-                self.later(max(transfer.left, 0.0) / rate, self.across, transfer, transfer.version)
+                self.schedule(max(transfer.left, 0.0) / rate, self.end_flow, transfer, transfer.version)
 
     def fair_rates(self, links: set[int]) -> dict[_SimulatedTransfer, float]:
-        """Max-min fair: the fullest link shares itself out evenly, then the fullest of those with room left, and so on;
-        what one cannot use for another link's sake is left to the others."""
+        """Max-min fair: the fullest link is shared evenly, then the fullest of the remaining links, and so on. Bandwidth
+        that a transfer cannot use because of another link goes to the other transfers."""
         rates: dict[_SimulatedTransfer, float] = {}
         room = {link: self.capacity[link] for link in links if self.crossing[link]}
         weight = {link: sum(self.crossing[link].values()) for link in room}
@@ -274,28 +263,24 @@ class Clock:
             del room[fullest]
         return rates
 
-    def across(self, transfer: _SimulatedTransfer, version: int) -> None:
+    def end_flow(self, transfer: _SimulatedTransfer, version: int) -> None:
         if version != transfer.version:
             return
         for link, _ in transfer.path.links:
             del self.crossing[link][transfer]
             self.changed.add(link)
-        self.part_ended(transfer)
+        self.end_part(transfer)
 
-    def part_ended(self, transfer: _SimulatedTransfer) -> None:
+    def end_part(self, transfer: _SimulatedTransfer) -> None:
         transfer.parts -= 1
         if transfer.parts:
             return
-        for queue in transfer.queues:
-            queue.popleft()
-            if queue:
-                self.start(queue[0])
         for batch in transfer.batches:
-            self.batch_shrinks(batch)
+            self.shrink_batch(batch)
         for rank, number in transfer.ends:
-            self.arrived(rank, number)
+            self.arrive(rank, number)
 
-    def batch_shrinks(self, batch: _SimulatedBatch) -> None:
+    def shrink_batch(self, batch: _SimulatedBatch) -> None:
         batch.open -= 1
         if batch.open:
             return
@@ -313,7 +298,7 @@ class _End(NamedTuple):
 
 
 class _Cores:
-    """Cores that everybody shares: each of n pieces of work gets min(1, cores / n) of one."""
+    """Cores shared by all ranks: each of n pieces of work gets min(1, cores / n) of a core."""
 
     def __init__(self, clock: Clock, number: float) -> None:
         self.clock, self.number = clock, number
@@ -324,28 +309,28 @@ class _Cores:
         return min(1.0, self.number / len(self.work)) if self.work else 1.0
 
     def add(self, seconds: float, act: Callable[..., None], argument: object) -> None:
-        self.catch_up()
+        self.update()
         self.sequence += 1
         heapq.heappush(self.work, (self.virtual + seconds, self.sequence, act, argument))
-        self.schedule()
+        self.schedule_next()
 
-    def catch_up(self) -> None:
+    def update(self) -> None:
         now = self.clock.now
         self.virtual += (now - self.since) * self.rate()
         self.since = now
 
-    def schedule(self) -> None:
+    def schedule_next(self) -> None:
         self.version += 1
         if self.work:
-            self.clock.later(max(self.work[0][0] - self.virtual, 0.0) / self.rate(), self.ended, self.version)
+            self.clock.schedule(max(self.work[0][0] - self.virtual, 0.0) / self.rate(), self.end_work, self.version)
 
-    def ended(self, version: int) -> None:
+    def end_work(self, version: int) -> None:
         if version != self.version:
             return
-        self.catch_up()
-        over = []
-        while self.work and self.work[0][0] <= self.virtual + TOGETHER:
-            over.append(heapq.heappop(self.work))
-        self.schedule()
-        for _, _, act, argument in over:
+        self.update()
+        ended = []
+        while self.work and self.work[0][0] <= self.virtual + SIMULTANEOUS_SECONDS:
+            ended.append(heapq.heappop(self.work))
+        self.schedule_next()
+        for _, _, act, argument in ended:
             act(argument)
