@@ -41,7 +41,7 @@ lint: setup            ## style and types
 	$(BIN)/mypy
 
 prove: setup           ## check every schedule of two levels and many of three up to 64 ranks (a quarter of an hour)
-	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q -rP -k promises tests/schedule/test_proof.py
+	STARTRAIL_PROVE_ALL=1 $(BIN)/python -m pytest -q -rP -k test_prove tests/schedule/test_proof.py
 
 fuzz: setup            ## 500 random plans x shapes x masks against float64 (CASES=n SEED=n)
 	$(BIN)/python -m tests.fuzz --cases $(or $(CASES),500) --seed $(or $(SEED),0)

@@ -52,15 +52,15 @@ def test_defaults_are_not_written():
         ("-2x2", "cannot read '-2x2'"),
     ],
 )
-def test_what_cannot_be_read_is_named(text, message):
+def test_invalid_plans_are_rejected_with_the_reason(text, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         Plan.parse(text)
 
 
-def test_a_plan_that_does_not_fit_states_the_equation_and_lists_those_that_do():
-    with pytest.raises(ValueError) as caught:
+def test_an_unfitting_plan_raises_its_equation_and_the_plans_that_fit():
+    with pytest.raises(ValueError) as error:
         Plan.parse("2x4/u2").check_world(12)
-    text = str(caught.value)
+    text = str(error.value)
     assert "world size 12 is not teams 2 x ring 4 x heads 2 = 16" in text
     assert "plans that fit 12 ranks: 1x12, 2x6, 3x4" in text
     with pytest.raises(ValueError, match="world size 12 is not heads 2 x teams 2 x ring 4 x heads 3 = 48"):
@@ -77,39 +77,38 @@ def test_sizes():
         _ = Plan.parse("star4").size
 
 
-def test_every_plan_of_few_levels_is_enumerated_once():
-    """Against a search of our own: every product of levels that is the number of ranks."""
-    for world, most in ((8, 3), (12, 2)):
-        texts = [str(plan) for plan in plans_for(world, most)]
+def test_every_plan_is_enumerated_once():
+    """Compare with an independent search for all products of levels that equal the number of ranks."""
+    for world, max_levels in ((8, 3), (12, 2)):
+        texts = [str(plan) for plan in plans_for(world, max_levels)]
         assert len(set(texts)) == len(texts)
-        assert set(texts) == {
-            "/".join(levels) for number in range(1, most + 1) for levels in _all_levels(world, number)
-        }
+        counts = range(1, max_levels + 1)
+        assert set(texts) == {"/".join(levels) for count in counts for levels in _all_levels(world, count)}
 
 
-def _all_levels(world, number):
-    if number == 0:
+def _all_levels(world, count):
+    if count == 0:
         return [()] if world == 1 else []
-    found = []
+    all_levels = []
     for size in (d for d in range(2, world + 1) if world % d == 0):
         here = [f"u{size}", *(f"{team}x{size // team}" for team in range(1, size + 1) if size % team == 0)]
         here += [f"star{team}" for team in range(2, size) if size % team**2 == 0]
-        for rest in _all_levels(world // size, number - 1):
+        for rest in _all_levels(world // size, count - 1):
             for level in here:
                 others = [other for other in rest if not other.startswith("u")]
                 if not (level.startswith("u") or not others) and ("star" in level or "star" in "".join(others)):
-                    continue  # a star stands alone, but for heads
-                found.append((level, *rest))
-    return found
+                    continue  # a star level can only be combined with heads
+                all_levels.append((level, *rest))
+    return all_levels
 
 
-def test_ranks_that_share_a_piece_stand_side_by_side_in_the_order_of_tokens():
+def test_ranks_that_share_a_shard_are_adjacent_in_the_order_of_tokens():
     for text, world in (("u4/1x8", 32), ("u2/2x2/u4", 32), ("u2/star2", 8)):
         plan = Plan.parse(text)
         places = [plan.place(world, rank) for rank in range(world)]
         assert plan.slots(world) == tuple(place.slot for place in places)
         assert sorted(plan.slots(world)) == list(range(world))
         for place in places:
-            together = [places[rank].slot for rank in place.shard_ranks(place.shard)]
-            assert together == list(range(together[0], together[0] + plan.heads))
+            slots = [places[rank].slot for rank in place.shard_ranks(place.shard)]
+            assert slots == list(range(slots[0], slots[0] + plan.heads))
             assert place.rank_of(place.shard) == place.head_rank(place.head) == place.rank

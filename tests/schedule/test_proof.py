@@ -1,62 +1,87 @@
-"""The schedules' promises, proven without data; and the numbers that the paper states."""
+"""Proofs of schedules without data, and the traffic figures of the paper."""
 
 import multiprocessing
 import os
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from startrail.schedule.plan import Plan, plans_for, variants_of
+from startrail.schedule.plan import KEEPS, Plan, plans_for, variants_of
 from startrail.schedule.program import build_program, closed_form
 from startrail.schedule.proof import ScheduleError, prove_plan, prove_programs
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Piece, Step
 
+PROVE_ALL = bool(os.environ.get("STARTRAIL_PROVE_ALL"))
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 
 
+def variants_to_prove(plan: Plan) -> list[Plan]:
+    """Every backward form and every ``keep`` that changes the programs; every ``keep`` in the full suite."""
+    keeps = KEEPS if PROVE_ALL or os.environ.get("STARTRAIL_TEST_ALL") == "1" else plan.family.useful_keeps(plan)
+    return [variant for variant in variants_of(plan) if variant.keep in keeps]
+
+
 def prove(world: int, levels: int, every: int = 1) -> tuple[str, int, int]:
-    """Check plans of up to so many levels, heads anywhere, with every backward form and ``keep``; all have one forward
-    pass but for what it keeps. Of those with most levels take one in ``every``. The problem, how many, of how many."""
+    """Prove the plans with up to ``levels`` levels, and one in ``every`` of those with exactly ``levels``, in all
+    variants. Variants share one forward pass except for what it keeps. Returns the problem if there is one, the number
+    of plans proven and the number of plans."""
     plans = list(plans_for(world, levels))
-    most = [plan for plan in plans if len(plan.levels) == levels]
-    taken = [plan for plan in plans if len(plan.levels) < levels] + most[world % every :: every]
+    deepest = [plan for plan in plans if len(plan.levels) == levels]
+    sample = [plan for plan in plans if len(plan.levels) < levels] + deepest[world % every :: every]
     try:
-        for plan in taken:
-            for variant in variants_of(plan):
+        for plan in sample:
+            for variant in variants_to_prove(plan):
                 changes_forward = variant == plan or (variant.keep != "none" and world <= 16)
                 prove_plan(variant, world, PASSES if changes_forward else (BACKWARD,))
             if world <= 12:
                 prove_plan(replace(plan, groups=2), world)
                 prove_plan(replace(plan, groups=3, keep="all"), world)
     except ScheduleError as error:
-        return str(error), len(taken), len(plans)
-    return "", len(taken), len(plans)
+        return str(error), len(sample), len(plans)
+    return "", len(sample), len(plans)
 
 
 def prove_all(cases: list[tuple[int, ...]]) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         results = pool.starmap(prove, cases, chunksize=1)
     assert not any(problem for problem, _, _ in results), "\n".join(problem for problem, _, _ in results)
-    proven, there_are = (sum(result[index] for result in results) for index in (1, 2))
-    print(f"{proven} of {there_are} plans proven, each with all its backward forms and keeps")
+    proven, total = (sum(result[index] for result in results) for index in (1, 2))
+    print(f"{proven} of {total} plans proven, each with all its backward forms and keeps")
 
 
-def test_every_plan_of_one_level_up_to_32_ranks_and_on_64_keeps_its_promises():
-    """`make prove` has those in between."""
+def test_prove_every_one_level_plan_up_to_32_ranks_and_on_64():
+    """`make prove` covers the sizes in between."""
     prove_all([(world, 1) for world in (64, *range(32, 0, -1))])
 
 
-def test_plans_of_more_levels_keep_their_promises():
+def test_prove_plans_with_more_levels():
     prove_all([(16, 2), (12, 2), (8, 3), (9, 2), (6, 3), (4, 3), (18, 3, 40)])
 
 
-@pytest.mark.skipif(not os.environ.get("STARTRAIL_PROVE_ALL"), reason="make prove: takes a quarter of an hour")
-def test_every_plan_of_two_levels_and_many_of_three_up_to_64_ranks_keep_their_promises():
+@pytest.mark.skipif(not PROVE_ALL, reason="make prove: takes a quarter of an hour")
+def test_prove_every_two_level_plan_and_many_of_three_levels_up_to_64_ranks():
     prove_all([(world, 3, 1 if world <= 16 else 16) for world in range(64, 0, -1)])
 
 
-def test_head_ranks_exchange_straight_with_each_other_over_the_lane_of_the_outermost_difference():
+def test_keeps_that_are_not_useful_do_not_change_the_programs():
+    """So it suffices to prove the useful ones."""
+    for world, levels in ((64, 1), (32, 1), (12, 2), (9, 2), (8, 3), (6, 3)):
+        for plan in plans_for(world, levels):
+            useful = plan.family.useful_keeps(plan)
+            for keep in [keep for keep in KEEPS if keep not in useful]:
+                equivalent = [other for other in KEEPS[: KEEPS.index(keep)] if other in useful][-1]
+                for pass_, rank in product(PASSES, (0, world - 1)):
+                    variants = [replace(plan, keep=name) for name in (equivalent, keep)]
+                    first, second = (build_program.__wrapped__(variant, world, rank, pass_) for variant in variants)
+                    assert (first.steps, first.given, first.kept) == (second.steps, second.given, second.kept)
+                    assert closed_form(variants[0], world, rank, pass_, MHA) == closed_form(
+                        variants[1], world, rank, pass_, MHA
+                    )
+
+
+def test_head_ranks_exchange_directly_over_the_lane_of_the_outermost_difference():
     """u2/1x2/u2, rank 5 = (1, 0, 1): 0 and 1 are across the outer level, 4 across the inner one."""
     program = build_program(Plan.parse("u2/1x2/u2"), 8, 5, FORWARD)
     sent = {
@@ -68,38 +93,38 @@ def test_head_ranks_exchange_straight_with_each_other_over_the_lane_of_the_outer
 @pytest.mark.parametrize(
     "plan, world, shards",
     [
-        ("u4/1x8", 32, (6.0, 42.0)),  # 2 x 3/4 x 4 over the nodes; kv, kv and dkv round inside
+        ("u4/1x8", 32, (6.0, 42.0)),  # 2 x 3/4 x 4 across nodes; a ring of kv, kv and dkv inside
         ("u4/u8", 32, (6.0, 1.75)),
         ("u8/1x4", 32, (7.0, 18.0)),
         ("u16/1x2", 32, (7.5, 6.0)),
         ("u2/2x2/u4", 32, (4.0, 11.0, 3.0)),
     ],
 )
-def test_what_heads_over_the_nodes_send(plan, world, shards):
-    """Forward + backward, MHA, by level: DESIGN section 4, under 8 over the nodes however many there are."""
+def test_traffic_of_heads_across_nodes(plan, world, shards):
+    """Forward + backward, MHA, by level: fewer than 8 shards cross the nodes, whatever their number."""
     forms = [closed_form(Plan.parse(plan), world, 3, pass_, MHA) for pass_ in PASSES]
     assert tuple(map(sum, zip(*forms, strict=True))) == shards
 
 
-def test_a_far_exchange_travels_while_the_group_before_computes():
-    """A group's pieces are asked for before the one before it computes, whose results leave before it computes."""
+def test_a_far_exchange_overlaps_with_the_previous_group():
+    """Its exchange is posted before the previous group's blocks, and that group's results before its blocks."""
     steps = build_program(Plan.parse("u2/1x2,groups=3"), 4, 0, BACKWARD).steps
 
     def first(test):
         return next(index for index, step in enumerate(steps) if test(step))
 
     for group in range(2):
-        asked = first(lambda step, g=group: any(str(post.piece) == f"do0.{g + 1}" for post in step.posts))
+        posted = first(lambda step, g=group: any(str(post.piece) == f"do0.{g + 1}" for post in step.posts))
         computed = first(lambda step, g=group: any(block.group == g for block in step.blocks))
-        left = first(
+        returned = first(
             lambda step, g=group: any(post.piece == Piece("dkv", 0, g) and post.lane == 0 for post in step.posts)
         )
         following = first(lambda step, g=group: any(block.group == g + 1 for block in step.blocks))
-        assert asked < computed < left < following
+        assert posted < computed < returned < following
 
 
-def test_the_papers_forward_traffic():
-    """P = 16, C = 2: 12 shards by ring P2P against Ring's 30, in 4 sub-rings of 4; collectives 4(C-1), placement 2C."""
+def test_forward_traffic_of_the_paper():
+    """P = 16, C = 2: ring P2P of 12 shards (Ring Attention: 30), 4 sub-rings of 4; collectives 4(C-1), placement 2C."""
     program = build_program(Plan.parse("star2"), 16, 5, FORWARD)
     place = program.place
     team = {place.rank_of(place.shard // 2 * 2 + x) for x in range(2)}
@@ -132,27 +157,27 @@ def test_the_papers_forward_traffic():
         ("star2", 32, ("q", "do", "dq"), 1),
     ],
 )
-def test_rings_talk_to_their_neighbours_only(plan, world, kinds, mates):
-    """Where a ring runs over several nodes, any other way home would cross more links. A star's team comes on top."""
+def test_rings_send_to_their_neighbours_only(plan, world, kinds, mates):
+    """If a ring spans several nodes, any other path would cross more links. A star also sends to its team mates."""
     program = build_program(Plan.parse(plan), world, 5, BACKWARD)
     posts = [post for step in program.steps for post in step.posts if post.send and post.piece.kind in kinds]
     assert {post.piece.kind for post in posts} == set(kinds)
     assert len({post.peer for post in posts}) == 1 + mates
 
 
-def test_groups_run_one_behind_the_other():
-    """The second group's pieces are asked for before the first group computes, and its blocks come before the first
-    group's results are waited for."""
+def test_groups_overlap():
+    """The second group's receives are posted before the first group's blocks, and its blocks precede the merges of the
+    first group's results."""
     steps = build_program(Plan.parse("2x2/u2,groups=2"), 8, 0, BACKWARD).steps
 
     first, second = ([i for i, step in enumerate(steps) if any(b.group == g for b in step.blocks)] for g in (0, 1))
-    asked = [i for i, step in enumerate(steps) if any(str(post) == "kv2.1<4@0" for post in step.posts)]
-    waited = [i for i, step in enumerate(steps) if any(merge.piece.group == 0 for merge in step.merges)]
-    assert max(asked) < min(first) <= max(first) < min(second) <= max(second) < min(waited)
+    posted = [i for i, step in enumerate(steps) if any(str(post) == "kv2.1<4@0" for post in step.posts)]
+    merged = [i for i, step in enumerate(steps) if any(merge.piece.group == 0 for merge in step.merges)]
+    assert max(posted) < min(first) <= max(first) < min(second) <= max(second) < min(merged)
 
 
-def test_the_papers_llama_30b_volumes():
-    """Width 6656, 65,536 tokens, P = 64, C = 4, bf16, one layer, in GiB: DESIGN section 3."""
+def test_llama_30b_volumes_of_the_paper():
+    """Width 6656, 65,536 tokens, P = 64, C = 4, bf16, one layer, in GiB."""
     shard = 65536 / 64 * 6656 * 2 / 2**30
     ring = closed_form(Plan.parse("1x64"), 64, 0, FORWARD, MHA)[0] * shard
     assert round(ring, 3) == 1.600
@@ -169,13 +194,13 @@ def test_the_papers_llama_30b_volumes():
     "plan, world, shards",
     [("1x4/u8", 32, 6 + 12), ("2x2/u8", 32, 4 + 7), ("2x2/u8,keep=all", 32, 4 + 4), ("4x1/u8", 32, 6 + 9)],
 )
-def test_node_shards_of_the_design(plan, world, shards):
-    """K = 4 nodes, forward + backward, MHA: USP 18, ours 11, with everything kept 8."""
+def test_shards_sent_across_four_nodes(plan, world, shards):
+    """Forward + backward, MHA: USP sends 18, 2x2/u8 sends 11, and 8 with keep=all."""
     passes = (closed_form(Plan.parse(plan), world, 0, pass_, MHA)[0] for pass_ in PASSES)
     assert sum(passes) == shards
 
 
-def test_one_program_of_16384_ranks_builds_in_a_moment():
+def test_one_program_of_16384_ranks_builds_in_half_a_second():
     start = time.perf_counter()
     program = build_program.__wrapped__(Plan.parse("64x32/u8"), 16384, 777, FORWARD)
     assert time.perf_counter() - start < 0.5
@@ -183,7 +208,7 @@ def test_one_program_of_16384_ranks_builds_in_a_moment():
     assert sum(size for post, size in program.sends(MHA) if post.lane == 0) == 63 * 2 + 31 * 2
 
 
-def broken(change):
+def broken_programs(change):
     programs = [build_program(Plan.parse("2x2"), 4, rank, FORWARD) for rank in range(4)]
     steps = list(programs[1].steps)
     programs[1] = replace(programs[1], steps=tuple(change(steps)))
@@ -195,17 +220,17 @@ def broken(change):
     [
         (lambda steps: [steps[0]._replace(blocks=()), *steps[1:]], "lacking the blocks of shards"),
         (lambda steps: [steps[0], steps[1], *steps[1:]], "a second time"),
-        (lambda steps: [steps[0]._replace(posts=steps[0].posts[:-1]), *steps[1:]], "deadlock|open on"),
+        (lambda steps: [steps[0]._replace(posts=steps[0].posts[:-1]), *steps[1:]], "deadlock|pending transfers"),
         (lambda steps: steps[:-1], "lacking the blocks of shards"),
         (lambda steps: [Step(steps[0].posts[::-1], steps[0].blocks), *steps[1:]], None),
         (
             lambda steps: [steps[0]._replace(posts=steps[0].posts[2:]), *steps[1:]],
-            "does not have and has not asked for",
+            "neither has it nor has posted a receive for it",
         ),
     ],
 )
-def test_the_checker_finds_what_is_broken(change, message):
-    programs = broken(change)
+def test_broken_programs_are_detected(change, message):
+    programs = broken_programs(change)
     if message is None:  # the order within a batch does not matter
         prove_programs(programs)
         return
@@ -214,18 +239,18 @@ def test_the_checker_finds_what_is_broken(change, message):
     assert "rank 1" in str(caught.value) or "-->" in str(caught.value)
 
 
-def test_the_checker_finds_a_deadlock_and_shows_where_each_rank_stands():
+def test_a_needed_piece_without_a_posted_receive_is_detected():
     programs = [build_program(Plan.parse("1x2"), 2, rank, FORWARD) for rank in range(2)]
     first, second = programs[0].steps
     late = replace(programs[0], steps=(first._replace(posts=()), second._replace(posts=first.posts)))
-    prove_programs([late, programs[1]])  # late, but not stuck: the block of the second step needs what it posts
+    prove_programs([late, programs[1]])  # late, but not stuck: the second step posts the receive that its block needs
     stuck = replace(programs[0], steps=(second, first))
-    with pytest.raises(ScheduleError, match="needs kv1, which it does not have"):
+    with pytest.raises(ScheduleError, match="needs kv1, but neither has it"):
         prove_programs([stuck, programs[1]])
 
 
 def test_lanes_that_wait_for_each_other_are_a_deadlock():
-    """A GPU may have no room for two lanes' kernels at once: which lane comes first must be the same everywhere."""
+    """A GPU may not have room for two lanes' kernels at once, so all ranks must use lanes in the same order."""
 
     def apart(program, first):
         step, *rest = program.steps

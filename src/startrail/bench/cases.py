@@ -8,7 +8,7 @@ from math import gcd, isqrt
 
 from startrail.planner.cluster import ClusterSpec, SlowMember, find_cluster
 from startrail.planner.topology import Machine
-from startrail.schedule.plan import divisors
+from startrail.schedule.places import divisors
 
 # Pressure: the time that textbook Ring Attention keeps a node's link busy, by closed form, over its compute time.
 BOUND_BY_LINKS = 8.0

@@ -18,7 +18,8 @@ from math import prod
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Prices, Task, call_tasks
 from startrail.planner.simulator import Clock, Path, Played, Route
-from startrail.schedule.plan import Plan, divisors
+from startrail.schedule.places import divisors
+from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
 

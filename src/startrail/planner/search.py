@@ -21,7 +21,8 @@ from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.step import StepEstimate, Training
 from startrail.planner.units import count_text
 from startrail.planner.workload import Model, Run
-from startrail.schedule.plan import Plan, PlanError, divisors
+from startrail.schedule.places import divisors
+from startrail.schedule.plan import Plan, PlanError
 
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones

@@ -1,11 +1,12 @@
-"""Schedules as data: what every rank sends, computes and merges, step by step. No torch.
+"""Schedules as data: the transfers, blocks and merges of every rank, step by step. No torch.
 
-Imports no other package. Start reading at ``values`` and ``plan``, then ``program``, which builds one rank's program.
+Imports no other package. Start reading at ``values`` and ``plan``, then ``program``.
 
-- ``values``, ``places``: steps, transfers and blocks; a rank's digits at every level
-- ``plan``, ``program``, ``timeline``: plans and their text form; programs; building a list of steps
+- ``values``, ``places``: pieces, transfers, blocks and steps; the coordinates of a rank at every level
+- ``plan``, ``program``: plans and their text form; the program of one rank
+- ``families/``, ``timeline``: the schedule families, and the list of steps that they build
+- ``compose``: adds the exchange over heads and runs groups one after the other
 - ``walk``: a program as the events that the executor runs and the planner times
-- ``families/``, ``compose``: the families of schedules; the exchange over heads and the groups around them
-- ``proof``: runs the programs of all ranks against each other, without data, and checks them
-- ``sizes``: the sizes of pieces, and the most that a pass holds
+- ``proof``: simulates the programs of all ranks without data and checks them
+- ``sizes``: the bytes of pieces, and the peak memory of a pass
 """

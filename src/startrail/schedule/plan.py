@@ -1,7 +1,7 @@
-"""Plan: which ranks share queries, which pass keys and values round, and where heads are split.
+"""Plans: which ranks share queries, which pass keys and values round, and which levels split heads.
 
-The text form reads outermost level first, ``/`` between levels, each ``CxT`` (teams of C, rings of T) or ``uU`` (heads
-over U ranks), then options:
+The text form lists levels, outermost first, separated by ``/``, then options. A level is ``CxT`` (teams of C, rings of
+T) or ``uU`` (heads over U ranks):
 
 >>> plan = Plan.parse("u4/2x4")
 >>> plan.levels, plan.heads
@@ -12,8 +12,8 @@ over U ranks), then options:
 '1x4,keep=all,groups=2'
 
 ``1x16`` is Ring Attention, ``u8`` is Ulysses, ``1x4/u8`` is USP, ``1x4/1x8`` is a double ring and ``star2`` is the
-schedule of the StarTrail paper with teams of 2, whose ring length follows from the number of ranks. Heads may be split
-at any level, any number of times: ``u4/1x8``, ``u2/2x2/u4``, ``u4/star2``.
+schedule of the StarTrail paper with teams of 2; its ring length follows from the number of ranks. Any levels can split
+heads: ``u4/1x8``, ``u2/2x2/u4``, ``u4/star2``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from math import prod
 
 from startrail.schedule.families import FAMILIES
 from startrail.schedule.families.base import Family, Heads, Level
-from startrail.schedule.places import Place
+from startrail.schedule.places import Place, divisors, factorizations
 
 BACKWARDS = ("keys", "queries")
 KEEPS = ("none", "queries", "all")
@@ -34,7 +34,7 @@ OPTIONS = ("backward", "keep", "groups")
 
 
 class PlanError(ValueError):
-    """A plan that cannot be used, with the ``problem`` and a ``remedy``."""
+    """A plan cannot be used. ``problem`` says why, ``remedy`` what to use instead."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}; {remedy}")
@@ -43,11 +43,11 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice of levels and options; see the module's text for its written form.
+    """Levels and options; see the module's docstring for the text form.
 
-    ``backward`` says what travels round the ring in the backward pass. ``keep`` says what the forward pass keeps of
-    what it received, so that the backward pass need not receive it again. ``groups`` runs the heads (or the batch) in
-    that many parts, one after the other.
+    ``backward`` selects what travels round the ring in the backward pass. ``keep`` selects the received pieces that the
+    forward pass keeps, so that the backward pass need not receive them again. ``groups`` is the number of parts that
+    the heads (or the batch) are split into; they run one after the other.
     """
 
     levels: tuple[Level, ...] = (Heads(1),)
@@ -75,7 +75,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that ``text`` spells; ``ValueError`` says which part cannot be read."""
+        """Parse the text form. Raises ``ValueError`` with the part that cannot be read."""
         body, *options = (part.strip() for part in text.split(","))
         levels = tuple(_level(part, text) for part in body.split("/"))
         chosen: dict[str, str | int] = {}
@@ -100,7 +100,7 @@ class Plan:
 
     @cached_property
     def shard_levels(self) -> tuple[Level, ...]:
-        """The levels that share out the sequence, without those of heads."""
+        """The levels that split the sequence, without heads levels."""
         return tuple(level for level in self.levels if not isinstance(level, Heads))
 
     @cached_property
@@ -109,7 +109,7 @@ class Plan:
 
     @cached_property
     def heads(self) -> int:
-        """Ranks that the heads are split over."""
+        """The number of ranks that the heads are split over."""
         return prod(level.size for level in self.head_levels)
 
     @cached_property
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def running_sums(self) -> tuple[str, ...]:
-        """Gradients that are added up from rank to rank while they travel, and so are rounded at each hop if at all.
+        """Gradients that are summed hop by hop as they travel, and would be rounded at each hop in a narrow dtype.
 
         >>> Plan.parse("1x8").running_sums, Plan.parse("star2").running_sums, Plan.parse("2x4").running_sums
         (('dkv',), ('dq',), ())
@@ -129,14 +129,14 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Ranks that the plan needs; a star plan fits several world sizes and has none of its own."""
+        """The world size of the plan. Raises ``ValueError`` for a star plan, which fits several world sizes."""
         unit = self.family.unit(self) * self.heads
         if self.family.open_ended:
             raise ValueError(f"plan {self} fits any world size that {unit} divides")
         return unit
 
     def check_world(self, world: int) -> None:
-        """Raise the equation that fails, and the plans that would fit, unless the plan fits ``world`` ranks."""
+        """Raise an error with the failing equation and the plans that fit, unless the plan fits ``world`` ranks."""
         if world % self.heads == 0 and self.family.sizes(self, world // self.heads) is not None:
             return
         fits = [str(plan) for plan in plans_for(world, max_levels=2)]
@@ -144,7 +144,7 @@ class Plan:
         raise PlanError(f"plan {self}: {self.family.equation(self, world)}", f"plans that fit {world} ranks: {shown}")
 
     def place(self, world: int, rank: int) -> Place:
-        """Where ``rank`` stands.
+        """The coordinates of ``rank``.
 
         >>> Plan.parse("2x2/u2").place(8, 5).shard
         2
@@ -160,9 +160,9 @@ class Plan:
         return tuple(level.size if isinstance(level, Heads) else next(of_shards) for level in self.levels)
 
     def slots(self, world: int) -> tuple[int, ...]:
-        """Every rank's place in the order of tokens: ranks that share a piece by heads stand side by side.
+        """Every rank's position in the order of tokens: ranks that split the heads of a shard are adjacent.
 
-        >>> Plan.parse("u2/1x2").slots(4)                        # ranks 0 and 2 share one piece, 1 and 3 the other
+        >>> Plan.parse("u2/1x2").slots(4)                        # ranks 0 and 2 share one shard, 1 and 3 the other
         (0, 2, 1, 3)
         """
         pairs = [(0, 0)]  # shard and head
@@ -186,12 +186,8 @@ def _level(part: str, text: str) -> Level:
     )
 
 
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
 def plans_for(world: int, max_levels: int = 1) -> Iterator[Plan]:
-    """Every plan of at most ``max_levels`` levels on ``world`` ranks, heads anywhere, default options.
+    """Every plan of at most ``max_levels`` levels on ``world`` ranks with default options; any level can split heads.
 
     >>> [str(plan) for plan in plans_for(4)]
     ['1x4', '2x2', '4x1', 'star2', 'u4']
@@ -208,29 +204,18 @@ def plans_for(world: int, max_levels: int = 1) -> Iterator[Plan]:
 
 
 def _plans(world: int, num_levels: int, num_heads: int) -> Iterator[Plan]:
-    """Plans of ``num_levels`` levels of which ``num_heads`` split heads."""
+    """Plans with ``num_levels`` levels, ``num_heads`` of which split heads."""
     for heads in divisors(world)[1:] if num_heads else (1,):
-        for sizes in _products(heads, num_heads):
+        for sizes in factorizations(heads, num_heads):
             for family in FAMILIES:
                 if num_levels == num_heads and family is not FAMILIES[0]:
-                    continue  # without levels of shards there is one family
+                    continue  # plans with heads levels only belong to the first family
                 for grid in family.grids(world // heads, num_levels - num_heads):
-                    for where in combinations(range(num_levels), num_heads):
-                        by_heads, others = iter(sizes), iter(grid)
-                        yield Plan(
-                            tuple(Heads(next(by_heads)) if at in where else next(others) for at in range(num_levels))
-                        )
-
-
-def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``number`` as a product of so many factors above 1, in order."""
-    if factors == 0:
-        if number == 1:
-            yield ()
-        return
-    for first in divisors(number)[1:]:
-        for rest in _products(number // first, factors - 1):
-            yield (first, *rest)
+                    for positions in combinations(range(num_levels), num_heads):
+                        levels: list[Level] = list(grid)
+                        for position, size in zip(positions, sizes, strict=True):
+                            levels.insert(position, Heads(size))
+                        yield Plan(tuple(levels))
 
 
 def variants_of(plan: Plan) -> Iterator[Plan]:

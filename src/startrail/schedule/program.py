@@ -1,4 +1,4 @@
-"""From a plan to the program of one rank, computed from the rank's place alone."""
+"""Builds the program of one rank from a plan, without looking at other ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.values import FORWARD, INPUTS, Pass, Piece, Step, Transfer
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: it is built once
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, since each is built once
 class Program:
-    """What one rank does in one pass. ``own_inputs`` are the pieces that the caller's own tokens make, ``kept`` those
-    that the forward pass must still have at its end, and that the backward pass finds at its beginning."""
+    """The steps of one rank in one pass. ``own_inputs`` are the pieces made from the caller's own tokens. ``kept`` are
+    those that the forward pass holds at its end and the backward pass has at its start."""
 
     plan: Plan
     place: Place
@@ -27,7 +27,7 @@ class Program:
 
     @property
     def given(self) -> tuple[Piece, ...]:
-        """The input pieces that a rank has at the start."""
+        """The input pieces that the rank has at the start."""
         return self.own_inputs if self.pass_ is FORWARD else self.own_inputs + self.kept
 
     def own(self, kinds: tuple[str, ...]) -> list[Piece]:
@@ -35,11 +35,11 @@ class Program:
         return _pieces_of(self.plan, self.place.shard, kinds)
 
     def is_part(self, post: Transfer) -> bool:
-        """Whether a transfer carries one rank's part of a piece: it goes over heads."""
+        """True if a transfer goes over heads, and so carries only part of a piece."""
         return self.place.by_heads[post.lane]
 
     def sends(self, sizes: ByKind) -> Iterator[tuple[Transfer, float]]:
-        """Everything that is sent, with its size; ``sizes`` are those of whole pieces by kind."""
+        """Every send with its size; ``sizes`` are those of whole pieces by kind."""
         for step in self.steps:
             for post in step.posts:
                 if post.send:
@@ -47,7 +47,7 @@ class Program:
 
     @cached_property
     def last_uses(self) -> tuple[tuple[Piece, ...], ...]:
-        """By step: the input pieces that are needed in it for the last time (received ones and own ones alike)."""
+        """For each step, the input pieces (received or own) that no later step uses."""
         last: dict[Piece, int] = {}
         for index, step in enumerate(self.steps):
             needed = [piece for block in step.blocks for piece in self.pass_.needs(block)]
@@ -65,7 +65,7 @@ class Program:
 
 @lru_cache(maxsize=256)
 def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
-    """What ``rank`` does in one pass.
+    """The program of ``rank`` in one pass.
 
     >>> program = build_program(Plan.parse("2x2"), 4, 0, FORWARD)
     >>> for step in program.steps: print(step)
@@ -80,28 +80,27 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
     kept = [piece for group in groups for piece in plan.family.kept(plan, place, group)]
     own = _pieces_of(plan, place.shard, FORWARD.enters)
-    if plan.heads > 1:  # what the exchange over heads brought is kept too: the backward pass exchanges only gradients
+    inputs = _pieces_of(plan, place.shard, pass_.enters)
+    if plan.heads > 1:  # exchanged pieces are kept too: the backward pass exchanges only gradients
         kept = own + kept
-    inputs = own
-    if pass_ is not FORWARD:
-        entering = _pieces_of(plan, place.shard, pass_.enters)
-        inputs = entering if plan.heads > 1 else entering + own
+    elif pass_ is not FORWARD:
+        inputs += own
     return Program(plan, place, pass_, compose(place, pass_, bodies), tuple(inputs), tuple(kept))
 
 
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
-    """All pieces of these kinds that a shard is cut into."""
+    """All pieces of a shard of these kinds."""
     return [Piece(kind, shard, group) for group in range(plan.groups) for kind in kinds]
 
 
 def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
-    """What a rank must send over each level's links, outermost first, without building its program. Sizes are those of
-    a whole piece (a shard of one group), so a sum is exact for any head ratio, dtype and wire format.
+    """Predict what a rank sends over each level's links, outermost first, without building its program. ``sizes`` are
+    those of whole pieces (a shard of one group), so sums are exact for any head ratio, dtype and wire format.
 
     >>> sizes = dict(q=1, kv=2, out=1, do=1, dq=1, dkv=2)                     # MHA, in shards
     >>> closed_form(Plan.parse("1x16"), 16, 0, FORWARD, sizes)                # Ring Attention: 15 hops of K and V
     (30.0,)
-    >>> closed_form(Plan.parse("2x2/u8"), 32, 0, FORWARD, sizes)              # 2 + 2, and the exchange
+    >>> closed_form(Plan.parse("2x2/u8"), 32, 0, FORWARD, sizes)              # 2 + 2, then the exchange
     (4.0, 3.5)
     >>> closed_form(Plan.parse("u4/u2"), 8, 0, FORWARD, sizes)                # 6 and 1 of 8 parts of 4 shards
     (3.0, 0.5)
@@ -110,11 +109,11 @@ def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -
 
 
 def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
-    """The closed form of the rank that stands at ``place``."""
+    """The closed form for the rank at ``place``."""
     whole = {kind: size * plan.groups for kind, size in sizes.items()}
     of_shards = iter(plan.family.traffic(plan, place, pass_, whole))
     exchanged = sum(whole[kind] for kind in pass_.exchanged)
-    lanes, shared_by = [], 1  # heads levels so far split the parts: those that differ further out went there
+    lanes, shared_by = [], 1  # parts for ranks that differ at an outer heads level use that level's lane
     for size, heads in zip(place.sizes, place.by_heads, strict=True):
         if heads:
             shared_by *= size
@@ -129,12 +128,12 @@ def lane_names(place: Place) -> list[str]:
 
 
 def stated_pieces(plan: Plan, pass_: Pass) -> dict[str, int]:
-    """The most pieces of each kind that a rank holds at once beside its own, and under ``kind<`` those of results on
-    their way in: the memory that a plan promises to stay within.
+    """The most pieces of each kind that a rank holds at the same time besides its own, and under ``kind<`` the partial
+    results in flight to it. The proof checks that a plan stays within this memory.
 
     >>> stated_pieces(Plan.parse("2x4"), FORWARD)["kv"]           # double buffering
     2
-    >>> stated_pieces(Plan.parse("2x4,keep=all"), FORWARD)["kv"]  # all four columns but its own
+    >>> stated_pieces(Plan.parse("2x4,keep=all"), FORWARD)["kv"]  # all four columns except its own
     3
     """
     stated = plan.family.pieces(plan, pass_)

@@ -1,12 +1,12 @@
-"""Sizes: how large the pieces of one attention call are, and what a pass holds at most. Numbers only, no tensors.
+"""The sizes of the pieces of one attention call, and the peak memory of a pass. Numbers only, no tensors.
 
 >>> from startrail.schedule.plan import Plan
 >>> sizes = Sizes(Plan.parse("u8"), local=8, batch=1, q_heads=16, kv_heads=2, head_dim=64)
->>> sizes.copies                                     # 2 key/value heads on 8 ranks: each is repeated 4 times
+>>> sizes.copies                                     # 2 key/value heads on 8 ranks: 4 copies of each
 4
 >>> sizes.fields("out", 8)                           # lse, and the outputs of a rank's 2 heads
 (Field(shape=(1, 2, 8), wide=True), Field(shape=(1, 2, 8, 64), wide=False))
->>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and those of 8 tokens
+>>> sizes.nbytes("q"), sizes.part_bytes("q")         # 64 tokens x 2 heads x 64 x 4 bytes, and 8 tokens
 (32768, 4096)
 """
 
@@ -18,15 +18,16 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from startrail.schedule.plan import Plan, PlanError, divisors
+from startrail.schedule.places import divisors
+from startrail.schedule.plan import Plan, PlanError
 from startrail.schedule.program import stated_pieces
-from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
+from startrail.schedule.values import BY_COLUMN, FORWARD, KINDS, Pass, Piece
 
-ALIGN = 64  # kept pieces start at multiples of this many bytes, so that every dtype may be viewed there
+ALIGN = 64  # kept pieces start at multiples of this many bytes, so that they can be viewed as any dtype
 
 
 class Field(NamedTuple):
-    """One tensor of a piece: its shape, and whether it is as wide as sums are (else as what travels)."""
+    """One tensor of a piece. ``wide`` fields have the dtype of accumulators, others the wire dtype."""
 
     shape: tuple[int, ...]
     wide: bool
@@ -34,9 +35,9 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """``local`` tokens are those of one rank; ``kv_heads`` are the user's, ``copies`` how often each is repeated so
-    that every rank and group gets whole ones. Item sizes in bytes: of the inputs, and of what travels. ``value_dim`` is
-    the width of values and outputs where it is not that of queries and keys."""
+    """``local`` is the number of tokens per rank. ``kv_heads`` are the user's; each is replicated ``copies`` times, so
+    that every rank and group gets whole heads. ``itemsize`` and ``wire_itemsize`` are the bytes per element of inputs
+    and payloads. ``value_dim`` is the width of values and outputs if it differs from ``head_dim``."""
 
     plan: Plan
     local: int
@@ -73,13 +74,13 @@ class Sizes:
 
     @cached_property
     def split_heads(self) -> bool:
-        """Whether groups share out the heads; otherwise they share out the batch."""
+        """True if groups split the heads, False if they split the batch."""
         shares = self.plan.heads * self.plan.groups
         return self.q_heads % shares == 0 and self.kv_heads * self.copies % shares == 0
 
     @property
     def tokens(self) -> int:
-        """Tokens of a whole piece: those of all ranks that share it by heads."""
+        """Tokens of a whole piece: those of all ranks that split its heads."""
         return self.local * self.plan.heads
 
     def bytes_of(self, field: Field) -> int:
@@ -99,27 +100,20 @@ class Sizes:
         batch = self.batch if self.split_heads else self.batch // groups
         share = self.plan.heads * (groups if self.split_heads else 1)
         rows = (batch, self.q_heads // share, tokens)
-        wide = kind in self.plan.running_sums  # a sum that would be rounded at every hop travels as it is kept
+        wide = kind in self.plan.running_sums  # a sum that would be rounded at every hop travels in the wide dtype
         keys = (batch, self.kv_heads * self.copies // share, tokens)
         query, output = Field((*rows, self.head_dim), wide), Field((*rows, self.out_dim), wide)
-        by_key = Field((*keys, self.head_dim), wide), Field((*keys, self.out_dim), wide)
-        number = Field(rows, True)
-        by_kind = {
-            "q": (query,),
-            "dq": (query,),
-            "out": (number, output),  # lse, out
-            "do": (number, number, output),  # lse, delta, dout
-            "kv": by_key,
-            "dkv": by_key,
-        }
-        return by_kind[kind]
+        if kind in BY_COLUMN:
+            return Field((*keys, self.head_dim), wide), Field((*keys, self.out_dim), wide)
+        scalar = Field(rows, True)
+        return {"out": (scalar, output), "do": (scalar, scalar, output)}.get(kind, (query,))  # lse, (delta,) output
 
     def nbytes(self, kind: str) -> int:
-        """Of a whole piece."""
+        """Bytes of a whole piece."""
         return self.by_kind[kind]
 
     def part_bytes(self, kind: str) -> int:
-        """Of the part of a piece that one head rank's tokens are."""
+        """Bytes of the part of a piece that covers one rank's tokens."""
         return self._sum(self.fields(kind, self.local))
 
     def _sum(self, fields: Sequence[Field]) -> int:
@@ -131,7 +125,7 @@ class Sizes:
         return {kind: self._sum(self.fields(kind, self.tokens)) for kind in KINDS}
 
     def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
-        """Where each kept piece lies in one buffer of bytes."""
+        """The position of each kept piece in one byte buffer."""
         slices, start = {}, 0
         for piece in pieces:
             stop = start + self.nbytes(piece.kind)
@@ -140,28 +134,28 @@ class Sizes:
         return slices
 
     def kept_bytes(self, pieces: Sequence[Piece]) -> int:
-        return max((part.stop for part in self.kept_slices(pieces).values()), default=0)
+        return max((place.stop for place in self.kept_slices(pieces).values()), default=0)
 
     def peak_bytes(self, pass_: Pass, world: int) -> int:
-        """What one pass holds at most beside the tensors that the user gives: pieces that come in, own pieces packed
-        for sending, sums, partial results on their way in and out, one block's result, and the final ones."""
+        """Peak memory of one pass besides the caller's tensors: received pieces, own pieces packed for sending,
+        accumulators, partial results in flight, one block's result, and the final results."""
         stated = stated_pieces(self.plan, pass_)
         total = 0
         for kind in pass_.inputs:
             total += (stated[kind] + (1 if world > 1 else 0)) * self.nbytes(kind)
-            if self._narrow != self._wide:  # kernels may compute in a wider dtype than travels
+            if self._narrow != self._wide:  # kernels may compute in a wider dtype than the wire dtype
                 total += (stated[kind] + 1) * self._wide_bytes(kind)
         for kind in pass_.results:
             moving = stated[f"{kind}<"] + 1 if world > 1 else 0
             total += moving * self.nbytes(kind) + (stated[kind] + 2) * self._wide_bytes(kind)
-        if self.plan.heads > 1:  # parts for and from the other heads, and the whole pieces that they make
+        if self.plan.heads > 1:  # parts to and from the other head ranks, and the pieces joined from them
             total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
-        if pass_ is not FORWARD:  # the stand-ins for the rows' outputs
+        if pass_ is not FORWARD:  # placeholders for the rows' outputs
             total += (stated["do"] + 1) * self._wide_bytes("out")
         return total
 
     def pooled_bytes(self, pass_: Pass, world: int) -> int:
-        """The part of ``peak_bytes`` that stays from call to call: buffers of what travels, in and out."""
+        """The part of ``peak_bytes`` that stays allocated between calls: send and receive buffers."""
         if world == 1:
             return 0
         stated = stated_pieces(self.plan, pass_)
@@ -176,7 +170,7 @@ class Sizes:
 
 
 def key_copies(q_heads: int, kv_heads: int, split_over: int) -> int:
-    """How often key/value heads are repeated, so that each of ``split_over`` ranks gets whole ones.
+    """Copies of each key/value head needed for each of ``split_over`` ranks to get whole heads.
 
     >>> key_copies(16, 2, 8), key_copies(16, 16, 8)
     (4, 1)

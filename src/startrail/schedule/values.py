@@ -1,15 +1,16 @@
-"""The values that schedules are made of: plain tuples, no torch, each with a short text form.
+"""The values that schedules consist of: plain tuples, each with a short text form.
 
-A rank's program is a list of ``Step``s. A step waits for the pieces in ``after``, posts its transfers (waiting for
-whatever it sends), computes its blocks (waiting for the pieces they need), then merges partial results that came in:
+A rank's program is a list of ``Step``s. A step waits for the pieces in ``after``, posts its transfers (after waiting
+for the pieces it sends), computes its blocks (after waiting for their inputs), then merges the partial results it
+received:
 
 >>> step = Step((Transfer(True, 0, Piece("kv", 3, 0), 5),), (Block(1, 3, 0),), (Merge(Piece("out", 1, 0), 2),))
 >>> str(step)
 'post kv3>5@0 | 1x3 | merge out1<2'
 
-Kinds of pieces: ``q`` queries, ``kv`` keys and values, ``do`` output gradients with lse and delta go in; ``out``
-partial outputs with lse, ``dq`` and ``dkv`` gradients come out, and add up on the way to their owner. What a ``Pass``
-takes in and gives, and what a block needs and makes, is said here and nowhere else:
+The inputs are ``q`` (queries), ``kv`` (keys and values) and ``do`` (output gradients with lse and delta). The results
+are ``out`` (partial outputs with lse), ``dq`` and ``dkv`` (gradients); partial results are summed on the way to their
+owner. A ``Pass`` defines its inputs and results, and those of a block:
 
 >>> [str(piece) for piece in BACKWARD.needs(Block(1, 3, 0))], [str(piece) for piece in BACKWARD.makes(Block(1, 3, 0))]
 (['q1', 'do1', 'kv3'], ['dq1', 'dkv3'])
@@ -24,11 +25,11 @@ from typing import NamedTuple
 INPUTS = ("q", "do", "kv")
 RESULTS = ("out", "dq", "dkv")
 KINDS = (*INPUTS, *RESULTS)
-BY_COLUMN = ("kv", "dkv")  # belong to a key/value shard; all others to a query shard
+BY_COLUMN = ("kv", "dkv")  # indexed by key/value shard; all others by query shard
 
 
 class Piece(NamedTuple):
-    """The unit of transfer: what group ``group`` of the heads (or of the batch) needs of ``shard``."""
+    """The unit of transfer: the part of ``shard`` that belongs to group ``group`` of the heads (or of the batch)."""
 
     kind: str
     shard: int
@@ -39,9 +40,9 @@ class Piece(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """``piece`` goes to (or comes from) rank ``peer`` over ``lane``, the level of the plan whose links it crosses.
+    """Sends ``piece`` to rank ``peer``, or receives it, over ``lane``: the level of the plan whose links it crosses.
 
-    On the lane of a heads level a piece travels in parts: to each peer the heads that it computes (inputs) or the
+    On the lane of a heads level a piece is sent in parts: each peer gets the heads that it computes (inputs) or the
     tokens that it owns (results).
     """
 
@@ -66,7 +67,7 @@ class Block(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Add the partial result that ``peer`` sent to our own."""
+    """Add the partial result that ``peer`` sent to the local one."""
 
     piece: Piece
     peer: int
@@ -82,14 +83,14 @@ class Step(NamedTuple):
     after: tuple[Piece, ...] = ()
 
     def __str__(self) -> str:
-        named = (("after ", self.after), ("post ", self.posts), ("", self.blocks), ("merge ", self.merges))
-        return " | ".join(name + " ".join(map(str, values)) for name, values in named if values)
+        parts = (("after ", self.after), ("post ", self.posts), ("", self.blocks), ("merge ", self.merges))
+        return " | ".join(label + " ".join(map(str, values)) for label, values in parts if values)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward or backward. ``enters`` are the kinds that a caller's own tokens come in as, ``inputs`` those that a
-    block needs, ``results`` those that it makes. Over heads a pass exchanges what enters, and its results."""
+    """Forward or backward. ``enters`` are the kinds made from the caller's own tokens, ``inputs`` those that a block
+    reads, ``results`` those that it adds to. A heads level exchanges the entering kinds and the results."""
 
     name: str
     enters: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Schedules for people to read: ``text`` prints one as a grid of steps and ranks, as ``startrail show`` does. No torch.
+"""Views of schedules: ``text`` prints one as a grid of steps and ranks, for ``startrail show``. No torch.
 
 May import ``schedule``, ``geometry`` and ``planner``. Start reading at ``text.show``.
 """

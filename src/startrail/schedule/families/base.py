@@ -93,8 +93,14 @@ class Family(ABC):
         """One rank's steps for one group, without the exchange over heads."""
 
     @abstractmethod
+    def keepable(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
+        """The query shards and the key/value shards that a rank can keep for the backward pass, its own included."""
+
     def kept(self, plan: Plan, place: Place, group: int) -> list[Piece]:
         """Pieces received in the forward pass that ``plan.keep`` keeps for the backward pass."""
+        kinds = {"none": (), "queries": ("q",), "all": ("q", "kv")}[plan.keep]
+        pairs = zip(kinds, self.keepable(plan, place), strict=False)
+        return [Piece(kind, shard, group) for kind, shards in pairs for shard in shards if shard != place.shard]
 
     @abstractmethod
     def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:

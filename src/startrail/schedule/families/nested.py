@@ -1,22 +1,22 @@
-"""Nested concentric rings, ``CxT`` a level: rows Q(a', b) for all a' x columns KV(a, b') for all b', at every level.
+"""Nested concentric rings: at every level ``CxT``, rows Q(a', b) for all a' x columns KV(a, b') for all b'.
 
 >>> level = NESTED.read("2x3")
 >>> level, str(level), level.size
 (Rings(team=2, ring=3), '2x3', 6)
 
-Within a level the members of a team are neighbours: digit = b * team + a, with a the place in the team and b the place
-in the ring. One builder serves the forward pass and both backward forms, because they differ only in what is shared in
-the team and what travels round the ring (``Flow``). Everything is written in *offsets* from the rank's own place, so
-every rank runs the same program and each post is a permutation of the ranks of its lane.
+Within a level the members of a team are adjacent: digit = b * team + a, where a is the position in the team and b the
+position in the ring. One builder serves the forward pass and both backward forms: they differ only in the kinds shared
+in the team and passed round the ring (``Flow``). All peers are *offsets* from the rank's own position, so every rank
+runs the same program and each post is a permutation of the ranks of its lane.
 
-What is shared in the team goes outermost level first, and is handed on at the inner levels. A ring piece of an outer
-level is fetched while the inner ring turns. Results go the other way: innermost level first, merged at each level, so
-that only one partial result a shard crosses an outer link.
+Team pieces are shared at the outermost level first, then forwarded at the inner levels. The next ring piece of an outer
+level is fetched during a full turn of the inner rings. Results take the reverse path: they are merged at each level,
+innermost first, so that only one partial result per shard crosses an outer link.
 
-A ring's results go straight from each rank to their owner, where levels, teams or heads are used: every rank of a level
-is then as near as every other. Plain Ring Attention (``1xT``) is also run over several nodes, where it is not: there a
-result goes round the ring from neighbour to neighbour, each adding its part, in as many hops (``is_plain_ring``).
-`startrail.ring` is that ring alone, written out plainly: read it first.
+With several levels, teams or heads, all ranks of a level are equally close, and each rank sends a ring's results
+directly to their owner. Plain Ring Attention (``1xT``) also runs over several nodes, where they are not: a result then
+travels round the ring, and every rank adds its part (``is_plain_ring``; same number of hops). `startrail.ring` is that
+ring alone in plain code: read it first.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from startrail.schedule.families.base import ByKind, Family, Level
-from startrail.schedule.places import Place, from_digits, to_digits
+from startrail.schedule.places import Place, divisors, factorizations, from_digits, to_digits
 from startrail.schedule.timeline import Timeline
-from startrail.schedule.values import FORWARD, Block, Merge, Pass, Piece, Step, Transfer
+from startrail.schedule.values import BACKWARD, FORWARD, Block, Merge, Pass, Piece, Step, Transfer
 
 if TYPE_CHECKING:
     from startrail.schedule.plan import Plan
 
 Offset = tuple[int, ...]
-SHORTEST_RING = 4  # a shorter ring does not show how the time grows with its length
+SHORTEST_RING = 4  # shorter rings do not show how the time grows with the length
 
 
 @dataclass(frozen=True)
 class Rings(Level):
-    """Teams of ``team`` ranks that share queries, rings of ``ring`` ranks that keys and values travel round."""
+    """Teams of ``team`` ranks that share queries, and rings of ``ring`` ranks that pass keys and values round."""
 
     team: int
     ring: int
@@ -65,7 +65,7 @@ class Rings(Level):
 
 @dataclass(frozen=True)
 class Flow:
-    """Kinds shared in the team and returned through it, kinds passed round the ring and returned from it."""
+    """The kinds that a pass shares in the team, returns through it, passes round the ring and returns from it."""
 
     team_in: tuple[str, ...]
     team_out: tuple[str, ...]
@@ -75,7 +75,6 @@ class Flow:
 
 
 def flow_of(plan: Plan, pass_: Pass) -> Flow:
-    """What a pass moves."""
     if pass_ is FORWARD:
         return Flow(("q",), ("out",), ("kv",), (), True)
     if plan.backward == "queries":
@@ -99,8 +98,8 @@ class Nested(Family):
     backwards = ("keys", "queries")
 
     def read(self, text: str) -> Rings | None:
-        found = re.fullmatch(r"(\d+)x(\d+)", text)
-        return Rings(int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(r"(\d+)x(\d+)", text)
+        return Rings(int(match[1]), int(match[2])) if match else None
 
     def sizes(self, plan: Plan, shards: int) -> tuple[int, ...] | None:
         return tuple(level.size for level in rings_of(plan)) if shards == self.unit(plan) else None
@@ -118,14 +117,9 @@ class Nested(Family):
         return f"world size {world} is not {' x '.join(factors)} = {self.unit(plan) * plan.heads}"
 
     def grids(self, shards: int, levels: int) -> Iterator[tuple[Rings, ...]]:
-        if levels == 0:
-            if shards == 1:
-                yield ()
-            return
-        for outer in (size for size in range(2, shards + 1) if shards % size == 0):
-            for rest in self.grids(shards // outer, levels - 1):
-                for team in (size for size in range(1, outer + 1) if outer % size == 0):
-                    yield (Rings(team, outer // team), *rest)
+        for sizes in factorizations(shards, levels):
+            for teams in product(*map(divisors, reversed(sizes))):
+                yield tuple(Rings(team, size // team) for size, team in zip(sizes, reversed(teams), strict=True))
 
     def check(self, plan: Plan) -> None:
         if plan.keep != "none" and plan.backward != "keys":
@@ -135,23 +129,17 @@ class Nested(Family):
             )
 
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
-        if not is_plain_ring(plan):
-            return ()
-        return ("dq",) if plan.backward == "queries" else ("dkv",)
+        return flow_of(plan, BACKWARD).ring_out if is_plain_ring(plan) else ()
 
     def steps(self, plan: Plan, place: Place, pass_: Pass, group: int) -> list[Step]:
-        return _NestedWalk(plan, place, flow_of(plan, pass_), group).steps()
+        return _NestedBuilder(plan, place, flow_of(plan, pass_), group).steps()
 
-    def kept(self, plan: Plan, place: Place, group: int) -> list[Piece]:
-        walk = _NestedWalk(plan, place, flow_of(plan, FORWARD), group)
-        rows = walk.members.values() if plan.keep != "none" else ()
-        columns = walk.columns.values() if plan.keep == "all" else ()
-        return [Piece("q", shard, group) for shard in rows if shard != place.shard] + [
-            Piece("kv", shard, group) for shard in columns if shard != place.shard
-        ]
+    def keepable(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
+        builder = _NestedBuilder(plan, place, flow_of(plan, FORWARD), 0)
+        return builder.members.values(), builder.columns.values()
 
     def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:
-        """An inner level pays its team part once for each outer team member, its ring part once for each outer ring
+        """An inner level repeats its team traffic for each outer team member and its ring traffic for each outer ring
         step."""
         flow, rings = flow_of(plan, pass_), rings_of(plan)
         shared = sum(sizes[kind] for kind in flow.team_in + flow.team_out)
@@ -167,7 +155,7 @@ class Nested(Family):
         team, ring = prod(level.team for level in rings), prod(level.ring for level in rings)
         team_levels, ring_levels = sum(level.team > 1 for level in rings), sum(level.ring > 1 for level in rings)
         shared, passed = ("q", "kv") if flow.rows_in_team else ("kv", "q")
-        buffers = sum(min(level.ring - 1, 2) for level in rings)  # one in use, one on its way, at every level
+        buffers = sum(min(level.ring - 1, 2) for level in rings)  # one in use and one in flight at every level
         stated = {shared: team - 1, passed: ring - 1 if plan.keep == "all" else buffers}
         if "do" in pass_.inputs:
             stated["do"] = stated["q"]
@@ -175,7 +163,7 @@ class Nested(Family):
             (flow.team_out, team, team_levels),
             (flow.ring_out, 2 * ring_levels, ring_levels),
         ):
-            for kind in kinds:  # sums, and partial results that come in: two a level, three if they let a group pass
+            for kind in kinds:  # accumulators, and incoming partials: two per level, three with groups
                 stated[kind] = max(number, 1)
                 stated[f"{kind}<"] = (3 if plan.groups > 1 else 2) * levels
         return stated
@@ -200,14 +188,13 @@ class Nested(Family):
         return replace(plan, levels=tuple(levels))
 
     def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
-        walk = _NestedWalk(plan, place, flow_of(plan, FORWARD), 0)
-        return walk.members.values(), walk.columns.values()
+        return self.keepable(plan, place)
 
 
 NESTED = Nested()
 
 
-class _NestedWalk:
+class _NestedBuilder:
     def __init__(self, plan: Plan, place: Place, flow: Flow, group: int) -> None:
         self.place, self.flow, self.group = place, flow, group
         self.plain = is_plain_ring(plan)
@@ -223,9 +210,9 @@ class _NestedWalk:
         self.members = {d: self.shard_at(_add(self.team, d, 1), self.ring) for d in self.team_offsets}
         self.columns = {s: self.shard_at(self.team, _add(self.ring, s, -1)) for s in self.ring_offsets}
         self.inner = max((level for level in self.levels if self.teams[level] > 1), default=-1)
-        self.line = Timeline()
+        self.timeline = Timeline()
 
-    # --- shards and peers, by offset from our own place
+    # --- shards and peers, by offset from the rank's own position
 
     def shard_at(self, team: Iterable[int], ring: Iterable[int]) -> int:
         pairs = zip(team, ring, self.teams, self.rings, strict=True)
@@ -244,133 +231,128 @@ class _NestedWalk:
     # --- transfers, by offset
 
     def share(self, level: int, e: Offset) -> list[Transfer]:
-        """Give the member at offset e to our team at ``level``, and get theirs. e is zero from ``level`` inwards."""
+        """Exchange the member at offset e with the team at ``level``. e is zero from ``level`` inwards."""
         posts = []
         for x in range(1, self.teams[level]):
-            theirs = self.members[_put(e, level, x)]
+            received, source, to = self.members[_put(e, level, x)], self.team_peer(level, x), self.team_peer(level, -x)
             for kind in self.flow.team_in:
-                posts.append(self.receive(level, kind, theirs, self.team_peer(level, x)))
-                posts.append(self.send(level, kind, self.members[e], self.team_peer(level, -x)))
+                posts += self.exchange(level, kind, received, source, self.members[e], to)
         return posts
 
     def hop(self, s: Offset) -> list[Transfer]:
-        """Start fetching the next column of every level whose inner rings are about to turn once."""
+        """Start fetching the next column of every level whose inner rings start a turn."""
         posts = []
         for level in self.levels:
             if s[level] < self.rings[level] - 1 and not any(s[level + 1 :]):
-                following = self.columns[_put(s, level, s[level] + 1)]
+                received, source = self.columns[_put(s, level, s[level] + 1)], self.ring_peer(level, -1)
                 for kind in self.flow.ring_in:
-                    posts.append(self.receive(level, kind, following, self.ring_peer(level, -1)))
-                    posts.append(self.send(level, kind, self.columns[s], self.ring_peer(level, 1)))
+                    posts += self.exchange(level, kind, received, source, self.columns[s], self.ring_peer(level, 1))
         return posts
 
     def return_row(self, d: Offset, due: int) -> None:
         """Send the result of the member at offset d towards its owner at the innermost level where they differ."""
         level = _innermost(d)
-        ours = self.members[_put(d, level, 0)]
-        to, source = self.team_peer(level, d[level]), self.team_peer(level, -d[level])
-        self._return(level, self.flow.team_out, self.members[d], to, ours, source, due)
+        received, source = self.members[_put(d, level, 0)], self.team_peer(level, -d[level])
+        to = self.team_peer(level, d[level])
+        self._return(level, self.flow.team_out, received, source, self.members[d], to, due)
 
     def pass_column_on(self, s: Offset, due: int) -> None:
-        """Ring Attention: hand the result of column s to the rank that has the column next (at last its owner), and add
-        what the one before us hands on."""
-        ours = self.columns[((s[0] + 1) % self.rings[0],)]
-        to, source = self.ring_peer(0, 1), self.ring_peer(0, -1)
-        self._return(0, self.flow.ring_out, self.columns[s], to, ours, source, due, rest=0)
+        """Ring Attention: send the result of column s to the rank that gets the column next (in the end its owner), and
+        add the result that the previous rank sends."""
+        received, source = self.columns[((s[0] + 1) % self.rings[0],)], self.ring_peer(0, -1)
+        self._return(0, self.flow.ring_out, received, source, self.columns[s], self.ring_peer(0, 1), due, 0)
 
     def return_column(self, s: Offset, due: int) -> None:
         level = _innermost(s)
-        ours = self.columns[_put(s, level, 0)]
-        to, source = self.ring_peer(level, -s[level]), self.ring_peer(level, s[level])
-        self._return(level, self.flow.ring_out, self.columns[s], to, ours, source, due)
+        received, source = self.columns[_put(s, level, 0)], self.ring_peer(level, s[level])
+        to = self.ring_peer(level, -s[level])
+        self._return(level, self.flow.ring_out, received, source, self.columns[s], to, due)
 
     def _return(
-        self, level: int, kinds: Iterable[str], theirs: int, to: int, ours: int, source: int, due: int, rest: int = 1
+        self, level: int, kinds: Iterable[str], received: int, source: int, sent: int, to: int, due: int, delay: int = 1
     ) -> None:
         for kind in kinds:
-            posts = [self.receive(level, kind, ours, source), self.send(level, kind, theirs, to)]
-            self.line.later(due, posts, [Merge(Piece(kind, ours, self.group), source)], rest)
+            posts = self.exchange(level, kind, received, source, sent, to)
+            self.timeline.defer(due, posts, [Merge(posts[0].piece, source)], delay)
 
-    def send(self, level: int, kind: str, shard: int, peer: int) -> Transfer:
-        return Transfer(True, self.place.shard_lanes[level], Piece(kind, shard, self.group), peer)
-
-    def receive(self, level: int, kind: str, shard: int, peer: int) -> Transfer:
-        return Transfer(False, self.place.shard_lanes[level], Piece(kind, shard, self.group), peer)
+    def exchange(self, level: int, kind: str, received: int, source: int, sent: int, to: int) -> list[Transfer]:
+        lane = self.place.shard_lanes[level]
+        pairs = ((False, received, source), (True, sent, to))
+        return [Transfer(send, lane, Piece(kind, shard, self.group), peer) for send, shard, peer in pairs]
 
     # --- the program
 
     def steps(self) -> list[Step]:
-        """Own row first, while foreign rows arrive; in the last column foreign rows first, so that their results
-        travel under the own row's block. Columns in the order in which they arrive, or, if all are here (kept), the own
-        one last: its result need not travel."""
+        """Compute the own row first, while remote rows arrive. In the last column compute remote rows first, so that
+        their results are sent during the own row's block. Take columns in order of arrival; if all are kept, take the
+        own column last, since its result stays here."""
         own = (0,) * len(self.levels)
         first, *middle = self.ring_offsets if self.flow.ring_in else [*self.ring_offsets[1:], own]
         self.first_column(own, first)
         for s in middle[:-1]:
-            foreign = [self.block(d, s) for d in self.team_offsets if d != own]
-            self.line.emit(self.hop(s), [*foreign, self.block(own, s)])
+            remote = [self.block(d, s) for d in self.team_offsets if d != own]
+            self.timeline.add(self.hop(s), [*remote, self.block(own, s)])
             self.return_columns(s)
         for s in middle[-1:]:
             self.last_column(own, s)
             self.return_columns(s)
-        return self.line.finish()
+        return self.timeline.finish()
 
     def first_column(self, own: Offset, s: Offset) -> None:
-        """Rows are computed as they arrive. With one column only, each row is then complete and returns."""
+        """Compute rows as they arrive. If this is the only column, each row is then complete and is returned."""
         single = len(self.ring_offsets) == 1
         posts = [post for level in self.levels for post in self.share(level, own)] + self.hop(own)
-        self.line.emit(posts, [self.block(own, s)])
+        self.timeline.add(posts, [self.block(own, s)])
         for posts, rows in self.arrivals():
             if not single:
-                self.line.emit(posts, [self.block(d, s) for d in rows])
+                self.timeline.add(posts, [self.block(d, s) for d in rows])
                 continue
-            self.line.emit(posts)
+            self.timeline.add(posts)
             for d in rows:
-                self.line.emit(blocks=[self.block(d, s)])
+                self.timeline.add(blocks=[self.block(d, s)])
                 if _innermost(d) == self.inner:
-                    self.return_row(d, self.line.now + 1)
+                    self.return_row(d, self.timeline.next_index)
         if single:
-            due = self.line.now + 3  # outer rows leave once the inner level's results have been merged into them
+            due = self.timeline.next_index + 2  # outer rows wait until the inner level's results are merged into them
             for level in reversed(range(self.inner)):
                 for d in self.rows_of(level):
                     self.return_row(d, due)
-                    due += 1  # one at a time, so that two buffers suffice for what comes in
+                    due += 1  # one at a time, so that two receive buffers suffice
                 due += 1
         self.return_columns(s)
 
     def arrivals(self) -> list[tuple[list[Transfer], list[Offset]]]:
-        """Foreign rows in waves: straight from the innermost level, then outer ones, each handed on as it comes."""
+        """Remote rows in order of arrival: from the innermost level first, then outer ones, forwarded as they come."""
         inner = self.inner
         if inner < 0:
             return []
-        handed_on = [d for d in self.rows_of(inner) if any(d[:inner])]
-        waves: list[tuple[list[Transfer], list[Offset]]] = [
-            ([], [d for d in self.rows_of(inner) if d not in handed_on])
-        ]
+        forwarded = [d for d in self.rows_of(inner) if any(d[:inner])]
+        direct = [d for d in self.rows_of(inner) if d not in forwarded]
+        waves: list[tuple[list[Transfer], list[Offset]]] = [([], direct)]
         for level in range(1, inner + 1):
             arrived = [e for e in self.team_offsets if any(e) and not any(e[level:])]
             waves.append(([post for e in arrived for post in self.share(level, e)], self.rows_of(level - 1)))
-        return [*waves, ([], handed_on)]
+        return [*waves, ([], forwarded)]
 
     def last_column(self, own: Offset, last: Offset) -> None:
-        """Rows in the order in which their results must leave: innermost level first, merged before the next."""
+        """Compute rows in the order in which their results are returned: innermost level first."""
         due = 0
         for level in reversed(self.levels):
             for d in self.rows_of(level):
-                self.line.emit(blocks=[self.block(d, last)])
-                due = max(self.line.now + 1, due)
+                self.timeline.add(blocks=[self.block(d, last)])
+                due = max(self.timeline.next_index, due)
                 self.return_row(d, due)
-                due += 1  # one at a time, so that two buffers suffice for what comes in
+                due += 1  # one at a time, so that two receive buffers suffice
             due += 1
-        self.line.emit(blocks=[self.block(own, last)])
+        self.timeline.add(blocks=[self.block(own, last)])
 
     def rows_of(self, level: int) -> list[Offset]:
-        """Team offsets whose innermost difference from us is at ``level``."""
+        """Team offsets whose innermost nonzero digit is at ``level``."""
         return [d for d in self.team_offsets if _innermost(d) == level]
 
     def return_columns(self, s: Offset) -> None:
-        """After column s is done: its result leaves, and so does that of every outer column whose inner turn ends."""
-        due = self.line.now + 1
+        """Return the result of column s, and that of every outer column whose inner rings end a turn with it."""
+        due = self.timeline.next_index
         if self.plain:
             if any(s):
                 self.pass_column_on(s, due)
@@ -382,7 +364,7 @@ class _NestedWalk:
             if s[level]:
                 self.return_column(entry, due)
             if s[level] < self.rings[level] - 1:
-                break  # this level's turn is not over, so neither is any outer one's
+                break  # this level's turn goes on, and so do the outer ones
             due += 2
 
 
@@ -395,5 +377,5 @@ def _add(place: Offset, offset: Offset, sign: int) -> list[int]:
 
 
 def _innermost(offset: Offset) -> int:
-    """The innermost level at which an offset is not zero; -1 for our own place."""
+    """The innermost level at which an offset is not zero; -1 if there is none."""
     return max((level for level, x in enumerate(offset) if x), default=-1)

@@ -1,10 +1,10 @@
 """The paper's schedule, ``starC``: team gather, placement, sub-rings of P/C² ranks, combine.
 
-Teams are C consecutive shards; g = P/C² teams make a team group. Shard r stands in team t = r // C at place p = r % C.
+A team is C consecutive shards; P/C² teams form a team group. Shard r has seat r % C in team r // C.
 
->>> place = Place(rank=5, sizes=(16,), by_heads=(False,))        # star2 on 16 ranks: team 2, place 1
+>>> place = Place(rank=5, sizes=(16,), by_heads=(False,))        # star2 on 16 ranks: team 2, seat 1
 >>> spot = _Spot(place, size=2)
->>> spot.placed_to, spot.placed_from                             # both are team 5, place 0
+>>> spot.placed_to, spot.placed_from                             # both are team 5, seat 0
 (10, 10)
 >>> [spot.column_team(hop) for hop in range(spot.hops)]
 [5, 3, 1, 7]
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Star(Level):
-    """Teams of ``team`` ranks over all shards that there are."""
+    """Teams of ``team`` ranks over all shards."""
 
     team: int
 
@@ -52,15 +52,15 @@ def team_of(plan: Plan) -> int:
 
 
 class StarFamily(Family):
-    """One level over all shards, whose ring length follows from their number. The backward pass moves queries."""
+    """One level over all shards; its ring length follows from their number. The backward pass moves queries."""
 
     level = Star
     backwards = ("queries",)
     open_ended = True
 
     def read(self, text: str) -> Star | None:
-        found = re.fullmatch(r"star(\d+)", text)
-        return Star(int(found[1])) if found and int(found[1]) else None
+        match = re.fullmatch(r"star(\d+)", text)
+        return Star(int(match[1])) if match and int(match[1]) else None
 
     def sizes(self, plan: Plan, shards: int) -> tuple[int, ...] | None:
         return None if shards < 1 or shards % self.unit(plan) else (shards,)
@@ -84,40 +84,28 @@ class StarFamily(Family):
         return ("dq",)
 
     def steps(self, plan: Plan, place: Place, pass_: Pass, group: int) -> list[Step]:
-        return _StarWalk(place, team_of(plan), group).steps(pass_, plan.keep)
+        return _StarBuilder(place, team_of(plan), group).steps(pass_, plan.keep)
 
-    def kept(self, plan: Plan, place: Place, group: int) -> list[Piece]:
-        """The team's queries, and the keys and values that placement brought."""
+    def keepable(self, plan: Plan, place: Place) -> tuple[range, range]:
+        """The team's queries, and the keys and values that placement brings."""
         spot = _Spot(place, team_of(plan))
-        rows = spot.shards(spot.team) if plan.keep != "none" else ()
-        columns = spot.shards(spot.column_team(0)) if plan.keep == "all" else ()
-        return [Piece("q", shard, group) for shard in rows if shard != place.shard] + [
-            Piece("kv", shard, group) for shard in columns if shard != place.shard
-        ]
+        return spot.shards(spot.team), spot.shards(spot.column_team(0))
 
     def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:
         """Collectives in the team, placement and its inverse, hops of the sub-ring."""
         team = team_of(plan)
         spot = _Spot(place, team)
-        collectives, placed, hopped = (
-            (("q", "kv", "out"), ("kv",), ("kv",))
-            if pass_ is FORWARD
-            else (
-                (*_gathered(plan.keep), "dq", "dkv"),
-                ("dkv",) if plan.keep == "all" else ("kv", "dkv"),
-                ("q", "do", "dq"),
-            )
-        )
+        kinds: tuple[tuple[str, ...], ...] = (("q", "kv", "out"), ("kv",), ("kv",))
+        if pass_ is not FORWARD:
+            placed = ("dkv",) if plan.keep == "all" else ("kv", "dkv")
+            kinds = ((*_gathered(plan.keep), "dq", "dkv"), placed, ("q", "do", "dq"))
         moved = spot.placed_to != place.rank
-        return [
-            (team - 1) * sum(sizes[kind] for kind in collectives)
-            + team * moved * sum(sizes[kind] for kind in placed)
-            + team * (spot.hops - 1) * sum(sizes[kind] for kind in hopped)
-        ]
+        counts = (team - 1, team * moved, team * (spot.hops - 1))
+        return [sum(count * sum(sizes[kind] for kind in of) for count, of in zip(counts, kinds, strict=True))]
 
     def pieces(self, plan: Plan, pass_: Pass) -> dict[str, int]:
         team, keep = team_of(plan), plan.keep
-        if pass_ is FORWARD:  # the gathered team's keys, the placed ones, and the next hop's
+        if pass_ is FORWARD:  # the keys of the own team, those placed here, and those of the next hop
             kept = team if keep == "all" else 0
             return {"q": team - 1, "kv": 3 * team - 1 + kept, "out": team, "out<": team - 1}
         columns = team if keep == "all" else 2 * team - 1
@@ -138,18 +126,20 @@ STAR = StarFamily()
 
 
 def _gathered(keep: str) -> tuple[str, ...]:
-    """What the backward pass gathers in the team: all that the forward pass did not keep."""
+    """The kinds that the backward pass gathers in the team: those that the forward pass did not keep."""
     return {"none": ("q", "do", "kv"), "queries": ("do", "kv"), "all": ("do",)}[keep]
 
 
 class _Spot:
-    """Where the pieces of one rank come from and go to; teams count from 0, hops are the steps of the sub-ring."""
+    """The peers of one rank. Teams count from 0; hops are the steps of the sub-ring."""
 
     def __init__(self, place: Place, size: int) -> None:
         self.place, self.size = place, size
         self.team, self.seat = divmod(place.shard, self.size)
         self.hops = place.num_shards // self.size**2
-        self.mates = [place.rank_of(self.team * self.size + (self.seat + x) % self.size) for x in range(1, self.size)]
+        shards = [self.team * self.size + (self.seat + x) % self.size for x in range(1, self.size)]
+        ranks = [place.rank_of(shard) for shard in shards]
+        self.mates = list(zip(shards, ranks, reversed(ranks), strict=True))  # shard and rank x seats ahead, rank x back
         self.placed_to = self.rank_in(self.seat * self.hops + self.team // self.size, self.team % self.size)
         self.placed_from = self.rank_in(self.column_team(0), self.team // self.hops)
         self.next = self.rank_in(self.row_team(-1), self.seat)
@@ -159,32 +149,31 @@ class _Spot:
         return self.place.rank_of(team * self.size + seat)
 
     def row_team(self, hop: int) -> int:
-        """Teams of our own group, going back one a hop."""
+        """The team of the own team group that is ``hop`` teams back."""
         group, index = divmod(self.team, self.hops)
         return group * self.hops + (index - hop) % self.hops
 
     def column_team(self, hop: int) -> int:
-        """The team whose keys and values are here at a hop of the forward ring; placement leaves those of hop 0."""
+        """The team whose keys and values are here at a hop of the forward ring; placement brings those of hop 0."""
         return (self.team - hop) % self.hops * self.size + self.seat
 
     def shards(self, team: int) -> range:
         return range(team * self.size, (team + 1) * self.size)
 
 
-class _StarWalk:
+class _StarBuilder:
     def __init__(self, place: Place, size: int, group: int) -> None:
         self.place, self.group, self.spot = place, group, _Spot(place, size)
         (self.lane,) = place.shard_lanes
-        self.line = Timeline()
+        self.timeline = Timeline()
 
-    def send(self, kind: str, shard: int, peer: int) -> Transfer:
-        return Transfer(True, self.lane, Piece(kind, shard, self.group), peer)
+    def transfer(self, send: bool, kind: str, shard: int, peer: int) -> Transfer:
+        return Transfer(send, self.lane, Piece(kind, shard, self.group), peer)
 
-    def receive(self, kind: str, shard: int, peer: int) -> Transfer:
-        return Transfer(False, self.lane, Piece(kind, shard, self.group), peer)
+    def merges(self, kind: str, team: int, peer: int) -> list[Merge]:
+        return [Merge(Piece(kind, shard, self.group), peer) for shard in self.spot.shards(team)]
 
     def steps(self, pass_: Pass, keep: str) -> list[Step]:
-        spot = self.spot
         if pass_ is FORWARD:
             self.gather(("q", "kv"))
             self.place_keys()
@@ -195,87 +184,70 @@ class _StarWalk:
                 self.place_keys()
             self.backward_ring()
             self.unplace_keys()
-            self.combine("dkv", spot.mates, self.line.now + 1)
-        return self.line.finish()
+            self.combine("dkv", self.timeline.next_index)
+        return self.timeline.finish()
 
     def gather(self, kinds: tuple[str, ...]) -> None:
         """All-gather in the team."""
-        own, mates = self.place.shard, self.spot.mates
         posts = []
-        for x in range(len(mates)):
-            theirs = self.spot.team * self.spot.size + (self.spot.seat + 1 + x) % self.spot.size
+        for shard, ahead, back in self.spot.mates:
             for kind in kinds:
-                posts.append(self.receive(kind, theirs, mates[x]))
-                posts.append(self.send(kind, own, mates[-1 - x]))
-        self.line.emit(posts)
+                posts.append(self.transfer(False, kind, shard, ahead))
+                posts.append(self.transfer(True, kind, self.place.shard, back))
+        self.timeline.add(posts)
+
+    def move(self, kinds: tuple[str, ...], received: int, source: int, sent: int, to: int) -> list[Transfer]:
+        """Receive one team's pieces and send another's; nothing if the rank would send to itself."""
+        ways = ((False, received, source), (True, sent, to)) if to != self.place.rank else ()
+        return [
+            self.transfer(send, kind, shard, peer)
+            for send, team, peer in ways
+            for kind in kinds
+            for shard in self.spot.shards(team)
+        ]
 
     def place_keys(self) -> None:
+        """Move keys and values to their sub-ring. Ranks that move nothing add an empty step, to stay in step."""
         spot = self.spot
-        if spot.placed_to == self.place.rank:
-            self.line.emit()  # nothing to move, but stay in step with the others
-            return
-        self.line.emit(
-            [self.receive("kv", shard, spot.placed_from) for shard in spot.shards(spot.column_team(0))]
-            + [self.send("kv", shard, spot.placed_to) for shard in spot.shards(spot.team)]
-        )
+        self.timeline.add(self.move(("kv",), spot.column_team(0), spot.placed_from, spot.team, spot.placed_to))
 
     def pass_on(self, kinds: tuple[str, ...], here: int, following: int) -> list[Transfer]:
         """One hop of a whole team's pieces."""
-        spot = self.spot
-        return [self.receive(kind, shard, spot.previous) for kind in kinds for shard in spot.shards(following)] + [
-            self.send(kind, shard, spot.next) for kind in kinds for shard in spot.shards(here)
-        ]
+        return self.move(kinds, following, self.spot.previous, here, self.spot.next)
 
     def forward_ring(self) -> None:
         spot, own = self.spot, self.place.shard
-        rows = [shard for shard in spot.shards(spot.team) if shard != own] + [own]  # foreign rows leave first
+        rows = [shard for shard in spot.shards(spot.team) if shard != own] + [own]  # remote rows are returned first
         for hop in range(spot.hops):
-            last = hop == spot.hops - 1
-            posts = [] if last else self.pass_on(("kv",), spot.column_team(hop), spot.column_team(hop + 1))
             blocks = [Block(r, c, self.group) for r in rows for c in spot.shards(spot.column_team(hop))]
-            if not last:
-                self.line.emit(posts, blocks)
-                continue
-            self.line.emit(posts, blocks[: -spot.size])
-            self.combine("out", spot.mates, self.line.now + 1)
-            self.line.emit(blocks=blocks[-spot.size :])
+            if hop < spot.hops - 1:
+                self.timeline.add(self.pass_on(("kv",), spot.column_team(hop), spot.column_team(hop + 1)), blocks)
+        self.timeline.add(blocks=blocks[: -spot.size])
+        self.combine("out", self.timeline.next_index)
+        self.timeline.add(blocks=blocks[-spot.size :])
 
     def backward_ring(self) -> None:
-        """Keys stay; queries, output gradients and, one hop behind, dQ travel. A rank adds its part to the dQ of rows
-        that it has just used; after the last hop they are back where they came from, and the team combines them."""
+        """Keys stay; queries, output gradients and, one hop later, dQ travel. A rank adds its part to the dQ of the
+        rows that it has just used. After the last hop dQ is back in its team, which combines it."""
         spot = self.spot
         columns = spot.shards(spot.column_team(0))
         for hop in range(spot.hops):
             rows, following = spot.row_team(hop), spot.row_team(hop + 1)
-            last = hop == spot.hops - 1
-            posts = [] if last else self.pass_on(("q", "do"), rows, following)
-            self.line.emit(posts, [Block(r, c, self.group) for r in spot.shards(rows) for c in columns])
-            if hop:  # our own part of our own team's rows stays here
-                merges = [Merge(Piece("dq", shard, self.group), spot.previous) for shard in spot.shards(following)]
-                self.line.later(self.line.now + 1, self.pass_on(("dq",), rows, following), merges, rest=0)
-        self.combine("dq", spot.mates, self.line.now + (2 if spot.hops > 1 else 1))
+            posts = self.pass_on(("q", "do"), rows, following) if hop < spot.hops - 1 else []
+            self.timeline.add(posts, [Block(r, c, self.group) for r in spot.shards(rows) for c in columns])
+            if hop:  # the own part of the own team's rows stays here
+                merges = self.merges("dq", following, spot.previous)
+                self.timeline.defer(self.timeline.next_index, self.pass_on(("dq",), rows, following), merges, 0)
+        self.combine("dq", self.timeline.next_index + (spot.hops > 1))
 
     def unplace_keys(self) -> None:
-        """dK, dV partials return through the inverse of the placement."""
+        """Return partial dK and dV by the inverse of the placement."""
         spot = self.spot
-        if spot.placed_to == self.place.rank:
-            self.line.emit()
-            return
-        ours = spot.shards(spot.team)
-        self.line.emit(
-            [self.receive("dkv", shard, spot.placed_to) for shard in ours]
-            + [self.send("dkv", shard, spot.placed_from) for shard in spot.shards(spot.column_team(0))],
-            merges=[Merge(Piece("dkv", shard, self.group), spot.placed_to) for shard in ours],
-        )
+        posts = self.move(("dkv",), spot.team, spot.placed_to, spot.column_team(0), spot.placed_from)
+        self.timeline.add(posts, merges=self.merges("dkv", spot.team, spot.placed_to) if posts else ())
 
-    def combine(self, kind: str, mates: list[int], due: int) -> None:
-        """Every mate gets our partial of its row; we merge theirs of ours."""
-        own, spot = self.place.shard, self.spot
-        for x in range(len(mates)):
-            theirs = spot.team * spot.size + (spot.seat + 1 + x) % spot.size
-            source = mates[-1 - x]
-            self.line.later(
-                due,
-                [self.receive(kind, own, source), self.send(kind, theirs, mates[x])],
-                [Merge(Piece(kind, own, self.group), source)],
-            )
+    def combine(self, kind: str, due: int) -> None:
+        """Send each team mate the partial result of its row, and merge those of the own row."""
+        for shard, ahead, back in self.spot.mates:
+            posts = [self.transfer(False, kind, self.place.shard, back), self.transfer(True, kind, shard, ahead)]
+            self.timeline.defer(due, posts, [Merge(posts[0].piece, back)])
