@@ -14,7 +14,7 @@ from startrail.geometry.tiles import Tile, segments_of, tiles_of
 
 def fa2_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
     """The window that FlashAttention 2 applies, forward and backward, in torch and in its own package: mha_fwd and
-    mha_varlen_fwd convert it, then set_params_fprop. ``rows`` and ``keys`` are the maxima over the call's rectangles."""
+    mha_varlen_fwd convert it, then set_params_fprop. ``rows`` and ``keys`` are maxima over the call's rectangles."""
     left, right = (-1 if end >= keys else end for end in (left, right))
     if left < 0 and right < 0:
         return left, right

@@ -90,7 +90,7 @@ def test_sliding_layers_compute_less():
     long = replace(CALL, length=2**16)
     for text in ("1x16", "u4/2x2"):
         calls = long, replace(long, window=2048)
-        whole, sliding = (predict(SMALL, Plan.parse(text), call, everybody=True) for call in calls)
+        whole, sliding = (predict(SMALL, Plan.parse(text), call, all_ranks=True) for call in calls)
         assert sliding.seconds - sliding.waiting < 0.7 * (whole.seconds - whole.waiting), text
         assert sliding.sent == whole.sent
 

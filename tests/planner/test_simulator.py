@@ -40,9 +40,9 @@ def test_two_ranks_that_exchange_keys_take_what_one_counts_by_hand():
 @pytest.mark.parametrize("cluster", [SMALL, replace(SMALL, transport="gloo"), PEERS], ids=["nccl", "gloo", "peers"])
 @pytest.mark.parametrize("text", PLANS.split())
 def test_one_rank_stands_for_all(text, cluster):
-    """Playing everybody and playing one agree: exactly where lanes follow the nodes, else closely."""
+    """Simulating all ranks and simulating one agree: exactly where lanes follow the nodes, else closely."""
     plan = Plan.parse(text)
-    one, all_ = predict(cluster, plan, CALL), predict(cluster, plan, CALL, everybody=True)
+    one, all_ = predict(cluster, plan, CALL), predict(cluster, plan, CALL, all_ranks=True)
     within = 0.05 if text in ("star2", "star4", "2x8", "u8/2x1") else 0.01
     assert one.seconds == pytest.approx(all_.seconds, rel=within)
     if cluster is not PEERS or text != "u8/2x1":  # of whose messages some cross an adapter at each time, not all
@@ -53,7 +53,7 @@ def test_one_rank_stands_for_all(text, cluster):
 def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
     cluster, plan, call = find_cluster("h100-8x8@4x16"), Plan.parse(text), replace(CALL, length=2**16)
     whole = predict(cluster, plan, call)
-    monkeypatch.setattr(attention, "ALL_LOOKED_AT", 1)
+    monkeypatch.setattr(attention, "MAX_UNSAMPLED_WORLD", 1)
     few = predict(cluster, plan, call)
     assert few.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert few.sent == pytest.approx(whole.sent, rel=0.01 if text == "1x64" else 0.3)
@@ -64,7 +64,7 @@ def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
 @pytest.mark.parametrize("text", ["1x16", "1x4/u4", "u4/2x2", "2x2/2x2,keep=all"])
 def test_one_rank_stands_for_all_under_a_window(text, window, cluster):
     call, plan = replace(CALL, length=2**14, window=window), Plan.parse(text)
-    one, all_ = predict(cluster, plan, call), predict(cluster, plan, call, everybody=True)
+    one, all_ = predict(cluster, plan, call), predict(cluster, plan, call, all_ranks=True)
     assert one.seconds == pytest.approx(all_.seconds, rel=0.1)
     assert one.sent == pytest.approx(all_.sent, rel=1e-6)
 
@@ -80,7 +80,7 @@ def test_one_rank_stands_for_all_on_shared_cores():
     cluster = find_cluster("lab@4x4")
     call = AttentionShape(1024, 2, 16, 16, 32, True, "float32")
     for text in ("2x2/u4", "u4/1x4", "1x4/1x4"):
-        one, all_ = predict(cluster, Plan.parse(text), call), predict(cluster, Plan.parse(text), call, everybody=True)
+        one, all_ = predict(cluster, Plan.parse(text), call), predict(cluster, Plan.parse(text), call, all_ranks=True)
         assert one.seconds == pytest.approx(all_.seconds, rel=0.1), text
 
 
@@ -89,7 +89,7 @@ def test_one_rank_stands_for_all_on_shared_cores():
 def test_a_long_ring_goes_on_as_it_begins(text, window, monkeypatch):
     cluster, plan, call = find_cluster("h100-8x8"), Plan.parse(text), replace(CALL, length=2**16, window=window)
     whole = predict(cluster, plan, call)
-    monkeypatch.setattr(attention, "MANY", 16)
+    monkeypatch.setattr(attention, "MAX_SHARDS", 16)
     short = predict(cluster, plan, call)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01 if window is None else 0.05)
     assert short.sent == pytest.approx(whole.sent, rel=1e-6)
@@ -100,7 +100,7 @@ def test_the_clock_sends_what_the_closed_form_says(text):
     plan = Plan.parse(text)
     sizes = CALL.sizes(plan, 16)
     links = link_bytes(plan, Machine(4, 4), sizes.by_kind)
-    played = predict(SMALL, plan, CALL, everybody=True)
+    played = predict(SMALL, plan, CALL, all_ranks=True)
     assert played.sent[0] * 16 == pytest.approx(sum(link.sent for link in links), rel=1e-9)
     busiest = max(max(link) for link in links) / SMALL.levels[0].bandwidth
     assert played.busy[0] == pytest.approx(busiest, rel=1e-9)
@@ -112,12 +112,12 @@ def test_a_slow_node_slows_whoever_uses_its_link():
     slow = replace(SMALL, slow=(SlowMember(0, 0, bandwidth=0.5),))
     ring, heads = Plan.parse("1x16"), Plan.parse("u4/1x4")
     for plan in (ring, heads):
-        before, after = predict(SMALL, plan, CALL, everybody=True), predict(slow, plan, CALL, everybody=True)
+        before, after = predict(SMALL, plan, CALL, all_ranks=True), predict(slow, plan, CALL, all_ranks=True)
         assert after.busy[0] == pytest.approx(2 * before.busy[0], rel=1e-6)
         assert 1.2 * before.seconds < after.seconds < 2.1 * before.seconds
         assert predict(slow, plan, CALL).seconds == pytest.approx(after.seconds, rel=0.1)
     half = replace(SMALL, slow=(SlowMember(1, 5, compute=0.5),))
-    assert predict(half, heads, CALL, everybody=True).seconds > predict(SMALL, heads, CALL).seconds
+    assert predict(half, heads, CALL, all_ranks=True).seconds > predict(SMALL, heads, CALL).seconds
 
 
 def test_links_that_are_not_duplex_carry_both_ways_in_turn():
@@ -125,5 +125,5 @@ def test_links_that_are_not_duplex_carry_both_ways_in_turn():
     plan = Plan.parse("1x4/u4")
     assert predict(one_way, plan, CALL).busy[0] == pytest.approx(2 * predict(SMALL, plan, CALL).busy[0])
     assert predict(one_way, plan, CALL).seconds == pytest.approx(
-        predict(one_way, plan, CALL, everybody=True).seconds, rel=0.01
+        predict(one_way, plan, CALL, all_ranks=True).seconds, rel=0.01
     )

@@ -83,7 +83,7 @@ def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
 def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     cluster, plan = cluster_of(case, figures), Plan.parse(case.plan)
     order = case.machine.interleaved() if case.across else None
-    return predict(cluster, plan, case.call, everybody=True, order=order)
+    return predict(cluster, plan, case.call, all_ranks=True, order=order)
 
 
 def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:

@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Queries [q0, q1) see keys [k0, k1); ``causal``: the last query sees all of them, each earlier one sees one fewer."""
+    """Queries [q0, q1) see keys [k0, k1); ``causal``: the last query sees all of them, each earlier one one fewer."""
 
     q0: int
     q1: int
@@ -137,8 +137,8 @@ class Mask:
         return (low, high) if s.q0 <= position < s.q1 else (low, low)
 
     def breakpoints(self, start: int, stop: int, edges: Iterable[int], end: int) -> set[int]:
-        """Queries in (start, stop) at which an end of the visible interval may change its slope: where it reaches one of
-        ``edges`` (the ends of the runs of keys) or an end of a document, chunk or block."""
+        """Queries in (start, stop) at which an end of the visible interval may change its slope: where it reaches one
+        of ``edges`` (the ends of the runs of keys) or an end of a document, chunk or block."""
         window = self.window or 0
         anchors = {0, end, *edges}
         if self.documents is not None:

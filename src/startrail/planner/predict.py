@@ -1,11 +1,11 @@
-"""How long one attention call takes under a plan on a cluster, forward and backward: the clock with routes and prices.
+"""Predicts the time of one attention call under a plan on a cluster, forward and backward, with the simulator.
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.cluster import find_cluster
 >>> call = AttentionShape(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
 >>> cluster = find_cluster("a100-4x8")
 >>> ring, heads = (predict(cluster, Plan.parse(text), call) for text in ("1x32", "u4/1x8"))
->>> ring.seconds > 2 * heads.seconds                          # one link of 100 Gbit/s a node: ring waits for it
+>>> ring.seconds > 2 * heads.seconds                          # one 100 Gbit/s link per node: the ring waits for it
 True
 """
 
@@ -38,7 +38,7 @@ class AttentionShape:
     window: int | None = None
 
     def local(self, world: int) -> int:
-        """Tokens of one rank, as zigzag has them."""
+        """Tokens per rank in the zigzag layout."""
         return 2 * -(-self.length // (2 * world)) if world > 1 else self.length
 
     def sizes(self, plan: Plan, world: int) -> Sizes:
@@ -52,7 +52,7 @@ class AttentionShape:
         (10, 7)
         """
         window = min(self.window or self.length, self.length)
-        behind = window * self.length - window * (window - 1) // 2  # a token itself and window - 1 before it
+        behind = window * self.length - window * (window - 1) // 2  # a token itself and the window - 1 before it
         return behind if self.causal else 2 * behind - self.length
 
 
@@ -71,28 +71,26 @@ class Prediction:
 
     @property
     def sent(self) -> tuple[float, ...]:
-        """Bytes of the average rank by level of the cluster."""
+        """Bytes per rank (average), by level of the cluster."""
         return tuple(a + b for a, b in zip(self.forward.sent, self.backward.sent, strict=True))
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds of the busiest link of every level."""
+        """Seconds of the busiest link of each level."""
         return tuple(a + b for a, b in zip(self.forward.busy, self.backward.busy, strict=True))
 
 
 def predict(
-    cluster: ClusterSpec, plan: Plan, call: AttentionShape, everybody: bool = False, order: Sequence[int] | None = None
+    cluster: ClusterSpec, plan: Plan, call: AttentionShape, all_ranks: bool = False, order: Sequence[int] | None = None
 ) -> Prediction:
-    """Forward and backward. ``everybody`` plays all ranks; otherwise one stands for all. ``order``: the rank at each
-    place of the plan, if that is not the same number (then everybody is played)."""
-    if everybody or order is not None:
-        prices = _prices(cluster, plan, call)
-        return Prediction(*(_play_everybody(cluster, prices, pass_, order) for pass_ in PASSES))
-    smaller = _smaller(cluster, plan, call)
-    if smaller is None:
-        prices = _prices(cluster, plan, call)
-        return Prediction(*(_play_one(cluster, prices, pass_) for pass_ in PASSES))
-    return _longer(*smaller)
+    """Predict both passes. ``all_ranks`` simulates every rank; otherwise one stands for all. ``order``: the rank at
+    each place of the plan, if not the identity; it implies ``all_ranks``."""
+    if not all_ranks and order is None and (shorter := _shorter_rings(cluster, plan, call)):
+        return _extrapolate(*shorter)
+    prices = _prices(cluster, plan, call)
+    if all_ranks or order is not None:
+        return Prediction(*(_simulate_all_ranks(cluster, prices, pass_, order) for pass_ in PASSES))
+    return Prediction(*(_simulate_one_rank(cluster, prices, pass_) for pass_ in PASSES))
 
 
 def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prices:
@@ -101,42 +99,39 @@ def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prices:
 
 # --- very long rings
 
-MANY = 1024  # blocks of a program that is played whole
-ALL_LOOKED_AT = 256  # ranks: in larger worlds not all programs of a member are looked at,
-INSIDE = 3  # but so many of those that stand between its first and its last
+MAX_SHARDS = 1024  # longer rings are extrapolated from shorter ones
+MAX_UNSAMPLED_WORLD = 256  # in larger worlds, only some programs of a member are read
+INNER_SAMPLES = 3  # ranks or teams sampled between the first and the last of a member
 Scaled = tuple[ClusterSpec, Plan, AttentionShape]
 
 
-def _smaller(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[Scaled, Scaled, int, int] | None:
-    """A ring of thousands of hops does the same at each of them. So it is enough to play two shorter ones with pieces
-    of the same size, and to go on in a straight line. A window stays as it is, so that the blocks that it reaches stay
-    as many; one that is wider than the shorter sequence shrinks with it. None if that is not needed, or not possible;
-    otherwise both, and how many times longer than the first the second and the ring itself are."""
+def _shorter_rings(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[Scaled, Scaled, int, int] | None:
+    """Two shorter rings, and the lengths of the second and of the whole ring as multiples of the first.
+
+    A ring of thousands of hops does the same at each hop, so two shorter rings with pieces of the same size define a
+    line to extrapolate. The window stays, so that it reaches as many blocks; one wider than the shorter sequence
+    shrinks with it. None if the ring is short enough, or cannot be shortened."""
     shards = cluster.world // plan.heads
     aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
-    limit = MANY if aligned else MANY // 4  # where all ranks of a member are looked at
-    found: tuple[Scaled, Scaled, int, int] | None = None
+    limit = MAX_SHARDS if aligned else MAX_SHARDS // 4  # unaligned lanes need the programs of many ranks
+    rings: tuple[Scaled, Scaled, int, int] | None = None
     for factor in divisors(cluster.levels[0].size)[1:] if shards > limit else ():
         for times in (2, 3):
             part = times * factor
             wide = call.window is not None and 2 * call.window > call.length // part
-            first, second = (_scaled(cluster, plan, call, n, n if wide else 1) for n in (part, factor))
+            first, second = (_shorten(cluster, plan, call, n, n if wide else 1) for n in (part, factor))
             if first is not None and second is not None:
-                found = first, second, times, part
+                rings = first, second, times, part
                 break
-        if found is not None and shards // factor <= limit:
+        if rings is not None and shards // factor <= limit:
             break
-    return found
+    return rings
 
 
-def _scaled(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int, narrower: int) -> Scaled | None:
-    """The same with the longest ring ``factor`` times shorter, on as much smaller a cluster, and a window so many times
-    ``narrower``."""
-    outer = cluster.levels[0].size
-    if outer % factor or outer // factor < 2:
-        return None
-    shorter = plan.family.shorter(plan, factor)
-    if shorter is None:
+def _shorten(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int, narrower: int) -> Scaled | None:
+    """Divides the longest ring and the cluster by ``factor`` and the window by ``narrower``. None if not possible."""
+    outer, shorter = cluster.levels[0].size, plan.family.shorter(plan, factor)
+    if outer % factor or outer // factor < 2 or shorter is None:
         return None
     smaller = cluster.part(cluster.world // factor)
     try:
@@ -147,29 +142,25 @@ def _scaled(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int,
     return smaller, shorter, replace(call, length=call.local(cluster.world) * smaller.world, window=window)
 
 
-def _longer(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction:
-    """The straight line through two predictions, the second at ``times`` the first's length, at ``whole`` times it."""
+def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction:
+    """The line through two predictions, the second at ``times`` the first's length, evaluated at ``whole`` times it."""
+
+    def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
+        return tuple(x + (y - x) * (whole - 1) / (times - 1) for x, y in zip(xs, ys, strict=True))
+
     passes = []
     priced = [(cluster, _prices(cluster, plan, call)) for cluster, plan, call in (first, second)]
     for pass_ in PASSES:
-        a, b = (_play_one(cluster, prices, pass_) for cluster, prices in priced)
-
-        def line(x: float, y: float) -> float:
-            return x + (y - x) * (whole - 1) / (times - 1)
-
-        def lines(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
-            return tuple(line(x, y) for x, y in zip(xs, ys, strict=True))
-
-        passes.append(
-            Played(line(a.seconds, b.seconds), line(a.waiting, b.waiting), lines(a.sent, b.sent), lines(a.busy, b.busy))
-        )
+        a, b = (_simulate_one_rank(cluster, prices, pass_) for cluster, prices in priced)
+        seconds, waiting = line(a[:2], b[:2])
+        passes.append(Played(seconds, waiting, line(a.sent, b.sent), line(a.busy, b.busy)))
     return Prediction(*passes)
 
 
-# --- everybody
+# --- all ranks
 
 
-def _play_everybody(cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
+def _simulate_all_ranks(cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
     world = cluster.world
     tasks = [call_tasks(prices, world, place, pass_) for place in range(world)]
     wires = _Wires(cluster, order or range(world))
@@ -181,7 +172,7 @@ def _play_everybody(cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Se
 
 
 class _Wires:
-    """All links of a cluster, each a number: by level, member (or device) and way."""
+    """Numbers all links of a cluster by level, member (or device) and direction."""
 
     def __init__(self, cluster: ClusterSpec, order: Sequence[int]) -> None:
         self.cluster, self.order = cluster, order
@@ -213,7 +204,7 @@ class _Wires:
         return Path(links, latency, nbytes)
 
     def links(self, at: int, rank: int, peer: int) -> tuple[int, ...]:
-        """Out of the one, into the other; peers have one link for both, each way or, if it is not duplex, in all."""
+        """The link out of ``rank`` and the one into ``peer``. Peers have a link per direction, or one if not duplex."""
         level, span = self.cluster.levels[at], self.cluster.spans[at]
         if level.peer:
             one, other = (rank, peer) if level.duplex else (min(rank, peer), max(rank, peer))
@@ -234,7 +225,7 @@ class _Wires:
 
 
 def _share(cluster: ClusterSpec, level: int, rank: int) -> float:
-    """Of a link's bandwidth that a slow member leaves; ``rank`` is the first one behind the link."""
+    """The share of a link's bandwidth that slow members leave. ``rank`` is the first rank behind the link."""
     shares = [s.bandwidth for s in cluster.slow if s.level == level and rank // cluster.spans[level] == s.member]
     return min(shares, default=1.0)
 
@@ -243,13 +234,13 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
     return min((s.compute for s in cluster.slow if rank // cluster.spans[s.level] == s.member), default=1.0)
 
 
-# --- one for all
+# --- one rank for all
 
 
-def _play_one(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Played:
-    """Ranks run in step, so a slow member slows everybody: links and devices are as fast as the slowest. There is one
-    link a level; between peers, one for each, behind all those."""
-    tasks, paths = _one_for_all(cluster, prices, pass_)
+def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Played:
+    """Ranks run in step, so a slow member slows all ranks: links and devices are as fast as the slowest. There is one
+    link per level, followed by one per peer if the last level connects peers."""
+    tasks, paths = _representative(cluster, prices, pass_)
     levels = len(cluster.levels)
     capacity = [
         level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0)
@@ -265,24 +256,24 @@ def _play_one(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Played:
     return Played(seconds, clock.ranks[0].waiting, tuple(clock.sent), busy)
 
 
-def _one_for_all(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:
-    """The tasks of the rank that stands for all, and the way of its messages: with how many of its neighbours' it
-    shares each link. Where a lane's ranks are all on one side of a link or all on different ones, that is known;
-    where they are not (Ring Attention over nodes), the programs of all ranks of a member are looked at."""
+def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:
+    """The tasks of the rank that stands for all, and the routes of its messages: how many messages share each link.
+    That is known for lanes whose ranks are all behind the same link or all behind different ones. For other lanes
+    (Ring Attention over nodes) it is counted in the programs of a member's ranks."""
     world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
     known = _known_lanes(cluster, prices.sizes.plan)
     if len(known) == len(prices.sizes.plan.levels):
         tasks, counted = call_tasks(prices, world, prices.busiest, pass_), {}
     else:
-        looked_at = _looked_at(cluster, prices.sizes.plan)
-        member = [call_tasks(prices, world, rank, pass_) for rank in looked_at]
+        sampled = _sampled_ranks(cluster, prices.sizes.plan)
+        member = [call_tasks(prices, world, rank, pass_) for rank in sampled]
         sends = [[m for task in own if isinstance(task, PostTask) for m in task.messages if m.send] for own in member]
         works = [sum(task.seconds for task in own if isinstance(task, ComputeTask)) for own in member]
         chosen = max(range(len(member)), key=lambda rank: (len(sends[rank]), works[rank]))
         tasks = member[chosen]
-        alike = [(rank, own) for rank, own in zip(looked_at, sends, strict=True) if len(own) == len(sends[chosen])]
+        alike = [(rank, own) for rank, own in zip(sampled, sends, strict=True) if len(own) == len(sends[chosen])]
         counted = {
-            message.number: _counted_path(cluster, [(rank, own[at].peer, looked_at[rank]) for rank, own in alike])
+            message.number: _counted_path(cluster, [(rank, own[at].peer, sampled[rank]) for rank, own in alike])
             for at, message in enumerate(sends[chosen])
             if message.lane not in known
         }
@@ -296,8 +287,8 @@ def _one_for_all(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[lis
     return tasks, route
 
 
-def _known_lanes(cluster: ClusterSpec, plan: Plan) -> dict[int, Way]:
-    """Lanes whose ranks are all behind the same links, or all behind different ones, and the way of their messages."""
+def _known_lanes(cluster: ClusterSpec, plan: Plan) -> dict[int, LaneRoute]:
+    """Routes of the lanes whose ranks are all behind the same links, or all behind different ones."""
     sizes = plan.sizes(cluster.world)
     strides = [prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
     return {
@@ -307,47 +298,48 @@ def _known_lanes(cluster: ClusterSpec, plan: Plan) -> dict[int, Way]:
     }
 
 
-Way = tuple[tuple[tuple[int, float], ...], float, tuple[float, ...]]  # links, latency, share of messages by level
+LaneRoute = tuple[tuple[tuple[int, float], ...], float, tuple[float, ...]]  # links, latency, share of messages by level
 
 
-def _full_path(cluster: ClusterSpec, stride: int) -> Way:
+def _full_path(cluster: ClusterSpec, stride: int) -> LaneRoute:
     levels = cluster.crossed(0, stride) if stride < cluster.world else ()
-    return _way(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
+    return _lane_route(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
 
 
-def _looked_at(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
-    """Ranks of the middle member (at the ends, starC has ranks whose placement is their own place) whose programs are
-    looked at, and for how many each stands. In small worlds that is everybody. In large ones it is one of a team of
-    starC's, which pass on side by side, each time in another seat; and, in a ring or between such teams, where only the
-    last leave the member and only the first are reached, a few of those inside. Times come out the same; of starC's
-    placements, which differ inside a member, up to a quarter more or fewer may seem to leave it."""
+def _sampled_ranks(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
+    """Ranks of the middle member whose programs are read, each with the number of ranks that it stands for. (In the
+    first and last member, starC places some ranks at their own place.) Small worlds read all ranks of the member. Large
+    ones read one rank per starC team, each time in another seat, because a team passes on side by side; and only a few
+    of the inner ranks or teams, because only the last send out of the member and only the first receive from outside.
+    Times stay the same; the count of starC placements that leave the member can be off by a quarter."""
     span = cluster.spans[0]
     first = cluster.levels[0].size // 2 * span
     team = plan.family.hop_width(plan)
-    if team is None or span % team or cluster.world <= ALL_LOOKED_AT:
+    if team is None or span % team or cluster.world <= MAX_UNSAMPLED_WORLD:
         return dict.fromkeys(range(first, first + span), 1.0)
     units, inside = span // team, span // team - 2
     weights = dict.fromkeys(range(units), 1.0)
-    if inside > INSIDE and len(cluster.levels) <= 2:
-        some = {1 + inside * (2 * at + 1) // (2 * INSIDE): inside / INSIDE for at in range(INSIDE)}
-        weights = {0: 1.0, **some, units - 1: 1.0}
+    if inside > INNER_SAMPLES and len(cluster.levels) <= 2:
+        step = inside / INNER_SAMPLES
+        inner = {1 + inside * (2 * at + 1) // (2 * INNER_SAMPLES): step for at in range(INNER_SAMPLES)}
+        weights = {0: 1.0, **inner, units - 1: 1.0}
     return {first + unit * team + at % team: weight * team for at, (unit, weight) in enumerate(weights.items())}
 
 
-def _counted_path(cluster: ClusterSpec, pairs: Sequence[tuple[int, int, float]]) -> Way:
-    """Of the messages that the ranks of one member send at the same time: from, to, and how many like that."""
+def _counted_path(cluster: ClusterSpec, pairs: Sequence[tuple[int, int, float]]) -> LaneRoute:
+    """The route of messages that a member's ranks send at the same time, as (rank, peer, number of such messages)."""
     crossing: dict[int, dict[int, float]] = {}
     for rank, peer, number in pairs:
         for at in cluster.crossed(rank, peer):
             members = crossing.setdefault(at, {})
             members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + number
-    every = sum(number for *_, number in pairs)
-    shares = {at: sum(members.values()) / every for at, members in crossing.items()}
-    return _way(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
+    total = sum(number for *_, number in pairs)
+    shares = {at: sum(members.values()) / total for at, members in crossing.items()}
+    return _lane_route(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
 
 
-def _way(cluster: ClusterSpec, crossing: dict[int, float], shares: dict[int, float]) -> Way:
-    """``crossing``: how many messages of a member cross each level at the same time; ``shares``: of all messages."""
+def _lane_route(cluster: ClusterSpec, crossing: dict[int, float], shares: dict[int, float]) -> LaneRoute:
+    """``crossing``: messages of a member that cross each level at the same time; ``shares``: as a share of all."""
     links = tuple(
         (at, (number if cluster.levels[at].shared else 1.0) * (1 if cluster.levels[at].duplex else 2))
         for at, number in crossing.items()

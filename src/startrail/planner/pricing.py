@@ -108,8 +108,8 @@ class Prices:
 
     @cached_property
     def busiest(self) -> int:
-        """The rank with the most work, which the others wait for. Under a window ranks differ: the number of blocks near
-        the diagonal depends on the rank's place. In large worlds only a sample of the shards is compared."""
+        """The rank with the most work, which the others wait for. Under a window ranks differ: the number of blocks
+        near the diagonal depends on the rank's place. In large worlds only a sample of the shards is compared."""
         plan, world = self.sizes.plan, self.cluster.world
         if self.window is None:
             return 0

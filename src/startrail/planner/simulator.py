@@ -81,8 +81,8 @@ class _SimulatedRank:
 
 
 class Clock:
-    """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank, relative
-    to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives."""
+    """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank,
+    relative to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives."""
 
     def __init__(
         self,
@@ -242,8 +242,8 @@ class Clock:
                 self.schedule(max(transfer.left, 0.0) / rate, self.end_flow, transfer, transfer.version)
 
     def fair_rates(self, links: set[int]) -> dict[_SimulatedTransfer, float]:
-        """Max-min fair: the fullest link is shared evenly, then the fullest of the remaining links, and so on. Bandwidth
-        that a transfer cannot use because of another link goes to the other transfers."""
+        """Max-min fair: the fullest link is shared evenly, then the fullest of the remaining links, and so on.
+        Bandwidth that a transfer cannot use because of another link goes to the other transfers."""
         rates: dict[_SimulatedTransfer, float] = {}
         room = {link: self.capacity[link] for link in links if self.crossing[link]}
         weight = {link: sum(self.crossing[link].values()) for link in room}
