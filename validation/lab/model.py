@@ -9,7 +9,7 @@ from typing import Any
 
 from startrail.bench.cases import Contender, Trial, Workload, lab_cluster
 from startrail.bench.sizes import ring_bytes
-from startrail.planner.cluster import ClusterSpec
+from startrail.planner.cluster import ClusterSpec, Curve
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.topology import Machine, rate_for
@@ -76,7 +76,11 @@ def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
     base = lab_cluster(case.machine, case.rates)
     others = {name: value for name, value in figures.items() if name != SPEED}
     rates, speed = base.device.of("float32"), figures.get(SPEED, 1.0)
-    rates = replace(rates, forward=rates.forward.scaled(speed), backward=rates.backward.scaled(speed))
+    forward, backward = (
+        Curve(tuple((tokens, speed * flops) for tokens, flops in curve.points))
+        for curve in (rates.forward, rates.backward)
+    )
+    rates = replace(rates, forward=forward, backward=backward)
     return replace(base, device=replace(base.device, rates={"float32": rates}, **others))
 
 

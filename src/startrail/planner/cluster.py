@@ -36,17 +36,12 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def at(self, size: float) -> float:
-        points = self.points
-        if size <= points[0][0]:
-            return points[0][1]
-        for (x0, y0), (x1, y1) in pairwise(points):
+        if size <= self.points[0][0]:
+            return self.points[0][1]
+        for (x0, y0), (x1, y1) in pairwise(self.points):
             if size <= x1:
-                share = (log(size) - log(x0)) / (log(x1) - log(x0))
-                return y0 + share * (y1 - y0)
-        return points[-1][1]
-
-    def scaled(self, factor: float) -> Curve:
-        return Curve(tuple((x, y * factor) for x, y in self.points))
+                return y0 + (log(size) - log(x0)) / (log(x1) - log(x0)) * (y1 - y0)
+        return self.points[-1][1]
 
 
 @dataclass(frozen=True)

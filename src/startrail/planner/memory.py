@@ -13,7 +13,6 @@ from startrail.planner.cluster import DTYPES
 from startrail.planner.predict import AttentionShape
 from startrail.planner.workload import Job
 from startrail.schedule.plan import Plan
-from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 
 FLOAT_BYTES = 4  # per number of parameters, gradients, the optimizer's two moments, and the residual stream
@@ -81,20 +80,15 @@ def estimate_memory(job: Job, plan: Plan, world: int, *, limit: float = inf, lib
     logits = 0 if model.modulated else LOGITS_COPIES * FLOAT_BYTES * min(run.loss_chunk, tokens) * model.vocab
     peak = max(held, during, logits)
     in_attention = inside if peak == during else 0.0
+    # Attention keeps pieces for the backward pass by ``keep``, and its inputs if heads are sharded.
+    pieces = plan.family.kept(plan, plan.place(group, 0), 0) if plan.keep != "none" else []
+    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
     return Memory(
         states=4.0 * FLOAT_BYTES * share,
         gathered=by_zero[run.zero] * DTYPES[run.gather],
         activations=layers + peak - in_attention,
         attention=pooled + in_attention,
-        kept=model.layers * _kept_bytes(sizes, group),
+        kept=model.layers * sum(sizes.nbytes(kind) * plan.groups for kind in kinds),
         libraries=libraries,
         limit=limit,
     )
-
-
-def _kept_bytes(sizes: Sizes, world: int) -> float:
-    """Bytes of attention that one layer keeps for the backward pass."""
-    plan = sizes.plan
-    pieces = plan.family.kept(plan, plan.place(world, 0), 0) if plan.keep != "none" else []
-    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
-    return sum(sizes.nbytes(kind) * plan.groups for kind in kinds)

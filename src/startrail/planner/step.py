@@ -7,6 +7,7 @@ links with attention: a layer takes as long as its own work, or as long as the b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,11 +72,7 @@ class Training:
     @cached_property
     def calls(self) -> dict[AttentionShape, int]:
         """The distinct attention calls of the model, and how many layers make each."""
-        calls: dict[AttentionShape, int] = {}
-        for window, layers in self.model.layer_kinds.items():
-            call = self.call(window)
-            calls[call] = calls.get(call, 0) + layers
-        return calls
+        return Counter(map(self.call, self.model.windows))
 
     def step(self, plan: Plan, predicted: Callable[[AttentionShape], Prediction]) -> StepEstimate:
         """One step with attention as ``predicted``."""

@@ -1,13 +1,12 @@
 """The workload as data: a model and a run. ``models/*.toml`` are shipped; config.json of Hugging Face works too.
 
 >>> model = find_model("gpt-7b")
->>> round(model.parameters / 1e9, 1), model.layer_kinds           # 32 layers with full attention
-(6.9, {None: 32})
+>>> round(model.parameters / 1e9, 1), model.windows == (None,) * 32           # 32 layers with full attention
+(6.9, True)
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +56,6 @@ class Model:
     causal: bool
     windows: tuple[int | None, ...]
     modulated: bool = False
-
-    @property
-    def layer_kinds(self) -> dict[int | None, int]:
-        """The number of layers per window."""
-        return dict(Counter(self.windows))
 
     @property
     def projections(self) -> int:
@@ -181,8 +175,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     >>> config = dict(model_type="llama", hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
     ...     num_key_value_heads=2, intermediate_size=96, vocab_size=100, sliding_window=16,
     ...     layer_types=["sliding_attention", "sliding_attention", "full_attention"])
-    >>> from_hugging_face(config, "mine", "config.json").layer_kinds
-    {16: 2, None: 1}
+    >>> from_hugging_face(config, "mine", "config.json").windows
+    (16, 16, None)
     """
     if config.get("text_config") is not None:
         config = config["text_config"]

@@ -101,7 +101,8 @@ def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tup
     device = own_device()
     backend = dist.get_backend_config(group) if group is not None else "none"
     key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
-    path = cache_folder() / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "startrail"
+    path = folder / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
     cached = gather_texts(_read_cached(path) if first else "", group, own_device())[0]
     if cached:
@@ -112,7 +113,7 @@ def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tup
     cluster = measure(group, machine).cluster
     if first:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             path.write_text(cluster_text(cluster, f"Measured by startrail on {time.strftime('%Y-%m-%d')}: {key}"))
         except OSError as error:
             print(f"startrail: cannot cache the measured cluster: {error}", file=sys.stderr)
@@ -127,10 +128,6 @@ def _read_cached(path: Path) -> str:
         return ""
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "startrail"
-
-
 # --- one rank
 
 
@@ -141,13 +138,11 @@ def _rates(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
     for tokens in BLOCKS if device.type == "cpu" else tuple(4 * tokens for tokens in BLOCKS):
         q, k, v, dout = (torch.randn(1, HEADS, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(4))
-        tiles = (Tile(0, tokens, 0, tokens, "full"),)
-        scale = HEAD_DIM**-0.5
-        result = kernel.forward(q, k, v, tiles, scale)
-        out, lse = result.out.to(dtype), result.lse.float()
-        pairs = tokens * tokens * HEADS * HEAD_DIM
+        tiles, scale = (Tile(0, tokens, 0, tokens, "full"),), HEAD_DIM**-0.5
         forward = partial(kernel.forward, q, k, v, tiles, scale)
-        backward = partial(kernel.backward, dout, q, k, v, out, lse, tiles, scale)
+        result = forward()
+        backward = partial(kernel.backward, dout, q, k, v, result.out.to(dtype), result.lse.float(), tiles, scale)
+        pairs = tokens * tokens * HEADS * HEAD_DIM
         found["forward"][tokens] = 4 * pairs / _seconds(forward, device)
         found["backward"][tokens] = 10 * pairs / _seconds(backward, device)
     a = torch.randn(512, 512, device=device, dtype=dtype)
@@ -159,15 +154,15 @@ def _rates(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, prepare: Callable[[], object] | None = None) -> float:
+    """The median of a few repeats, each after ``prepare``; the first one warms up."""
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     times = []
     for _ in range(REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        (prepare or synchronize)()
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize()
         times.append(time.perf_counter() - start)
     return max(statistics.median(times[1:]), 1e-9)
 
@@ -197,22 +192,17 @@ def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> 
 def _exchange(
     group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device, takes_part: bool = True
 ) -> float:
-    """Seconds to complete a send and a receive; the median of a few repeats."""
+    """Seconds to complete a send and a receive."""
     send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     ranks = dist.get_process_group_ranks(group)
-    times = []
-    for _ in range(REPEATS):
-        dist.barrier(group=group)
-        start = time.perf_counter()
-        if takes_part:
-            sending = dist.P2POp(dist.isend, send, ranks[to], group)
-            receiving = dist.P2POp(dist.irecv, receive, ranks[source], group)
-            for work in dist.batch_isend_irecv([sending, receiving]):
-                work.wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return max(statistics.median(times[1:]), 1e-9)
+
+    def exchange() -> None:
+        sending = dist.P2POp(dist.isend, send, ranks[to], group)
+        receiving = dist.P2POp(dist.irecv, receive, ranks[source], group)
+        for work in dist.batch_isend_irecv([sending, receiving]):
+            work.wait()
+
+    return _seconds(exchange if takes_part else lambda: None, device, prepare=partial(dist.barrier, group=group))
 
 
 # --- all ranks
@@ -237,27 +227,22 @@ def describe(
         inside = machine.ranks_per_node > 1
         rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
         levels.append(LinkLevel("rank", machine.ranks_per_node, rate, latency, False, True))
-    dtype = everyone[0]["dtype"]
 
     def curve(name: str) -> Curve:
         sizes = everyone[0][name]  # numbers of tokens; JSON turns them into strings
         return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
 
-    matmul = typical("matmul")
-    best = max(y for name in ("forward", "backward") for _, y in curve(name).points)
-    rates = Rates(max(matmul, best), matmul, curve("forward"), curve("backward"))
-    call = typical("call")
-    about = Device(
-        name, memory, 0.0, typical("copy"),
-        call=call, post=2 * call, handle=0.0, socket=0.0, start=20 * call, rates={dtype: rates},
-    )  # fmt: skip
+    matmul, call, forward, backward = typical("matmul"), typical("call"), curve("forward"), curve("backward")
+    rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
+    times = dict(call=call, post=2 * call, handle=0.0, start=20 * call)
+    device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
     outliers = list(_outliers(everyone))
     texts = (
         f"rank {rank} (node {machine.node(rank)}, {everyone[rank]['host']}): {what} at {share:.0%} of the others'"
         for rank, _, what, share in outliers
     )
     slow = _slow_members(machine, len(levels) - 1, outliers)
-    return Measured(ClusterSpec("this cluster", tuple(levels), about, transport, slow=slow), tuple(texts))
+    return Measured(ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow), tuple(texts))
 
 
 class Outlier(NamedTuple):
@@ -270,20 +255,13 @@ class Outlier(NamedTuple):
 
 
 def _outliers(everyone: Sequence[dict[str, Any]]) -> Iterator[Outlier]:
-    names = {
-        "matmul": "matrix products",
-        "copy": "memory copies",
-        "all 0": "its link to the next node",
-        "all 1": "its link to the next rank of its node",
-    }
+    names = {"matmul": "matrix products", "copy": "memory copies"}
+    names |= {"all 0": "its link to the next node", "all 1": "its link to the next rank of its node"}
     for key, what in names.items():
-        values = [found.get(key) for found in everyone]
-        known = [value for value in values if value is not None]
-        if len(known) < 2:
-            continue
-        median = statistics.median(known)
-        for rank, value in enumerate(values):
-            if value is not None and value < OUTLIER_SHARE * median:
+        values = {rank: found[key] for rank, found in enumerate(everyone) if key in found}
+        median = statistics.median(values.values() or [0.0])
+        for rank, value in values.items():
+            if value < OUTLIER_SHARE * median:
                 yield Outlier(rank, key, what, value / median)
 
 
@@ -295,9 +273,6 @@ def _slow_members(machine: Machine, innermost: int, outliers: Iterable[Outlier])
             continue
         at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
         share = max(round(one.share, 3), MIN_SHARE)
-        before = found.get(at, SlowMember(*at))
-        if one.key == "matmul":
-            found[at] = replace(before, compute=min(before.compute, share))
-        else:
-            found[at] = replace(before, bandwidth=min(before.bandwidth, share))
+        before, name = found.get(at, SlowMember(*at)), "compute" if one.key == "matmul" else "bandwidth"
+        found[at] = replace(before, **{name: min(getattr(before, name), share)})
     return tuple(found[at] for at in sorted(found))
