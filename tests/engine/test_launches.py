@@ -46,8 +46,8 @@ def copies_between_devices(out, x, source=None, non_blocking=False, **options):
 
 
 class Launches(TorchDispatchMode):
-    """Counts ops that would be kernels on a GPU, and the peak bytes of the caching allocator. Raises if the host reads a
-    value from the device."""
+    """Counts ops that would be kernels on a GPU, and the peak bytes of the caching allocator. Raises if the host reads
+    a value from the device."""
 
     def __init__(self, given=()):
         super().__init__()

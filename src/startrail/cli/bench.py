@@ -31,8 +31,8 @@ TRAIN = (
 MEMORY = (
     "Compares the peak memory per rank with the estimate of the planner, which training prints at its start. "
     "The exit code is 1 if an estimate is more than 10 % off. First the sequence grows on a fixed number of ranks, "
-    "then both grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². Each run "
-    "is one step in new ranks."
+    "then both grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². "
+    "Each run is one step in new ranks."
 )
 
 

@@ -97,7 +97,7 @@ def _is_mha(trial: Json, machine: str) -> bool:
 def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) -> tuple[str, list[Line], bool]:
     """The claim's setting as text, the lines to judge it by, and whether they count.
 
-    They count on a machine of the claims if its ring is measured to be slow enough. Other machines, and real links, show
+    They count on a machine of the claims if its ring is slow enough. Other machines, and real links, show
     their trial with the slowest links.
     """
     alike = [t for t in trials if _is_mha(t, machine) and Workload(**t["work"]).mask == mask]

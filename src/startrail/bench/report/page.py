@@ -29,8 +29,8 @@ EMULATED = (
 )
 JUDGED = (
     "Ratios and shares of the bound are judged by medians on the slowest links, where ring is measured at 8 times its "
-    "compute or more, and one ratio on faster ones. On faster links the cores that emulate the ranks limit every contender: "
-    "those ratios are often lower, and are shown unjudged. 'Best plan of ours' is the fastest of those "
+    "compute or more, and one ratio on faster ones. On faster links the cores that emulate the ranks limit every "
+    "contender: those ratios are often lower, and are shown unjudged. 'Best plan of ours' is the fastest of those "
     "with heads outermost, of nested rings, with keep and without."
 )
 WHO = (
