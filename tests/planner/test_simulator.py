@@ -100,15 +100,15 @@ def test_the_clock_sends_what_the_closed_form_says(text):
     plan = Plan.parse(text)
     sizes = CALL.sizes(plan, 16)
     links = link_bytes(plan, Machine(4, 4), sizes.by_kind)
-    played = predict(SMALL, plan, CALL, all_ranks=True)
-    assert played.sent[0] * 16 == pytest.approx(sum(link.sent for link in links), rel=1e-9)
+    predicted = predict(SMALL, plan, CALL, all_ranks=True)
+    assert predicted.sent[0] * 16 == pytest.approx(sum(link.sent for link in links), rel=1e-9)
     busiest = max(max(link) for link in links) / SMALL.levels[0].bandwidth
-    assert played.busy[0] == pytest.approx(busiest, rel=1e-9)
+    assert predicted.busy[0] == pytest.approx(busiest, rel=1e-9)
     every = sum(sum(closed_form(plan, 16, rank, pass_, sizes.by_kind)) for rank in range(16) for pass_ in PASSES)
-    assert sum(played.sent) * 16 == pytest.approx(every, rel=1e-9)
+    assert sum(predicted.sent) * 16 == pytest.approx(every, rel=1e-9)
 
 
-def test_a_slow_node_slows_whoever_uses_its_link():
+def test_a_slow_node_slows_every_plan_that_uses_its_link():
     slow = replace(SMALL, slow=(SlowMember(0, 0, bandwidth=0.5),))
     ring, heads = Plan.parse("1x16"), Plan.parse("u4/1x4")
     for plan in (ring, heads):

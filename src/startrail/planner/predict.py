@@ -17,7 +17,7 @@ from math import prod
 
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Prices, Task, call_tasks
-from startrail.planner.simulator import Clock, Path, Played, Route
+from startrail.planner.simulator import Path, Route, SimulatedPass, Simulator
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -52,14 +52,14 @@ class AttentionShape:
         (10, 7)
         """
         window = min(self.window or self.length, self.length)
-        behind = window * self.length - window * (window - 1) // 2  # a token itself and the window - 1 before it
-        return behind if self.causal else 2 * behind - self.length
+        causal_pairs = window * self.length - window * (window - 1) // 2  # a token itself and the window - 1 before it
+        return causal_pairs if self.causal else 2 * causal_pairs - self.length
 
 
 @dataclass(frozen=True)
 class Prediction:
-    forward: Played
-    backward: Played
+    forward: SimulatedPass
+    backward: SimulatedPass
 
     @property
     def seconds(self) -> float:
@@ -153,22 +153,25 @@ def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int) -> Predi
     for pass_ in PASSES:
         a, b = (_simulate_one_rank(cluster, prices, pass_) for cluster, prices in priced)
         seconds, waiting = line(a[:2], b[:2])
-        passes.append(Played(seconds, waiting, line(a.sent, b.sent), line(a.busy, b.busy)))
+        passes.append(SimulatedPass(seconds, waiting, line(a.sent, b.sent), line(a.busy, b.busy)))
     return Prediction(*passes)
 
 
 # --- all ranks
 
 
-def _simulate_all_ranks(cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None) -> Played:
+def _simulate_all_ranks(
+    cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None
+) -> SimulatedPass:
     world = cluster.world
     tasks = [call_tasks(prices, world, place, pass_) for place in range(world)]
     wires = _Wires(cluster, order or range(world))
-    clock = Clock(cluster, tasks, wires.capacity, wires.route, [wires.speed(place) for place in range(world)], False)
-    seconds = clock.play()
-    waiting = sum(rank.waiting for rank in clock.ranks) / world
-    sent = tuple(nbytes / world for nbytes in clock.sent)
-    return Played(seconds, waiting, sent, wires.busiest(clock.carried))
+    speeds = [wires.speed(place) for place in range(world)]
+    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False)
+    seconds = simulator.run()
+    waiting = sum(rank.waiting for rank in simulator.ranks) / world
+    sent = tuple(nbytes / world for nbytes in simulator.sent)
+    return SimulatedPass(seconds, waiting, sent, wires.busiest(simulator.carried))
 
 
 class _Wires:
@@ -237,7 +240,7 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
 # --- one rank for all
 
 
-def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Played:
+def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
     """Ranks run in step, so a slow member slows all ranks: links and devices are as fast as the slowest. There is one
     link per level, followed by one per peer if the last level connects peers."""
     tasks, paths = _representative(cluster, prices, pass_)
@@ -249,11 +252,11 @@ def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Pla
     if cluster.levels[-1].peer:
         capacity += [capacity[-1]] * cluster.levels[-1].size
     speed = min((s.compute for s in cluster.slow), default=1.0)
-    clock = Clock(cluster, [tasks], capacity, paths, [speed], True)
-    seconds = clock.play()
-    carried = [nbytes / rate for nbytes, rate in zip(clock.carried, capacity, strict=True)]
+    simulator = Simulator(cluster, [tasks], capacity, paths, [speed], True)
+    seconds = simulator.run()
+    carried = [nbytes / rate for nbytes, rate in zip(simulator.carried, capacity, strict=True)]
     busy = (*carried[: levels - 1], max(carried[levels - 1 :]))
-    return Played(seconds, clock.ranks[0].waiting, tuple(clock.sent), busy)
+    return SimulatedPass(seconds, simulator.ranks[0].waiting, tuple(simulator.sent), busy)
 
 
 def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:

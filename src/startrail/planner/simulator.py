@@ -34,7 +34,7 @@ class Path(NamedTuple):
     bytes_by_level: tuple[float, ...]
 
 
-class Played(NamedTuple):
+class SimulatedPass(NamedTuple):
     """``waiting``: seconds that the average rank waited. ``sent``: bytes per rank (average), by level of the cluster.
     ``busy``: seconds of the busiest link of each level."""
 
@@ -80,7 +80,7 @@ class _SimulatedRank:
     lanes: dict[int, deque[_SimulatedBatch]] = field(default_factory=dict)
 
 
-class Clock:
+class Simulator:
     """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank,
     relative to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives."""
 
@@ -108,7 +108,7 @@ class Clock:
         # a rank that stands for all has only its share of the cores
         self.cores = _Cores(self, cluster.cores / cluster.world if alone else cluster.cores)
 
-    def play(self) -> float:
+    def run(self) -> float:
         for rank in self.ranks:
             self.advance(rank)
         self.share_links()
@@ -300,8 +300,8 @@ class _End(NamedTuple):
 class _Cores:
     """Cores shared by all ranks: each of n pieces of work gets min(1, cores / n) of a core."""
 
-    def __init__(self, clock: Clock, number: float) -> None:
-        self.clock, self.number = clock, number
+    def __init__(self, simulator: Simulator, number: float) -> None:
+        self.simulator, self.number = simulator, number
         self.virtual, self.since, self.version, self.sequence = 0.0, 0.0, 0, 0
         self.work: list[tuple[float, int, Callable[..., None], object]] = []
 
@@ -315,14 +315,14 @@ class _Cores:
         self.schedule_next()
 
     def update(self) -> None:
-        now = self.clock.now
+        now = self.simulator.now
         self.virtual += (now - self.since) * self.rate()
         self.since = now
 
     def schedule_next(self) -> None:
         self.version += 1
         if self.work:
-            self.clock.schedule(max(self.work[0][0] - self.virtual, 0.0) / self.rate(), self.end_work, self.version)
+            self.simulator.schedule(max(self.work[0][0] - self.virtual, 0.0) / self.rate(), self.end_work, self.version)
 
     def end_work(self, version: int) -> None:
         if version != self.version:
