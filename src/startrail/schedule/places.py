@@ -81,6 +81,8 @@ class Place:
 
     def rank_of(self, shard: int) -> int:
         """The rank that holds ``shard`` for the same heads as this one."""
+        if self.num_heads == 1:
+            return shard
         return self._combine(self._heads[0], to_digits(shard, self._shards[1]))
 
     def head_rank(self, head: int) -> int:

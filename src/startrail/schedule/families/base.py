@@ -98,8 +98,9 @@ class Family(ABC):
 
     def kept(self, plan: Plan, place: Place, group: int) -> list[Piece]:
         """Pieces received in the forward pass that ``plan.keep`` keeps for the backward pass."""
-        kinds = {"none": (), "queries": ("q",), "all": ("q", "kv")}[plan.keep]
-        pairs = zip(kinds, self.keepable(plan, place), strict=False)
+        if plan.keep == "none":
+            return []
+        pairs = zip(("q", "kv") if plan.keep == "all" else ("q",), self.keepable(plan, place), strict=False)
         return [Piece(kind, shard, group) for kind, shards in pairs for shard in shards if shard != place.shard]
 
     @abstractmethod
