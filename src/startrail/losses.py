@@ -1,8 +1,8 @@
-"""Losses over a sequence that is split over ranks: sums and counts, divided once by the count of all ranks.
+"""Losses over a sequence that is sharded over ranks: sums, divided once by the token count of all ranks.
 
 The usual mistake is to average on each rank and then over ranks. Say one rank has 3 tokens with losses 1, 2, 3 and the
 other, mostly padding, has 1 token with loss 6. The mean loss is 12 / 4 = 3, but the mean of means is (2 + 6) / 2 = 4,
-and gives the last token's gradient three times the weight of the others. A rank without tokens gives 0 / 0. The right
+which gives the last token's gradient three times the weight of the others. A rank without tokens gives 0 / 0. The right
 way, with or without our trainer::
 
     loss_sum, count = chunked_cross_entropy(hidden, weight, labels, chunk=1024)
@@ -165,8 +165,8 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     """The mean loss over the tokens of all ranks of ``group``, to call ``backward`` on.
 
     Its value is the same on every rank. Its gradient is this rank's share: *sum* the gradients over the group
-    (``sum_gradients``) to get those of one process. Ranks without tokens take part with a share of zero; if no rank has
-    any, the loss is 0. ``group=None`` is the whole world, or a single process without one.
+    (``sum_gradients``) to get those of one process. Ranks without tokens contribute zero; if no rank has any, the
+    loss is 0. ``group=None`` is the whole world, or this process alone if there is no process group.
 
     In the first two steps, raises ``ValueError`` if the optimizer gets gradients that were averaged or not summed.
 
@@ -193,8 +193,8 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
 
 
 def gradient_factor(model: torch.nn.Module) -> int:
-    """The factor for the loss before ``backward`` that makes DDP or FSDP sum gradients over ranks: the number of ranks
-    that they average over. 1 for a model that is wrapped in neither: then call ``sum_gradients``.
+    """Multiply the loss by this before ``backward`` to make DDP or FSDP sum gradients over ranks: the number of ranks
+    that they average over. 1 for a model that is wrapped in neither: call ``sum_gradients`` instead.
 
     >>> gradient_factor(torch.nn.Linear(2, 2))
     1
@@ -209,9 +209,9 @@ def gradient_factor(model: torch.nn.Module) -> int:
 def sum_gradients(
     parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None, check: bool = True
 ) -> None:
-    """Replace every gradient by its sum over the ranks of ``group``, in buckets of about 32 MiB.
+    """Replace every gradient with its sum over the ranks of ``group``, in buckets of about 32 MiB.
 
-    A parameter without a gradient takes part as zero, since another rank may have one. ``check``: the first two times,
+    A parameter without a gradient contributes zero, since another rank may have one. ``check``: the first two times,
     make sure that all ranks have the same parameters, and that the gradients have not been reduced already.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -236,7 +236,7 @@ def sum_gradients(
             _sum_bucket(bucket, group)
 
 
-# How often a model's gradients were checked, by its first parameter.
+# How many times a model's gradients have been checked, keyed by its first parameter.
 _num_checks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

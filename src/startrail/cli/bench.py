@@ -1,4 +1,4 @@
-"""``startrail bench``: the benchmark on emulated or real links, and smaller ones of this machine."""
+"""``startrail bench``: the benchmark on emulated or real links, and smaller benchmarks of this machine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Every benchmark is a module of `startrail.bench` with a ``run(options)``."""
+    """Run one benchmark: a module of `startrail.bench` that defines ``run(options)``."""
     with needs_extra("lab"):
         benchmark = import_module(f"startrail.bench.{arguments.benchmark or 'suite'}")
     return int(benchmark.run(arguments))

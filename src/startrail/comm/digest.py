@@ -1,15 +1,15 @@
-"""Digests of tensors, by which ranks compare data without sending it."""
+"""Digests of tensors, which let ranks compare data without sending it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SAMPLE = 65_536  # elements that enter the digest of a larger tensor
+SAMPLE = 65_536  # elements of a larger tensor that its digest covers
 
 
 def digest(x: Tensor) -> Tensor:
-    """A number that equal tensors share and different ones hardly ever do. Large tensors are sampled.
+    """A number that is equal for equal tensors and almost always differs for others. Large tensors are sampled.
 
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([2, 1]))
     tensor(False)

@@ -1,6 +1,6 @@
-"""Threads that end before the program does: a C++ call that returns into a finalizing Python aborts the process.
+"""Threads that end before the program does: a C++ call that returns while Python is finalizing aborts the process.
 
-One daemon thread checks everything that is watched; it is stopped and joined at exit. A call that may hang runs in its
+One daemon thread checks all watched objects; it is stopped and joined at exit. A call that may hang runs in its
 own thread and is abandoned after a timeout.
 """
 
@@ -22,7 +22,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """The thread of one process. A forked process needs its own."""
+    """The watchdog thread of one process. A forked process needs its own."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -64,8 +64,8 @@ def watch(watched: Watched) -> None:
 
 
 def run_within(seconds: float, function: Callable[[], None], abandoned: threading.Event | None = None) -> bool:
-    """Run a function that may hang. Returns True if it ended in time, and raises its error. ``abandoned`` is set when
-    its result no longer matters.
+    """Run a function that may hang. Returns True if it finished in time, and reraises its error. ``abandoned`` is set
+    when its result no longer matters.
 
     >>> run_within(5.0, lambda: None)
     True
@@ -89,7 +89,7 @@ def run_within(seconds: float, function: Callable[[], None], abandoned: threadin
 
 
 def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
-    """Run functions that may hang, each in its own thread. They must not raise. Returns True if all ended in time."""
+    """Run functions that may hang, each in its own thread. They must not raise. Returns True if all finish in time."""
     threads = [threading.Thread(target=function, name="startrail-helper", daemon=True) for function in functions]
     end = time.monotonic() + seconds
     for thread in threads:
@@ -99,6 +99,6 @@ def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> b
             thread.join(max(0.0, end - time.monotonic()))
     finally:
         late = [thread for thread in threads if thread.is_alive()]
-        for thread in late:  # it may return from C++ while the program ends
+        for thread in late:  # it may return from C++ while the program exits
             atexit.register(thread.join, TIMING.thread_join)
     return not late

@@ -34,7 +34,7 @@ _cached_data = lru_cache(maxsize=64)(make_data)
 
 def check_memory(case: Case) -> None:
     """Raise ``ValueError`` if this machine lacks the memory for the ranks or for the dense reference."""
-    # float64: weights, their gradients, and what softmax saves of both
+    # float64: weights, their gradients, and what softmax saves for both
     reference = 4 * 8 * case.batch * case.q_heads * case.length**2
     check_ranks(case.world, reference, f"the float64 reference of {case.length:,} tokens")
 
@@ -133,13 +133,13 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
 def _compare(
     case: Case, data: CaseData, sequence: SplitSequence, calls: list[dict[str, Tensor]]
 ) -> tuple[dict[str, Error], list[str]]:
-    """By name the worst errors of the calls, which should all give the same results, and any other problems."""
+    """The worst error over all calls, by name (all should give the same results), and any other problems."""
     errors: dict[str, Error] = {}
     problems = []
     real = sequence.shard(torch.ones(case.length, dtype=torch.bool, device=calls[0]["out"].device), 0)
     for name, mine in (pair for made in calls for pair in made.items()):
         truth, floor = data.exact[name], data.floor[name]
-        if name == "dsinks":  # this rank has the share of its rows
+        if name == "dsinks":  # this rank has only its own rows' share
             if sequence.sp.group is not None:
                 dist.all_reduce(mine, group=sequence.sp.group)
         else:
@@ -159,7 +159,7 @@ def _compare(
 def _mirrored(x: Any, by: float = 1.0) -> Any:
     """Batch and heads reversed, times ``by``. Attention of q, k, v mirrored by -1, -1, -2 gives its output mirrored by
     -2 and its lse mirrored; with cotangents mirrored by 1/2 and -1, all gradients change sign. No digit changes, so the
-    same errors are allowed, but anything that leaks from one call to the other shows."""
+    same errors are allowed, but anything that leaks from one call to the other shows up."""
     if x is None:
         return None
     return x.flip(0) if x.dim() == 1 else x.flip(0, 1) * by
@@ -202,7 +202,7 @@ def merge(reports: Iterable[Report]) -> Report:
 
 
 def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
-    """Run cases of one world size on one set of forked ranks, and return a merged report of each. Cases that differ
+    """Run cases of one world size on one set of forked ranks, and return a merged report for each. Cases that differ
     only in plan or layout share a reference."""
     torch.set_num_threads(1)
     data = [_cached_data(replace(case, plan="", layout="zigzag", world=min(case.world, 2))) for case in cases]
@@ -222,7 +222,7 @@ def check_all(cases: list[Case], data: list[CaseData]) -> list[Report]:
 
 def parallel_for(case: Case, plans: Plans) -> SequenceParallel:
     """The ``SequenceParallel`` for a case, shared by consecutive cases. Older ones are dropped: the connections of many
-    plans on many ranks are thousands of threads."""
+    plans on many ranks need thousands of threads."""
     heads = (case.q_heads, case.kv_heads) if case.plan == "auto" else ()
     key = (case.plan, case.layout, case.wire_dtype, *heads)
     if key not in plans:

@@ -16,16 +16,16 @@ KEPT_VIEWS = 8
 class Buffer:
     """Bytes, and the transfers to wait for before they may be read (``arrivals``) or overwritten (``sends``).
 
-    Views of the bytes are cached, because a buffer is reused for the same kind of piece. ``whole`` is the larger buffer
-    that these bytes are the start of, if the pool had none of their size. ``stream`` is the one that reads and writes
-    it.
+    Views of the bytes are cached, because a buffer is reused for the same kind of piece. If the pool had no
+    buffer of this size, ``whole`` is the larger one that these bytes are the start of. ``stream`` is the stream that
+    reads and writes them.
     """
 
     def __init__(self, flat: Tensor, whole: Buffer | None = None, stream: int = 0) -> None:
         self.flat, self.whole, self.stream = flat, whole, stream
         self.arrivals: list[Callable[[], None]] = []
         self.sends: list[Callable[[], None]] = []
-        self.last_pass = 0  # the one that returned it to the pool
+        self.last_pass = 0  # the pass that returned it to the pool
         self._views: dict[object, tuple[Tensor, ...]] = {}
 
     def views(self, key: object, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -47,9 +47,9 @@ Key = tuple[int, torch.device, int]
 
 class BufferPool:
     """Flat byte buffers, reused within a pass and by later ones. A buffer whose send is pending is handed out only once
-    the send has completed. One that was not used in the last ``KEPT_PASSES`` is dropped.
+    the send has completed. A buffer that was not used in the last ``KEPT_PASSES`` passes is dropped.
 
-    Only the stream that waited for a send is ordered after it, so a buffer is reused on its own stream only.
+    Only the stream that waited for a send is ordered after it, so a buffer is reused only on its own stream.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class BufferPool:
         self.allocated = 0
 
     def get(self, nbytes: int, device: torch.device) -> Buffer:
-        """The smallest free buffer of ``nbytes`` to twice that; among equals, the one that was returned first."""
+        """The smallest free buffer of 1 to 2 times ``nbytes`` (of equals, the one returned first), or a new one."""
         stream = current_stream_id(device)
         free = self._free.get((nbytes, device, stream)) or self._larger(nbytes, device, stream)
         if not free:
@@ -81,7 +81,7 @@ class BufferPool:
         self._free.setdefault((whole.flat.numel(), whole.flat.device, whole.stream), []).append(whole)
 
     def settle(self) -> None:
-        """Call it after a pass, when all its sends have completed. Drops buffers that are no longer used."""
+        """Drop buffers that are no longer used. Call this after a pass, once all its sends have completed."""
         self._pass += 1
         for key, free in list(self._free.items()):
             kept = [buffer for buffer in free if buffer.last_pass > self._pass - KEPT_PASSES]

@@ -1,7 +1,7 @@
-"""Reads from a transformers layer what its attention sees.
+"""Finds out which keys a transformers layer attends to.
 
 transformers composes masks from a few functions. ``read_layer_kind`` reads the parameters of those it knows from the
-composed function, and refuses any other by name.
+composed function, and rejects any other by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from startrail.integrations.batch import BatchContext
 from startrail.kernels import kernel_for
 
-# Arguments that models pass to every layer, and that attention does not use.
+# Arguments that models pass to every layer but attention does not use.
 UNUSED_ARGUMENTS = {
     "cache_position", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "position_embeddings", "position_ids", "return_dict", "shift_labels", "use_cache",
@@ -38,7 +38,7 @@ class LayerKind:
 
 
 class MaskUseError(AttributeError, TypeError):
-    """A layer used its mask other than by passing it to attention."""
+    """A layer did something with its mask other than pass it to attention."""
 
 
 def _refuse(*_: object, **__: object) -> Any:
@@ -62,7 +62,7 @@ class MaskPlaceholder:
 
 
 def read_layer_kind(function: Any) -> LayerKind:
-    """The kind of layer that a mask function of transformers describes. Raises ``ValueError`` for an unknown one."""
+    """The kind of layer that a transformers mask function describes. Raises ``ValueError`` for an unknown function."""
     if function is None or function.__qualname__ == "causal_mask_function":
         return LayerKind()
     name, closure = function.__qualname__, inspect.getclosurevars(function).nonlocals
@@ -84,7 +84,7 @@ def read_layer_kind(function: Any) -> LayerKind:
 
 
 def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
-    """The reason why a layer cannot run, or None."""
+    """The reason a layer cannot run, or None."""
     if mask is None:
         return (
             "it attends without the mask that startrail made (accelerate's context parallelism removes it: leave "
@@ -110,7 +110,7 @@ def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, othe
 
 
 def softcap_problem(query: Tensor, softcap: float) -> str | None:
-    """The reason why no kernel supports this softcap, or None. Always None on the meta device.
+    """The reason no kernel supports this softcap, or None. Always None on the meta device.
 
     >>> softcap_problem(torch.zeros(1, 2, 4, 8), 50.0) is None
     True

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
-PORTS = 1000  # ports below the kernel's own range, used in turn, so that a job never finds its predecessor's sockets
+PORTS = 1000  # below the kernel's ephemeral range, used in turn, so that a job never meets its predecessor's sockets
 
 
 class Cluster:
@@ -35,12 +35,12 @@ class Cluster:
             sizes = cluster.call(lambda rank: dist.get_world_size(), deadline=60)   # [4, 4, 4, 4]
             print(cluster.link_bytes()[0]["sent"])
 
-    ``link`` is every node's rate each way ("100mbit"; None: unlimited), ``slow`` gives some nodes a different rate, and
+    ``link`` is each node's rate each way ("100mbit"; None: unlimited), ``slow`` gives some nodes a different rate, and
     ``rack_link`` limits the traffic between ``racks``. Ranks of one node talk over its loopback, which has no limit and
     is not counted. ``mtu`` defaults to jumbo frames, whose headers add about 1 % to the bytes. ``shaper`` is tbf or
-    htb; None takes tbf if the kernel has it.
+    htb; None selects tbf if the kernel has it.
 
-    Works as root, and otherwise in a user namespace if the system allows one; if not, `LabError` gives the reason.
+    Needs root, or a system that allows user namespaces; otherwise raises `LabError` with the reason.
     Everything is removed when the block ends, however it ends, and also when this process is killed.
     """
 
@@ -131,7 +131,7 @@ class Cluster:
     ) -> list[Path]:  # fmt: skip
         """Run a torchrun-style program on every rank, and return the log files by rank.
 
-        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the like are set, so ``init_process_group("gloo")`` connects over
+        RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and so on are set, so ``init_process_group("gloo")`` connects over
         the emulated links; ``env`` adds to them. The first rank that fails ends the job, and so does the ``deadline``
         in seconds; both raise `JobError`. Without a ``log_dir`` the logs are removed with the cluster.
         """
@@ -143,7 +143,7 @@ class Cluster:
     ) -> ForkedJob:  # fmt: skip
         """Start ``function(rank)`` on every rank as `call` does, and return without waiting.
 
-        ``expendable`` ranks may die and are not waited for; they return None. Tests of failures use them.
+        ``expendable`` ranks may die and are not waited for; they return None. Failure tests use them.
         """
         from startrail.lab.forked import ForkedJob  # here, so that running programs does not import torch
 
@@ -157,9 +157,9 @@ class Cluster:
     def call(
         self, function: Callable[[int], Result], deadline: float = 300.0, env: Mapping[str, str] | None = None
     ) -> list[Result]:
-        """Fork this process once per rank into the nodes, join the ranks with gloo, and return each ``function(rank)``.
+        """Fork this process once per rank into the nodes, join the ranks with gloo, and return each rank's result.
 
-        Forked ranks share what the parent has imported: 32 ranks start in one second, programs take 40. As in
+        Forked ranks share what the parent has imported: 32 ranks start in one second, 32 programs in 40. As in
         ``launch.local.run_local``, the parent must not have used OpenMP threads: call ``torch.set_num_threads(1)``.
         """
         return self.fork(function, deadline, env).wait()
@@ -185,9 +185,9 @@ class Cluster:
             "MASTER_PORT": str(FIRST_PORT + self._jobs % PORTS),
             "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # or every rank warns that its peers' addresses have no names
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise every rank warns that its peers' addresses have no names
             FOLDER_VARIABLE: self._folder,
-            "PYTHONUNBUFFERED": "1",  # or the last lines of a killed rank are lost
+            "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed rank are lost
         }
         environments = []
         for rank in range(machine.world):
@@ -209,7 +209,7 @@ class Cluster:
 
 @cache
 def available() -> str | None:
-    """The reason why no cluster can be emulated on this machine, or None. Tries it by building a small one."""
+    """The reason no cluster can be emulated on this machine, or None. Builds a small one to find out."""
     try:
         with Cluster(nodes=1, ranks_per_node=1, link="1gbit"):
             return None

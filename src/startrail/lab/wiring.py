@@ -1,4 +1,4 @@
-"""The links of an emulated cluster, as values that are validated when made. Used by the parent and the supervisor."""
+"""The links of an emulated cluster, as values validated on construction. Used by the parent and the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster as data: levels of links, devices and their rates. ``clusters/*.toml`` are shipped.
+"""A cluster as data: levels of links, devices and their rates. The package ships ``clusters/*.toml``.
 
 >>> cluster = find_cluster("a100-4x8")
 >>> str(cluster), cluster.world, [level.name for level in cluster.levels]
@@ -22,7 +22,7 @@ from startrail.planner.units import MAX_SIZE, Table, check_keys, find_file, pars
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
 MAX_RANKS = 2**16
-MIN_SHARE = 0.001  # of the others' speed that a slow member can have
+MIN_SHARE = 0.001  # a slow member has at least this share of the others' speed
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Curve:
 @dataclass(frozen=True)
 class Rates:
     """FLOP/s of a device in one dtype. ``peak`` is the data sheet's, for MFU; ``forward`` and ``backward`` are
-    attention's, by the tokens along one side of a block."""
+    those of attention, as a function of the tokens along one side of a block."""
 
     peak: float
     matmul: float
@@ -58,8 +58,8 @@ class Rates:
 @dataclass(frozen=True)
 class Device:
     """``copy``: bytes/s of memory when tensors are copied or added. ``call``: seconds per kernel call, whatever its
-    size. ``post``: seconds that a rank's thread needs per message. ``handle`` seconds and ``socket`` bytes/s: the time
-    a core spends on it in the background, on both sides (0: the hardware does it). ``start``: seconds to begin and end
+    size. ``post``: seconds that a rank's thread needs per message. ``handle`` seconds and ``socket`` bytes/s: what a
+    message costs a core in the background, on both sides (0: the hardware does it). ``start``: seconds to begin and end
     an attention pass."""
 
     name: str
@@ -115,7 +115,7 @@ class SlowMember:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """``accuracy``: the relative error to expect of predictions. ``cores``: how many cores all ranks share; 0 if each
+    """``accuracy``: the expected relative error of predictions. ``cores``: how many cores all ranks share; 0 if each
     rank has its own device."""
 
     name: str
@@ -149,7 +149,7 @@ class ClusterSpec:
 
     def part(self, ranks: int) -> ClusterSpec:
         """One of several equal groups of ``ranks`` neighbours. Groups wait for each other at every layer, so its links
-        and devices are as slow as the slowest at the same place of any group.
+        and devices are as slow as the slowest at the same place in any group.
 
         >>> cluster = replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 3, bandwidth=0.5),))
         >>> [level.size for level in cluster.part(16).levels], cluster.part(16).slow
@@ -182,7 +182,7 @@ class ClusterSpec:
         return replace(self, levels=tuple(levels))
 
     def resized(self, sizes: Sequence[int]) -> ClusterSpec:
-        """A copy with other numbers of members. Raises ``ValueError`` if it has no place for a slow member.
+        """A copy with different level sizes. Raises ``ValueError`` if they leave no place for a slow member.
 
         >>> replace(find_cluster("a100-4x8"), slow=(SlowMember(0, 3),)).resized([2, 8])
         Traceback (most recent call last):

@@ -1,9 +1,9 @@
-"""A program as a flat list of events, in the order in which its rank meets them.
+"""A program as a flat list of events, in the order in which its rank handles them.
 
 The executor and the planner's pricing both handle these events, so the planner times exactly what runs: the same
-messages, waits and copies at the same points. A walk holds what both need to know: the parts of all pieces that a step
-exchanges over heads form one message per peer, a rank's own piece is packed before its first send, and a piece is
-awaited and prepared when it is first needed.
+messages, waits and copies at the same points. A walk encodes the rules that both follow: the parts of all pieces that
+a step exchanges over heads form one message per peer, a rank's own piece is packed before its first send, and a piece
+is awaited and prepared when it is first needed.
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.schedule.program import build_program
@@ -28,11 +28,11 @@ from startrail.schedule.program import Program
 from startrail.schedule.values import INPUTS, RESULTS, Block, Piece, Transfer
 
 TAGS_PER_PAIR = 1 << 11
-LABEL_LENGTH = 160  # of a step's text
+LABEL_LENGTH = 160  # of a step's text, at most
 
 
 class Message(NamedTuple):
-    """One message: a whole piece, or over heads the parts of all pieces that a step exchanges."""
+    """One message: a whole piece or, when heads are exchanged, the parts of all pieces that a step exchanges."""
 
     send: bool
     lane: int
@@ -40,16 +40,16 @@ class Message(NamedTuple):
     pieces: tuple[Piece, ...]
     tag: int  # counts the messages to (or from) the peer over the lane
     number: int  # counts the messages of the program
-    head: int | None = None  # over heads: the number of the heads that the peer computes
+    head: int | None = None  # over heads: index of the share of the heads that the peer computes
     packs: bool = False  # the piece is copied into one buffer first
 
 
 class Await(NamedTuple):
-    """An input piece that is still in flight is needed now."""
+    """Wait for an input piece that is still in flight."""
 
     piece: Piece
     messages: list[int]
-    in_parts: bool  # it comes over heads, and its parts must be joined
+    in_parts: bool  # it arrives over heads, and its parts must be joined
 
 
 class Post(NamedTuple):
@@ -60,7 +60,7 @@ class Post(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """An input piece is used by a block for the first time."""
+    """Prepare an input piece for the first block that uses it."""
 
     piece: Piece
 
@@ -128,7 +128,7 @@ def handlers_of(visitor: Visitor) -> Handlers:
 
 @lru_cache(maxsize=256)
 def walk_of(program: Program) -> Walk:
-    """The walk of a program, worked out once."""
+    """The walk of a program, computed once."""
     walker = Walker(program)
     return Walk(list(walker.steps()), walker.results)
 
@@ -136,15 +136,15 @@ def walk_of(program: Program) -> Walk:
 class Walker:
     """Goes through a program once. The planner does so for thousands of long programs and keeps none of the events.
 
-    At the end of the steps, ``results`` are the pieces that the caller gets. The messages in ``home`` bring their parts
-    over heads, and those in ``sends`` must have ended.
+    After the last step, ``results`` are the pieces that the caller gets. The messages in ``home`` carry their parts
+    over heads, and those in ``sends`` must have completed.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, self.place = program, program.place
         over_heads = self.place.num_heads > 1
         self.joined = set(program.own_inputs if over_heads else ())
-        # pieces that lie in one buffer: kept ones, and own ones that are joined from parts
+        # pieces held in one buffer: kept ones, and own ones that are joined from parts
         self.packed = {piece for piece in program.given if over_heads or piece not in program.own_inputs}
         self.counts: dict[tuple[bool, int, int], int] = {}
         self.in_flight: dict[Piece, list[int]] = {}
@@ -205,7 +205,7 @@ class Walker:
 
     @cached_property
     def head_of_rank(self) -> dict[int, int]:
-        """The heads that each rank of our shard computes."""
+        """Index of the share of the heads that each rank of our shard computes."""
         return {rank: head for head, rank in enumerate(self.place.shard_ranks(self.place.shard))}
 
     def message(

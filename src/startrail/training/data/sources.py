@@ -15,9 +15,9 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of a folder and its subfolders (except hidden ones), of a glob, or one file; sorted by path.
-    ``"stdlib"`` is the Python source of the interpreter's standard library without its tests. (Write ``"./stdlib"`` for
-    a folder of that name.)"""
+    """The files in a folder and its subfolders (except hidden ones), those a glob matches, or one file; sorted by path.
+    ``"stdlib"`` is the Python source of the interpreter's standard library, without its tests (``"./stdlib"`` is a
+    folder with that name)."""
     if not isinstance(source, str) or not source:
         raise ValueError(f"source {source!r} is not the name of a folder, a file or a glob")
     try:
@@ -66,9 +66,9 @@ def names_of(files: Sequence[Path]) -> list[str]:
 
 
 def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
-    """The indices of the files to hold out: in order of their names' hashes, as many as fit into a twentieth of all.
+    """Indices of the files to hold out: in order of their names' hashes, as many as fit into a twentieth of the total.
 
-    Empty if they would make up less than half of that; then a part of every file must be held out.
+    Empty if they would fill less than half of that; then a part of every file must be held out instead.
 
     >>> len(held_out([f"{i}.txt" for i in range(100)], [10] * 100))
     5
