@@ -25,11 +25,11 @@ $(VENV)/ready-bench: $(VENV)/ready
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e ".[bench]"
 	touch $@
 
-# Four at a time on two cores, since many tests wait; then, one by one, those that measure the machine.
+# Three at a time on two cores, since many tests wait; then, one by one, those that measure the machine.
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 
 test: setup            ## every test, plans x shapes pairwise (tests/README.md)
-	$(PYTEST) -n 4 --dist loadgroup -m "not alone"
+	$(PYTEST) -n 3 --dist loadgroup -m "not alone"
 	$(PYTEST) -m alone tests/lab
 
 test-all: setup        ## the same with whole products instead of pairs

@@ -28,7 +28,7 @@ from startrail.lab.namespaces import processes_in
 from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
 from startrail.training.checkpoints.saving import checkpoint_path, steps_in
 from tests.chaos_runs import HANG_MINUTES, NODES, RANKS, ChaosRun, LabRun, LocalRun
-from tests.helpers import eventually, holders_of
+from tests.helpers import FULL, eventually, holders_of
 
 DEADLINE = 120.0  # seconds for each expected event
 STOPPED = 128 + signal.SIGTERM
@@ -284,8 +284,9 @@ def summary(costs: Sequence[Cost], steps: int, seconds: float) -> str:
 def test_a_short_storm(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # ``chaos`` replaces both
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
-    text = chaos(local=len(LOCAL_FAULTS), on_nodes=0, seed=3, folder=tmp_path)
-    assert all(fault.name in text for fault in LOCAL_FAULTS)
+    faults = len(LOCAL_FAULTS) if FULL else 3  # test_interruptions.py has most kinds one by one
+    text = chaos(local=faults, on_nodes=0, seed=3, folder=tmp_path)
+    assert sum(fault.name in text for fault in LOCAL_FAULTS) == faults
 
 
 def main() -> int:

@@ -121,7 +121,7 @@ def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
     for pressure in (8.0, 3.0, 1.0):
         rate = rate_for(busiest, 0.25, pressure)
         assert transfer_seconds([(busiest, busiest)] * 4, [rate] * 4) == pytest.approx(pressure * 0.25, rel=1e-6)
-    with pytest.raises(ValueError, match="must be more than 0"):
+    with pytest.raises(ValueError, match="all must be positive"):
         rate_for(busiest, 0.0, 8.0)
 
 

@@ -12,6 +12,7 @@ from startrail.schedule.plan import KEEPS, Plan, plans_for, variants_of
 from startrail.schedule.program import build_program, closed_form
 from startrail.schedule.proof import ScheduleError, prove_plan, prove_programs
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Piece, Step
+from tests.helpers import FULL
 
 PROVE_ALL = bool(os.environ.get("STARTRAIL_PROVE_ALL"))
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
@@ -19,7 +20,7 @@ MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 
 def variants_to_prove(plan: Plan) -> list[Plan]:
     """Every backward form and every ``keep`` that changes the programs; every ``keep`` in the full suite."""
-    keeps = KEEPS if PROVE_ALL or os.environ.get("STARTRAIL_TEST_ALL") == "1" else plan.family.useful_keeps(plan)
+    keeps = KEEPS if PROVE_ALL or FULL else plan.family.useful_keeps(plan)
     return [variant for variant in variants_of(plan) if variant.keep in keeps]
 
 
@@ -51,9 +52,10 @@ def prove_all(cases: list[tuple[int, ...]]) -> None:
     print(f"{proven} of {total} plans proven, each with all its backward forms and keeps")
 
 
-def test_prove_every_one_level_plan_up_to_32_ranks_and_on_64():
-    """`make prove` covers the sizes in between."""
-    prove_all([(world, 1) for world in (64, *range(32, 0, -1))])
+def test_prove_one_level_plans_up_to_32_ranks():
+    """Above 16 ranks, sizes with several divisors or a square among them; `make test-all` proves all, and 64 ranks."""
+    worlds = (64, *range(32, 0, -1)) if FULL else (32, 27, 24, 20, 18, *range(16, 0, -1))
+    prove_all([(world, 1) for world in worlds])
 
 
 def test_prove_plans_with_more_levels():
