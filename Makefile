@@ -25,11 +25,14 @@ $(VENV)/ready-bench: $(VENV)/ready
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e ".[bench]"
 	touch $@
 
-# Three at a time on two cores, since many tests wait; then, one by one, those that measure the machine.
+# Several at a time on two cores, since many tests wait; then, one by one, those that measure the machine. Tests that
+# import transformers run by themselves: ranks are forked from the workers, and a larger process takes longer to fork.
 PYTEST := $(BIN)/python -m pytest -q --durations=10
+LARGE := tests/integrations tests/diagnostics
 
 test: setup            ## every test, plans x shapes pairwise (tests/README.md)
-	$(PYTEST) -n 3 --dist loadgroup -m "not alone"
+	$(PYTEST) -n 4 --dist loadgroup -m "not alone" $(addprefix --ignore=,$(LARGE)) tests
+	$(PYTEST) -n 3 --dist loadgroup $(LARGE) src
 	$(PYTEST) -m alone tests/lab
 
 test-all: setup        ## the same with whole products instead of pairs
