@@ -45,7 +45,7 @@ class PlanError(ValueError):
 class Plan:
     """Levels and options; see the module's docstring for the text form.
 
-    ``backward`` selects what travels round the ring in the backward pass. ``keep`` selects the received pieces that the
+    ``backward`` selects the payload of the ring in the backward pass. ``keep`` selects the received pieces that the
     forward pass keeps, so that the backward pass need not receive them again. ``groups`` is the number of parts that
     the heads (or the batch) are split into; they run one after the other.
     """

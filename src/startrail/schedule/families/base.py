@@ -126,7 +126,7 @@ class Family(ABC):
         None if pieces do not travel along the line of ranks."""
 
     def shorter(self, plan: Plan, factor: int) -> Plan | None:
-        """The plan with its longest ring ``factor`` times shorter, for extrapolation. None if there is none."""
+        """The plan with its longest ring ``factor`` times shorter, for extrapolation. None if that is impossible."""
         return None
 
     def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]] | None:

@@ -377,5 +377,5 @@ def _add(place: Offset, offset: Offset, sign: int) -> list[int]:
 
 
 def _innermost(offset: Offset) -> int:
-    """The innermost level at which an offset is not zero; -1 if there is none."""
+    """The innermost level at which an offset is not zero; -1 for the zero offset."""
     return max((level for level, x in enumerate(offset) if x), default=-1)
