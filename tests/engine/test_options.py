@@ -164,8 +164,9 @@ def test_wrong_options_raise():
     assert "these look like (batch, tokens, heads, dim)" in error_of(lambda: sequence.attention(*transposed))
     assert "neither shifted nor split" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 8, dtype=torch.long)))
     assert "labels must be whole numbers" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 16)))
-    assert "shift 3 is more than the 2 tokens" in error_of(
-        lambda: as_rank(0, 4).sequence(16).roll(torch.zeros(4), 3, dim=0)
+    ints = torch.zeros(4, dtype=torch.int64)
+    assert "fill_value=0.5 is not a value of torch.int64" in error_of(
+        lambda: as_rank(0, 4).sequence(16).roll(ints, 3, dim=0, fill_value=0.5)
     )
 
 

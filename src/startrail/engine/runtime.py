@@ -291,7 +291,7 @@ class Runtime:
             kept = route.sizes.kept_slices(program.kept, start)
             start = max((aligned(part.stop) for part in kept.values()), default=start)
             direct_level = None if route.fetches is None else route.zone.level
-            parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level))
+            parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level, {}))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         order = run_order([part.program for part in parts])
@@ -347,7 +347,6 @@ class Runtime:
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
-
 
     def _programs(self, pass_: Pass) -> Iterator[Program]:
         """This rank's programs of the plan, for all zones that it can be in."""

@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,9 +142,8 @@ def _regions(owned: Sequence[Runs], needed: Sequence[Runs]) -> Iterator[tuple[in
     owners = sorted((start, start + count, rank) for rank, runs in enumerate(owned) for start, count in runs)
     active: set[int] = set()
     number = 0
-    for (position, change, rank), following in zip(edges, [*edges[1:], None], strict=True):
+    for (position, change, rank), (stop, *_) in pairwise(edges):
         (active.add if change > 0 else active.discard)(rank)
-        stop = following[0] if following else position
         if not active or stop == position:
             continue
         ranks = tuple(sorted(active))
