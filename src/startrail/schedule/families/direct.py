@@ -86,11 +86,11 @@ class Fetches:
         pairs = zip(to_digits(edge.sender, self.sizes), to_digits(edge.receiver, self.sizes), strict=True)
         return next(level for level, (a, b) in enumerate(pairs) if a != b)
 
-    def tokens_by_level(self, sender: int | None = None) -> tuple[int, ...]:
-        """The tokens sent over each level's links, by all ranks or by one."""
+    def tokens_by_level(self, sender: int | None = None, receiver: int | None = None) -> tuple[int, ...]:
+        """The tokens whose keys are sent over each level's links: all, or those of one sender or receiver."""
         tokens = [0] * len(self.sizes)
         for edge, runs in self.messages.items():
-            if sender is None or edge.sender == sender:
+            if sender in (None, edge.sender) and receiver in (None, edge.receiver):
                 tokens[self.level(edge)] += sum(count for _, count in runs)
         return tuple(tokens)
 
