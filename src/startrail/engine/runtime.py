@@ -138,7 +138,8 @@ class Runtime:
         """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
         geometry = self._sequences.get(boundaries)
         if geometry is None:
-            layout = make_layout(self.settings.layout, self._zone_levels, boundaries.documents)
+            documents = boundaries.placement or boundaries.documents
+            layout = make_layout(self.settings.layout, self._zone_levels, documents)
             self._sequences[boundaries] = geometry = BatchGeometry(self.rank, layout, boundaries)
         self._recent.append(geometry)
         return geometry
