@@ -137,7 +137,7 @@ class Sequence:
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
                 f"{self.local} of this sequence"
             )
-        order = self._state.geometry.token_order.to(x.device)
+        order = self._state.geometry.token_order().to(x.device)
         return self._gather(x, dim).index_select(dim, order)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:

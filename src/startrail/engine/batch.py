@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -132,12 +132,11 @@ class BatchGeometry:
             self._tiles[key] = BlockTiles(runs_of, self.boundaries.apply(mask), costs)
         return self._tiles[key]
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """Positions of this rank's tokens; those of padding are beyond the sequence."""
         return positions_of(self.layout.table[self.rank])
 
-    @cached_property
     def token_order(self) -> Tensor:
         """For each token of the sequence, its index among the tokens of all ranks, rank by rank."""
         held = torch.cat([positions_of(runs) for runs in self.layout.table])
@@ -180,9 +179,10 @@ def positions_of(runs: Sequence[tuple[int, int]]) -> Tensor:
     >>> positions_of([(3, 2), (7, 1)]).tolist()
     [3, 4, 7]
     """
+    total = sum(count for _, count in runs)
     starts, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
     before = counts.cumsum(0) - counts
-    return torch.repeat_interleave(starts - before, counts) + torch.arange(int(counts.sum()), device="cpu")
+    return torch.repeat_interleave(starts - before, counts, output_size=total) + torch.arange(total, device="cpu")
 
 
 def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wire:
