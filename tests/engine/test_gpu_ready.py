@@ -132,6 +132,7 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
     """Otherwise querying an event makes every rank use memory on GPU 0."""
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
+    work.get_future_result = torch.futures.Future  # before torch 2.13
     lanes = SimpleNamespace(device=torch.device("cuda", 1), aborted=None)
     monitor = TransferMonitor(TransferContext(lanes, SimpleNamespace(find_reason=lambda: None), Counters()))
     monitor.pending.append(SimpleNamespace(work=work, posted=0.0))

@@ -66,6 +66,16 @@ def test_a_cotangent_of_lse_only():
         assert wide < 1e-12 and single < 2e-6 and half < 5e-2
 
 
+def test_an_unused_lse_costs_nothing_in_the_backward_pass(monkeypatch):
+    def nudge_zero_rows(*tensors):
+        raise AssertionError("lse has no cotangent")
+
+    monkeypatch.setattr("startrail.engine.runtime.nudge_zero_rows", nudge_zero_rows)
+    inputs = [x.requires_grad_() for x in qkv()]
+    out, _ = startrail.SequenceParallel("1x1").sequence(16).attention(*inputs, return_lse=True)
+    assert all(grad.any() for grad in torch.autograd.grad(out.square().sum(), inputs))
+
+
 def test_roll_and_labels_across_shards_and_documents():
     for length, documents in ((21, [0, 21]), (21, [0, 1, 9, 10, 21]), (40, [0, 17, 40])):
         whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(1))
