@@ -41,11 +41,11 @@ PassOn = Callable[[Tensor], Callable[[], Tensor]]
 Visible = Sequence[Sequence[Tile]]
 
 
-def visible_by_hop(layout: Layout, causal: bool) -> Visible:
+def visible_by_hop(layout: Layout, mask: Mask) -> Visible:
     """The tiles that this rank's queries see at each hop. ``layout`` says which rank owns which tokens."""
     rank, world = dist.get_rank(), dist.get_world_size()
     owners = [(rank - hop) % world for hop in range(world)]
-    return [tiles_of(Mask(causal), layout.runs(rank), layout.runs(owner)) for owner in owners]
+    return [tiles_of(mask, layout.runs(rank), layout.runs(owner)) for owner in owners]
 
 
 def pass_on(x: Tensor) -> Callable[[], Tensor]:
@@ -71,7 +71,7 @@ def around_the_ring(kv: Tensor, visible: Visible, pass_on: PassOn) -> Iterator[t
 
 
 class RingAttention(torch.autograd.Function):
-    """``RingAttention.apply(q, k, v, visible_by_hop(layout, causal), pass_on)``: this rank's queries attend to the
+    """``RingAttention.apply(q, k, v, visible_by_hop(layout, mask), pass_on)``: this rank's queries attend to the
     whole sequence. Needs at least two ranks. Tensors are (batch, heads, own tokens, dim)."""
 
     @staticmethod

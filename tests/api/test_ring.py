@@ -8,6 +8,7 @@ import torch
 from startrail.diagnostics.reference import Case, Error, make_data
 from startrail.diagnostics.rounding import Floor
 from startrail.geometry.layout import LAYOUTS
+from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local
 from startrail.ring import RingAttention, pass_on, visible_by_hop
 
@@ -27,7 +28,7 @@ def test_a_plain_ring_is_exact_forward_and_backward(world, causal):
             return torch.cat([x[:, :, start : start + count] for start, count in layout.runs(rank)], 2)
 
         q, k, v = (shard(x).requires_grad_() for x in data.inputs[:3])
-        out = RingAttention.apply(q, k, v, visible_by_hop(layout, causal), pass_on)
+        out = RingAttention.apply(q, k, v, visible_by_hop(layout, Mask(causal)), pass_on)
         results = (out, *torch.autograd.grad(out, (q, k, v), shard(data.inputs[3])))
         return [
             Error.of(mine, shard(data.exact[name]), Floor(*map(shard, data.floor[name])))

@@ -35,6 +35,13 @@ MEMORY = (
     "Each run is one step in new ranks."
 )
 
+SPARSE = (
+    "Times a narrow window, packed documents and a stack of five windowed layers and a full one, next to Ring "
+    "Attention, an all-gather of keys, ring-flash-attn's all-gather for packed documents, DeepSpeed's Ulysses and our "
+    "best plan for dense masks. --pressures: how many times its dense compute Ring Attention communicates. Ends with "
+    "how evenly each layout spreads documents over ranks."
+)
+
 
 def add(commands: Commands) -> None:
     command = add_command(
@@ -65,6 +72,7 @@ def add(commands: Commands) -> None:
     _add_engine(benchmarks)
     _add_train(benchmarks)
     _add_memory(benchmarks)
+    _add_sparse(benchmarks)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,6 +114,16 @@ def _add_memory(benchmarks: Commands) -> None:
     option("--worlds", type=_numbers, default="2,4,8", help="P of the second part (default %(default)s)")
     option("--recipe", default="gpt-tiny", help="(default %(default)s)")
     option("--no-recompute", action="store_true", help="keep all activations")
+
+
+def _add_sparse(benchmarks: Commands) -> None:
+    text = "windows and packed documents on emulated clusters, against the peers"
+    option = _add_benchmark(benchmarks, "sparse", "--shapes 4x8 --pressures 24", text, SPARSE).add_argument
+    option("--shapes", nargs="+", default=["4x8", "8x4"], metavar="NxR", help="nodes x ranks (default 4x8 8x4)")
+    option("--pressures", nargs="+", type=float, default=[24.0, 8.0], help="(default 24 8)")
+    option("--length", type=int, default=4096, help="tokens (default %(default)s)")
+    option("--repeats", type=int, default=5, help="of our sparse plan; the others run once (default %(default)s)")
+    option("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
 
 
 def _add_benchmark(benchmarks: Commands, name: str, example: str, text: str, description: str) -> Parser:

@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 
 def tiles_of(mask: Mask, queries: Runs, keys: Runs, call_cost: int = Costs().call) -> tuple[Tile, ...]:
     """Rectangles of local indices that cover exactly the visible pairs of two shards. Shards are given as runs."""
-    return tuple(_cover(segments_of(mask, queries, keys), call_cost))
+    return cover(segments_of(mask, queries, keys), call_cost)
 
 
 def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
@@ -122,7 +122,7 @@ def _drop_empty_rows(s: Segment) -> Segment | None:
     return s if s.q1 > s.q0 else None
 
 
-def _cover(segments: list[Segment], call_cost: int) -> list[Tile]:
+def cover(segments: list[Segment], call_cost: int = Costs().call) -> tuple[Tile, ...]:
     """Exact tiles for long segments. Adjacent short segments share a masked tile where that is cheaper."""
     tiles: list[Tile] = []
     short: list[Segment] = []
@@ -147,7 +147,7 @@ def _cover(segments: list[Segment], call_cost: int) -> list[Tile]:
                 flush()
             short.append(part)
     flush()
-    return tiles
+    return tuple(tiles)
 
 
 def _short_parts(s: Segment) -> list[Segment]:

@@ -29,6 +29,8 @@ TOKEN_SLACK = 0.014  # how far a rank may exceed the mean
 WORK_SLACK = 0.045
 ROUNDING = 256  # the tokens per rank are rounded up to a multiple of this part of them, so that shapes repeat
 
+MAX_SWAPS = 20_000  # pairs of documents tried to relieve a part
+
 LAYOUT_NAMES = ("zones", *LAYOUTS)
 
 
@@ -105,7 +107,7 @@ def _divide(
 
     First each document goes to the part with the least work, until the rest has next to no work; that rest evens out
     the tokens. A document that fits no part is cut. It adds the same to every part, which leaves less for the whole
-    documents of each; a part that has too much then gives up the smallest document that helps.
+    documents of each; a part that has too much then swaps a document, or gives up the smallest one that helps.
     """
     work = sum(d.tokens**2 for d in documents) / parts
     limits = _Limits(max_tokens, max_work, parts)
@@ -135,10 +137,39 @@ def _divide(
         heapq.heapreplace(by_tokens, (bins[index].tokens, index))
     while too_full := [part for part in bins if part.documents and not limits.allow(part)]:
         part = max(too_full, key=lambda part: (part.work / work, part.tokens))
+        if _swap(part, bins, limits):
+            continue
         excess = max(part.tokens - limits.tokens, (max(part.work - limits.work, 0)) ** 0.5)
         at = next((i for i in reversed(range(len(part.documents))) if part.documents[i].tokens >= excess), 0)
         limits.cut(part.remove(at))
     return limits.documents, [part.documents for part in bins]
+
+
+def _swap(part: _Part, parts: list[_Part], limits: _Limits) -> bool:
+    """Make a part that has too much small enough by moving a document to another, for a smaller one or for none.
+    Returns False if no such pair is found, or there are too many to try."""
+    if len(part.documents) * sum(len(other.documents) for other in parts) > MAX_SWAPS:
+        return False
+    for index, document in enumerate(part.documents):
+        tokens, work = part.tokens - document.tokens, part.work - document.tokens**2
+        for other in parts:
+            if other is part:
+                continue
+            for place, back in enumerate([PackedDocument(0, 0), *other.documents]):
+                more, square = document.tokens - back.tokens, document.tokens**2 - back.tokens**2
+                if (
+                    0 < more <= limits.tokens - other.tokens
+                    and square <= limits.work - other.work
+                    and tokens + back.tokens <= limits.tokens
+                    and work + back.tokens**2 <= limits.work
+                ):
+                    if place:
+                        part.add(other.remove(place - 1))
+                    other.add(part.remove(index))
+                    for changed in (part, other):
+                        changed.documents.sort(reverse=True)
+                    return True
+    return False
 
 
 class _Part:

@@ -34,6 +34,15 @@ def ring_flash_attn() -> tuple[ModuleType, ModuleType]:
 
 
 @cache
+def llama3_flash_attn() -> ModuleType:
+    """ring-flash-attn's all-gather for packed documents."""
+    if find_spec("ring_flash_attn") is None:
+        raise ImportError("ring-flash-attn is not installed (pip install 'startrail[bench]')")
+    ring_flash_attn()
+    return import_module("ring_flash_attn.llama3_flash_attn_varlen")
+
+
+@cache
 def yunchang() -> ModuleType:
     fake_flash_attn.install()
     package = import_module("yunchang")

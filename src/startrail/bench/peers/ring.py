@@ -9,6 +9,7 @@ from torch import Tensor
 
 from startrail import ring
 from startrail.bench.peers.contenders import AttentionRunner
+from startrail.geometry.mask import Mask
 
 
 class TextbookRing(AttentionRunner):
@@ -20,7 +21,7 @@ class TextbookRing(AttentionRunner):
     """
 
     def set_up(self) -> None:
-        self.visible = ring.visible_by_hop(self.layout, self.work.causal)
+        self.visible = ring.visible_by_hop(self.layout, Mask(self.work.causal))
         self.waited = 0.0
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:

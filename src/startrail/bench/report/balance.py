@@ -1,0 +1,68 @@
+"""How evenly packed documents are spread over ranks: zones next to a zigzag over the whole sequence. Calculated."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from startrail.geometry.distributions import DISTRIBUTIONS, document_lengths
+from startrail.geometry.layout import Layout
+from startrail.geometry.mask import Mask
+from startrail.geometry.zones import ZoneLevel, make_layout
+from startrail.routing.route import route_of
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import PASSES
+
+MACHINES = {8: "1x8", 32: "u4/1x8", 64: "u8/1x8"}  # ranks and plan
+TOKENS_PER_RANK = (8192, 32768)
+
+
+def work_by_rank(layout: Layout, documents: Sequence[int]) -> list[int]:
+    """Visible pairs of each rank's queries under a causal mask."""
+    found = [0] * layout.world
+    for rank in range(layout.world):
+        for start, count in layout.runs(rank):
+            while count:
+                document = bisect_right(documents, start) - 1
+                tokens = min(count, documents[document + 1] - start)
+                found[rank] += tokens * (start - documents[document]) + tokens * (tokens + 1) // 2
+                start, count = start + tokens, count - tokens
+    return found
+
+
+def balance_table(kinds: Sequence[str] = tuple(DISTRIBUTIONS)) -> str:
+    """Busiest rank over the mean (work and tokens), padding, and bytes by level per rank, for both layouts."""
+    lines = [
+        "",
+        "balance of packed documents (busiest rank over the mean), and MB sent per rank by level, forward + backward,",
+        "bfloat16, 32:8 heads x 128:",
+        "documents    ranks  tokens layout    work   held  padding  levels",
+    ]
+    for kind in kinds:
+        for ranks, text in MACHINES.items():
+            for per_rank in TOKENS_PER_RANK:
+                documents = [0]
+                for tokens in document_lengths(kind, ranks * per_rank, seed=1):
+                    documents.append(documents[-1] + tokens)
+                for layout in ("zigzag", "zones"):
+                    lines.append(
+                        f"{kind:12s} {ranks:5d} {per_rank:7d} {_line(Plan.parse(text), ranks, documents, layout)}"
+                    )
+    return "\n".join(lines)
+
+
+def _line(plan: Plan, ranks: int, documents: list[int], name: str) -> str:
+    layout = make_layout(name, [ZoneLevel(*level) for level in plan.zone_levels(ranks)], documents)
+    work, mean = work_by_rank(layout, documents), documents[-1] / ranks
+    sizes = Sizes(plan, layout.local, 1, 32, 8, 128, itemsize=2)
+    mask = Mask(causal=True, documents=tuple(documents))
+    sent = [
+        [sum(level) for level in zip(*(route.traffic(p) for p in PASSES for route in routes), strict=True)]
+        for routes in (route_of(plan, layout, rank, mask, sizes, sparse=name == "zones") for rank in range(ranks))
+    ]
+    levels = " ".join(f"{sum(level) / ranks / 1e6:.1f}" for level in zip(*sent, strict=True))
+    return (
+        f"{name:7s} {max(work) * ranks / sum(work):6.2f} {layout.local / mean:6.3f} "
+        f"{layout.local / mean - 1:8.1%}  {levels}"
+    )
