@@ -1,6 +1,5 @@
 import random
 import time
-from bisect import bisect_right
 from itertools import pairwise
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from startrail.geometry.distributions import document_lengths
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
+from startrail.routing.work import work_by_rank
 from startrail.schedule.plan import Plan
 from tests.helpers import FULL
 
@@ -72,19 +72,6 @@ def test_zones_own_every_token_once(text, world):
         assert padding <= max(0.02 * length, sum(map(len, layout.table)))
 
 
-def works(layout, documents):
-    """Visible pairs under a causal mask, by rank."""
-    found = [0] * layout.world
-    for rank in range(layout.world):
-        for start, count in layout.runs(rank):
-            while count:
-                document = bisect_right(documents, start) - 1
-                tokens = min(count, documents[document + 1] - start)
-                found[rank] += tokens * (start - documents[document]) + tokens * (tokens + 1) // 2
-                start, count = start + tokens, count - tokens
-    return found
-
-
 @pytest.mark.parametrize("kind", ["pretraining", "agents"])
 @pytest.mark.parametrize("text, world", [("1x8", 8), ("u4/1x8", 32), ("u8/1x8", 64), ("1x64", 64)])
 def test_zones_balance_work_and_tokens(kind, text, world):
@@ -92,7 +79,7 @@ def test_zones_balance_work_and_tokens(kind, text, world):
         lengths = document_lengths(kind, world * per_rank, seed=1)
         documents = (0, *(sum(lengths[: i + 1]) for i in range(len(lengths))))
         layout = layout_of("zones", text, world, documents)
-        work = works(layout, documents)
+        work = work_by_rank(layout, documents)
         assert sum(work) == sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(documents))
         assert max(work) <= 1.05 * sum(work) / world
         assert layout.local <= 1.02 * per_rank

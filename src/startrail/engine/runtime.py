@@ -37,6 +37,7 @@ from startrail.engine.executor import Executor
 from startrail.engine.op_key import OpKey, SequenceState
 from startrail.engine.part_run import Inputs, PassContext, PassPart
 from startrail.engine.validate import check_tensors, describe_tensor
+from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
@@ -134,13 +135,14 @@ class Runtime:
         if batch_digest != sequence.key.digest:
             sequence.set_key(sequence.key._replace(digest=batch_digest))
 
+    def layout_of(self, boundaries: Boundaries) -> Layout:
+        return make_layout(self.settings.layout, self._zone_levels, boundaries.placement or boundaries.documents)
+
     def _geometry(self, boundaries: Boundaries) -> BatchGeometry:
         """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
         geometry = self._sequences.get(boundaries)
         if geometry is None:
-            documents = boundaries.placement or boundaries.documents
-            layout = make_layout(self.settings.layout, self._zone_levels, documents)
-            self._sequences[boundaries] = geometry = BatchGeometry(self.rank, layout, boundaries)
+            self._sequences[boundaries] = geometry = BatchGeometry(self.rank, self.layout_of(boundaries), boundaries)
         self._recent.append(geometry)
         return geometry
 

@@ -42,7 +42,8 @@ class ZoneRoute:
     zone: Zone
     start: int
     member: int
-    sizes: Sizes  # of the chosen plan, for the zone's tokens
+    plan: Plan  # the plan of the zone's ranks
+    sizes: Sizes  # of the chosen one, for the zone's tokens
     fetches: Fetches | None  # if it is direct
     keep_own: bool  # the forward pass keeps its own inputs for the backward pass
     plan_bytes: ByLevel
@@ -97,7 +98,7 @@ def route_of(
                 of_zone = direct
             else:
                 fetches = None
-        routes.append(ZoneRoute(zone, start, member, of_zone, fetches, keep_own, plan_bytes or (), direct_bytes))
+        routes.append(ZoneRoute(zone, start, member, inner, of_zone, fetches, keep_own, plan_bytes or (), direct_bytes))
     return tuple(routes)
 
 

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from startrail.geometry.distributions import DISTRIBUTIONS, document_lengths
-from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.routing.route import route_of
+from startrail.routing.work import work_by_rank
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 
 MACHINES = {8: "1x8", 32: "u4/1x8", 64: "u8/1x8"}  # ranks and plan
 TOKENS_PER_RANK = (8192, 32768)
-
-
-def work_by_rank(layout: Layout, documents: Sequence[int]) -> list[int]:
-    """Visible pairs of each rank's queries under a causal mask."""
-    found = [0] * layout.world
-    for rank in range(layout.world):
-        for start, count in layout.runs(rank):
-            while count:
-                document = bisect_right(documents, start) - 1
-                tokens = min(count, documents[document + 1] - start)
-                found[rank] += tokens * (start - documents[document]) + tokens * (tokens + 1) // 2
-                start, count = start + tokens, count - tokens
-    return found
 
 
 def balance_table(kinds: Sequence[str] = tuple(DISTRIBUTIONS)) -> str:

@@ -1,0 +1,64 @@
+"""Says which programs a call runs on one rank, and why.
+
+>>> from startrail.geometry.zones import ZoneLevel, make_layout
+>>> plan, documents = Plan.parse("1x2/1x2"), (0, 40, 48, 56, 60, 64, 68, 72)
+>>> layout = make_layout("zones", [ZoneLevel(*level) for level in plan.zone_levels(4)], documents)
+>>> sizes = Sizes(plan, layout.local, batch=1, q_heads=4, kv_heads=4, head_dim=8)
+>>> print(explain(plan, layout, 0, Mask(causal=True, documents=documents), sizes))
+72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
+tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
+10 (56 %)              4      1x2/1x2  0.008 MB, 0.015 MB
+8 (44 %)               1      alone    nothing
+>>> print(explain(plan, layout, 0, Mask(causal=True, window=2, documents=documents), sizes))
+72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
+tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
+10 (56 %)              4      direct   0.000 MB, 0.001 MB; 1x2/1x2 would send 0.008 MB, 0.015 MB
+8 (44 %)               1      alone    nothing
+"""
+
+from __future__ import annotations
+
+from startrail.geometry.layout import Layout
+from startrail.geometry.mask import Mask
+from startrail.routing.route import ByLevel, ZoneRoute, route_of
+from startrail.routing.work import work_by_rank
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
+
+
+def explain(plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, sparse: bool = True) -> str:
+    """A table of this rank's zones. ``mask`` includes documents; ``sizes`` are the plan's for the whole batch."""
+    documents, world = mask.documents or (0, layout.length), layout.world
+    work = work_by_rank(layout, documents)
+    number = len(documents) - 1
+    padding = layout.local * world / layout.length - 1
+    lines = [
+        f"{layout.length:,} tokens in {number:,} document{'s' if number > 1 else ''} on {world} "
+        f"rank{'s' if world > 1 else ''}: {layout.local:,} per rank, {100 * padding:.1f} % padding, busiest rank "
+        f"{max(work) * world / sum(work):.2f} x the mean work if causal",
+        f"{f'tokens of rank {rank}':22s} ranks  runs     sent per rank by level, forward + backward",
+    ]
+    for route in route_of(plan, layout, rank, mask, sizes, sparse):
+        share = f"{route.zone.tokens:,} ({100 * route.zone.tokens / layout.local:.0f} %)"
+        lines.append(f"{share:22s} {route.zone.size:<6d} {_program(route):8s} {_sent(route)}")
+    return "\n".join(lines)
+
+
+def _program(route: ZoneRoute) -> str:
+    return "alone" if route.zone.size == 1 else str(route.chosen)
+
+
+def _sent(route: ZoneRoute) -> str:
+    if route.zone.size == 1:
+        return "nothing"
+    if route.fetches is None:
+        return _megabytes(route, route.plan_bytes)
+    assert route.direct_bytes is not None
+    text = _megabytes(route, route.direct_bytes)
+    if not route.plan_bytes:
+        return text
+    return f"{text}; {route.plan} would send {_megabytes(route, route.plan_bytes)}"
+
+
+def _megabytes(route: ZoneRoute, sent: ByLevel) -> str:
+    return ", ".join(f"{level / route.zone.size / 1e6:.3f} MB" for level in sent)
