@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from startrail._compat import is_gloo_error
+from startrail.comm.waits import describe_waits, published_wait
 
 
 class PeerError(RuntimeError):
@@ -20,11 +21,15 @@ def is_peer_error(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def peer_errors(operation: str) -> Iterator[None]:
-    """Raise ``PeerError`` if a collective of torch's own fails because of a lost peer."""
+def peer_errors(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise ``PeerError`` if a collective of torch's own on ``group`` fails because of a lost peer. It says what the
+    other ranks wait for."""
     try:
-        yield
+        with published_wait(operation):
+            yield
     except RuntimeError as error:
         if isinstance(error, PeerError) or not is_peer_error(error):
             raise
-        raise PeerError(f"{operation}: a rank is gone or late: {str(error).strip().splitlines()[0]}") from error
+        first = str(error).strip().splitlines()[0]
+        others = describe_waits(dist.get_process_group_ranks(group))
+        raise PeerError(f"{operation}: a rank is gone or late: {first} ({others})") from error

@@ -14,42 +14,79 @@ import torch
 from torch import Tensor
 
 from startrail._compat import mark_weakly_dynamic
+from startrail.comm.digest import fold, quick_digest
 from startrail.engine.batch import BatchGeometry, Boundaries
 
 
 class OpKey(NamedTuple):
     """``number``: how many sequences with these boundaries this rank has made, which tells batches that look alike
-    apart. ``digest``: of the batch's ids, 0 if none was taken.
+    apart. ``digest``: of the batch's data, 0 if none was taken. ``ticket``: the state that has the digest of data on a
+    device, 0 if there is none; it means nothing on other ranks.
 
-    >>> key = OpKey(1, 0, Boundaries((0, 5, 9), ((1, 3),)))
+    >>> key = OpKey(1, 0, 0, Boundaries((0, 5, 9), ((1, 3),)))
     >>> OpKey.from_tensor(key.to_tensor()) == key
     True
     """
 
     number: int
     digest: int
+    ticket: int
     boundaries: Boundaries
 
     def to_tensor(self) -> Tensor:
         documents, blocks = self.boundaries.documents, self.boundaries.blocks
-        numbers = (self.number, self.digest, len(documents), *documents, *chain.from_iterable(blocks))
+        numbers = (self.number, self.digest, self.ticket, len(documents), *documents, *chain.from_iterable(blocks))
         return mark_weakly_dynamic(torch.tensor(numbers, device="cpu"), 0)  # batches differ in their documents
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> OpKey:
-        number, digest, count, *ends = tensor.tolist()
+        number, digest, ticket, count, *ends = tensor.tolist()
         blocks = tuple(zip(ends[count::2], ends[count + 1 :: 2], strict=True))
-        return cls(number, digest, Boundaries(tuple(ends[:count]), blocks))
+        return cls(number, digest, ticket, Boundaries(tuple(ends[:count]), blocks))
+
+
+class DataDigest:
+    """The digest of several tensors in order: ``host`` of those on CPUs, ``device`` of the others, which no host has
+    read yet."""
+
+    def __init__(self) -> None:
+        self.count, self.host = 0, 0
+        self.device: Tensor | None = None
+
+    def add(self, x: Tensor, on_host: bool) -> None:
+        self.count += 1
+        if on_host:
+            self.host = fold(self.host, int(quick_digest(x)))
+        else:
+            latest = quick_digest(x)
+            self.device = latest if self.device is None else fold(self.device.to(x.device, non_blocking=True), latest)
 
 
 class SequenceState:
-    """A sequence as its ``Runtime`` knows it. ``op_key`` is its key as the op takes it; ``digested_at`` counts the
-    forward calls before its digest was last taken by the thread that makes the calls."""
+    """A sequence as its ``Runtime`` knows it. ``op_key`` is its key as the op takes it.
 
-    def __init__(self, geometry: BatchGeometry, number: int) -> None:
-        self.geometry, self.digested_at = geometry, -1
-        self.set_key(OpKey(number, 0, geometry.boundaries))
+    ``loaded`` is the digest of what loaders' threads have sharded, ``own`` of what the thread that makes the calls has
+    sharded since its last forward call, of which there were ``digested_at``. ``maker`` is the thread that made this
+    sequence for one batch only, if it is known to.
+    """
 
-    def set_key(self, key: OpKey) -> None:
-        """Makes a new tensor: pending backward passes still hold the old one."""
-        self.key, self.op_key = key, key.to_tensor()
+    def __init__(self, geometry: BatchGeometry, number: int, ticket: int, maker: int | None) -> None:
+        self.geometry, self.ticket, self.maker = geometry, ticket, maker
+        self.digested_at = -1
+        self.loaded, self.own = DataDigest(), DataDigest()
+        self.op_key = OpKey(number, 0, 0, geometry.boundaries).to_tensor()
+
+    @property
+    def device_digest(self) -> Tensor | None:
+        """The digest of data on devices."""
+        loaded, own = self.loaded.device, self.own.device
+        if loaded is None or own is None:
+            return own if loaded is None else loaded
+        return fold(loaded.to(own.device, non_blocking=True), own)
+
+    def update_key(self) -> None:
+        """Put the digests into the key. Makes a new tensor: pending backward passes still hold the old one."""
+        key = self.op_key.clone()
+        key[1] = fold(self.loaded.host, self.own.host)
+        key[2] = 0 if self.device_digest is None else self.ticket
+        self.op_key = mark_weakly_dynamic(key, 0)

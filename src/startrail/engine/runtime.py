@@ -1,9 +1,9 @@
 """The runtime behind the op, one per ``SequenceParallel``. It knows the plan, the ranks and the lanes, makes sure that
 the ranks agree, and hands each pass to the executor.
 
-A call is compared with those of the other ranks only when its signature or its sequence is new. After that a layer pays
-for its kernels and its transfers only. After an error on any rank all ranks raise, and all can continue: their next
-calls are compared as if they were the first.
+A call is compared with those of the other ranks only when its kind or its sequence is new. After that a layer pays for
+its kernels and its transfers only. After an error on any rank all ranks raise, and all can continue: their next calls
+are compared as if they were the first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail._compat import PrefixStore, default_store
-from startrail.comm.consensus import Consensus
+from startrail.comm.consensus import Consensus, RejoinError, rejoining
 from startrail.comm.counters import Counters
-from startrail.comm.digest import digest
+from startrail.comm.digest import fold
 from startrail.comm.lanes import Lanes, call_tag, links_used
 from startrail.comm.ledger import CallLedger, CallRecord, WaitRegistry
+from startrail.comm.process_groups import backend_for
+from startrail.comm.transfers import CallComparison
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
 from startrail.engine.executor import Executor, PassContext
-from startrail.engine.op_key import OpKey, SequenceState
+from startrail.engine.op_key import DataDigest, OpKey, SequenceState
 from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.engine.wire import Wire
 from startrail.geometry.layout import LAYOUTS
@@ -47,7 +49,6 @@ from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
 RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
 PREPARED_CALLS = 64  # kept per sequence
 COUNTERS = 1 << 12  # of sequences made, by a digest of their boundaries
-DEVICE_DIGESTS = 8  # of ids on a device: each makes the host wait
 
 _num_instances: dict[tuple[int, ...], Iterator[int]] = {}  # by the ranks of their group
 
@@ -78,16 +79,21 @@ class Runtime:
         self._sequences: WeakValueDictionary[Boundaries, BatchGeometry] = WeakValueDictionary()
         self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
         self._lock = threading.Lock()
-        self._counts = _no_counts()
+        self._counts = _counters(0)
+        self._bases = _counters(0)  # the first numbers that count, minus 1; below 0 until a call uses such a sequence
+        self._states: WeakValueDictionary[int, SequenceState] = WeakValueDictionary()  # by ticket
+        self._loader = threading.local()  # has_sharded: a thread has, since it made its last sequence
         self._last: tuple[Tensor, BatchGeometry, OpKey] | None = None
+        self._num_made = 0  # sequences
         self._num_started = 0  # sequences since the last error
         self._after_error: int | None = None  # the sequence of that error, until a call succeeds
         register_wait = partial(_register_wait, self._group_name, rank, self.world, self._number + 1)
-        self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call)
+        self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call, ranks)
         self.consensus.watch_waits()
         self._busy = threading.Lock()
-        self._thread, self._num_forwards, self._device_digests = threading.get_ident(), 0, DEVICE_DIGESTS
+        self._thread, self._num_forwards = threading.get_ident(), 0
         self._executor: Executor | None = None
+        self._comparison: CallComparison | None = None
 
     @property
     def _name(self) -> str:
@@ -103,31 +109,38 @@ class Runtime:
     # --- sequences
 
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
+        maker = threading.get_ident() if getattr(self._loader, "has_sharded", False) else None
+        self._loader.has_sharded = False
         with self._lock:  # data loaders make sequences in their own threads
-            index = zlib.crc32(repr(boundaries).encode()) % COUNTERS
+            index = _counter_of(boundaries)
             self._counts[index] += 1
-            return SequenceState(self._geometry(boundaries), self._counts[index])
+            self._num_made += 1
+            state = SequenceState(self._geometry(boundaries), self._counts[index], self._num_made, maker)
+            self._states[self._num_made] = state
+        return state
 
-    def record_digest(self, sequence: SequenceState, ids: Tensor) -> None:
-        """Add a digest of the batch's ids to the sequence's key, so that a rank that skips a batch, or gets another
-        one, finds out at its next call although numbers and shapes match.
+    def record_digest(self, sequence: SequenceState, x: Tensor) -> None:
+        """Add a digest of a tensor that is sharded to its sequence's key, so that a rank that skips a batch, or gets
+        another one, finds out at its next call although numbers and shapes match.
 
-        The first ids count. If a sequence is reused, so do the first ids after each call, but only in the thread that
-        makes the calls: a loader's thread may run further ahead on some ranks than on others.
+        If a sequence is reused, what is sharded after a forward call belongs to another batch. In a loader's thread,
+        which may run further ahead on some ranks than on others, only the first tensor counts then; all do if that
+        thread makes a sequence for each batch.
         """
-        own_thread = threading.get_ident() == self._thread
-        done = sequence.digested_at == self._num_forwards if own_thread else sequence.key.digest != 0
-        if done or self.consensus.ledger is None or ids.device.type == "meta":
+        if self.consensus.ledger is None or x.device.type == "meta" or x.numel() == 0:
             return
-        if ids.device.type != "cpu":
-            if self._device_digests == 0:
+        thread = threading.get_ident()
+        self._loader.has_sharded = True
+        if thread != self._thread:
+            digest = sequence.loaded
+            if digest.count and thread != sequence.maker:
                 return
-            self._device_digests -= 1
-        batch_digest = int(digest(ids)) % 2**32
-        if own_thread:
-            sequence.digested_at = self._num_forwards
-        if batch_digest != sequence.key.digest:
-            sequence.set_key(sequence.key._replace(digest=batch_digest))
+        else:
+            if sequence.digested_at != self._num_forwards:
+                sequence.own, sequence.digested_at = DataDigest(), self._num_forwards
+            digest = sequence.own
+        digest.add(x, is_on_host(x))
+        sequence.update_key()
 
     def _geometry(self, boundaries: Boundaries) -> BatchGeometry:
         """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
@@ -145,6 +158,10 @@ class Runtime:
             key = OpKey.from_tensor(op_key)
             self._num_started += 1
             with self._lock:
+                index = _counter_of(key.boundaries)
+                if self._bases[index] < 0:
+                    self._bases[index] = key.number - 1
+                key = key._replace(number=key.number - self._bases[index])
                 self._last = last = op_key, self._geometry(key.boundaries), key
         return last[1:]
 
@@ -165,6 +182,7 @@ class Runtime:
 
     # --- passes
 
+    @rejoining
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -180,6 +198,7 @@ class Runtime:
                 self._lookup_sequence(op_key)[0].poison_hidden_rows(out, lse)
             return out, lse, kept, torch.tensor(self.consensus.call_id, device="cpu"), context.largest
 
+    @rejoining
     def backward(
         self, dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
         kv_heads: int, head_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
@@ -211,16 +230,23 @@ class Runtime:
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
             yield
+            self._finish_comparison()
             self._after_error = None
         except BaseException as error:
-            self.consensus.abandon(error)
+            # ranks decide themselves where to continue; the note lets them see if they failed in different batches
+            if isinstance(error, RejoinError):
+                self._after_error = error.sequence
+                self.consensus.rejoin(error.epoch)
+            else:
+                self._after_error = self._num_started
+                self.consensus.abandon(error, self._num_started)
+            if self._comparison is not None:
+                self._comparison.abort()
             if self._executor is not None:
                 self._executor.abandon(error)
+            self._comparison = None
             self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
-            # ranks decide themselves where to continue; the note lets them see if they failed in different batches
-            self._after_error, self._num_started = self._num_started, 0
-            with self._lock:
-                self._counts = _no_counts()
+            self._last, self._num_started, self._bases = None, 0, _counters(-1)
             raise
         finally:
             self._busy.release()
@@ -242,16 +268,66 @@ class Runtime:
                 geometry.prepared.clear()
             geometry.prepared[key] = prepared = self._prepare(pass_, q, k, v, geometry, call)
         backward_of = "" if forward is None else ".".join(map(str, forward.tolist()))
-        record = CallRecord(prepared.detail, sequence.number, sequence.digest, backward_of, self._after_error)
-        self.consensus.start(record)
-        keys = prepared.signature, geometry.boundaries
-        if not self.consensus.has_agreed(*keys):
-            self.consensus.compare(keys)
-        tag = call_tag(f"{self.consensus.call_id} {record}")
+        data, device_digest = (sequence.digest, None) if forward is not None else self._data_digest(sequence, q.device)
+        record = CallRecord(prepared.detail, sequence.number, data, backward_of, self._after_error)
+        self.consensus.start(record, device_digest)
+        # without the number of tokens, which may change with the documents
+        kind = (pass_, q.shape[:2], q.shape[3], k.shape[1], v.shape[3], q.dtype, q.device.type, call)
+        is_new = forward is None and self.consensus.is_new(sequence)
+        has_new_boundaries = is_new and self.consensus.is_new(geometry.boundaries)
+        tag = self._agree(kind, is_new)
+        if has_new_boundaries:
+            self._finish_comparison()  # before anything is sent
         max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
         return PassContext(
             prepared.wire, prepared.kept, prepared.kernel, prepared.tiles, prepared.scale, tag, q.device, max_logits
         )
+
+    def _data_digest(self, sequence: OpKey, device: torch.device) -> tuple[int, Tensor | None]:
+        """The digest of a batch's data, and that of data on a device if comparing it makes no host wait."""
+        state = self._states.get(sequence.ticket) if sequence.ticket else None
+        if state is None or (on_device := state.device_digest) is None:
+            return sequence.digest, None
+        if backend_for(device) != "gloo":
+            return sequence.digest, on_device
+        return fold(sequence.digest, int(on_device)), None  # gloo waits for the device with every message as well
+
+    def _agree(self, kind: object, is_new: bool) -> int:
+        """Compare the call that has started with the other ranks: through the store if it is the first of its
+        ``kind``, while it runs if it ``is_new`` in another way. Returns the first tag of its messages."""
+        consensus = self.consensus
+        tag = call_tag(f"{consensus.call_id} {consensus.current.record}")
+        if not consensus.has_agreed(kind):
+            consensus.compare([kind])
+        elif is_new and consensus.ledger is not None:
+            if (executor := self._executor) is None:
+                consensus.compare()
+            elif executor.lanes.has_tags:
+                self._comparison = CallComparison(executor.transfers, tag + 1)
+        return tag
+
+    def _finish_comparison(self) -> None:
+        """At the latest at the end of a pass: it also finds ranks that disagree but send each other nothing."""
+        if self._comparison is not None:
+            self._comparison.finish()
+            self._comparison = None
+
+    @rejoining
+    def agree(self, operation: str, arguments: str, kind: object, op_key: Tensor) -> None:
+        """Raise ``ValueError`` on every rank unless all ranks are about to run a collective of a sequence with the same
+        arguments. Ranks that differ would crash each other, or wait for each other."""
+        if self.consensus.ledger is None:
+            return
+        with self._exclusive_call():
+            geometry, sequence = self._lookup_sequence(op_key)
+            call = f"{operation} of {arguments}, {geometry.boundaries}, plan {self.plan}, {self.settings.layout}"
+            record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
+            self.consensus.start(record)
+            tag = self._agree(kind, True)
+            if self._executor is not None and (monitor := self._executor.monitor) is not None:
+                monitor.begin_pass(tag + 1)
+                if reason := monitor.end_pass():
+                    raise self._executor.transfers.explain_wait(f"rank {self.rank}", operation, RuntimeError(reason))
 
     def _prepare(
         self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, geometry: BatchGeometry, call: AttentionCall
@@ -281,6 +357,7 @@ class Runtime:
         kept = sizes.kept_slices(self._program(pass_).kept)
         return PreparedCall(signature, detail, wire, kept, kernel, tiles, call.scale_for(q.shape[3]))
 
+    @rejoining
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
         call's sequence, if it was made."""
@@ -295,7 +372,7 @@ class Runtime:
 
     def _refuse(self, problem: str) -> NoReturn:
         self.consensus.start(CallRecord(problem=problem))
-        self.consensus.compare(())
+        self.consensus.compare()
         raise AssertionError("ranks with a problem never agree")
 
     def _run(
@@ -316,8 +393,16 @@ class Runtime:
         return executor
 
 
-def _no_counts() -> array[int]:
-    return array("q", bytes(8 * COUNTERS))
+def _counters(value: int) -> array[int]:
+    return array("q", [value]) * COUNTERS
+
+
+def _counter_of(boundaries: Boundaries) -> int:
+    return zlib.crc32(repr(boundaries).encode()) % COUNTERS
+
+
+def is_on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def _register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:
