@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from startrail._compat import mark_weakly_dynamic
-from startrail.comm.digest import fold, quick_digest
+from startrail.comm.digest import fold
 from startrail.engine.batch import BatchGeometry, Boundaries
+from startrail.engine.data_digest import DataDigest
 
 
 class OpKey(NamedTuple):
@@ -43,23 +44,6 @@ class OpKey(NamedTuple):
         number, digest, ticket, count, *ends = tensor.tolist()
         blocks = tuple(zip(ends[count::2], ends[count + 1 :: 2], strict=True))
         return cls(number, digest, ticket, Boundaries(tuple(ends[:count]), blocks))
-
-
-class DataDigest:
-    """The digest of several tensors in order: ``host`` of those on CPUs, ``device`` of the others, which no host has
-    read yet."""
-
-    def __init__(self) -> None:
-        self.count, self.host = 0, 0
-        self.device: Tensor | None = None
-
-    def add(self, x: Tensor, on_host: bool) -> None:
-        self.count += 1
-        if on_host:
-            self.host = fold(self.host, int(quick_digest(x)))
-        else:
-            latest = quick_digest(x)
-            self.device = latest if self.device is None else fold(self.device.to(x.device, non_blocking=True), latest)
 
 
 class SequenceState:

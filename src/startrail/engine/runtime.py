@@ -35,8 +35,9 @@ from startrail.comm.process_groups import backend_for
 from startrail.comm.transfers import CallComparison
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
+from startrail.engine.data_digest import DigestRecorder
 from startrail.engine.executor import Executor, PassContext
-from startrail.engine.op_key import DataDigest, OpKey, SequenceState
+from startrail.engine.op_key import OpKey, SequenceState
 from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.engine.wire import Wire
 from startrail.geometry.layout import LAYOUTS
@@ -82,7 +83,7 @@ class Runtime:
         self._counts = _counters(0)
         self._bases = _counters(0)  # the first numbers that count, minus 1; below 0 until a call uses such a sequence
         self._states: WeakValueDictionary[int, SequenceState] = WeakValueDictionary()  # by ticket
-        self._loader = threading.local()  # has_sharded: a thread has, since it made its last sequence
+        self._digests = DigestRecorder()
         self._last: tuple[Tensor, BatchGeometry, OpKey] | None = None
         self._num_made = 0  # sequences
         self._num_started = 0  # sequences since the last error
@@ -91,7 +92,6 @@ class Runtime:
         self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call, ranks)
         self.consensus.watch_waits()
         self._busy = threading.Lock()
-        self._thread, self._num_forwards = threading.get_ident(), 0
         self._executor: Executor | None = None
         self._comparison: CallComparison | None = None
 
@@ -109,38 +109,19 @@ class Runtime:
     # --- sequences
 
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
-        maker = threading.get_ident() if getattr(self._loader, "has_sharded", False) else None
-        self._loader.has_sharded = False
         with self._lock:  # data loaders make sequences in their own threads
             index = _counter_of(boundaries)
             self._counts[index] += 1
             self._num_made += 1
-            state = SequenceState(self._geometry(boundaries), self._counts[index], self._num_made, maker)
-            self._states[self._num_made] = state
-        return state
+            number, ticket = self._counts[index], self._num_made
+            state = SequenceState(self._geometry(boundaries), number, ticket, self._digests.maker())
+            self._states[ticket] = state
+            return state
 
     def record_digest(self, sequence: SequenceState, x: Tensor) -> None:
-        """Add a digest of a tensor that is sharded to its sequence's key, so that a rank that skips a batch, or gets
-        another one, finds out at its next call although numbers and shapes match.
-
-        If a sequence is reused, what is sharded after a forward call belongs to another batch. In a loader's thread,
-        which may run further ahead on some ranks than on others, only the first tensor counts then; all do if that
-        thread makes a sequence for each batch.
-        """
-        if self.consensus.ledger is None or x.device.type == "meta" or x.numel() == 0:
-            return
-        thread = threading.get_ident()
-        self._loader.has_sharded = True
-        if thread != self._thread:
-            digest = sequence.loaded
-            if digest.count and thread != sequence.maker:
-                return
-        else:
-            if sequence.digested_at != self._num_forwards:
-                sequence.own, sequence.digested_at = DataDigest(), self._num_forwards
-            digest = sequence.own
-        digest.add(x, is_on_host(x))
-        sequence.update_key()
+        """Add a digest of a tensor that is sharded to its sequence's key."""
+        if self.consensus.ledger is not None and x.device.type != "meta" and x.numel():
+            self._digests.record(sequence, x)
 
     def _geometry(self, boundaries: Boundaries) -> BatchGeometry:
         """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
@@ -189,7 +170,7 @@ class Runtime:
         """out, lse, the bytes kept for the backward pass, the call's number, and the largest logits that this rank
         computed."""
         with self._exclusive_call():
-            self._num_forwards += 1
+            self._digests.count_forward()
             context = self._context(FORWARD, q, k, v, op_key, call, None)
             kept = torch.empty(self.kept_bytes(context.wire.sizes), dtype=torch.uint8, device=q.device)
             q, k, v = map(context.wire.rounded, (q, k, v))
@@ -399,10 +380,6 @@ def _counters(value: int) -> array[int]:
 
 def _counter_of(boundaries: Boundaries) -> int:
     return zlib.crc32(repr(boundaries).encode()) % COUNTERS
-
-
-def is_on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu"
 
 
 def _register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:
