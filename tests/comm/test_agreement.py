@@ -168,7 +168,7 @@ def test_ranks_that_disagree_about_a_collective_raise_on_all_ranks_and_go_on(kno
     for texts in run_local(on_rank, 4, deadline=90):
         for (text, seconds), part in zip(texts, parts, strict=True):
             assert text.startswith("ValueError: ranks disagree about one ") and part in text, text
-            assert "ranks 0, 1, 3: " in text and seconds < 10
+            assert "; rank" in text and "rank 2: " in text and seconds < 10
 
 
 def test_ranks_that_disagree_about_losses_or_gradients_raise_on_all_ranks():

@@ -211,8 +211,8 @@ class Consensus:
             self._published = None
 
     def describe_others(self) -> str:
-        """What the other ranks wait for."""
-        return describe_waits(self.ranks)
+        """What the other ranks wait for, in brackets; empty if the call has not waited for long."""
+        return describe_waits(self.ranks, self._started)
 
     def missing_ranks(self) -> str:
         """The ranks that have not started the current call, after one that involves all ranks has failed on all."""
@@ -308,7 +308,7 @@ class _LedgerComparison:
                 seconds = now - start
                 if seconds > ledger.timeout.total_seconds():
                     missing, others = self._missing_ranks(), self.consensus.describe_others()
-                    raise PeerError(f"{missing} did not start {self.call} within {ledger.timeout} ({others})")
+                    raise PeerError(f"{missing} did not start {self.call} within {ledger.timeout}{others}")
                 if pause >= TIMING.longest_poll:
                     self._raise_if_abandoned()
                 if seconds > TIMING.slow_wait:

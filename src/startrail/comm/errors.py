@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,8 +23,9 @@ def is_peer_error(error: RuntimeError) -> bool:
 
 @contextmanager
 def peer_errors(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise ``PeerError`` if a collective of torch's own on ``group`` fails because of a lost peer. It says what the
-    other ranks wait for."""
+    """Raise ``PeerError`` if a collective of torch's own on ``group`` fails because of a lost peer. After a long wait
+    it says what the other ranks wait for."""
+    start = time.monotonic()
     try:
         with published_wait(operation):
             yield
@@ -31,5 +33,5 @@ def peer_errors(operation: str, group: dist.ProcessGroup | None = None) -> Itera
         if isinstance(error, PeerError) or not is_peer_error(error):
             raise
         first = str(error).strip().splitlines()[0]
-        others = describe_waits(dist.get_process_group_ranks(group))
-        raise PeerError(f"{operation}: a rank is gone or late: {first} ({others})") from error
+        others = describe_waits(dist.get_process_group_ranks(group), start)
+        raise PeerError(f"{operation}: a rank is gone or late: {first}{others}") from error

@@ -59,7 +59,7 @@ class TransferContext:
             reason = self.consensus.find_reason()
         if isinstance(reason, ValueError | RejoinError):
             return reason
-        others = "" if reason else f" ({self.consensus.describe_others()})"
+        others = "" if reason else self.consensus.describe_others()
         return PeerError(f"{where}: {operation} failed: {str(reason or error).splitlines()[0]}{others}")
 
 

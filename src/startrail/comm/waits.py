@@ -72,9 +72,11 @@ def published_wait(what: str) -> Iterator[None]:
     wait.end()
 
 
-def describe_waits(ranks: Sequence[int]) -> str:
-    """What the other members of a group wait for; ``ranks`` are the global ranks of all its members. Empty if the store
-    does not answer."""
+def describe_waits(ranks: Sequence[int], since: float) -> str:
+    """What the other members of a group wait for, in brackets; ``ranks`` are the global ranks of all its members. Empty
+    if this rank waits ``since`` a moment ago, or if the store does not answer."""
+    if time.monotonic() - since < TIMING.slow_wait:
+        return ""
     found: dict[str, list[int]] = {}
 
     def read() -> None:
@@ -86,7 +88,8 @@ def describe_waits(ranks: Sequence[int]) -> str:
 
     with contextlib.suppress(RuntimeError, ValueError):
         run_within(TIMING.store_answer, read)
-    return "; ".join(f"{rank_names(places)}: {text}" for text, places in found.items())
+    listed = "; ".join(f"{rank_names(places)}: {text}" for text, places in found.items())
+    return f" ({listed})" if listed else ""
 
 
 def rank_names(ranks: Sequence[int]) -> str:
