@@ -117,6 +117,13 @@ class Sequence:
                 parts.append(x.new_full((*x.shape[:dim], layout.chunk - count, *x.shape[dim + 1 :]), pad_value))
         return torch.cat(parts, dim)
 
+    def identify(self, batch: int) -> None:
+        """Number the batch that the next calls are about. Only for data that is not passed to ``shard``, because each
+        rank reads its own tokens: ranks with different numbers raise at their next call, as they do if they have
+        sharded different data."""
+        if not torch.compiler.is_compiling():
+            self.sp._runtime.record_digest(self._state, torch.tensor([batch]))
+
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, in order and without padding: the inverse of ``shard``.
 
@@ -189,7 +196,8 @@ class Sequence:
         own = x.split(layout.chunk, dim)
         edge = 0 if shift < 0 else layout.chunk - amount  # where the tokens begin that a neighbour needs
         edges = self._all_chunks(torch.cat([part.narrow(dim, edge, amount) for part in own], dim), dim, amount)
-        outside = torch.zeros_like(own[0].narrow(dim, 0, amount))
+        nowhere = torch.ones((), dtype=torch.bool, device=x.device)
+        outside = edges[0].masked_fill(nowhere, 0)  # every rank takes part in the backward pass of the gather
         parts = []
         for chunk, part in zip(layout.chunks[self.sp.rank], own, strict=True):
             neighbour = chunk + (1 if shift < 0 else -1)

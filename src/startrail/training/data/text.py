@@ -110,6 +110,7 @@ class TextData:
             if self._packed:
                 ends = stream.ends_within(start, start + length - 1)
                 sequence = sequence.packed((0, *(end - start for end in ends), length))
+        sequence.identify(index)  # each rank reads its own tokens, so nothing is sharded
         return TextBatch(tokens, labels, int((labels != IGNORE).sum()), sequence)
 
     def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int) -> None:
