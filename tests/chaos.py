@@ -114,6 +114,7 @@ def _ordered(fault: str) -> Callable[[ChaosRun, random.Random], None]:
         step = run.last_step() + chaos_inside.AHEAD
         chaos_inside.order(run.out, fault, rng.randrange(RANKS), step)
         assert eventually(lambda: run.ended() or run.last_step() > step, DEADLINE), f"step {step} is not reached"
+        chaos_inside.cancel(run.out)
 
     return do
 
@@ -172,7 +173,7 @@ LOCAL_FAULTS = (
     *COMMON_FAULTS,
     Fault("a rank is killed", kill_rank, 1, (" was killed by SIGKILL\n", "the same command continues from step")),
     Fault("the launcher is killed", kill_launcher, -signal.SIGKILL),
-    Fault("a rank skips a batch", _ordered("skip"), 1, ("they were given different data",)),
+    Fault("a rank skips a batch", _ordered("skip"), 2, ("they were given different data",)),
     Fault("ranks fail different calls", _ordered("fail")),
     Fault("ranks disagree in collectives", _ordered("disagree")),
 )

@@ -28,6 +28,11 @@ def order(out: Path, fault: str, rank: int, step: int) -> None:
     path.with_suffix(".new").rename(path)
 
 
+def cancel(out: Path) -> None:
+    """A run that continues from a checkpoint may come to that step again."""
+    _path(out).unlink()
+
+
 def _path(out: Path) -> Path:
     return out.with_name(f"{out.name}.order")
 
