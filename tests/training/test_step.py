@@ -66,7 +66,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     nothing: test_launches.py)."""
     from startrail.comm import transfers
     from startrail.engine import batch as engine_batch
-    from startrail.engine import runtime
+    from startrail.engine import op_key, runtime
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
     from startrail.launch.signals import Stop
@@ -74,7 +74,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     from startrail.training import trainer as loop
     from startrail.training.display import Display
 
-    engine = {module.__file__ for module in (cpu, runtime, engine_batch, transfers)}
+    engine = {module.__file__ for module in (cpu, runtime, engine_batch, op_key, transfers)}
 
     def on_rank(rank):
         trainer = Trainer(recipe, CPU, Display(), Stop())
