@@ -3,6 +3,8 @@
 import queue
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import startrail
+from startrail.comm import agreement
 from startrail.comm import process_groups as groups
 from startrail.comm.transfers import CallComparison
 from startrail.engine import data_digest
@@ -279,3 +282,21 @@ def test_what_one_rank_alone_gets_wrong_is_refused_on_all():
         assert blocks.startswith("ValueError: rank 1: blocks must be runs")
         assert dual.startswith("ValueError: rank 1: attention has no forward-mode derivative")
         assert after == "no error"
+
+
+def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):
+    """The comparison would wait for the device: only the first call of a kind is compared there."""
+
+    def on_rank(rank):
+        asked = []
+        monkeypatch.setattr(agreement, "peer_errors", lambda *given: asked.append(given) or nullcontext())
+        gpu = SimpleNamespace(type="cuda")
+        monkeypatch.setattr(torch, "tensor", lambda numbers, device: torch.LongTensor(numbers))
+        for _ in range(3):
+            agreement.agree("sum_gradients", ["(2, 2)"], None, gpu)
+        on_gpu = len(asked)
+        for _ in range(3):
+            agreement.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
+        return on_gpu, len(asked) - on_gpu
+
+    assert run_local(on_rank, 2, deadline=60) == [(1, 3)] * 2

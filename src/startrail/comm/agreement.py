@@ -15,7 +15,7 @@ from startrail.comm.errors import peer_errors
 from startrail.comm.gather import gather_texts
 from startrail.comm.waits import rank_names
 
-_agreed: set[int] = set()  # digests that the ranks of a group have agreed on
+_agreed: set[tuple[int, ...] | None] = set()  # ranks of a group, and a digest that they have agreed on
 
 
 def agree(operation: str, details: list[str], group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -27,15 +27,16 @@ def agree(operation: str, details: list[str], group: dist.ProcessGroup | None, d
         return
     text = "; ".join((operation, *details))
     digest = zlib.crc32(text.encode())
-    known = zlib.crc32(f"{dist.get_process_group_ranks(group)} {digest}".encode())
-    if device.type != "cpu" and known in _agreed:
+    known = None if device.type == "cpu" else (*dist.get_process_group_ranks(group), digest)
+    if known in _agreed:
         return
     extremes = torch.tensor([digest, -digest], device=device)
     with peer_errors(operation, group):
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         low, high = extremes.tolist()
     if low + high == 0:
-        _agreed.add(known)
+        if known is not None:
+            _agreed.add(known)
         return
     raise ValueError(_explain([text.split("; ") for text in gather_texts(text, group, device)]))
 

@@ -311,13 +311,12 @@ class _LedgerComparison:
                     raise PeerError(f"{missing} did not start {self.call} within {ledger.timeout}{others}")
                 if pause >= TIMING.longest_poll:
                     self._raise_if_abandoned()
-                if seconds > TIMING.slow_wait:
-                    published.publish()
-                    if not ledger.matches(key, record):
-                        break  # the missing ranks may be stuck in transfers of another call
+                if seconds > TIMING.slow_wait and not ledger.matches(key, record):
+                    break  # the missing ranks may be stuck in transfers of another call
                 if seconds > TIMING.slow_wait and now - checked_at > TIMING.watch_interval:
                     checked_at = now
                     if registry is None:
+                        published.publish()
                         registry = self.consensus.register_wait(key)
                         stack.callback(registry.leave)
                     elif conflict := registry.find_conflict():

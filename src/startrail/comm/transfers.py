@@ -133,8 +133,9 @@ class CallComparison:
         consensus.begin_wait(self)
         try:
             for group in self._groups:
-                work = self._work or max_over_ranks(group, self.extremes)
-                work.wait()
+                if self._work is None:
+                    self._work = max_over_ranks(group, self.extremes)
+                self._work.wait()
                 self._work = None
                 if lanes.aborted:
                     raise RuntimeError(lanes.aborted)

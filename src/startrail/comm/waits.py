@@ -34,16 +34,20 @@ class PublishedWait:
 
     def publish(self) -> None:
         with self._lock:
-            if not (self._is_published or self._has_ended):
-                self._is_published = True
+            self._is_published = True
+            if not self._has_ended:
                 _store().set(str(dist.get_rank()), f"waiting in {self.what}")
 
     def end(self, failed: bool = False) -> None:
         """After a wait that failed, ranks that fail a moment later can still read what it was for."""
-        with self._lock, contextlib.suppress(RuntimeError, ValueError):  # the store may be gone
-            if self._is_published and not self._has_ended:
-                _store().set(str(dist.get_rank()), f"no longer waiting in {self.what}" if failed else "")
-            self._has_ended = True
+        self._has_ended = True
+        if self._is_published:
+            with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, or hang
+                run_within(TIMING.store_answer, lambda: self._withdraw(failed))
+
+    def _withdraw(self, failed: bool) -> None:
+        with self._lock:  # after a ``publish`` that has begun
+            _store().set(str(dist.get_rank()), f"no longer waiting in {self.what}" if failed else "")
 
 
 class _WatchedWait(PublishedWait):
@@ -53,7 +57,7 @@ class _WatchedWait(PublishedWait):
         watch(self)
 
     def check(self) -> None:
-        if time.monotonic() - self._since > TIMING.slow_wait:
+        if not self._is_published and time.monotonic() - self._since > TIMING.slow_wait:
             self.publish()
 
 
