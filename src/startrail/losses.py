@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.errors import peer_errors
 from startrail.comm.gather import gather_tensors
@@ -178,11 +179,15 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     (4.0, 2.0)
     """
     single = not (dist.is_available() and dist.is_initialized())
+    if not single and not torch.compiler.is_compiling():
+        agree("global_mean", [f"a loss {tuple(loss_sum.shape)} {loss_sum.dtype}"], group, loss_sum.device)
+    if loss_sum.dim():
+        raise ValueError(f"loss_sum must be one number, the sum over this rank's tokens: got {tuple(loss_sum.shape)}")
     new = [] if single else unchecked_parameters(loss_sum)
     numbers = (loss_sum, count, bool(new))
     totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
     if not single:
-        with peer_errors("global_mean"):
+        with peer_errors("global_mean", group):
             dist.all_reduce(totals, group=group)
     everywhere, counted = totals[0], totals[1].clamp(min=1)
     share = loss_sum / counted.to(loss_sum.dtype)
@@ -205,21 +210,28 @@ def gradient_factor(model: torch.nn.Module) -> int:
     return max((x.device_mesh.size() for x in model.parameters() if hasattr(x, "device_mesh")), default=1)
 
 
-@peer_errors("sum_gradients")
 def sum_gradients(
     parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None, check: bool = True
 ) -> None:
     """Replace every gradient with its sum over the ranks of ``group``, in buckets of about 32 MiB.
 
-    A parameter without a gradient contributes zero, since another rank may have one. ``check``: the first two times,
-    make sure that all ranks have the same parameters, and that the gradients have not been reduced already.
+    A parameter without a gradient contributes zero, since another rank may have one. Raises ``ValueError`` on all ranks
+    if they have different numbers or shapes of parameters. ``check``: the first two times, make sure that all ranks
+    have the same parameters, and that the gradients have not been reduced already.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
     parameters = list(parameters)
-    if check and parameters and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS:
-        _num_checks[parameters[0]] += 1
-        _check_gradients(parameters, group)
+    described = [f"{tuple(x.shape)} {x.dtype}{'' if x.requires_grad else ' frozen'}" for x in parameters]
+    agree("sum_gradients", described, group, parameters[0].device if parameters else torch.device("cpu"))
+    with peer_errors("sum_gradients", group):
+        if check and parameters and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS:
+            _num_checks[parameters[0]] += 1
+            _check_gradients(parameters, group)
+        _sum_gradients(parameters, group)
+
+
+def _sum_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
 from startrail.comm.errors import peer_errors
 from startrail.engine.op_key import SequenceState
-from startrail.engine.validate import read_call, read_mask
+from startrail.engine.validate import describe_tensor, read_call, read_mask
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.routing.route import ZoneRoute
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from startrail.parallel import SequenceParallel
-
-ID_DTYPES = (torch.int32, torch.int64)
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -119,11 +117,18 @@ class Sequence:
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
                 f"has {self.length}"
             )
-        if x.dtype in ID_DTYPES and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self.sp._runtime.record_digest(self._state, x)
         places = self._places(x.device)
         own = x.index_select(dim, places.clamp(max=self.length - 1))
         return own.masked_fill(_along(dim, places >= self.length, own), pad_value)
+
+    def identify(self, batch: int) -> None:
+        """Number the batch that the next calls are about. Only for data that is not passed to ``shard``, because each
+        rank reads its own tokens: ranks with different numbers raise at their next call, as they do if they have
+        sharded different data."""
+        if not torch.compiler.is_compiling():
+            self.sp._runtime.record_digest(self._state, torch.tensor([batch]))
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, in order and without padding: the inverse of ``shard``.
@@ -131,6 +136,7 @@ class Sequence:
         Differentiable, as the exact adjoint: a shard's gradient is the sum of all ranks' gradients for it. If every
         rank computes the *same* loss from the result, divide that loss by the number of ranks.
         """
+        self._agree("unshard", x, dim=dim)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(
@@ -140,14 +146,27 @@ class Sequence:
         order = self._state.geometry.token_order().to(x.device)
         return self._gather(x, dim).index_select(dim, order)
 
+    def _agree(self, operation: str, x: object, **arguments: int) -> None:
+        """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments."""
+        if torch.compiler.is_compiling():
+            return
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        text = kind = type(x).__name__
+        if isinstance(x, Tensor):
+            # a rank without gradients would not take part in the backward pass, and the others would wait for it
+            grad = ", with gradients" if torch.is_grad_enabled() and x.requires_grad else ""
+            text, kind = f"{describe_tensor(x)}{grad}", f"{x.dtype} {x.dim()}{grad}"  # without the number of tokens
+        self.sp._runtime.agree(operation, f"{text}, {given}", (operation, given, kind), self._state.op_key)
+
     def _gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks, one after the other."""
         if self.sp.group is None or self.sp.world == 1:
             return x
         gather = gather_shards_autograd if torch.compiler.is_compiling() else _Gathered.apply
-        if x.is_floating_point() or x.is_complex() or x.dtype in ID_DTYPES:
+        if x.is_floating_point() or x.is_complex() or x.dtype in (torch.int32, torch.int64):
             return gather(x.contiguous(), dim, self.sp.group)
-        return gather(x.contiguous().view(torch.uint8), dim, self.sp.group).view(x.dtype)  # gloo has no int16
+        gathered = gather(x.contiguous().view(torch.uint8), dim, self.sp.group)  # gloo has no int16
+        return gathered.contiguous().view(x.dtype)
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
@@ -178,14 +197,17 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
+        self._agree("roll", x, shift=shift, dim=dim)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
         if not (x.is_floating_point() or x.is_complex()) and fill_value != int(fill_value):
             raise ValueError(f"fill_value={fill_value} is not a value of {x.dtype}")
-        offered, sources = self._state.geometry.roll_sources(shift)
-        edges = self._gather(x.index_select(dim, offered.to(x.device)), dim)
-        moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
+        moved = x
+        if shift:
+            offered, sources = self._state.geometry.roll_sources(shift)
+            edges = self._gather(x.index_select(dim, offered.to(x.device)), dim)
+            moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
         return moved.masked_fill(_along(dim, ~self._same_document(shift, x.device), x), fill_value)
 
     def _same_document(self, shift: int, device: torch.device) -> Tensor:
@@ -284,14 +306,13 @@ class Sequence:
         """
         op_key = self._state.op_key
         try:
+            _check_tangents(q, k, v)
             call = read_call(
                 q, k, v, causal=causal, window=window, chunk=chunk, mask=mask,
                 scale=scale, sinks=sinks, softcap=softcap, max_logits=return_largest,
             )  # fmt: skip
         except ValueError as error:
             self.sp._runtime.refuse(str(error), op_key)
-        if not torch.compiler.is_compiling() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
-            raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -307,7 +328,7 @@ class Sequence:
         group, largest = self.sp.group, largest.detach().amax(0)
         if group is None or self.sp.world == 1:
             return largest
-        return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits")
+        return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits", group)
 
 
 class _Gathered(torch.autograd.Function):
@@ -317,21 +338,28 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _wait_for(lambda: gather_shards(x, dim, group), "gathering tokens")
+        return _wait_for(lambda: gather_shards(x, dim, group), "gathering tokens", group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad, what = grad.contiguous(), "the gradient of gathering tokens"
-        return _wait_for(lambda: sum_to_shards(grad, ctx.dim, ctx.group), what), None, None
+        return _wait_for(lambda: sum_to_shards(grad, ctx.dim, ctx.group), what, ctx.group), None, None
 
 
-def _wait_for(collective: Callable[[], Tensor], what: str) -> Tensor:
+def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGroup) -> Tensor:
     """The result of a functional collective. Raises ``PeerError`` that says ``what`` failed if a rank is gone."""
     if torch.compiler.is_compiling():
         return collective()
-    with peer_errors(what):
+    with peer_errors(what, group):
         return collective()
+
+
+def _check_tangents(*tensors: object) -> None:
+    if not torch.compiler.is_compiling() and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise ValueError("attention has no forward-mode derivative: q, k or v is a dual tensor")
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import startrail
 import startrail.engine.batch
+from startrail._compat import PrefixStore
 from startrail.comm.ledger import CallLedger
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
@@ -15,7 +16,7 @@ from tests.helpers import dense, error_of, qkv, tensors, worst
 def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(plan):
     def on_rank(rank):
         asked, tiles = [], []
-        for name in ("write", "matches", "is_complete", "read", "read_failure"):
+        for name in ("write", "matches", "is_complete", "read", "read_failure", "newest_epoch"):
             original = getattr(CallLedger, name)
 
             def counted(self, *arguments, original=original, name=name, **options):
@@ -50,32 +51,36 @@ def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(pl
     for first, again, packed, packed_again, others in run_local(on_rank, 8):
         assert first[0] > 0 and first[1] == first[2] > 0
         assert again == packed_again == (0, 0, 0), "the store is not used, and no tile computed"
-        assert packed[0] > 0 and packed[1] == packed[2] > 0, "new documents: compared once, tiles computed once"
-        assert others[1] == others[2] > 0
+        assert packed[0] == others[0] == 0, "new documents do not use the store either"
+        assert packed[1] == packed[2] > 0 and others[1] == others[2] > 0, "each tile is computed once"
 
 
-def test_a_sequence_is_compared_once_for_all_layers():
+def test_batches_of_other_lengths_and_data_use_no_store():
     def on_rank(rank):
-        writes = []
-        write = CallLedger.write
+        requests = []
+        for name in ("set", "add", "get", "check", "delete_key"):
+            method = getattr(PrefixStore, name)
 
-        def counted(self, *arguments, **options):
-            writes.append(arguments[0])
-            write(self, *arguments, **options)
+            def counted(self, *arguments, name=name, method=method):
+                requests.append((name, *arguments))
+                return method(self, *arguments)
 
-        CallLedger.write = counted
+            setattr(PrefixStore, name, counted)
         sp = startrail.SequenceParallel("u2/1x2")
-        sp.sequence(64).attention(*qkv(16))
-        counts = []
-        for end in (3, 4, 5):
-            writes.clear()
-            sequence = sp.sequence(64, [0, end, 64])
-            for _ in range(4):
-                sequence.attention(*qkv(16))
-            counts.append(len(writes))
-        return counts
+        found = []
+        for length, end in ((64, 64), (64, 3), (72, 9), (80, 80), (64, 64)):
+            requests.clear()
+            sequence = sp.sequence(length, [0, end, length])
+            x = sequence.shard(torch.randn(1, 4, length, 8), 2).requires_grad_()
+            for _ in range(2):
+                sequence.attention(x, x, x).sum().backward()
+            sequence.unshard(x, 2)
+            found.append(list(requests))
+        return found
 
-    assert run_local(on_rank, 4) == [[1, 1, 1]] * 4
+    for first, *others in run_local(on_rank, 4):
+        assert first
+        assert others == [[]] * 4
 
 
 def test_ranks_with_different_documents_raise_before_anything_is_sent():

@@ -229,3 +229,13 @@ def test_slices_that_form_no_staircase_raise_and_name_the_query(slices, message)
 def test_documents_must_end_at_the_length_of_the_sequence():
     with pytest.raises(ValueError, match="documents end at 9, but the sequence has 10 tokens"):
         Mask(documents=(0, 4, 9)).check_length(10)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16, 10**9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_far_wider_than_the_sequence_costs_no_more_than_one_of_its_length(chunk, causal):
+    wide, as_wide = (Mask(causal, window, chunk=chunk) for window in (10**8, 16))
+    for start, stop in ((0, 16), (3, 9)):
+        assert wide.breakpoints(start, stop, (4, 12), 16) <= as_wide.breakpoints(start, stop, (4, 12), 16)
+    runs = ((0, 4), (12, 4))
+    assert segments_of(wide, runs, runs) == segments_of(Mask(causal, chunk=chunk), runs, runs)

@@ -62,10 +62,11 @@ def test_losses_gradients_and_clipping_do_not_synchronize(make, task_of, changes
 
 
 def test_a_step_synchronizes_once(tmp_path, monkeypatch):
-    """Not counted: host tensors of gloo's sums, and what the engine reads from tensors on the CPU (on a GPU it reads
-    nothing: test_launches.py)."""
+    """Not counted: host tensors of gloo's sums, and what the engine and comparisons between ranks read from tensors on
+    the CPU (on a GPU they read nothing: test_launches.py, test_agreement.py)."""
+    from startrail.comm import agreement, transfers
     from startrail.engine import batch as engine_batch
-    from startrail.engine import runtime
+    from startrail.engine import op_key, runtime
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
     from startrail.launch.signals import Stop
@@ -73,7 +74,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     from startrail.training import trainer as loop
     from startrail.training.display import Display
 
-    engine = {module.__file__ for module in (cpu, runtime, engine_batch)}
+    engine = {module.__file__ for module in (cpu, runtime, engine_batch, op_key, agreement, transfers)}
 
     def on_rank(rank):
         trainer = Trainer(recipe, CPU, Display(), Stop())

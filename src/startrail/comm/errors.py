@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from startrail._compat import is_gloo_error
+from startrail.comm.waits import describe_waits, published_wait
 
 
 class PeerError(RuntimeError):
@@ -20,11 +22,16 @@ def is_peer_error(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def peer_errors(operation: str) -> Iterator[None]:
-    """Raise ``PeerError`` if a collective of torch's own fails because of a lost peer."""
+def peer_errors(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise ``PeerError`` if a collective of torch's own on ``group`` fails because of a lost peer. After a long wait
+    it says what the other ranks wait for."""
+    start = time.monotonic()
     try:
-        yield
+        with published_wait(operation):
+            yield
     except RuntimeError as error:
         if isinstance(error, PeerError) or not is_peer_error(error):
             raise
-        raise PeerError(f"{operation}: a rank is gone or late: {str(error).strip().splitlines()[0]}") from error
+        first = str(error).strip().splitlines()[0]
+        others = describe_waits(dist.get_process_group_ranks(group), start)
+        raise PeerError(f"{operation}: a rank is gone or late: {first}{others}") from error

@@ -32,6 +32,6 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None, device: torc
 def gather_tensors(x: Tensor, group: dist.ProcessGroup | None, operation: str) -> list[Tensor]:
     """The tensors of all ranks, which have one shape. ``operation`` names the purpose in a ``PeerError``."""
     gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    with peer_errors(operation):
+    with peer_errors(operation, group):
         dist.all_gather(gathered, x, group=group)
     return gathered

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from startrail import _compat
 from startrail.comm import process_groups
+from startrail.comm.consensus import StartedCall
 from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
 from startrail.schedule.places import Place
@@ -34,8 +35,8 @@ from startrail.schedule.walk import TAGS_PER_PAIR, Message
 def call_tag(signature: str) -> int:
     """The first tag of a call: a digest of everything that its ranks must agree on.
 
-    Ranks that call with other shapes or documents therefore never receive each other's messages. They run into the
-    timeout, which names the peer, instead of crashing or computing nonsense.
+    Ranks that call with other shapes or documents therefore never receive each other's messages, which would crash
+    them or give nonsense. They wait, and the ledger explains why.
     """
     return zlib.crc32(signature.encode()) % 0xFFFFF * TAGS_PER_PAIR  # below process_groups.UNUSED_TAG
 
@@ -63,12 +64,19 @@ def is_done(work: dist.Work) -> bool:
     return True
 
 
-class DigestComparison:
-    """Finds out while a call runs whether all ranks run the same one: an all-reduce of the maxima of ``digest`` and of
-    its negative. On a GPU the host never waits for the result, but reads it at a later call."""
+def max_over_ranks(group: dist.ProcessGroup, numbers: Tensor) -> dist.Work:
+    """Start replacing ``numbers`` with their maxima over the ranks of a lane."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return group.allreduce([numbers], options)
 
-    def __init__(self, work: dist.Work, extremes: Tensor) -> None:
-        self.work, self.extremes = work, extremes
+
+class DigestComparison:
+    """Finds out while a ``call`` runs whether all ranks run the same one: an all-reduce of the maxima of its digest and
+    of the negative. On a GPU the host never waits for the result, but reads it at a later call."""
+
+    def __init__(self, work: dist.Work, extremes: Tensor, call: StartedCall | None) -> None:
+        self.work, self.extremes, self.call = work, extremes, call
         self.posted = time.monotonic()
         self._event: torch.Event | None = None
         self._is_read = False
@@ -195,13 +203,14 @@ class Lanes:
                 f"{str(error).splitlines()[0]}"
             ) from error
 
-    def compare_digest(self, digest: int) -> DigestComparison:
-        """Start comparing a ``digest`` (at least 1) between all ranks."""
+    def compare_digest(self, digest: int, call: StartedCall | None = None) -> DigestComparison:
+        """Start comparing a ``digest`` (at least 1), and that of the call's data on a device, between all ranks."""
         extremes = torch.arange(-digest, digest + 1, 2 * digest, device=self.device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        if call is not None and call.device_digest is not None:
+            data = call.device_digest.to(self.device, non_blocking=True)
+            extremes = extremes + torch.stack((-data, data)) * 2**31
         assert self.all_ranks is not None, "gloo's tags find a mismatch without a comparison"
-        return DigestComparison(self.all_ranks.allreduce([extremes], options), extremes)
+        return DigestComparison(max_over_ranks(self.all_ranks, extremes), extremes, call)
 
     def post(
         self, messages: Sequence[Message], payloads: Sequence[Tensor], first_tag: int,

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from startrail._compat import Store
 from startrail.comm.errors import PeerError
+from startrail.comm.waits import rank_names
 
 _ONE_RANK = 1 << 40  # one more record in a call's counter; its lower bits are the sum of the records' digests
 
 
 class CallRecord(NamedTuple):
-    """Everything that ranks must agree on when they start an attention call, or the ``problem`` that prevents it."""
+    """Everything that ranks must agree on when they start a call, or the ``problem`` that prevents it."""
 
     call: str = ""  # the pass, its tensors and arguments, the plan
     sequence: int = 0  # counts the sequences of this kind
@@ -27,6 +28,7 @@ class CallRecord(NamedTuple):
     backward_of: str = ""  # the forward call
     after_error: int | None = None  # the sequence in which the last call failed
     problem: str | None = None
+    kind: str = "attention call"
 
     def __str__(self) -> str:
         if self.problem is not None:
@@ -60,29 +62,23 @@ def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
     alike = [record for record, rest in zip(records, common, strict=True) if common.count(rest) > 1]
     hints = [hint for field, hint in _HINTS.items() if len({getattr(record, field) for record in alike}) > 1]
     hint = f" ({'; '.join(hints)})" if hints else ""
-    return f"ranks disagree about one attention call{hint}: {listed}"
-
-
-def rank_names(ranks: list[int]) -> str:
-    """
-    >>> rank_names([3]), rank_names([1, 2])
-    ('rank 3', 'ranks 1, 2')
-    """
-    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    kinds = {record.kind for record in records}
+    return f"ranks disagree about one {kinds.pop() if len(kinds) == 1 else 'call'}{hint}: {listed}"
 
 
 class Failure(NamedTuple):
-    """Why a rank abandoned its calls. ``is_mistake``: with wrong arguments, which is a ``ValueError`` on all ranks."""
+    """Why a rank abandoned its calls. ``is_mistake``: with wrong arguments, which is a ``ValueError`` on all ranks.
+    ``sequence``: how many sequences its calls had used since the error before."""
 
     is_mistake: bool
     message: str
+    sequence: int
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Failure:
+    def of(cls, error: BaseException, rank: int, sequence: int) -> Failure:
         if isinstance(error, ValueError | PeerError):
-            return cls(isinstance(error, ValueError), str(error) or type(error).__name__)
-        return cls(False, f"rank {rank} raised {type(error).__name__}: {error}")
+            return cls(isinstance(error, ValueError), str(error) or type(error).__name__, sequence)
+        return cls(False, f"rank {rank} raised {type(error).__name__}: {error}", sequence)
 
     def as_error(self) -> Exception:
         return ValueError(self.message) if self.is_mistake else PeerError(self.message)
@@ -141,16 +137,38 @@ class CallLedger:
                 records.setdefault(record, []).append(rank)
         return records
 
-    def write_failure(self, epoch: int, failure: Failure) -> None:
-        """Tell all ranks why this one abandons an epoch; the first failure counts."""
+    def missing_ranks(self, key: str) -> list[int]:
+        """Ranks that have not written a record of a call: they have not started it, or wait for nothing in it."""
+        return sorted(set(range(self.world)).difference(*self.read(key).values()) - {self.rank})
+
+    # --- epochs
+
+    def newest_epoch(self) -> int:
+        """The number of epochs that ranks have abandoned."""
+        return self.store.add("epoch", 0)
+
+    def abandon(self, epoch: int, failure: Failure, late: list[int]) -> int:
+        """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. The
+        ``late`` ranks, which this one has waited for in vain, may rejoin the others without an error."""
+        if (newest := self.newest_epoch()) > epoch:
+            return newest
         if self.store.add(f"{epoch}/failures", 1) == 1:
+            for rank in late:
+                self.store.set(f"late/{rank}", str(epoch))
             self.store.set(f"{epoch}/failure", json.dumps(failure))
-        for old in ("failures", "failure"):
-            self.store.delete_key(f"{epoch - 2}/{old}")
+            self.store.add("epoch", 1)
+            for old in ("failures", "failure"):
+                self.store.delete_key(f"{epoch - 2}/{old}")
+        return epoch + 1
 
     def read_failure(self, epoch: int) -> Failure | None:
         key = f"{epoch}/failure"
         return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+
+    def was_late(self, epoch: int) -> bool:
+        """True if the others have waited for this rank in vain, in ``epoch`` or later."""
+        key = f"late/{self.rank}"
+        return self.store.check([key]) and int(self.store.get(key)) >= epoch
 
 
 def _digest(record: CallRecord) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.errors import peer_errors
 from startrail.comm.gather import gather_tensors
@@ -32,6 +33,7 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.Proce
     unsharded = [(name, x) for name, x in named if not _is_sharded(x) and x.device.type != "meta"]
     if not unsharded or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
+    agree("comparing parameters", [f"{name} {tuple(x.shape)}" for name, x in unsharded], group, unsharded[0][1].device)
     digests = gather_tensors(torch.stack([digest(x) for _, x in unsharded]), group, "comparing parameters")
     for index, (name, _) in enumerate(unsharded):
         different = [rank for rank, of_rank in enumerate(digests) if of_rank[index] != digests[0][index]]

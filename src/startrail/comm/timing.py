@@ -16,6 +16,7 @@ class Timing:
     reminder: float = 5.0  # before a rank that waits logs what it waits for
     store_answer: float = 2.0  # for a store whose host may hang
     explanation: float = 8.0  # for the ranks of a failed call to store what they called
+    settle: float = 0.3  # for the ranks of a call that has failed on all of them to store their records
     poll: float = 0.001  # between two looks at a store or a work; grows up to longest_poll
     longest_poll: float = 0.05
     # ends

@@ -13,12 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
-from startrail.comm.consensus import Consensus
+from startrail.comm.consensus import Consensus, RejoinError
 from startrail.comm.counters import Counters
 from startrail.comm.errors import PeerError
-from startrail.comm.lanes import DigestComparison, Lanes, is_done
+from startrail.comm.lanes import DigestComparison, Lanes, is_done, max_over_ranks
 from startrail.comm.timing import TIMING
 from startrail.kernels.device import on_device
 from startrail.schedule.program import Program
@@ -45,17 +46,21 @@ class TransferContext:
     counters: Counters
 
     def explain(self, program: Program, step: int, operation: str, error: RuntimeError) -> Exception:
-        """The error to raise for a failed transfer: ranks made different calls, or a peer is gone, failed or late."""
+        """The error to raise for a failed transfer of a pass."""
+        where = f"rank {program.place.rank}, {program.pass_} step {step} of plan {program.plan}"
+        return self.explain_wait(where, operation, error)
+
+    def explain_wait(self, where: str, operation: str, error: RuntimeError) -> Exception:
+        """The error to raise for a failed transfer: ranks made different calls, or a peer is gone, failed or late, or
+        this rank was late itself."""
         reason, end = self.consensus.find_reason(), time.monotonic() + TIMING.explanation
         while reason is None and self.lanes.mismatch and time.monotonic() < end:
             time.sleep(TIMING.longest_poll)  # the other ranks are about to write their records
             reason = self.consensus.find_reason()
-        if isinstance(reason, ValueError):
+        if isinstance(reason, ValueError | RejoinError):
             return reason
-        return PeerError(
-            f"rank {program.place.rank}, {program.pass_} step {step} of plan {program.plan}: "
-            f"{operation} failed: {str(reason or error).splitlines()[0]}"
-        )
+        others = "" if reason else self.consensus.describe_others()
+        return PeerError(f"{where}: {operation} failed: {str(reason or error).splitlines()[0]}{others}")
 
 
 class PendingTransfer:
@@ -90,30 +95,75 @@ class PendingTransfer:
             return
         self._is_waited_for = True
         lanes, consensus, waiting = self.context.lanes, self.context.consensus, self.context.counters.waiting
-        start = waiting.start(lanes.device)
+        start, failed = waiting.start(lanes.device), True
         consensus.begin_wait(self)
         try:
             self.work.wait()
             if lanes.aborted:  # its bytes may be missing, and NCCL's wait would not raise
                 raise RuntimeError(lanes.aborted)
+            failed = False
         except RuntimeError as error:
             raise self.context.explain(self.program, self.step, self._description, error) from error
         finally:
-            consensus.end_wait()
+            consensus.end_wait(failed)
             waiting.stop(start, lanes.device)
+
+
+class CallComparison:
+    """Compares the current call with all ranks without the store, where waits can fail (gloo): an all-reduce of two
+    numbers over every level's lane, one after the other, reaches all ranks. Starting it waits for nothing."""
+
+    def __init__(self, context: TransferContext, digest: int) -> None:
+        self.context, self.call = context, context.consensus.current
+        self.extremes = torch.tensor([-digest, digest])
+        self._groups = [group for group in context.lanes.groups if group is not None]
+        self._work: dist.Work | None = max_over_ranks(self._groups[0], self.extremes)
+
+    def __str__(self) -> str:
+        return f"comparing {self.call} with all ranks"
+
+    def abort(self) -> None:
+        """End it here and at the peers; closing the lanes would wait for it."""
+        if self._work is not None:
+            self.context.lanes.abort("aborted after an error on this or another rank")
+
+    def finish(self) -> None:
+        """Raise ``ValueError`` on every rank unless all ranks have started it with the same digest."""
+        lanes, consensus, failed = self.context.lanes, self.context.consensus, True
+        consensus.begin_wait(self)
+        try:
+            for group in self._groups:
+                if self._work is None:
+                    self._work = max_over_ranks(group, self.extremes)
+                self._work.wait()
+                self._work = None
+                if lanes.aborted:
+                    raise RuntimeError(lanes.aborted)
+            failed = False
+        except RuntimeError as error:
+            explained = self.context.explain_wait(f"rank {lanes.place.rank}", str(self), error)
+            if isinstance(explained, PeerError):
+                explained = PeerError(f"{consensus.missing_ranks()} did not start {self.call}: {explained}")
+            raise explained from error
+        finally:
+            consensus.end_wait(failed)
+        low, high = self.extremes.tolist()
+        if low + high:
+            consensus.compare()
+            raise ValueError(f"ranks disagree about {self.call}")
 
 
 class TransferMonitor:
     """Monitors the pending transfers of lanes whose waits never fail."""
 
     def __init__(self, context: TransferContext) -> None:
-        self.lanes, self.find_reason = context.lanes, context.consensus.find_reason
+        self.lanes, self.consensus = context.lanes, context.consensus
         self.pending: deque[InFlight] = deque()
         self.comparisons: deque[DigestComparison] = deque()
 
     def begin_pass(self, digest: int) -> None:
-        """Start comparing the pass with those of all ranks."""
-        self.comparisons.append(self.lanes.compare_digest(digest))
+        """Start comparing the current call with those of all ranks."""
+        self.comparisons.append(self.lanes.compare_digest(digest, self.consensus.current))
 
     def end_pass(self) -> str | None:
         """The reason why no result of this pass, or of an earlier one, can be trusted, or None."""
@@ -122,9 +172,9 @@ class TransferMonitor:
             self.pending.popleft()
         comparisons = self.comparisons
         while not self.lanes.aborted and comparisons and (mismatch := comparisons[0].is_mismatch()) is not None:
-            comparisons.popleft()
+            comparison = comparisons.popleft()
             if mismatch:
-                self._abort_mismatch()
+                self._abort_mismatch(comparison)
         return self.lanes.aborted
 
     def abandon(self) -> None:
@@ -134,7 +184,9 @@ class TransferMonitor:
         self.pending.clear()
         self.comparisons.clear()
 
-    def _abort_mismatch(self) -> None:
+    def _abort_mismatch(self, comparison: DigestComparison | None = None) -> None:
+        if comparison is not None and comparison.call is not None:
+            self.consensus.suspect(comparison.call)  # this rank may have made later calls already
         self.lanes.abort("ranks made different calls", mismatch=True)
 
     def _is_done(self, transfer: InFlight) -> bool:
@@ -152,8 +204,8 @@ class TransferMonitor:
         if lanes.aborted:
             return
         with on_device(lanes.device):
-            if any(comparison.is_mismatch() for comparison in list(self.comparisons)):
-                self._abort_mismatch()
+            if mismatch := next((each for each in list(self.comparisons) if each.is_mismatch()), None):
+                self._abort_mismatch(mismatch)
                 return
             now = time.monotonic()
             unfinished = [each for each in (*self.pending, *self.comparisons) if not self._is_done(each)]
@@ -161,7 +213,7 @@ class TransferMonitor:
                 return
             if now - oldest.posted > lanes.timeout.total_seconds():
                 lanes.abort(f"{oldest} did not end within {lanes.timeout}")
-            elif isinstance(reason := self.find_reason(), ValueError):
+            elif isinstance(reason := self.consensus.find_reason(), ValueError):
                 self._abort_mismatch()
             elif reason is not None:
                 lanes.abort(str(reason))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.engine.part_run import PassPart
-from startrail.engine.wire import Wire
 from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
@@ -183,12 +182,3 @@ def positions_of(runs: Sequence[tuple[int, int]]) -> Tensor:
     starts, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
     before = counts.cumsum(0) - counts
     return torch.repeat_interleave(starts - before, counts, output_size=total) + torch.arange(total, device="cpu")
-
-
-def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wire:
-    """The pieces of a zone as tensors. Members that split heads sort the tokens of all of them by position."""
-    chunk, places = 1, tuple[tuple[int, ...], ...]()
-    if route.chosen.heads > 1:
-        place = route.chosen.place(route.zone.size, route.member)
-        chunk, places = route.zone.places(place.shard_ranks(place.shard))
-    return Wire(route.sizes, dtype, wire_dtype, chunk, places)

@@ -7,46 +7,80 @@ alive, and may run long after the ``Sequence`` is gone and many others were made
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from startrail._compat import mark_weakly_dynamic
+from startrail.comm.digest import fold
 from startrail.engine.batch import BatchGeometry, Boundaries
+from startrail.engine.data_digest import DataDigest
+
+COUNTERS = 1 << 12
 
 
 class OpKey(NamedTuple):
     """``number``: how many sequences with these boundaries this rank has made, which tells batches that look alike
-    apart. ``digest``: of the batch's ids, 0 if none was taken.
+    apart. ``digest``: of the batch's data, 0 if none was taken. ``ticket``: the state that has the digest of data on a
+    device, 0 if there is none; it means nothing on other ranks.
 
-    >>> key = OpKey(1, 0, Boundaries((0, 5, 9), ((1, 3),)))
+    >>> key = OpKey(1, 0, 0, Boundaries((0, 5, 9), ((1, 3),)))
     >>> OpKey.from_tensor(key.to_tensor()) == key
     True
     """
 
     number: int
     digest: int
+    ticket: int
     boundaries: Boundaries
 
     def to_tensor(self) -> Tensor:
-        numbers = (self.number, self.digest, *self.boundaries.encode())
+        numbers = (self.number, self.digest, self.ticket, *self.boundaries.encode())
         return mark_weakly_dynamic(torch.tensor(numbers, device="cpu"), 0)  # batches differ in their documents
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> OpKey:
-        number, digest, *boundaries = tensor.tolist()
-        return cls(number, digest, Boundaries.decode(boundaries))
+        number, digest, ticket, *boundaries = tensor.tolist()
+        return cls(number, digest, ticket, Boundaries.decode(boundaries))
 
 
 class SequenceState:
-    """A sequence as its ``Runtime`` knows it. ``op_key`` is its key as the op takes it; ``digested_at`` counts the
-    forward calls before its digest was last taken by the thread that makes the calls."""
+    """A sequence as its ``Runtime`` knows it. ``op_key`` is its key as the op takes it.
 
-    def __init__(self, geometry: BatchGeometry, number: int) -> None:
-        self.geometry, self.digested_at = geometry, -1
-        self.set_key(OpKey(number, 0, geometry.boundaries))
+    ``loaded`` is the digest of what loaders' threads have sharded, ``own`` of what the thread that makes the calls has
+    sharded since its last forward call, of which there were ``digested_at``. ``maker`` is the thread that made this
+    sequence for one batch only, if it is known to.
+    """
 
-    def set_key(self, key: OpKey) -> None:
-        """Makes a new tensor: pending backward passes still hold the old one."""
-        self.key, self.op_key = key, key.to_tensor()
+    def __init__(self, geometry: BatchGeometry, number: int, ticket: int, maker: int | None) -> None:
+        self.geometry, self.ticket, self.maker = geometry, ticket, maker
+        self.digested_at = -1
+        self.loaded, self.own = DataDigest(), DataDigest()
+        self.op_key = OpKey(number, 0, 0, geometry.boundaries).to_tensor()
+
+    @property
+    def device_digest(self) -> Tensor | None:
+        """The digest of data on devices."""
+        loaded, own = self.loaded.device, self.own.device
+        if loaded is None or own is None:
+            return own if loaded is None else loaded
+        return fold(loaded.to(own.device, non_blocking=True), own)
+
+    def update_key(self) -> None:
+        """Put the digests into the key. Makes a new tensor: pending backward passes still hold the old one."""
+        key = self.op_key.clone()
+        key[1] = fold(self.loaded.host, self.own.host)
+        key[2] = 0 if self.device_digest is None else self.ticket
+        self.op_key = mark_weakly_dynamic(key, 0)
+
+
+def make_counters(value: int) -> array[int]:
+    """Counters of sequences, by a digest of their boundaries."""
+    return array("q", [value]) * COUNTERS
+
+
+def counter_of(boundaries: Boundaries) -> int:
+    return zlib.crc32(repr(boundaries).encode()) % COUNTERS

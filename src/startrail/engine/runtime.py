@@ -1,9 +1,9 @@
 """The runtime behind the op, one per ``SequenceParallel``. It knows the plan, the ranks and the lanes, makes sure that
 the ranks agree, and hands each pass to the executor.
 
-A call is compared with those of the other ranks only when its signature or its sequence is new. After that a layer pays
-for its kernels and its transfers only. After an error on any rank all ranks raise, and all can continue: their next
-calls are compared as if they were the first.
+A call is compared with those of the other ranks only when its kind or its sequence is new. After that a layer pays for
+its kernels and its transfers only. After an error on any rank all ranks raise, and all can continue: their next calls
+are compared as if they were the first.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
-from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,16 +25,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail._compat import PrefixStore, default_store
-from startrail.comm.consensus import Consensus
+from startrail.comm.consensus import Consensus, RejoinError, rejoining
 from startrail.comm.counters import Counters
-from startrail.comm.digest import digest
+from startrail.comm.digest import fold
 from startrail.comm.lanes import Lanes, call_tag, links_used
 from startrail.comm.ledger import CallLedger, CallRecord, WaitRegistry
-from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall, wire_of
+from startrail.comm.process_groups import backend_for
+from startrail.comm.transfers import CallComparison
+from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
+from startrail.engine.data_digest import DigestRecorder
 from startrail.engine.executor import Executor
-from startrail.engine.op_key import OpKey, SequenceState
-from startrail.engine.part_run import Inputs, PassContext, PassPart
+from startrail.engine.op_key import OpKey, SequenceState, counter_of, make_counters
+from startrail.engine.part_run import Inputs, PassContext
+from startrail.engine.parts import inputs_of, join_parts, make_parts
 from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
@@ -44,15 +47,13 @@ from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
 from startrail.routing.route import ZoneRoute
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import Program, build_program
-from startrail.schedule.sizes import ALIGN, Sizes, aligned
+from startrail.schedule.program import build_program, programs_inside
+from startrail.schedule.sizes import ALIGN, Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
 from startrail.schedule.walk import MAX_PARTS
 
 RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
 PREPARED_CALLS = 64  # kept per sequence
-COUNTERS = 1 << 12  # of sequences made, by a digest of their boundaries
-DEVICE_DIGESTS = 8  # of ids on a device: each makes the host wait
 
 _num_instances: dict[tuple[int, ...], Iterator[int]] = {}  # by the ranks of their group
 
@@ -84,16 +85,20 @@ class Runtime:
         self._sequences: WeakValueDictionary[Boundaries, BatchGeometry] = WeakValueDictionary()
         self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
         self._lock = threading.Lock()
-        self._counts = _no_counts()
+        # bases: the first numbers that count, minus 1; below 0 until a call uses such a sequence
+        self._counts, self._bases = make_counters(0), make_counters(0)
+        self._states: WeakValueDictionary[int, SequenceState] = WeakValueDictionary()  # by ticket
+        self._digests = DigestRecorder()
         self._last: tuple[Tensor, BatchGeometry, OpKey] | None = None
+        self._num_made = 0  # sequences
         self._num_started = 0  # sequences since the last error
         self._after_error: int | None = None  # the sequence of that error, until a call succeeds
         register_wait = partial(_register_wait, self._group_name, rank, self.world, self._number + 1)
-        self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call)
+        self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call, ranks)
         self.consensus.watch_waits()
         self._busy = threading.Lock()
-        self._thread, self._num_forwards, self._device_digests = threading.get_ident(), 0, DEVICE_DIGESTS
         self._executor: Executor | None = None
+        self._comparison: CallComparison | None = None
 
     @property
     def _name(self) -> str:
@@ -110,30 +115,18 @@ class Runtime:
 
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
         with self._lock:  # data loaders make sequences in their own threads
-            index = zlib.crc32(repr(boundaries).encode()) % COUNTERS
+            index = counter_of(boundaries)
             self._counts[index] += 1
-            return SequenceState(self._geometry(boundaries), self._counts[index])
+            self._num_made += 1
+            number, ticket = self._counts[index], self._num_made
+            state = SequenceState(self._geometry(boundaries), number, ticket, self._digests.maker())
+            self._states[ticket] = state
+            return state
 
-    def record_digest(self, sequence: SequenceState, ids: Tensor) -> None:
-        """Add a digest of the batch's ids to the sequence's key, so that a rank that skips a batch, or gets another
-        one, finds out at its next call although numbers and shapes match.
-
-        The first ids count. If a sequence is reused, so do the first ids after each call, but only in the thread that
-        makes the calls: a loader's thread may run further ahead on some ranks than on others.
-        """
-        own_thread = threading.get_ident() == self._thread
-        done = sequence.digested_at == self._num_forwards if own_thread else sequence.key.digest != 0
-        if done or self.consensus.ledger is None or ids.device.type == "meta":
-            return
-        if ids.device.type != "cpu":
-            if self._device_digests == 0:
-                return
-            self._device_digests -= 1
-        batch_digest = int(digest(ids)) % 2**32
-        if own_thread:
-            sequence.digested_at = self._num_forwards
-        if batch_digest != sequence.key.digest:
-            sequence.set_key(sequence.key._replace(digest=batch_digest))
+    def record_digest(self, sequence: SequenceState, x: Tensor) -> None:
+        """Add a digest of a tensor that is sharded to its sequence's key."""
+        if self.consensus.ledger is not None and x.device.type != "meta" and x.numel():
+            self._digests.record(sequence, x)
 
     def layout_of(self, boundaries: Boundaries) -> Layout:
         return make_layout(self.settings.layout, self._zone_levels, boundaries.placement or boundaries.documents)
@@ -153,6 +146,10 @@ class Runtime:
             key = OpKey.from_tensor(op_key)
             self._num_started += 1
             with self._lock:
+                index = counter_of(key.boundaries)
+                if self._bases[index] < 0:
+                    self._bases[index] = key.number - 1
+                key = key._replace(number=key.number - self._bases[index])
                 self._last = last = op_key, self._geometry(key.boundaries), key
         return last[1:]
 
@@ -176,13 +173,14 @@ class Runtime:
 
     # --- passes
 
+    @rejoining
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """out, lse, the bytes kept for the backward pass, the call's number, and the largest logits that this rank
         computed."""
         with self._exclusive_call():
-            self._num_forwards += 1
+            self._digests.count_forward()
             context = self._context(FORWARD, q, k, v, op_key, call, None)
             kept = torch.empty(self.kept_bytes(self.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device)
             results = [part["out"] for part in self._run(context, {"q": (q,), "kv": (k, v)}, kept)]
@@ -190,9 +188,10 @@ class Runtime:
                 geometry, _ = self._lookup_sequence(op_key)
                 for route, (lse, out) in zip(self.routes(geometry, q, k, v, call.mask), results, strict=True):
                     geometry.poison_hidden_rows(route, out, lse)
-            lse, out = _joined(results)
+            lse, out = join_parts(results)
             return out, lse, kept, torch.tensor(self.consensus.call_id, device="cpu"), context.largest
 
+    @rejoining
     def backward(
         self, dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
         kv_heads: int, head_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
@@ -215,7 +214,7 @@ class Runtime:
                 inputs |= {"q": (q,), "kv": (k, v)}
             results = self._run(context, inputs, kept)
             pairs = zip(context.parts, results, strict=True)
-            dq, dk, dv = _joined([(*r["dq"], *part.wire.without_copies(*r["dkv"])) for part, r in pairs])
+            dq, dk, dv = join_parts([(*r["dq"], *part.wire.without_copies(*r["dkv"])) for part, r in pairs])
             return dq, dk, dv
 
     @contextmanager
@@ -226,16 +225,23 @@ class Runtime:
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
             yield
+            self._finish_comparison()
             self._after_error = None
         except BaseException as error:
-            self.consensus.abandon(error)
+            # ranks decide themselves where to continue; the note lets them see if they failed in different batches
+            if isinstance(error, RejoinError):
+                self._after_error = error.sequence
+                self.consensus.rejoin(error.epoch)
+            else:
+                self._after_error = self._num_started
+                self.consensus.abandon(error, self._num_started)
+            if self._comparison is not None:
+                self._comparison.abort()
             if self._executor is not None:
                 self._executor.abandon(error)
+            self._comparison = None
             self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
-            # ranks decide themselves where to continue; the note lets them see if they failed in different batches
-            self._after_error, self._num_started = self._num_started, 0
-            with self._lock:
-                self._counts = _no_counts()
+            self._last, self._num_started, self._bases = None, 0, make_counters(-1)
             raise
         finally:
             self._busy.release()
@@ -257,14 +263,64 @@ class Runtime:
                 geometry.prepared.clear()
             geometry.prepared[key] = prepared = self._prepare(pass_, q, k, v, geometry, call)
         backward_of = "" if forward is None else ".".join(map(str, forward.tolist()))
-        record = CallRecord(prepared.detail, sequence.number, sequence.digest, backward_of, self._after_error)
-        self.consensus.start(record)
-        keys = prepared.signature, geometry.boundaries
-        if not self.consensus.has_agreed(*keys):
-            self.consensus.compare(keys)
-        tag = call_tag(f"{self.consensus.call_id} {record}")
+        data, device_digest = (sequence.digest, None) if forward is not None else self._data_digest(sequence, q.device)
+        record = CallRecord(prepared.detail, sequence.number, data, backward_of, self._after_error)
+        self.consensus.start(record, device_digest)
+        # without the number of tokens, which may change with the documents
+        kind = (pass_, q.shape[:2], q.shape[3], k.shape[1], v.shape[3], q.dtype, q.device.type, call)
+        is_new = forward is None and self.consensus.is_new(sequence)
+        has_new_boundaries = is_new and self.consensus.is_new(geometry.boundaries)
+        tag = self._agree(kind, is_new)
+        if has_new_boundaries:
+            self._finish_comparison()  # before anything is sent
         max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
         return PassContext(prepared.parts, prepared.order, prepared.kernel, prepared.scale, tag, q.device, max_logits)
+
+    def _data_digest(self, sequence: OpKey, device: torch.device) -> tuple[int, Tensor | None]:
+        """The digest of a batch's data, and that of data on a device if comparing it makes no host wait."""
+        state = self._states.get(sequence.ticket) if sequence.ticket else None
+        if state is None or (on_device := state.device_digest) is None:
+            return sequence.digest, None
+        if backend_for(device) != "gloo":
+            return sequence.digest, on_device
+        return fold(sequence.digest, int(on_device)), None  # gloo waits for the device with every message as well
+
+    def _agree(self, kind: object, is_new: bool) -> int:
+        """Compare the call that has started with the other ranks: through the store if it is the first of its
+        ``kind``, while it runs if it ``is_new`` in another way. Returns the first tag of its messages."""
+        consensus = self.consensus
+        tag = call_tag(f"{consensus.call_id} {consensus.current.record}")
+        if not consensus.has_agreed(kind):
+            consensus.compare([kind])
+        elif is_new and consensus.ledger is not None:
+            if (executor := self._executor) is None:
+                consensus.compare()
+            elif executor.lanes.has_tags:
+                self._comparison = CallComparison(executor.transfers, tag + 1)
+        return tag
+
+    def _finish_comparison(self) -> None:
+        """At the latest at the end of a pass: it also finds ranks that disagree but send each other nothing."""
+        if self._comparison is not None:
+            self._comparison.finish()
+            self._comparison = None
+
+    @rejoining
+    def agree(self, operation: str, arguments: str, kind: object, op_key: Tensor) -> None:
+        """Raise ``ValueError`` on every rank unless all ranks are about to run a collective of a sequence with the same
+        arguments. Ranks that differ would crash each other, or wait for each other."""
+        if self.consensus.ledger is None:
+            return
+        with self._exclusive_call():
+            geometry, sequence = self._lookup_sequence(op_key)
+            call = f"{operation} of {arguments}, {geometry.boundaries}, plan {self.plan}, {self.settings.layout}"
+            record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
+            self.consensus.start(record)
+            tag = self._agree(kind, True)
+            if self._executor is not None and (monitor := self._executor.monitor) is not None:
+                monitor.begin_pass(tag + 1)
+                if reason := monitor.end_pass():
+                    raise self._executor.transfers.explain_wait(f"rank {self.rank}", operation, RuntimeError(reason))
 
     def _prepare(
         self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, geometry: BatchGeometry, call: AttentionCall
@@ -286,19 +342,11 @@ class Runtime:
             routes = self.routes(geometry, q, k, v, call.mask)
         except ValueError as error:
             self._refuse(str(error))
-        parts: list[PassPart] = []
-        start = 0  # of the part's kept bytes
-        for route in routes:
-            program, wire = route.program(pass_), wire_of(route, q.dtype, self._wire_dtype(q.dtype))
-            tiles = geometry.tiles(call.mask, kernel.costs, route, program)
-            kept = route.sizes.kept_slices(program.kept, start)
-            start = max((aligned(part.stop) for part in kept.values()), default=start)
-            direct_level = None if route.fetches is None else route.zone.level
-            parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level, {}))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
+        parts = make_parts(geometry, routes, pass_, call.mask, kernel.costs, q.dtype, self._wire_dtype(q.dtype))
         order = run_order([part.program for part in parts])
-        return PreparedCall(signature, detail, tuple(parts), order, kernel, call.scale_for(q.shape[3]))
+        return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))
 
     def routes(
         self, geometry: BatchGeometry, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask
@@ -306,6 +354,7 @@ class Runtime:
         """How a call with such shards and this mask is computed. Raises ``ValueError`` if it cannot be."""
         return geometry.routes(self.plan, mask, self.sizes_of(q, k, v), self.settings.sparse)
 
+    @rejoining
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
         call's sequence, if it was made."""
@@ -320,24 +369,16 @@ class Runtime:
 
     def _refuse(self, problem: str) -> NoReturn:
         self.consensus.start(CallRecord(problem=problem))
-        self.consensus.compare(())
+        self.consensus.compare()
         raise AssertionError("ranks with a problem never agree")
 
     def _run(self, context: PassContext, inputs: Inputs, kept: Tensor) -> list[dict[str, tuple[Tensor, ...]]]:
         """Run a pass on each part's tokens of ``inputs``."""
-        of_parts = []
-        for part in context.parts:
-            wire, tokens = part.wire, part.wire.sizes.local
-            own = {kind: tuple(x.narrow(2, part.start, tokens) for x in xs) for kind, xs in inputs.items()}
-            if "q" in own:
-                q, (k, v) = wire.rounded(own["q"][0]), map(wire.rounded, own["kv"])
-                own |= {"q": (q,), "kv": wire.with_copies(k, v)}
-            of_parts.append(own)
         executor = self.executor_on(context.device)
         for part in context.parts:
             if part.direct_level is not None:
                 executor.lanes.open_direct(part.direct_level)
-        return executor.run(context, of_parts, kept)
+        return executor.run(context, [inputs_of(part, inputs) for part in context.parts], kept)
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
@@ -346,26 +387,10 @@ class Runtime:
             lanes = None
             if self.world > 1:
                 name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
-                programs = [program for pass_ in PASSES for program in self._programs(pass_)]
+                programs = [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, self.rank, pass_)]
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
-
-    def _programs(self, pass_: Pass) -> Iterator[Program]:
-        """This rank's programs of the plan, for all zones that it can be in."""
-        for level, slots in self._zone_levels:
-            if not (plan := self.plan.inside(level)).family.by_mask:
-                first = self.rank // len(slots) * len(slots)
-                yield build_program(plan, len(slots), self.rank - first, pass_, first)
-
-
-def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The results of all tokens from those of each part."""
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
-
-
-def _no_counts() -> array[int]:
-    return array("q", bytes(8 * COUNTERS))
 
 
 def _register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:

@@ -139,14 +139,14 @@ class Mask:
     def breakpoints(self, start: int, stop: int, edges: Iterable[int], end: int) -> set[int]:
         """Queries in (start, stop) at which an end of the visible interval may change its slope: where it reaches one
         of ``edges`` (the ends of the runs of keys) or an end of a document, chunk or block."""
-        window = self.window or 0
+        window = min(self.window or 0, end + 1)  # a wider one reaches beyond the sequence from everywhere
         anchors = {0, end, *edges}
         if self.documents is not None:
             first = max(bisect_left(self.documents, start - window) - 1, 0)
             anchors.update(self.documents[first : bisect_right(self.documents, stop + window) + 1])
         if self.chunk is not None:
             first = max((start - window) // self.chunk, 0)
-            anchors.update(range(first * self.chunk, stop + window + self.chunk + 1, self.chunk))
+            anchors.update(range(first * self.chunk, min(stop + window, end) + self.chunk + 1, self.chunk))
         if self.blocks:
             first = max(bisect_left(self.blocks, (start - window, 0)) - 1, 0)
             for block in self.blocks[first : bisect_right(self.blocks, (stop + window, 0)) + 1]:

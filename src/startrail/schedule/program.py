@@ -117,6 +117,14 @@ def build_direct_program(fetches: Fetches, rank: int, pass_: Pass, first: int = 
     return Program(plan, place, pass_, steps, tuple(inputs), tuple(own if keep_own else ()), first, bundles)
 
 
+def programs_inside(plan: Plan, world: int, rank: int, pass_: Pass) -> Iterator[Program]:
+    """The programs of ``rank`` for all tokens, and for those that it shares with the ranks inside each level."""
+    for level, slots in plan.zone_levels(world):
+        if not (inner := plan.inside(level)).family.by_mask:
+            first = rank // len(slots) * len(slots)
+            yield build_program(inner, len(slots), rank - first, pass_, first)
+
+
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
     """All pieces of a shard of these kinds."""
     return [Piece(kind, shard, group) for group in range(plan.groups) for kind in kinds]

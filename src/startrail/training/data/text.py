@@ -109,6 +109,7 @@ class TextData:
                 ends = stream.ends_within(start, start + length - 1)
                 sequence = sequence.sp.sequence(length, (0, *(end - start for end in ends), length))
             rows.append(self._read(sequence, stream, start))
+        sequence.identify(index)  # each rank reads its own tokens, so nothing is sharded
         tokens, labels = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
         return TextBatch(tokens, labels, int((labels != IGNORE).sum()), sequence)
 

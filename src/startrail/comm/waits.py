@@ -1,0 +1,105 @@
+"""What each rank waits for, written into torch.distributed's store once a wait has become long.
+
+A rank whose wait times out reads what the others wait for: most often two ranks wait for each other in different calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from startrail._compat import PrefixStore, Store, default_store
+from startrail.comm.timing import TIMING
+from startrail.comm.watchdog import run_within, watch
+
+MAX_SHOWN = 256  # ranks whose waits an error describes
+NOWHERE = "waiting in no call of StarTrail"
+
+
+def _store() -> Store:
+    return PrefixStore("startrail/waits", default_store())
+
+
+class PublishedWait:
+    """One long wait of this process that the other ranks can read. ``what`` names the call, such as "unshard"."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._lock = threading.Lock()
+        self._is_published = self._has_ended = False
+
+    def publish(self) -> None:
+        with self._lock:
+            self._is_published = True
+            if not self._has_ended:
+                _store().set(str(dist.get_rank()), f"waiting in {self.what}")
+
+    def end(self, failed: bool = False) -> None:
+        """After a wait that failed, ranks that fail a moment later can still read what it was for."""
+        self._has_ended = True
+        if self._is_published:
+            with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, or hang
+                run_within(TIMING.store_answer, lambda: self._withdraw(failed))
+
+    def _withdraw(self, failed: bool) -> None:
+        with self._lock:  # after a ``publish`` that has begun
+            _store().set(str(dist.get_rank()), f"no longer waiting in {self.what}" if failed else "")
+
+
+class _WatchedWait(PublishedWait):
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._since = time.monotonic()
+        watch(self)
+
+    def check(self) -> None:
+        if not self._is_published and time.monotonic() - self._since > TIMING.slow_wait:
+            self.publish()
+
+
+@contextlib.contextmanager
+def published_wait(what: str) -> Iterator[None]:
+    """Publish what this rank waits for if the block takes long."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        yield
+        return
+    wait = _WatchedWait(what)
+    try:
+        yield
+    except BaseException:
+        wait.end(failed=True)
+        raise
+    wait.end()
+
+
+def describe_waits(ranks: Sequence[int], since: float) -> str:
+    """What the other members of a group wait for, in brackets; ``ranks`` are the global ranks of all its members. Empty
+    if this rank waits ``since`` a moment ago, or if the store does not answer."""
+    if time.monotonic() - since < TIMING.slow_wait:
+        return ""
+    found: dict[str, list[int]] = {}
+
+    def read() -> None:
+        store, own = _store(), dist.get_rank()
+        for place, rank in enumerate(ranks[:MAX_SHOWN]):
+            if rank != own:
+                text = store.get(str(rank)).decode() if store.check([str(rank)]) else ""
+                found.setdefault(text or NOWHERE, []).append(place)
+
+    with contextlib.suppress(RuntimeError, ValueError):
+        run_within(TIMING.store_answer, read)
+    listed = "; ".join(f"{rank_names(places)}: {text}" for text, places in found.items())
+    return f" ({listed})" if listed else ""
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """
+    >>> rank_names([3]), rank_names([1, 2])
+    ('rank 3', 'ranks 1, 2')
+    """
+    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,326 @@
+"""Ranks with different data, different arguments of a collective, or different collectives raise, and none crashes."""
+
+import queue
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import startrail
+from startrail.comm import agreement
+from startrail.comm import process_groups as groups
+from startrail.comm.transfers import CallComparison
+from startrail.engine import data_digest
+from startrail.launch.local import run_local
+from tests import like_nccl
+from tests.helpers import error_of, qkv
+
+DIFFERENT_DATA = "they were given different data: all must shard the same batches"
+
+
+def first_error(rank, sp, shard, skipped, reused=False):
+    """The batch at which a rank that skips some finds out, and how; ``shard`` prepares a batch."""
+    shared = sp.sequence(32)
+    for batch in range(4):
+        if (rank, batch) not in skipped:  # a skipped batch makes no sequence either
+            sequence = shared if reused else sp.sequence(32)
+            shard(sequence, batch)
+            text = error_of(lambda sequence=sequence: sequence.attention(*qkv()))
+            if text != "no error":
+                return batch, text
+    return None, "no error"
+
+
+def shard_floats(sequence, batch):
+    """Patches of an image, as a DiT has them: no ids, and not contiguous."""
+    data = torch.randn(32, 1, 4, generator=torch.Generator().manual_seed(batch))
+    sequence.shard(data.transpose(0, 1), 1)
+
+
+def shard_positions_first(sequence, batch):
+    sequence.shard(torch.arange(32), 0)
+    sequence.shard((torch.arange(32) * 7 + batch) % 32, 0)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("backend", ["gloo", like_nccl.NAME])
+def test_a_skipped_batch_raises_whatever_is_sharded(backend, on_host, monkeypatch):
+    """``on_host=False``: as if the data were on a GPU, where no host reads its digest before ranks disagree."""
+    if backend == like_nccl.NAME:
+        like_nccl.register()
+        monkeypatch.setattr(groups, "backend_for", lambda device: backend)
+        monkeypatch.setattr("startrail.engine.runtime.backend_for", lambda device: backend)
+    monkeypatch.setattr(data_digest, "is_on_host", lambda x: on_host)
+
+    def on_rank(rank):
+        results = []
+        for shard in (shard_floats, shard_positions_first):
+            for reused in (False, True):
+                sp = startrail.SequenceParallel("1x2", timeout=30)
+                results.append(first_error(rank, sp, shard, {(1, 1)}, reused))
+                dist.barrier()
+        results.append(first_error(rank, startrail.SequenceParallel("1x2", timeout=30), shard_floats, {(0, 2), (1, 2)}))
+        return results
+
+    for rank, (*skipped, correct) in enumerate(run_local(on_rank, 2, deadline=90)):
+        for batch, text in skipped:
+            assert batch == 1 + rank and text.startswith("ValueError: ranks disagree") and DIFFERENT_DATA in text, text
+        assert correct == (None, "no error")
+
+
+def test_digests_on_a_device_are_not_read_by_the_host(monkeypatch):
+    """On a GPU, reading one would wait for the device."""
+    like_nccl.register()
+    monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
+    monkeypatch.setattr("startrail.engine.runtime.backend_for", lambda device: like_nccl.NAME)
+    monkeypatch.setattr(data_digest, "is_on_host", lambda x: False)
+
+    def on_rank(rank):
+        sp, digests = startrail.SequenceParallel("1x2", timeout=30), []
+
+        class Unread(torch.Tensor):
+            def __int__(self):
+                raise AssertionError("the host has read a digest")
+
+            item = __index__ = __int__  # the result of a comparison is read by tolist, when it is there
+
+        quick_digest = data_digest.quick_digest
+        data_digest.quick_digest = lambda x: digests.append(quick_digest(x).as_subclass(Unread)) or digests[-1]
+        return [first_error(rank, sp, shard_positions_first, set()), len(digests)]
+
+    assert run_local(on_rank, 2, deadline=60) == [[(None, "no error"), 8]] * 2
+
+
+def load(rank, sp, wrong, fresh):
+    """A loader's thread that is further ahead on rank 1, and shards positions first; rank 1 gets a ``wrong`` batch."""
+    ready, texts, shared = queue.Queue(maxsize=1 + 3 * rank), [], sp.sequence(32)
+
+    def run():
+        for batch in range(5):
+            sequence = sp.sequence(32) if fresh else shared
+            shard_positions_first(sequence, 9 if (rank, batch) == (1, wrong) else batch)
+            ready.put(sequence)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(5):
+        sequence = ready.get()
+        texts += [error_of(lambda sequence=sequence: sequence.attention(*qkv())) for _ in range(2)]
+    thread.join()
+    return texts
+
+
+def test_loader_threads_count_all_tensors_of_a_batch_and_may_be_ahead():
+    def on_rank(rank):
+        results = []
+        for wrong, fresh in ((None, True), (None, False), (2, True)):
+            results.append(load(rank, startrail.SequenceParallel("1x2", timeout=30), wrong, fresh))
+            dist.barrier()
+        return results
+
+    for fresh, reused, wrong in run_local(on_rank, 2, deadline=60):
+        assert fresh == reused == ["no error"] * 10
+        assert wrong[:4] == ["no error"] * 4 and DIFFERENT_DATA in wrong[4], wrong
+        assert wrong[6:] == ["no error"] * 4
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_ranks_that_disagree_about_a_collective_raise_on_all_ranks_and_go_on(known):
+    """gloo would end the process. ``known``: each rank's call has been agreed on before."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/1x2", timeout=30)
+        sequence, odd, texts = sp.sequence(32), rank == 2, []
+        x = torch.ones(2, 8, 3)
+        calls = [
+            (lambda: sequence.unshard(x, 1), lambda: sequence.unshard(torch.ones(2, 8, 4), 1)),
+            (lambda: sequence.unshard(x, 1), lambda: sequence.unshard(x.double(), 1)),
+            (lambda: sequence.unshard(x, 1), lambda: sequence.unshard(torch.ones(2, 7, 3), 1)),
+            (lambda: sequence.roll(x, -1, 1), lambda: sequence.roll(x, 1, 1)),
+            (lambda: sequence.roll(x, -1, 1), lambda: sequence.roll(torch.ones(1, 8, 3), -1, 1)),
+            (lambda: sequence.unshard(x, 1), lambda: sequence.roll(x, -1, 1)),
+            (lambda: sequence.unshard(x, 1), lambda: sequence.attention(*qkv(8))),
+            (lambda: sequence.unshard(x, 1), lambda: sequence.unshard([1, 2], 1)),
+        ]
+        for usual, other in calls:
+            if known:
+                sequence.attention(*qkv(8))
+                error_of(usual)
+                error_of(other)
+            start = time.monotonic()
+            texts.append((error_of(other if odd else usual), time.monotonic() - start))
+            whole = sequence.unshard(torch.full((8,), float(rank)), 0)
+            assert sorted(whole.tolist()) == sorted(8 * [0.0, 1.0, 2.0, 3.0]), "all ranks can go on"
+        return texts
+
+    parts = [
+        "(2, 8, 4) float32",
+        "float64",
+        "(2, 7, 3)",
+        "shift=1",
+        "(1, 8, 3)",
+        "rank 2: roll",
+        "rank 2: forward",
+        "list",
+    ]
+    for texts in run_local(on_rank, 4, deadline=90):
+        for (text, seconds), part in zip(texts, parts, strict=True):
+            assert text.startswith("ValueError: ranks disagree about one ") and part in text, text
+            assert "; rank" in text and "rank 2: " in text and seconds < 10
+
+
+def test_ranks_that_disagree_about_losses_or_gradients_raise_on_all_ranks():
+    def on_rank(rank):
+        torch.manual_seed(0)
+
+        def model(*widths):
+            return nn.Sequential(*(nn.Linear(2, width) for width in widths))
+
+        def sum_gradients(*widths, dtype=torch.float32, **options):
+            startrail.sum_gradients(model(*widths).to(dtype).parameters(), **options)
+
+        frozen = model(2, 2)
+        frozen[0].bias.requires_grad_(rank != 1)
+        one, pair = torch.ones(()), torch.ones(2)
+        return [
+            error_of(lambda: sum_gradients(*(2, 2, 2)[: 3 - (rank == 1)], check=False)),
+            error_of(lambda: sum_gradients(2, 3 if rank == 1 else 2)),
+            error_of(lambda: sum_gradients(2, dtype=torch.float64 if rank == 1 else torch.float32)),
+            error_of(lambda: startrail.sum_gradients(frozen.parameters(), check=False)),
+            error_of(lambda: startrail.global_mean(pair if rank == 1 else one, 1)),
+            error_of(lambda: startrail.global_mean(one, 1) if rank == 1 else sum_gradients(2)),
+            error_of(lambda: startrail.global_mean(pair, 1)),
+            error_of(lambda: startrail.global_mean(torch.tensor(6.0), 1)),
+        ]
+
+    for count, shape, dtype, frozen, loss, call, not_one, right in run_local(on_rank, 3, deadline=60):
+        start = "ValueError: ranks disagree about "
+        assert count == f"{start}sum_gradients: ranks 0, 2: 5 of 6 is (2, 2) torch.float32; rank 1: 4 in all"
+        assert shape.startswith(f"{start}sum_gradients: ranks 0, 2: 3 of 4 is (2, 2)") and "3 of 4 is (3, 2)" in shape
+        assert (
+            "rank 1: 1 of 2 is (2, 2) torch.float64" in dtype
+            and "rank 1: 2 of 4 is (2,) torch.float32 frozen" in frozen
+        )
+        assert (
+            loss == f"{start}global_mean: ranks 0, 2: 1 of 1 is a loss () torch.float32; rank 1: "
+            "1 of 1 is a loss (2,) torch.float32"
+        )
+        assert call == f"{start}one call: ranks 0, 2: sum_gradients; rank 1: global_mean"
+        assert not_one.startswith("ValueError: loss_sum must be one number") and right == "no error"
+
+
+def test_a_timeout_says_what_every_rank_waits_for():
+    """A collective that one rank skips, and two instances that ranks call in different orders."""
+
+    def on_rank(rank):
+        first, second = (startrail.SequenceParallel("1x3", timeout=2) for _ in range(2))
+        a, b, x = first.sequence(24), second.sequence(24), torch.ones(8)
+        for sequence in (a, b):
+            sequence.attention(*qkv(8))
+        dist.barrier()
+        if rank == 1:  # skips unshard, and waits for the others elsewhere
+            skipped = error_of(lambda: startrail.global_mean(x.sum(), 8))
+        else:
+            skipped = error_of(lambda: a.unshard(x, 0))
+            time.sleep(1.5)  # until rank 1 has timed out
+        order = error_of(lambda: (b if rank == 1 else a).attention(*qkv(8)))
+        return skipped, order
+
+    for rank, (skipped, order) in enumerate(run_local(on_rank, 3, deadline=60, timeout=3)):
+        assert skipped.startswith("PeerError: ") and order.startswith("PeerError: "), (skipped, order)
+        if rank == 1:
+            assert "global_mean: a rank is gone or late" in skipped
+            assert "ranks 0, 2: no longer waiting in unshard 2 (unshard of (8,) float32 cpu, dim=0" in skipped
+            assert "ranks 0, 2: " in order and "waiting in attention call 1 (forward" in order, order
+        else:
+            assert "rank 1 did not start unshard 2 (" in skipped and "rank 1: waiting in global_mean" in skipped
+            assert "rank 1: " in order and "waiting in attention call 2 (forward" in order, order
+
+
+def test_ranks_that_send_each_other_nothing_find_a_difference_as_well():
+    """Whichever rank differs, at whichever level: packed documents may need no message between some ranks."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/1x2", timeout=30)
+        sp.sequence(32).attention(*qkv(8))
+        transfers = sp._runtime.executor_on(torch.device("cpu")).transfers
+        return [error_of(CallComparison(transfers, 7 + (rank == odd)).finish) for odd in (*range(4), None)]
+
+    for *different, same in run_local(on_rank, 4, deadline=60):
+        assert all(text.startswith("ValueError: ranks disagree about attention call 1") for text in different)
+        assert same == "no error"
+
+
+@pytest.mark.parametrize("layout", ["zones", "zigzag", "contiguous"])
+def test_collectives_with_gradients_on_some_ranks_only_raise_on_all(layout):
+    """The others would wait for these ranks in the backward pass. With gradients everywhere, all ranks take part in
+    it, also those whose tokens need nothing from others."""
+
+    def on_rank(rank):
+        sequence = startrail.SequenceParallel("1x2", layout=layout, timeout=20).sequence(16, (0, 9, 16))
+        errors, gradients = [], []
+        for move in (lambda x: sequence.unshard(x, 0), lambda x: sequence.roll(x, -1, 0)):
+            x = torch.randn(sequence.local, requires_grad=rank == 0)
+            errors.append(error_of(lambda: move(x)))  # noqa: B023
+            dist.barrier()
+            x = torch.randn(sequence.local, requires_grad=True)
+            out = move(x)
+            gradients.append(torch.autograd.grad(out, x, torch.ones_like(out))[0])
+        return errors, [tuple(gradient.shape) for gradient in gradients], sequence.local
+
+    for errors, shapes, local in run_local(on_rank, 2):
+        assert all(text.startswith("ValueError: ranks disagree") and "with gradients" in text for text in errors), (
+            errors
+        )
+        assert shapes == [(local,)] * 2
+
+
+def test_what_one_rank_alone_gets_wrong_is_refused_on_all():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        sequence, odd = sp.sequence(32), rank == 1
+        q, k, v = qkv()
+
+        def attend(x):
+            return sequence.attention(x, k, v)
+
+        texts = [
+            error_of(lambda: sequence.attention(q, k, v, window=0 if odd else 4)),
+            error_of(lambda: sequence.attention(q, k, v, chunk=-1 if odd else 4)),
+            error_of(lambda: sp.sequence(32, blocks=[(3, 1)] if odd else None).attention(q, k, v)),
+        ]
+        sequence.attention(q, k, v)
+        texts.append(error_of(lambda: sequence.attention(q, k, v, window=0 if odd else None)))
+        texts.append(error_of(lambda: torch.func.jvp(attend, (q,), (q,)) if odd else attend(q)))
+        return texts, error_of(lambda: sequence.attention(q, k, v))
+
+    for (window, chunk, blocks, later, dual), after in run_local(on_rank, 2, deadline=60):
+        for text in (window, later):
+            assert text == "ValueError: rank 1: window=0 must be at least 1 (with 1, each token sees only itself)"
+        assert chunk == "ValueError: rank 1: chunk=-1 must be at least 1 token"
+        assert blocks.startswith("ValueError: rank 1: blocks must be runs")
+        assert dual.startswith("ValueError: rank 1: attention has no forward-mode derivative")
+        assert after == "no error"
+
+
+def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):
+    """The comparison would wait for the device: only the first call of a kind is compared there."""
+
+    def on_rank(rank):
+        asked = []
+        monkeypatch.setattr(agreement, "peer_errors", lambda *given: asked.append(given) or nullcontext())
+        gpu = SimpleNamespace(type="cuda")
+        monkeypatch.setattr(torch, "tensor", lambda numbers, device: torch.LongTensor(numbers))
+        for _ in range(3):
+            agreement.agree("sum_gradients", ["(2, 2)"], None, gpu)
+        on_gpu = len(asked)
+        for _ in range(3):
+            agreement.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
+        return on_gpu, len(asked) - on_gpu
+
+    assert run_local(on_rank, 2, deadline=60) == [(1, 3)] * 2
