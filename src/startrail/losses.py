@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -54,6 +55,11 @@ def chunked_cross_entropy(
     >>> hidden.grad.tolist()                         # probabilities (0.5, 0.5) minus the label; zero if ignored
     [[-0.5, 0.5], [0.5, -0.5], [0.0, 0.0]]
     """
+    if has_torch_function((hidden, weight, labels)):  # so that a TorchFunctionMode sees it as one function
+        options = dict(chunk=chunk, ignore_index=ignore_index)
+        return handle_torch_function(  # type: ignore[no-any-return]
+            chunked_cross_entropy, (hidden, weight, labels), hidden, weight, labels, **options
+        )
     if chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
