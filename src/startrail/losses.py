@@ -57,9 +57,7 @@ def chunked_cross_entropy(
     """
     if has_torch_function((hidden, weight, labels)):  # so that a TorchFunctionMode sees it as one function
         options = dict(chunk=chunk, ignore_index=ignore_index)
-        return handle_torch_function(  # type: ignore[no-any-return]
-            chunked_cross_entropy, (hidden, weight, labels), hidden, weight, labels, **options
-        )
+        return handle_torch_function(chunked_cross_entropy, (hidden, weight, labels), hidden, weight, labels, **options)
     if chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:

@@ -4,6 +4,12 @@ import torch
 
 from startrail.diagnostics.verify import Verdict, judge, run_alone, run_rank
 from startrail.launch.local import run_local
+from tests.helpers import FULL
+
+
+def some_of(setups):
+    """Every third of them; with make test-all, every one."""
+    return list(setups)[:: 1 if FULL else 3]
 
 
 def verdicts_of(makes, ranks=4):

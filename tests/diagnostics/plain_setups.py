@@ -171,9 +171,7 @@ def _loss(wrapped: Any, model: Any, ids: Tensor, sp: Any, options: Options, coun
             total, _ = chunked_cross_entropy(hidden, model.head.weight, labels, chunk=8)
         else:
             logits = wrapped(own, positions, attend)
-            total = F.cross_entropy(
-                logits.flatten(0, 1).to(precise(logits)), labels.flatten(), reduction="sum"
-            )
+            total = F.cross_entropy(logits.flatten(0, 1).to(precise(logits)), labels.flatten(), reduction="sum")
     if count is not None:
         loss = total / count
         return loss + (startrail.global_mean(total.detach(), count, sp.group) * sp.world - loss).detach()
@@ -296,7 +294,7 @@ FAULTS: dict[str, tuple[Make, str]] = {
         of(dict(labels="lost"), alone=True, chunked=True, net=dict(tied=True)), "labels are lost at the edges of shards"
     ),
     "mean of means": (of(dict(mean="ranks")), "losses are averaged on each rank"),
-    "averaged": (of(dict(wrap="averaged"), prepare=without_sinks), "gradients are 1/4 of one process's: they are averaged over ranks"),
+    "averaged": (of(dict(wrap="averaged"), prepare=without_sinks), "gradients are 1/4 of one process's: they are"),
     "summed twice": (of(dict(factor=4.0)), "gradients are 4 times one process's: they are summed twice"),
     "other factor": (of(dict(factor=1.01)), "gradients are 1.01 times one process's"),
     "never summed": (of(dict(sum=False)), "gradients are not summed over ranks"),
@@ -312,7 +310,7 @@ FAULTS: dict[str, tuple[Make, str]] = {
         of(dict(before=lambda model: model.eval()), net=dict(dropout=0.2)),
         "the model is in eval mode on ranks, and in training mode on one process",
     ),
-    "small gradient lost": (of(dict(after=scale_gradient(SMALL, 0.0))), "gradient of gain is lost: it is zero on ranks"),
+    "small gradient lost": (of(dict(after=scale_gradient(SMALL, 0.0))), "gradient of gain is lost: it is zero on"),
     "small gradient doubled": (of(dict(after=scale_gradient(SMALL, 2.0))), "gradient of gain is 2 times one process's"),
     "cleared": (of(dict(after=lambda model: model.zero_grad())), "all gradients are zero or None on ranks"),
     "no labels on a rank": (of(dict(mean="nan")), "are infinite or NaN on ranks"),
@@ -329,22 +327,22 @@ RETRIED: dict[str, tuple[Make, str]] = {
     "dropout": (of(net=dict(dropout=0.2)), "dropout differs"),
 }
 RIGHT: dict[str, Make] = {
-    "plain": of(length=37),
     "no reference": of(length=37, alone=True),
-    "bfloat16": of(dtype=torch.bfloat16),
-    "autocast": of(autocast=True, window=9),
-    "autocast on ranks": of(dict(autocast=True)),
+    "plain": of(length=37),
     "float64": of(dtype=torch.float64),
-    "frozen": of(prepare=freeze),
-    "tied": of(net=dict(tied=True)),
-    "accumulation": of(dict(parts=2)),
-    "checkpointing": of(net=dict(checkpoint=True), window=7),
-    "ddp": of(dict(wrap="ddp"), prepare=without_sinks),
-    "fsdp": of(dict(wrap="fsdp")),
-    "documents": of(documents=PACKED, window=7),
-    "sinks": of(alone=True, sinks=True, softcap=2.0),
+    "bfloat16": of(dtype=torch.bfloat16),
     "share of the loss": of(dict(mean="share")),
     "a number": of(dict(returned=float)),
-    "chunked": of(dict(chunked=True), net=dict(tied=True)),
+    "autocast": of(autocast=True, window=9),
+    "autocast on ranks": of(dict(autocast=True)),
+    "tied": of(net=dict(tied=True)),
+    "checkpointing": of(net=dict(checkpoint=True), window=7),
+    "frozen": of(prepare=freeze),
     "table": of(net=dict(table=True)),
-}  # fmt: skip
+    "fsdp": of(dict(wrap="fsdp")),
+    "ddp": of(dict(wrap="ddp"), prepare=without_sinks),
+    "documents": of(documents=PACKED, window=7),
+    "accumulation": of(dict(parts=2)),
+    "sinks": of(alone=True, sinks=True, softcap=2.0),
+    "chunked": of(dict(chunked=True), net=dict(tied=True)),
+}

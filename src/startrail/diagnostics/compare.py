@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from startrail.diagnostics.observe import Gradients
-
-if TYPE_CHECKING:
-    from startrail.diagnostics.verify import RankResults, Results
+from startrail.diagnostics.observe import Gradients, RankResults, Results
 
 # Relative to a gradient's norm. Even a model in float64 computes norms, routers and losses in float32.
 PRECISE_LIMIT = 2e-6  # of all gradients together
@@ -18,14 +14,15 @@ FLOAT32_LIMIT = 2e-5
 MAX_EPS = 16  # limit of less precise dtypes, in units of their eps
 EACH = 10  # a single gradient may be off by this many times as much
 SMALL = 1e-4  # of the largest gradient's norm: rounding makes smaller gradients, which may be zero, this inexact
+ROUNDED = 1e-5  # of SMALL: a larger gradient that is exactly zero on ranks is lost, however small
 MATCH = 1e-3  # relative difference to gradients that a fault explains
 
 
 @dataclass(frozen=True)
 class Comparison:
     """``total``: the relative difference of all gradients. ``wrong``: parameters whose gradients differ, worst first.
-    ``limit``: the limit of ``total``; ``match``: that of gradients that a fault explains; ``loss_limit``: that of losses
-    and buffers."""
+    ``limit``: the limit of ``total``; ``match``: that of gradients that a fault explains; ``loss_limit``: that of
+    losses and buffers."""
 
     total: float
     wrong: tuple[str, ...]
@@ -74,7 +71,9 @@ def differing(actual: Gradients, expected: Gradients, limit: float, each: bool) 
     off = {name: float((actual[name] - x).norm()) for name, x in expected.items()}
     least = SMALL * max(float(x.norm()) for x in expected.values())
     wrong = [name for name, x in expected.items() if not off[name] <= EACH * limit * max(float(x.norm()), least)]
-    wrong += [name for name, x in expected.items() if bool(x.any()) and not bool(actual[name].any()) and _real(x, least)]
+    wrong += [
+        name for name, x in expected.items() if float(x.norm()) > ROUNDED * least and not bool(actual[name].any())
+    ]
     if not distance(actual, expected) <= limit:
         wrong = wrong or [max(off, key=lambda name: off[name])]
     elif not each:
@@ -82,14 +81,8 @@ def differing(actual: Gradients, expected: Gradients, limit: float, each: bool) 
     return sorted(set(wrong), key=lambda name: -off[name])
 
 
-def _real(x: torch.Tensor, least: float) -> bool:
-    """True if a gradient is more than rounding: in float64, anything above 1e-9 of the largest gradient."""
-    return float(x.norm()) > 1e-5 * least
-
-
 def factor_of(actual: Gradients, expected: Gradients, limit: float) -> float | None:
-    """The factor by which every gradient in ``actual`` is that in ``expected``; None if there is
-    no such factor."""
+    """The factor by which every gradient in ``actual`` exceeds that in ``expected``; None if there is none."""
     a, b = (torch.cat([x[name].flatten() for name in expected]) for x in (actual, expected))
     factor = float(a @ b / (b @ b).clamp(min=1e-300))
     scaled = {name: factor * x for name, x in expected.items()}

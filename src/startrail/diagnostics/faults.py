@@ -96,7 +96,8 @@ def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultP
             positions[shard] = torch.arange(len(shard))
         yield _predict(make, LOCAL_POSITIONS, Changes(positions=positions, calls=calls if known else None))
         yield _predict(make, LABELS_LOST, Changes(shards=shards, cut=True))
-        yield _predict(make, f"{LABELS_LOST}; losses are averaged: sum them", Changes(shards=shards, cut=True, mean=True))
+        both = f"{LABELS_LOST}; losses are averaged: sum them"
+        yield _predict(make, both, Changes(shards=shards, cut=True, mean=True))
         yield _predict(make, AVERAGED, Changes(shards=shards, mean=True))
     setup = make()
     if setup.is_transformers and setup.reference is None:
@@ -177,10 +178,11 @@ class Changes(TorchFunctionMode):
         if function is chunked_cross_entropy:
             hidden, weight, labels = args[:3]
             logits = hidden.flatten(0, -2) @ weight.T
-            return self._loss(F.cross_entropy, (logits, labels.flatten()), {"reduction": "sum"}), (labels != IGNORE).sum()
+            total = self._loss(F.cross_entropy, (logits, labels.flatten()), {"reduction": "sum"})
+            return total, (labels != IGNORE).sum()
         reduction, others = options.get("reduction", "mean"), {k: x for k, x in options.items() if k != "reduction"}
         is_labels = function in (F.cross_entropy, F.nll_loss)
-        source, target, *rest = *args, *(others.pop(name) for name in ("input", "target") if name in others)
+        source, target, *rest = list(args) + [others.pop(name) for name in ("input", "target") if name in others]
         ignore = others.get("ignore_index", IGNORE)
         assert self._shards is not None
         length = sum(map(len, self._shards))

@@ -56,6 +56,27 @@ class Observed:
         return max((torch.float32, *(one.dtype for one in self.attention)), key=lambda x: torch.finfo(x).eps)
 
 
+@dataclass
+class Results:
+    """What a step gave in the model's own dtype, and in a more precise one if it runs in that. Of ranks: rank 0's."""
+
+    native: Observed
+    precise: Observed | None
+    precise_dtype: torch.dtype | None
+
+    @property
+    def best(self) -> Observed:
+        return self.precise or self.native
+
+
+@dataclass
+class RankResults(Results):
+    """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks."""
+
+    losses: list[float]
+    unequal: list[str]
+
+
 def observe(step: Callable[[], Any], model: nn.Module, one_process: bool) -> Observed:
     """Run ``step``, which trains ``model`` and returns the loss."""
     observed = Observed(0.0, {}, {}, {})
@@ -65,14 +86,14 @@ def observe(step: Callable[[], Any], model: nn.Module, one_process: bool) -> Obs
     ]
     torch.manual_seed(1)
     try:
-        with recorded_attention(observed), _Recorder(observed) if one_process else nullcontext():
+        with recorded_attention(observed), _CallRecorder(observed) if one_process else nullcontext():
             loss = step()
     finally:
         for hook in hooks:
             hook.remove()
     if not isinstance(loss, int | float) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise ValueError(f"the step must return the loss, as a number or a tensor with one element; it returned {given}")
+        raise ValueError(f"the step must return the loss, a number or a tensor with one element; it returned {given}")
     observed.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
     observed.gradients = gradients(model)
     saved = model.state_dict(keep_vars=True)
@@ -139,7 +160,7 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
         yield
 
 
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Records torch's own attention, and whether anything is dropped."""
 
     def __init__(self, observed: Observed) -> None:
@@ -153,13 +174,9 @@ class _Recorder(TorchFunctionMode):
             self._observed.attention.append(call.record())
             self._observed.dropout |= call.dropout_p > 0
         elif function is F.dropout:
-            rate, training = _dropout_arguments(*args, **(kwargs or {}))
+            rate, training = [*args[1:], *(kwargs or {}).values()][:2]
             self._observed.dropout |= training and rate > 0
         return result
-
-
-def _dropout_arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return p, training
 
 
 class TorchAttention(NamedTuple):

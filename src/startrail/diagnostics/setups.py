@@ -175,7 +175,7 @@ def load(name: str) -> Callable[[], Any]:
     if not callable(make):
         own = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
         raise ValueError(f"{place} has no function {function!r}" + (f"; it has {', '.join(own)}" if own else ""))
-    return make  # type: ignore[no-any-return]
+    return make
 
 
 def _load_file(path: Path) -> Any:

@@ -1,8 +1,8 @@
 """Checks that a training step gives the same on many ranks as on one process, and names the fault if it does not.
 
-``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step and reference (``setups``), and
-runs them on one process and on local ranks. It compares the loss of every rank, the gradient of every parameter and the
-buffers. If they differ, it looks for a known fault (``faults``) that gives the same gradients on one process.
+``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step and reference (``setups``),
+and runs them on one process and on local ranks. It compares the loss of every rank, the gradient of every parameter and
+the buffers. If they differ, it looks for a known fault (``faults``) that gives the same gradients on one process.
 
 Every step runs twice: in the model's own dtype, and in float64, where rounding cannot hide a small difference. A model
 that does not run in float64 is compared in float32 or in its own dtype, with a limit that follows that dtype.
@@ -23,12 +23,10 @@ from torch.overrides import TorchFunctionMode
 from startrail.comm.digest import digest
 from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
-from startrail.diagnostics.observe import Gradients, Observed, observe
-from startrail.diagnostics.setups import Setup, batch_tensors, load, map_tensors
+from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
+from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
 from startrail.launch.local import RankError, run_local
 from startrail.parallel import SequenceParallel
-
-__all__ = ["Verdict", "load", "verify"]
 
 PRECISE = (torch.float64, torch.float32)  # dtypes in which a step is repeated; the first that works
 UNEQUAL = 1e-3  # relative difference between ranks of a gradient that is not summed
@@ -44,31 +42,12 @@ class Verdict:
     conclusive: bool = False
 
 
-@dataclass
-class Results:
-    """What a step gave in the model's own dtype, and in a more precise one if it runs in that. Of ranks: rank 0's."""
-
-    native: Observed
-    precise: Observed | None
-    precise_dtype: torch.dtype | None
-
-    @property
-    def best(self) -> Observed:
-        return self.precise or self.native
-
-
-@dataclass
-class RankResults(Results):
-    """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks."""
-
-    losses: list[float]
-    unequal: list[str]
-
-
 def verify(make: Callable[[], Any], ranks: int = 4, plan: str | None = None, deadline: float = 300.0) -> Verdict:
     """Run what ``make`` returns on one process and on ``ranks`` local ranks, and compare."""
     torch.set_num_threads(1)  # ranks are forked from this process
     setup = Setup.of(make)
+    if plan == "auto":
+        _heads(setup)
     verdict, alone = _compare(make, ranks, plan, deadline)
     if verdict.same or verdict.conclusive or alone is None:
         return verdict
@@ -98,22 +77,17 @@ DROPOUT_DIFFERS = (
 )
 
 
-def _compare(
-    make: Callable[[], Any], ranks: int, plan: str | None, deadline: float
-) -> tuple[Verdict, Results | None]:
+def _compare(make: Callable[[], Any], ranks: int, plan: str | None, deadline: float) -> tuple[Verdict, Results | None]:
     """The verdict, and what one process gave if it ran."""
-
-    def judge_alone(rank: int) -> tuple[Verdict, Results]:
-        alone = run_alone(make)
-        return judge(make, alone, found), alone
 
     where = f"{ranks} ranks"
     try:
         found = run_local(lambda rank: run_rank(make, plan or f"1x{ranks}"), ranks, deadline)[0]
         if isinstance(found, str):
             return Verdict(False, found, conclusive=True), None
+        assert found is not None
         where = "one process"
-        judged = run_local(judge_alone, 1, deadline)[0]
+        judged = run_local(lambda rank: (judge(make, alone := run_alone(make), found), alone), 1, deadline)[0]
     except RankError as error:
         reason = str(error).strip().splitlines()[-1]
         return Verdict(False, f"it does not run on {where}: {reason}", conclusive=True), None
@@ -134,7 +108,7 @@ def run_alone(make: Callable[[], Any]) -> Results:
     dtype = _dtype(setup.model)
     native = run(setup)
     if not any(bool(x.any()) for x in native.gradients.values()):
-        raise ValueError("on one process all gradients are zero or None: run backward, and do not clear them afterwards")
+        raise ValueError("on one process all gradients are zero or None: run backward, and do not clear them")
     return Results(native, *_precise(lambda precise: run(Setup.of(make).to(precise)), dtype))
 
 
@@ -168,11 +142,17 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
 def _parallel(setup: Setup, plan: str) -> SequenceParallel:
     if plan != "auto":
         return SequenceParallel(plan)
+    heads, kv_heads = _heads(setup)
+    return SequenceParallel("auto", heads=heads, kv_heads=kv_heads)
+
+
+def _heads(setup: Setup) -> tuple[int, int]:
+    """Query and key/value heads, for the planner."""
     config: Any = getattr(setup.model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
-        raise ValueError("plan auto needs the number of heads, which only a transformers config has: name a plan")
-    return SequenceParallel("auto", heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads)
+        raise ValueError("plan auto needs the number of heads, which it reads from a transformers config: name a plan")
+    return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
 def _precise(run: Callable[[torch.dtype], Observed], dtype: torch.dtype) -> tuple[Observed | None, torch.dtype | None]:
@@ -268,10 +248,10 @@ def _name_fault(
             return False, prediction.fault + also, True
     if not any(bool(x.any()) for x in ours.gradients.values()):
         return False, "all gradients are zero or None on ranks: do not clear them in the step", True
-    if text := lost_or_scaled(ours.gradients, theirs.gradients, close):
-        return False, text, False
+    if partly := lost_or_scaled(ours.gradients, theirs.gradients, close):
+        return False, partly, False
     count = f"{len(close.wrong)} of {len(theirs.gradients)} gradients differ from one process"
-    text = f"{count}, by {close.total:.1e} of their norm in all; {close.wrong[0]} differs most. No known fault explains it"
+    text = f"{count}, by {close.total:.1e} of their norm; {close.wrong[0]} differs most. No known fault explains it"
     attention = attention_text(theirs, ours)
     return False, text + (f", but attention differs: {attention}" if attention else ""), False
 
@@ -282,7 +262,9 @@ def _trainable_text(ours: Gradients, theirs: Gradients) -> str | None:
         (theirs, ours, "on one process", "on ranks"),
     ):
         if extra := [name for name in here if name not in there]:
-            return f"parameter {extra[0]} is trained {where}, but frozen {other} ({len(extra)} of {len(here)} parameters)"
+            return (
+                f"parameter {extra[0]} is trained {where}, but frozen {other} ({len(extra)} of {len(here)} parameters)"
+            )
     return None
 
 
