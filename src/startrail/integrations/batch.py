@@ -118,8 +118,9 @@ def shard_batch(
         if x is not None
     }
     arguments["position_ids"] = sequence.shard(positions, -1)
-    # All ones, since padding is gone. Without it, models would take a shard's positions for packed documents.
-    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    # Ones, except for the padding of a shard: it is only counted, by trainers and routers. Without it, models would take
+    # a shard's positions for packed documents.
+    arguments["attention_mask"] = sequence.shard(torch.ones_like(tensors["input_ids"]), 1)
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
         count = (tensors["shift_labels"] != IGNORE).sum()
