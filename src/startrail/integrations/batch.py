@@ -118,9 +118,10 @@ def shard_batch(
         if x is not None
     }
     arguments["position_ids"] = sequence.shard(positions, -1)
-    # Ones, except for the padding of a shard: it is only counted, by trainers and routers. Without it, models would take
+    # Ones, except for padding of a shard: it is only counted, by trainers and routers. Without it, models would take
     # a shard's positions for packed documents.
-    arguments["attention_mask"] = sequence.shard(torch.ones_like(tensors["input_ids"]), 1)
+    ones = torch.ones(len(arguments["input_ids"]), sequence.length, dtype=torch.long, device=input_ids.device)
+    arguments["attention_mask"] = sequence.shard(ones, 1)
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
         count = (tensors["shift_labels"] != IGNORE).sum()
