@@ -30,7 +30,8 @@ from tests.helpers import ROOT, write_words
 
 RANKS = 4
 EXAMPLES = ("own_loop_fsdp2", "hf_causal_lm", "rl_log_probs")
-TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 --length 64 --steps 3 --save_every 1"
+TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 --length 64 --steps 2 --save_every 1 --sample 0 "
+TRAIN += "--evaluate_batches 0"
 
 
 def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], None]]:
@@ -40,7 +41,7 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
     def example(name: str) -> Callable[[int], None]:
         def run(launch: int) -> None:
             dist.init_process_group("gloo")
-            mains[name]("u2/1x2")
+            mains[name]("u2/1x2", length=64)
             dist.destroy_process_group()
 
         return run

@@ -38,7 +38,7 @@ from startrail.engine.op_key import OpKey, SequenceState
 from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.engine.wire import Wire
 from startrail.geometry.layout import LAYOUTS
-from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
+from startrail.kernels import accumulator, kernel_for, nudge_zero_rows, row_sums
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.sizes import Sizes
@@ -248,7 +248,8 @@ class Runtime:
         if not self.consensus.has_agreed(*keys):
             self.consensus.compare(keys)
         tag = call_tag(f"{self.consensus.call_id} {record}")
-        max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
+        shape = q.shape[:2] if call.max_logits else (0, 0)
+        max_logits = q.new_full(shape, float("-inf"), dtype=accumulator(q.dtype))
         return PassContext(
             prepared.wire, prepared.kept, prepared.kernel, prepared.tiles, prepared.scale, tag, q.device, max_logits
         )
