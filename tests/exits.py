@@ -1,5 +1,4 @@
-"""Ends many processes the ordinary way, on a loaded machine: ``python -m tests.exits`` (200 exits), and a few in the
-tests.
+"""Ends many processes the ordinary way, on a loaded machine: ``make exits`` (200 exits), and a few in the tests.
 
 A thread that returns from C++ while Python finalizes aborts its process, after all results are right. Each process here
 runs an example or trains, then ends as a script does: exit handlers run, and Python finalizes. Processes are forked
@@ -30,8 +29,8 @@ from tests.helpers import ROOT, write_words
 
 RANKS = 4
 EXAMPLES = ("own_loop_fsdp2", "hf_causal_lm", "rl_log_probs")
-TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 --length 64 --steps 2 --save_every 1 --sample 0 "
-TRAIN += "--evaluate_batches 0"
+TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 --length 64 --steps 2"
+TRAIN += " --save_every 1 --sample 0 --evaluate_batches 0"
 
 
 def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], None]]:
