@@ -26,7 +26,7 @@ Make = Callable[[], tuple[Any, ...]]
 
 @dataclass
 class Options:
-    """A step on ranks; by default it is right. Those in capitals in ``Net`` belong to the model."""
+    """What a step does; the reference takes its mask and scale from them as well."""
 
     causal: bool = True
     window: int | None = None
