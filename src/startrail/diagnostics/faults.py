@@ -107,8 +107,8 @@ def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultP
 
 def shards_of(layout: Layout) -> list[Tensor]:
     """The tokens of each rank."""
-    runs = [[layout.run(chunk) for chunk in chunks] for chunks in layout.chunks]
-    return [torch.cat([torch.arange(start, start + count) for start, count in rank]) for rank in runs]
+    runs = [layout.runs(rank) for rank in range(layout.world)]
+    return [torch.tensor([start + i for start, count in own for i in range(count)], dtype=torch.long) for own in runs]
 
 
 def _predict(make: Make, fault: str, changes: Changes) -> FaultPrediction:
