@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles everything again
 
-.PHONY: setup setup-bench validate validate-paper scaling test test-all lint prove fuzz soak chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench validate validate-paper scaling test test-all lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: $(VENV)/ready
 
@@ -52,6 +52,9 @@ fuzz: setup            ## 500 random plans x shapes x masks against float64, 1,0
 
 soak: setup            ## 20,000 calls of ever new kinds: memory, descriptors, threads and store keys stay flat
 	$(BIN)/python -m tests.soak
+
+exits: setup           ## 200 processes of examples and training end on a loaded machine, none by an abort (EXITS=n)
+	$(BIN)/python -m tests.exits --exits $(or $(EXITS),200)
 
 chaos: setup           ## a training run under 64 faults, locally and on an emulated cluster: 10 minutes (FAULTS=n SEED=n)
 	$(BIN)/python -m tests.chaos --faults $(or $(FAULTS),64) --seed $(or $(SEED),0)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import startrail
 from startrail.cli import main
@@ -78,6 +80,31 @@ def gradient_mistakes(
         if not error <= allowed:  # written so that NaN fails
             wrong.append(f"gradient of {name}: worst error {error:.1e} of its root mean square")
     return wrong
+
+
+# --- memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made inside and still alive, and their ``peak``. ``given`` tensors do not
+    count; sizes are rounded up to whole blocks."""
+
+    def __init__(self, given: Iterable[Tensor] = (), block: int = 1) -> None:
+        super().__init__()
+        self.given, self.block = {x.untyped_storage()._cdata for x in given}, block
+        self.live: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is not None and storage._cdata not in self.given:
+                size = -(-storage.nbytes() // self.block) * self.block
+                self.live[storage._cdata] = StorageWeakRef(storage), size
+        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return out
 
 
 # --- ranks and errors

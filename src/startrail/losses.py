@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail.comm.agreement import agree
@@ -55,6 +55,9 @@ def chunked_cross_entropy(
     >>> hidden.grad.tolist()                         # probabilities (0.5, 0.5) minus the label; zero if ignored
     [[-0.5, 0.5], [0.5, -0.5], [0.0, 0.0]]
     """
+    if has_torch_function((hidden, weight, labels)):  # so that a TorchFunctionMode sees it as one function
+        options = dict(chunk=chunk, ignore_index=ignore_index)
+        return handle_torch_function(chunked_cross_entropy, (hidden, weight, labels), hidden, weight, labels, **options)
     if chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
@@ -131,35 +134,88 @@ def next_tokens(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
             "need (..., width), (vocab, width), (...), and a reference hidden like them"
         )
-    flat, targets = hidden.flatten(0, -2), labels.flatten()
-    other = None if reference is None else (reference[0].detach().flatten(0, -2), reference[1].detach())
-    parts = []
-    for start in range(0, len(flat), chunk):
-        rows = slice(start, start + chunk)
-        reference_rows = (None, None) if other is None else (other[0][rows], other[1])
-        arguments = (flat[rows], weight, targets[rows], *reference_rows, temperature, ignore_index)
-        parts.append(checkpoint(_chunk_statistics, *arguments, use_reentrant=False, preserve_rng_state=False))
-    log_probs, entropy, kl = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
-    return NextTokens(log_probs, entropy, None if reference is None else kl)
+    other = (None, None) if reference is None else (reference[0].detach().flatten(0, -2), reference[1].detach())
+    results = _NextTokens.apply(
+        hidden.flatten(0, -2), weight, labels.flatten(), *other, chunk, temperature, ignore_index
+    )
+    log_probs, entropy, kl = results
+    shape = labels.shape
+    return NextTokens(log_probs.view(shape), entropy.view(shape), None if kl is None else kl.view(shape))
 
 
-def _chunk_statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, other_hidden: Tensor | None, other_weight: Tensor | None,
-    temperature: float, ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+class _NextTokens(torch.autograd.Function):
+    """Both passes compute the logits of one chunk of tokens at a time, so only one chunk's exist, whichever results a
+    loss uses. (``torch.utils.checkpoint`` keeps recomputed tensors alive until all of them are used.)"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, other_hidden: Tensor | None,
+        other_weight: Tensor | None, chunk: int, temperature: float, ignore_index: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        kind = hidden.device.type
+        ctx.set_materialize_grads(False)
+        ctx.settings = chunk, temperature, ignore_index
+        ctx.autocast = dict(dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+        ctx.save_for_backward(hidden, weight, labels, other_hidden, other_weight)
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs, entropy, kl = (torch.zeros(len(labels), dtype=precise, device=hidden.device) for _ in range(3))
+        for rows in _chunks(labels, chunk):
+            log_p, counted, target = _log_probs(hidden, weight, labels, rows, ctx.settings)
+            p = log_p.exp()
+            log_probs[rows] = log_p.gather(1, target).squeeze(1).masked_fill(~counted, 0)
+            entropy[rows] = -(p * log_p).sum(1).masked_fill(~counted, 0)
+            if other_hidden is not None and other_weight is not None:
+                log_q = _log_probs(other_hidden, other_weight, labels, rows, ctx.settings)[0]
+                kl[rows] = (p * (log_p - log_q)).sum(1).masked_fill(~counted, 0)
+        return log_probs, entropy, None if other_hidden is None else kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """With p the probabilities, the gradients to logits are: of a log-probability, 1 at the label minus p; of the
+        entropy H, -p (log p + H); of KL, p (log p - log q - KL)."""
+        hidden, weight, labels, other_hidden, other_weight = ctx.saved_tensors
+        chunk, temperature, _ = ctx.settings
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if need_weight else None
+        with torch.autocast(hidden.device.type, **ctx.autocast):
+            for rows in _chunks(labels, chunk):
+                log_p, counted, target = _log_probs(hidden, weight, labels, rows, ctx.settings)
+                to_log_probs, to_entropy, to_kl = (None if x is None else x[rows].unsqueeze(1) for x in upstream)
+                p = log_p.exp()
+                slope = torch.zeros_like(p)  # the gradient to logits is p (slope - its mean), and more at the label
+                if to_entropy is not None:
+                    slope -= to_entropy * log_p
+                if to_kl is not None:
+                    log_q = _log_probs(other_hidden, other_weight, labels, rows, ctx.settings)[0]
+                    slope += to_kl * (log_p - log_q)
+                gradient = p * (slope - (p * slope).sum(1, keepdim=True))
+                if to_log_probs is not None:
+                    gradient -= to_log_probs * p
+                    gradient.scatter_add_(1, target, to_log_probs.to(gradient.dtype))
+                gradient = gradient.masked_fill_(~counted.unsqueeze(1), 0).div_(temperature).to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (gradient @ weight).to(hidden.dtype)
+                if grad_weight is not None:
+                    grad_weight += gradient.T @ hidden[rows]
+        return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6)
+
+
+def _chunks(rows: Tensor, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, len(rows), chunk)]
+
+
+def _log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: slice, settings: tuple[int, float, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probabilities of all tokens of the vocabulary; whether each row counts; and its label (rows, 1)."""
+    _, temperature, ignore_index = settings
     precise = torch.promote_types(hidden.dtype, torch.float32)
-    log_p = ((hidden @ weight.T).to(precise) / temperature).log_softmax(-1)
-    counts = labels != ignore_index
-    chosen = log_p.gather(1, labels.masked_fill(~counts, 0).unsqueeze(1)).squeeze(1)
-    p = log_p.exp()
-    entropy = -(p * log_p).sum(-1)
-    kl = torch.zeros_like(entropy)
-    if other_hidden is not None and other_weight is not None:
-        log_q = ((other_hidden @ other_weight.T).to(precise) / temperature).log_softmax(-1)
-        kl = (p * (log_p - log_q)).sum(-1)
-    zero = torch.zeros((), dtype=precise, device=hidden.device)
-    chosen, entropy, kl = (torch.where(counts, x, zero) for x in (chosen, entropy, kl))
-    return chosen, entropy, kl
+    counted = labels[rows] != ignore_index
+    log_p = ((hidden[rows] @ weight.T).to(precise) / temperature).log_softmax(1)
+    return log_p, counted, labels[rows].masked_fill(~counted, 0).unsqueeze(1)
 
 
 def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from startrail.losses import chunked_cross_entropy, global_mean, sum_gradients
+from startrail.losses import chunked_cross_entropy, global_mean, next_tokens, sum_gradients
+from tests.helpers import LiveBytes
 
 
 def problem(dtype=torch.float64, batch=2, tokens=9, width=5, vocab=11):
@@ -56,6 +57,34 @@ def test_no_tensor_as_large_as_the_logits_is_ever_made():
     with Watch():
         chunked_cross_entropy(hidden, weight, labels, 8)[0].backward()
     assert largest == max(8 * 32, 64 * 4)
+
+
+@pytest.mark.parametrize("used", ["log_probs", "entropy", "kl", "all"])
+def test_memory_of_next_tokens_does_not_grow_with_the_tokens(used):
+    """Apart from the inputs' gradients and one number per token: only a chunk's logits exist, whatever is used."""
+    vocab, width, chunk, extra = 512, 4, 16, {}
+    for tokens in (64, 1024):
+        hidden, weight, labels = problem(torch.float32, 1, tokens, width, vocab)
+        with LiveBytes() as memory:
+            found = next_tokens(hidden, weight, labels, reference=(hidden, weight), chunk=chunk)
+            parts = found if used == "all" else [getattr(found, used)]
+            sum(part.sum() for part in parts).backward()
+        extra[tokens] = memory.peak
+    logits = 4 * vocab * chunk
+    assert extra[1024] - extra[64] < 4 * (1024 - 64) * (2 * width + 16) < 60 * logits
+    assert extra[64] < 12 * logits + 4 * (vocab * width * 4 + 64 * 32)
+
+
+def test_next_tokens_in_autocast_and_bfloat16():
+    hidden, weight, labels = problem(torch.float32, tokens=30)
+    exact = next_tokens(hidden.double(), weight.double(), labels, chunk=7)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            found = next_tokens(*inputs, labels, chunk=7)
+        (found.log_probs.sum() + found.entropy.sum()).backward()
+        assert [x.grad.dtype for x in inputs] == [dtype] * 2 and found.entropy.dtype == torch.float32
+        assert (found.log_probs - exact.log_probs).norm() < 2e-2 * exact.log_probs.norm()
 
 
 def test_bfloat16_sums_in_float32():

@@ -1,7 +1,11 @@
 """The watchdog's thread runs as long as there is something to watch."""
 
+import subprocess
+import sys
 import threading
 from weakref import WeakSet
+
+import pytest
 
 from startrail.comm import watchdog
 from startrail.comm.timing import TIMING
@@ -41,3 +45,53 @@ def test_adding_an_object_during_a_round_does_not_end_the_thread(monkeypatch):
         assert first.checked.wait(2)
     finally:
         watchdog._watchdog.stop()
+
+
+ENDS = """
+import os, sys, threading, time, weakref
+import torch.distributed as dist
+from datetime import timedelta
+from startrail.comm import watchdog
+from startrail.comm.timing import TIMING
+
+TIMING.thread_join, TIMING.slow_wait = 0.1, 0.04
+store, waits = dist.HashStore(), threading.Event()
+
+class Slow:
+    def __del__(self, sleep=time.sleep):  # Python is finalizing
+        sleep(2.0)
+
+def wait_in_cpp():
+    waits.set()
+    try:
+        store.wait(["never"], timedelta(seconds=1))
+    except dist.DistStoreError:
+        pass
+
+class Watched:
+    def check(self):
+        {check}
+
+threading.slow = Slow()
+watched = Watched()
+{main}
+waits.wait()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    "check, main",
+    [
+        ("wait_in_cpp()", "watchdog.watch(watched)"),
+        ("pass", "watchdog.run_within(0.1, wait_in_cpp)"),
+        ("watchdog.run_within(0.1, wait_in_cpp)", "watchdog.watch(watched)"),
+    ],
+    ids=["watchdog", "abandoned call", "a call that the watchdog abandons"],
+)
+def test_a_thread_inside_cpp_does_not_abort_the_exit(check, main):
+    """It returns while Python finalizes, unless the exit waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(check=check, main=main)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 7, done.stderr

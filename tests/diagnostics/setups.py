@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -140,43 +141,6 @@ def not_reduced():
     return (*right(), own_step(finish=finish))
 
 
-class Plain(torch.nn.Module):
-    """A model outside transformers, with its own step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.inside, self.head = (
-            torch.nn.Embedding(64, 16),
-            torch.nn.Linear(16, 48),
-            torch.nn.Linear(16, 64),
-        )
-
-    def forward(self, ids: Tensor, sequence: startrail.Sequence) -> Tensor:
-        x = self.words(ids)
-        q, k, v = self.inside(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-        return self.head(x + sequence.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
-
-
-def plain(wrap: Callable[[Any], Any] = lambda model: model) -> tuple[Any, ...]:
-    def step(model, ids, sp):
-        wrapped = wrap(model) if sp.world > 1 else model
-        sequence = sp.sequence(ids.shape[1])
-        labels = sequence.shard_labels(ids)
-        logits = wrapped(sequence.shard(ids, 1), sequence)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = startrail.global_mean(loss, (labels != -100).sum(), sp.group)
-        loss.backward()
-        if wrapped is model:
-            startrail.sum_gradients(model.parameters(), sp.group)
-        return loss
-
-    return Plain(), tokens(2, 37), step
-
-
-def plain_averaged():
-    return plain(DistributedDataParallel)
-
-
 def never_summed():
     return (*right(), own_step(finish=lambda model: None))
 
@@ -206,9 +170,143 @@ def summed_twice():
     return (*right(), own_step(factor=4.0))
 
 
+def with_model(before, after=lambda model: None, name="llama", data=None, **options):
+    """A step that changes the model ``before`` it is attached, or its gradients ``after``."""
+
+    def make():
+        def step(model, batch, sp):
+            before(model)
+            loss = own_step(**options)(model, batch, sp)
+            after(model)
+            return loss
+
+        return tiny(name), data or batch(), step
+
+    return make
+
+
+def returned(change):
+    def make():
+        return (*right(), lambda model, batch, sp: change(own_step()(model, batch, sp), sp))
+
+    return make
+
+
+def other_scale(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.5
+
+
+def zero_first_norm(model):
+    model.model.layers[0].input_layernorm.weight.grad.zero_()
+
+
+def double_head(model):
+    model.lm_head.weight.grad.mul_(2)
+
+
+def other_rope(model):
+    model.model.rotary_emb.inv_freq.mul_(0.9)
+
+
+def in_eval_mode():
+    model = tiny("gpt2")
+    model.transformer.drop.p = 0.3
+
+    def step(model, batch, sp):
+        model.eval()
+        return own_step()(model, batch, sp)
+
+    return model, batch(), step
+
+
+def trained_on_ranks_only():
+    model = tiny("llama")
+    model.lm_head.weight.requires_grad_(False)
+
+    def step(model, batch, sp):
+        model.lm_head.weight.requires_grad_(True)
+        return own_step()(model, batch, sp)
+
+    return model, batch(), step
+
+
+def accumulated(counted: bool):
+    """Two rows, one after the other; ``counted``: divided by the labels of both."""
+
+    def make():
+        def step(model, batch, sp):
+            attach(model, sp, check=False)
+            count = (batch["labels"][:, 1:] != -100).sum() if counted else None
+            losses = []
+            for row in range(2):
+                one = {name: x[row : row + 1] for name, x in batch.items()}
+                losses.append(model(**shard_batch(sp, **one, num_items_in_batch=count)).loss)
+                losses[-1].backward()
+            startrail.sum_gradients(model.parameters())
+            return sum(losses).detach()
+
+        return tiny("llama"), batch(), step
+
+    return make
+
+
+def in_bfloat16(make):
+    def changed():
+        model, *rest = make()
+        return (model.to(torch.bfloat16), *rest)
+
+    return changed
+
+
+def with_autocast(make):
+    """Both the step and one process in autocast."""
+
+    def changed():
+        model, data, *step = make()
+        forward = model.forward
+
+        def run(*arguments, **options):
+            with torch.autocast("cpu", torch.bfloat16):
+                return forward(*arguments, **options)
+
+        model.forward = functools.wraps(forward)(run)
+        return (model, data, *step)
+
+    return changed
+
+
+def with_checkpointing():
+    model = tiny("mistral")
+    model.gradient_checkpointing_enable()
+    return model, batch(37)
+
+
+def frozen():
+    model = tiny("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return model, batch()
+
+
+def of(name, data=None):
+    return lambda: (tiny(name), batch(37) if data is None else data)
+
+
+RIGHT = {
+    "llama": right,
+    "gpt-oss": of("gpt-oss"),
+    "gemma2": of("gemma2"),
+    "gpt2, tied": of("gpt2"),
+    "packed": of("qwen3", packed(20, 17)),
+    "padded": of("llama", padded([25, 40], "right")),
+    "bfloat16": in_bfloat16(right),
+    "autocast": with_autocast(right),
+    "accumulated": accumulated(counted=True),
+    "checkpointing": with_checkpointing,
+    "frozen": frozen,
+}
 FAULTS = {
     averaged: "gradients are 1/4 of one process's: they are averaged over ranks",
-    plain_averaged: "gradients are 1/4 of one process's: they are averaged over ranks",
     label_lost: "labels are lost at the edges of shards",
     local_positions: "positions are local",
     window_ignored: "the sliding window is ignored",
@@ -224,4 +322,18 @@ FAULTS = {
     other_weights: "weights differ between ranks: parameter lm_head.weight",
     mean_of_means: "losses are averaged on each rank",
     summed_twice: "gradients are 4 times one process's",
+    with_model(other_scale): "attention's scale is 0.53",
+    with_model(lambda model: None, zero_first_norm): "gradient of model.layers.0.input_layernorm.weight is lost",
+    with_model(lambda model: None, double_head): "gradient of lm_head.weight is 2 times one process's",
+    with_model(other_rope): "No known fault explains it",
+    with_model(lambda model: model.lm_head.weight.requires_grad_(False)): "parameter lm_head.weight is trained on one "
+    "process, but frozen on ranks",
+    trained_on_ranks_only: "parameter lm_head.weight is trained on ranks, but frozen on one process",
+    in_eval_mode: "is in eval mode on ranks, and in training mode on one process",
+    returned(lambda loss, sp: loss * (1.5 if sp.rank == 2 else 1.0)): "gradients are right, but the loss is not",
+    with_model(lambda model: None, lambda model: model.zero_grad()): "all gradients are zero or None on ranks",
+    with_model(lambda model: None, factor=1.003): "gradients are 1.003 times one process's",
+    accumulated(counted=False): "gradients are 2 times one process's",
+    in_bfloat16(window_ignored): "the sliding window is ignored",
+    with_autocast(label_lost): "labels are lost at the edges of shards",
 }

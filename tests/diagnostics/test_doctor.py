@@ -1,9 +1,11 @@
 """What doctor makes of numbers that ranks measured: the description, and who is odd. No rank runs here."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from startrail.cli import main
 from startrail.planner.cluster import SlowMember, cluster_text, read_cluster
 from startrail.planner.live import measure as live
 from startrail.planner.live.measure import Measured, describe
@@ -11,11 +13,12 @@ from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 
 
-def ranks(machine: Machine, **changes: dict[int, float]) -> list[dict]:
-    """What every rank would say; ``changes``: by measurement, a factor for some ranks."""
+def ranks(machine: Machine, load: dict[str, float] | None = None, **changes: dict[int, float]) -> list[dict]:
+    """What every rank would say; ``changes``: by measurement, a factor for some ranks. ``load`` is that of hosts."""
     found = []
     for rank in range(machine.world):
         mine = {"host": f"host{machine.node(rank)}", "dtype": "float32", "matmul": 80e9, "copy": 6e9, "call": 5e-6}
+        mine |= {"load": 0.0 if load is None else load.get(mine["host"], 0.0)}
         mine |= {"forward": {"128": 20e9, "512": 30e9}, "backward": {"128": 15e9, "512": 25e9}}
         if machine.nodes > 1:
             mine |= {"latency 0": 50e-6, "alone 0": 1e9, "all 0": 1e9 / machine.ranks_per_node}
@@ -27,7 +30,7 @@ def ranks(machine: Machine, **changes: dict[int, float]) -> list[dict]:
     return found
 
 
-def described(machine: Machine, **changes: dict[int, float]) -> Measured:
+def described(machine: Machine, **changes: dict) -> Measured:
     return describe(machine, ranks(machine, **changes), "a CPU", 8e9, "gloo")
 
 
@@ -81,6 +84,34 @@ def test_the_odd_are_named_and_written_as_slow_members(changes, texts, slow):
     assert found.cluster.slow == tuple(slow)
     read = read_cluster(parse_text(cluster_text(found.cluster, "odd"), Path("a.toml")), "a", "a.toml")
     assert read.slow == found.cluster.slow
+
+
+def test_the_odd_on_a_loaded_machine_are_not_written_down():
+    found = described(Machine(4, 2), load={"host2": 0.9, "host1": 0.1}, matmul={5: 0.22, 0: 0.3})
+    assert found.cluster.slow == (SlowMember(1, 0, 1.0, 0.3),)
+    assert found.loaded == ("host2: other programs use 90% of the cores",)
+    assert [line.endswith("not written down") for line in found.outliers] == [False, True]
+
+
+def test_outliers_are_measured_again_and_the_best_counts(monkeypatch):
+    """One slow round of matrix products is chance."""
+    usual = ranks(Machine(1, 4))[0]
+    rounds = [dict(usual, matmul=1e9), usual]
+    monkeypatch.setattr(live, "load_share", lambda: 0.0)
+    monkeypatch.setattr(live, "_rates", lambda device: {k: x for k, x in rounds.pop(0).items() if k != "host"})
+    others = [json.dumps(usual)] * 3
+    monkeypatch.setattr(live, "gather_texts", lambda text, *_: [text, *others])
+    found = live.measure(None, Machine(1, 4))
+    assert found.outliers == () and rounds == []
+
+
+def test_the_suggested_command_works(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(live, "load_share", lambda: 0.9)
+    out = tmp_path / "here.toml"
+    assert main(["doctor", "--out", str(out)]) == 0
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    assert "Not to be trusted" in out.read_text()
+    assert main(last.partition("now: startrail ")[2].split()) == 0
 
 
 def test_an_odd_rank_where_every_node_has_one():

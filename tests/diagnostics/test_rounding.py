@@ -127,9 +127,17 @@ def test_mistakes_are_not_taken_for_rounding(monkeypatch, mistake):
     assert report.verdict()
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x * (1 + 2.0**-22), lambda x: narrow(x), lambda x: x - 0.01])
-def test_the_largest_logits_are_rounded_once(monkeypatch, wrong):
-    case = Case("1x2", 2, length=64, head_dim=64, scale=1.0)
+@pytest.mark.parametrize(
+    "wrong, dtype",
+    [
+        (lambda x: x * (1 + 2.0**-22), torch.float32),
+        (lambda x: narrow(x), torch.float32),
+        (lambda x: x - 0.01, torch.float32),
+        (lambda x: x.float(), torch.float64),
+    ],
+)
+def test_the_largest_logits_are_rounded_once(monkeypatch, wrong, dtype):
+    case = Case("1x2", 2, length=64, head_dim=64, scale=1.0, dtype=dtype)
     assert case.with_max_logits and not check_cases([case])[0].verdict()
     rounded_once = max_logits._rounded_once
     monkeypatch.setattr(max_logits, "_rounded_once", lambda *arguments: wrong(rounded_once(*arguments)))

@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import startrail
 from startrail.cli import main
@@ -23,6 +21,7 @@ from startrail.kernels import accumulate, base, cuda
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD
 from startrail.schedule.walk import walk_of
+from tests.helpers import LiveBytes
 from tests.kernels.stand_ins import WithoutDeviceGuard
 
 aten = torch.ops.aten
@@ -45,36 +44,25 @@ def copies_between_devices(out, x, source=None, non_blocking=False, **options):
     return len(devices) > 1 and not non_blocking
 
 
-class Launches(TorchDispatchMode):
+class Launches(LiveBytes):
     """Counts ops that would be kernels on a GPU, and the peak bytes of the caching allocator. Raises if the host reads
     a value from the device."""
 
     def __init__(self, given=()):
-        super().__init__()
+        super().__init__(given, BLOCK)
         self.counts = Counter()
-        self.given = {x.untyped_storage()._cdata for x in given}
-        self.live, self.peak = {}, 0
 
     @property
     def kernels(self):
         return sum(count for name, count in self.counts.items() if name not in TRANSFERS)
 
-    def hold(self, out):
-        for x in torch.utils._pytree.tree_leaves(out):
-            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.given:
-                self.live[storage._cdata] = StorageWeakRef(storage), -(-storage.nbytes() // BLOCK) * BLOCK
-        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.partition("::")[2]
         if func in READS or (name in COPIES and copies_between_devices(out, *args, **(kwargs or {}))):
             raise AssertionError(f"the host waits for {name}")
         if not name.startswith(VIEWS):
             self.counts[name] += 1
-        self.hold(out)
         return out
 
 

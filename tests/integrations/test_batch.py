@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 
 import startrail
 from startrail.integrations.transformers import attach, shard_batch
-from tests.helpers import error_of
+from tests.helpers import as_rank, error_of
 from tests.integrations.tiny import packed, tiny, tokens
 
 
@@ -53,3 +53,10 @@ def test_traps_of_batches():
     assert "documents and blocks need rows with the same documents and positions, and no padding" in text
     made = shard_batch(sp, ids, blocks=[(2, 4)])
     assert made["startrail"].sequence.blocks == ((2, 4),)
+
+
+def test_the_attention_mask_counts_every_token_once():
+    """Trainers add it up over ranks (TRL's num_tokens); a shard's padding is no token."""
+    batch = dict(input_ids=tokens(2, 37), attention_mask=torch.ones(2, 37, dtype=torch.long))
+    counted = [int(shard_batch(as_rank(rank, 4), **batch)["attention_mask"].sum()) for rank in range(4)]
+    assert sum(counted) == 2 * 37

@@ -19,25 +19,27 @@ def add(commands: Commands) -> None:
         "verify",
         EXAMPLES,
         help="compare a training set-up on several ranks with one process, and name the fault",
-        description="FUNCTION returns (model, batch) or (model, batch, step), small enough for this machine. It runs "
-        "on one process and on local ranks. The exit code is 1 if the loss or the gradients differ; the fault is "
-        "printed.",
+        description="FUNCTION returns (model, batch), (model, batch, step) or (model, batch, step, reference), small "
+        "enough for this machine. step(model, batch, sp) trains on ranks, reference(model, batch) on one process "
+        "without startrail. Each runs forward and backward and returns the loss. The exit code is 1 if loss, "
+        "gradients or buffers differ; the fault is printed.",
     )
     command.add_argument("function", metavar="MODULE:FUNCTION", help="for example my.setup:make, or setup.py:make")
     command.add_argument("--ranks", type=int, default=4, help="number of ranks (default %(default)s)")
-    command.add_argument("--plan", help="for example u2/1x2 (default: a ring of all ranks)")
+    command.add_argument("--plan", help="for example u2/1x2, or auto (default: a ring of all ranks)")
     command.add_argument("--deadline", type=float, default=300.0, help="seconds (default %(default)s)")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from startrail.diagnostics.verify import load, verify
+    from startrail.diagnostics.setups import load
+    from startrail.diagnostics.verify import verify
     from startrail.launch.local import check_ranks
 
     if arguments.ranks < 1:
         raise ValueError(f"--ranks {arguments.ranks} must be at least 1")
     check_ranks(arguments.ranks)
-    if arguments.plan is not None:
+    if arguments.plan not in (None, "auto"):
         Plan.parse(arguments.plan).check_world(arguments.ranks)
     verdict = verify(load(arguments.function), arguments.ranks, arguments.plan, arguments.deadline)
     print(verdict.text)

@@ -20,7 +20,8 @@ class Timing:
     poll: float = 0.001  # between two looks at a store or a work; grows up to longest_poll
     longest_poll: float = 0.05
     # ends
-    thread_join: float = 5.0  # for a thread when the program ends
+    thread_join: float = 5.0  # for a thread when the program ends, before that is logged
+    last_join: float = 60.0  # for such a thread in all
     abort: float = 30.0  # for aborting the process groups of an instance
     nccl_grace: float = 60.0  # added to NCCL's own timeout: it kills the process without naming the peer
     # the launchers' heartbeats

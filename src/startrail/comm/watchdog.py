@@ -1,12 +1,17 @@
 """Threads that end before the program does: a C++ call that returns while Python is finalizing aborts the process.
 
-One daemon thread checks all watched objects; it is stopped and joined at exit. A call that may hang runs in its
-own thread and is abandoned after a timeout.
+(A thread that wants the GIL then is ended by ``pthread_exit``, and C++ terminates the process where that unwinds a
+destructor: "terminate called without an active exception".)
+
+One daemon thread checks all watched objects. A call that may hang runs in its own thread and is abandoned after a
+timeout. Both are made by ``start_thread``, and all such threads are stopped and joined at exit: also those that another
+of them starts at that time, when it is too late to register anything with ``atexit``.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -15,6 +20,8 @@ from typing import Protocol
 from weakref import WeakSet
 
 from startrail.comm.timing import TIMING
+
+log = logging.getLogger("startrail")
 
 
 class Watched(Protocol):
@@ -28,9 +35,7 @@ class Watchdog:
         self.process = os.getpid()
         self.watched: WeakSet[Watched] = WeakSet()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="startrail-watchdog", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
+        self._thread = start_thread(self._run, "startrail-watchdog", self._stopped.set)
 
     def _run(self) -> None:
         while not self._stopped.wait(TIMING.watch_interval):
@@ -90,15 +95,35 @@ def run_within(seconds: float, function: Callable[[], None], abandoned: threadin
 
 def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> bool:
     """Run functions that may hang, each in its own thread. They must not raise. Returns True if all finish in time."""
-    threads = [threading.Thread(target=function, name="startrail-helper", daemon=True) for function in functions]
     end = time.monotonic() + seconds
+    threads = [start_thread(function, "startrail-helper") for function in functions]
     for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-    finally:
-        late = [thread for thread in threads if thread.is_alive()]
-        for thread in late:  # it may return from C++ while the program exits
-            atexit.register(thread.join, TIMING.thread_join)
-    return not late
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+# --- the end of the program
+
+_started: list[tuple[threading.Thread, Callable[[], None] | None]] = []  # threads that have not ended
+
+
+def start_thread(target: Callable[[], None], name: str, stop: Callable[[], None] | None = None) -> threading.Thread:
+    """Start a thread that is joined at exit, after ``stop``, which makes it end soon."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _started[:] = [(other, its_stop) for other, its_stop in _started if other.is_alive()]
+    _started.append((thread, stop))
+    thread.start()
+    return thread
+
+
+@atexit.register  # at import, so that it runs after the handlers of everything that uses these threads
+def _end_threads() -> None:
+    start, logged = time.monotonic(), False
+    while (alive := [each for each in _started if each[0].is_alive()]) and time.monotonic() < start + TIMING.last_join:
+        for thread, stop in alive:
+            if stop is not None:
+                stop()
+            thread.join(TIMING.longest_poll)
+        if not logged and time.monotonic() > start + TIMING.thread_join:
+            logged = True
+            log.warning("process %d waits for thread %s before it ends", os.getpid(), alive[0][0].name)

@@ -4,6 +4,7 @@ May import the public API and the packages below it, ``launch`` and ``integratio
 
 - ``exactness``, ``cluster_check``: ``startrail check``, on local ranks and under torchrun
 - ``reference``, ``rounding``: dense float64 attention, and how much rounding error is allowed
-- ``verify``, ``faults``: ``startrail verify``, and the faults it can name
+- ``verify``: ``startrail verify``; ``setups``: what a user's function returns; ``observe``, ``compare``: what a step
+  did, and how far it is off; ``faults``, ``masks``: the faults it can name
 - ``doctor``: ``startrail doctor``
 """

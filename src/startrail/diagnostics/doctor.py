@@ -144,7 +144,11 @@ def _report(found: Measured, out: str | None) -> None:
             )
     for line in found.outliers or ["nothing"]:
         print(f"odd: {line}")
+    for line in found.loaded:
+        print(f"not to be trusted: {line}; all figures are too low, measure again when they have ended")
     if out is not None:
         about = f"Measured by startrail doctor on {time.strftime('%Y-%m-%d %H:%M')}, {platform.node()}"
+        about += "".join(f"\nNot to be trusted: {line}" for line in found.loaded)
         Path(out).write_text(cluster_text(cluster, about))
-        print(f"written: {out}; now: startrail plan --cluster {out} --model ... --length ...")
+        (dtype, *_) = device.rates
+        print(f"written: {out}; now: startrail plan --cluster {out} --model gpt-tiny --length 8k --dtype {dtype}")

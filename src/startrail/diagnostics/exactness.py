@@ -166,9 +166,11 @@ def _mirrored(x: Any, by: float = 1.0) -> Any:
 
 
 def _max_logit_problems(truth: Tensor, least: Tensor, largest: Tensor) -> list[str]:
-    """Each value must be a pair's exact logit, rounded once: the largest, or one that is as large in float32. The
-    limit is 2^-20 wider, since the two float64 values that are rounded can differ in the last bit."""
-    rounding = (1 + 2.0**-20) * torch.finfo(torch.float32).eps / 2 * truth.abs()
+    """Each value must be a pair's exact logit, rounded once: the largest, or one that is as large in its dtype. The
+    limit is 2^-20 wider, since the two float64 values that are rounded can differ in the last bits. In float64 they
+    are compared themselves."""
+    limit = torch.finfo(torch.float32).eps / 2 * (1 + 2.0**-20) if largest.dtype == torch.float32 else 2.0**-44
+    rounding = limit * truth.abs()
     right = ((largest >= least - rounding) & (largest <= truth + rounding)) | (largest == truth)
     return [] if right.all() else [f"largest logits {largest.tolist()}, exact {truth.tolist()}"]
 

@@ -1,62 +1,49 @@
 """Known faults of sequence-parallel training, and the gradients that each of them gives.
 
-A fault's gradients are computed on one process, with the model and the batch changed as the fault changes them. If they
-match the observed gradients up to a factor, that is the fault. To add a fault, yield its ``FaultPrediction``.
+A fault's gradients are computed on one process, with the model, the batch or torch's own functions changed as the fault
+changes them. If they match the observed gradients up to a factor, that is the fault. To add a fault, yield its
+``FaultPrediction``.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from startrail.engine.batch import positions_of
-from startrail.parallel import SequenceParallel
+from startrail.diagnostics.masks import mask_difference
+from startrail.diagnostics.observe import (
+    AttentionRecord,
+    Gradients,
+    Observed,
+    TorchAttention,
+    changed_attention,
+    gradients,
+)
+from startrail.diagnostics.setups import Setup
+from startrail.geometry.layout import Layout
+from startrail.losses import chunked_cross_entropy
 
-EQUAL_TOLERANCE = 2e-5  # relative, in the norm of all gradients together; a single one may be off by ten times that
-MATCH_TOLERANCE = 1e-3  # relative, of gradients that a fault explains
 IGNORE = -100
-Gradients = dict[str, Tensor]
+LABELS_LOST = "labels are lost at the edges of shards: shift labels before sharding"
+AVERAGED = "losses are averaged on each rank: sum them, and divide by the number of all labels (startrail.global_mean)"
+LOCAL_POSITIONS = "positions are local: pass seq.positions() to the model"
+Make = Callable[[], Setup]
 
 
 class FaultPrediction(NamedTuple):
-    """The gradients that one process has with a fault. ``conclusive``: see ``verify.Verdict``."""
+    """The gradients that one process has with a fault. ``factor``: another multiple of them that the same fault
+    gives."""
 
     fault: str
     gradients: Gradients
-    conclusive: bool = False
-
-
-def gradients(model: nn.Module) -> Gradients:
-    """The gradient of every trainable parameter, whole and in float64."""
-    result = {}
-    for name, x in model.named_parameters():
-        if x.requires_grad:
-            grad: Any = torch.zeros_like(x) if x.grad is None else x.grad
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-            result[name.removeprefix("module.")] = grad.detach().double()
-    return result
-
-
-def distance(actual: Gradients, expected: Gradients) -> tuple[float, float]:
-    """The relative distance from ``actual`` to the nearest multiple of ``expected``, and that multiple."""
-    a, b = (torch.cat([x[name].flatten() for name in expected]) for x in (actual, expected))
-    factor = float(a @ b / (b @ b).clamp(min=1e-300))
-    return float((a - factor * b).norm() / a.norm().clamp(min=1e-300)), factor
-
-
-def differing(actual: Gradients, expected: Gradients) -> list[str]:
-    """The parameters whose gradients differ by more than rounding."""
-    least = max(float(x.norm()) for x in expected.values()) * 1e-4  # some gradients are zero except for rounding
-    return [
-        name
-        for name, x in expected.items()
-        if not float((actual[name] - x).norm()) <= 10 * EQUAL_TOLERANCE * max(float(x.norm()), least)
-    ]
+    factor: float = 1.0
 
 
 def factor_text(factor: float, world: int) -> str:
@@ -71,81 +58,234 @@ def factor_text(factor: float, world: int) -> str:
     return f"gradients are {factor:.4g} times one process's: the loss is not divided by the number of all labels"
 
 
-def predictions(
-    initial: nn.Module, batch: Any, is_transformers: bool, sp: SequenceParallel
-) -> Iterator[FaultPrediction]:
-    """What one process gives with each known fault, from the model's ``initial`` state."""
-    if not is_transformers or "input_ids" not in batch or "labels" not in batch:
+def attention_text(alone: Observed, ranks: Observed) -> str | None:
+    """How attention on ranks differs from one process, in words; None if it does not, or if that is not known."""
+    calls = _calls_on_ranks(alone, ranks)
+    texts: list[str] = []
+    for ours, theirs in zip(calls, alone.attention, strict=False):
+        if ours.visible is not None and theirs.visible is not None:
+            texts.append(mask_difference(ours.visible, theirs.visible) or "")
+        if abs(ours.scale / theirs.scale - 1) > 1e-6:
+            texts.append(f"attention's scale is {ours.scale:.4g} on ranks, {theirs.scale:.4g} on one process")
+        if ours.softcap != theirs.softcap:
+            texts.append(f"attention's softcap is {ours.softcap} on ranks, {theirs.softcap} on one process")
+        if ours.sinks != theirs.sinks:
+            texts.append(
+                "attention has sinks on ranks, but not on one process" if ours.sinks else "attention sinks are ignored"
+            )
+    return "; ".join(dict.fromkeys(text for text in texts if text)) or None
+
+
+def _calls_on_ranks(alone: Observed, ranks: Observed) -> list[AttentionRecord]:
+    """The calls on ranks that correspond to those of one process. Layers that are recomputed call again, later."""
+    return ranks.attention[: len(alone.attention)] if len(ranks.attention) >= len(alone.attention) else []
+
+
+def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultPrediction]:
+    """What one process gives with each known fault. ``make`` makes the set-up afresh."""
+    text = attention_text(alone, ranks)
+    calls = _calls_on_ranks(alone, ranks)
+    known = bool(calls) and all(one.visible is not None for one in (*calls, *alone.attention))
+    if text is not None and known:
+        yield _predict(make, text, Changes(calls=calls))
+    if ranks.layout is not None:
+        layout = ranks.layout
+        shards = shards_of(layout)
+        positions = torch.zeros(layout.length, dtype=torch.long)
+        for shard in shards:
+            positions[shard] = torch.arange(len(shard))
+        yield _predict(make, LOCAL_POSITIONS, Changes(positions=positions, calls=calls if known else None))
+        yield _predict(make, LABELS_LOST, Changes(shards=shards, cut=True))
+        both = f"{LABELS_LOST}; losses are averaged: sum them"
+        yield _predict(make, both, Changes(shards=shards, cut=True, mean=True))
+        yield _predict(make, AVERAGED, Changes(shards=shards, mean=True))
+    setup = make()
+    if setup.is_transformers and setup.reference is None:
+        yield from _changed_batches(make, setup.batch, None if ranks.layout is None else positions)
+        yield from _changed_models(make)
+
+
+def shards_of(layout: Layout) -> list[Tensor]:
+    """The tokens of each rank."""
+    runs = [layout.runs(rank) for rank in range(layout.world)]
+    return [torch.tensor([start + i for start, count in own for i in range(count)], dtype=torch.long) for own in runs]
+
+
+def _predict(make: Make, fault: str, changes: Changes) -> FaultPrediction:
+    setup = make()
+    model = setup.model
+    changes.own = {id(x) for x in (*model.parameters(), *model.buffers())}
+    torch.manual_seed(1)
+    with changes, changed_attention(changes.attend) if changes.calls else nullcontext():
+        setup.run_alone(model, setup.batch)
+    return FaultPrediction(fault, gradients(model), changes.factor)
+
+
+# --- changes of torch's functions
+
+
+class Changes(TorchFunctionMode):
+    """Inside, one process computes as ranks with a fault do.
+
+    ``calls``: attention as these calls did it. ``positions``: positions 0, 1, ... are these instead. ``cut``: labels
+    are shifted within ``shards``. ``mean``: losses are averaged over each shard, then over shards. ``own`` are the ids
+    of the model's parameters and buffers, which may be tables of positions.
+    """
+
+    def __init__(
+        self, calls: list[AttentionRecord] | None = None, positions: Tensor | None = None,
+        shards: list[Tensor] | None = None, cut: bool = False, mean: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.calls, self.own, self.factor = calls, set[int](), 1.0
+        self._positions, self._shards, self._cut, self._mean = positions, shards, cut, mean
+        self._next_call = itertools.cycle(calls or ())
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self.calls and function is F.scaled_dot_product_attention:
+            given = TorchAttention.of(*args, **options)
+            if given.query.dim() == 4:
+                return _attend(given.query, given.key, given.value, next(self._next_call))
+        if self._shards is not None and function in _LOSSES:
+            return self._loss(function, args, options)
+        result = function(*args, **options)
+        if self._positions is not None and function is torch.arange:
+            length = len(self._positions)
+            if len(result) == length and int(result[0]) == 0 and int(result[-1]) == length - 1:
+                return self._positions.to(result)
+        if self._positions is not None and function is Tensor.__getitem__ and id(args[0]) in self.own:
+            return self._rows(args[1], result)
+        return result
+
+    def _rows(self, index: Any, result: Tensor) -> Tensor:
+        """The first rows of a table of positions, in the order of local positions."""
+        assert self._positions is not None
+        index = index if isinstance(index, tuple) else (index,)
+        for dim, each in enumerate(index):
+            if isinstance(each, slice) and each.start in (None, 0) and each.stop == len(self._positions):
+                return result.index_select(dim, self._positions)
+        return result
+
+    def attend(self, original: Any, sequence: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """In place of ``Sequence.attention``."""
+        if options.get("return_lse") or options.get("return_largest"):
+            return original(sequence, q, k, v, **options)
+        return _attend(q, k, v, next(self._next_call), options.get("sinks"))
+
+    def _loss(self, function: Any, args: Any, options: dict[str, Any]) -> Any:
+        """A loss with the changed labels and weights. Without labels, only weights change."""
+        if function is chunked_cross_entropy:
+            hidden, weight, labels = args[:3]
+            logits = hidden.flatten(0, -2) @ weight.T
+            total = self._loss(F.cross_entropy, (logits, labels.flatten()), {"reduction": "sum"})
+            return total, (labels != IGNORE).sum()
+        reduction, others = options.get("reduction", "mean"), {k: x for k, x in options.items() if k != "reduction"}
+        is_labels = function in (F.cross_entropy, F.nll_loss)
+        source, target, *rest = list(args) + [others.pop(name) for name in ("input", "target") if name in others]
+        ignore = others.get("ignore_index", IGNORE)
+        assert self._shards is not None
+        length = sum(map(len, self._shards))
+        changed = self._cut_labels(target, length, ignore) if self._cut and is_labels else target
+        losses = function(source, changed, *rest, **others, reduction="none")
+        counted = changed != ignore if is_labels else torch.ones_like(losses, dtype=torch.bool)
+        before = int((target != ignore).sum()) if is_labels else losses.numel()
+        if self._mean:
+            losses = losses * self._weights(counted, length)
+        elif is_labels:
+            self.factor = before / max(1, int(counted.sum()))
+        return losses if reduction == "none" else losses.sum() / (before if reduction == "mean" else 1)
+
+    def _cut_labels(self, target: Tensor, length: int, ignore: int) -> Tensor:
+        """Labels as they are if each shard is shifted by itself: its last token has none."""
+        rows = _by_token(target, length)
+        if rows is None:
+            return target
+        whole = F.pad(rows, (0, length - rows.shape[1]), value=ignore)
+        cut = torch.full_like(whole, ignore)
+        for shard in self._shards or ():
+            cut[:, shard[:-1]] = whole[:, shard[1:] - 1]
+        return cut[:, : rows.shape[1]].reshape(target.shape)
+
+    def _weights(self, counted: Tensor, length: int) -> Tensor:
+        """The weight of each loss in the mean of the shards' means, relative to that in the mean of all."""
+        rows = _by_token(counted, length)
+        if rows is None:
+            return torch.ones_like(counted, dtype=torch.float32)
+        weights = torch.zeros(rows.shape, dtype=torch.float64)
+        shards = [shard[shard < rows.shape[1]] for shard in self._shards or ()]
+        for shard in shards:
+            weights[:, shard] = float(counted.sum()) / len(shards) / max(1.0, float(rows[:, shard].sum()))
+        return weights.reshape(counted.shape)
+
+
+_LOSSES: tuple[Any, ...] = (
+    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+    F.binary_cross_entropy_with_logits, chunked_cross_entropy,
+)  # fmt: skip
+
+
+def _by_token(x: Tensor, length: int) -> Tensor | None:
+    """``x`` with tokens in dimension 1, all of them or all but the last; None if there is no such dimension."""
+    if x.dim() > 1 and x.shape[1] in (length, length - 1):
+        return x
+    for tokens in (length, length - 1):
+        if x.dim() and tokens and len(x) % tokens == 0:
+            return x.reshape(-1, tokens, *x.shape[1:])
+    return None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, record: AttentionRecord, sinks: Tensor | None = None) -> Tensor:
+    """Dense attention as ``record`` describes it."""
+    assert record.visible is not None
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = (q @ k.mT) * record.scale
+    if record.softcap is not None:
+        logits = record.softcap * torch.tanh(logits / record.softcap)
+    logits = logits.masked_fill(~record.visible.unsqueeze(1), float("-inf"))
+    if sinks is not None and record.sinks:
+        extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, extra], -1).softmax(-1)[..., :-1] @ v
+    hidden = ~record.visible.any(-1).view(-1, 1, logits.shape[2], 1)
+    return logits.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+# --- changes of transformers models and their batches
+
+
+def _changed_batches(make: Make, batch: Any, positions: Tensor | None) -> Iterator[FaultPrediction]:
+    """Faults in which a model gets other arguments."""
+    if "input_ids" not in batch:
         return
-    ids, labels = batch["input_ids"], batch["labels"]
-    shards = _shards(sp, ids.shape[1])
-    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
+
+    def predict(fault: str, changed: dict[str, Any]) -> FaultPrediction:
+        return _predict(lambda: Setup(make().model, changed), fault, Changes())
+
+    ids = batch["input_ids"]
     if "attention_mask" in batch:
         unmasked = {name: x for name, x in batch.items() if name != "attention_mask"}
-        text = "padding is attended to: the attention mask is lost"
-        yield FaultPrediction(text, _model_gradients(initial, unmasked), conclusive=True)
+        yield predict("padding is attended to: the attention mask is lost", unmasked)
     if "position_ids" in batch and "attention_mask" not in batch:
         leaking = {**batch, "attention_mask": torch.ones_like(ids)}
-        text = "documents see each other: the packing in position_ids is lost"
-        yield FaultPrediction(text, _model_gradients(initial, leaking))
-    local = torch.zeros_like(ids)
-    for shard in shards:
-        local[:, shard] = torch.arange(len(shard))
-    misplaced = {**inputs, "position_ids": local, "attention_mask": batch.get("attention_mask", torch.ones_like(ids))}
-    text = "positions are local: pass seq.positions() to the model"
-    yield FaultPrediction(text, _loss_gradients(initial, misplaced, shifted))
-    cut = torch.full_like(shifted, IGNORE)
-    for shard in shards:
-        cut[:, shard[:-1]] = labels[:, shard[1:]]
-    text = "labels are lost at the edges of shards: shift labels before sharding"
-    yield FaultPrediction(text, _loss_gradients(initial, inputs, cut))
-    yield FaultPrediction(f"{text}; losses are averaged: sum them", _loss_gradients(initial, inputs, cut, shards))
-    text = "losses are averaged on each rank: sum them, and divide by the number of all labels (startrail.global_mean)"
-    yield FaultPrediction(text, _loss_gradients(initial, inputs, shifted, shards))
-    yield from _changed_models(initial, batch)
+        yield predict("documents see each other: the packing in position_ids is lost", leaking)
+    if positions is not None and len(positions) == ids.shape[1]:
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        yield predict(LOCAL_POSITIONS, {**batch, "position_ids": positions.expand_as(ids), "attention_mask": mask})
 
 
-def _changed_models(initial: nn.Module, batch: Any) -> Iterator[FaultPrediction]:
-    config: Any = initial.config
-    if getattr(config, "sliding_window", None):
-        model: Any = copy.deepcopy(initial)
+def _changed_models(make: Make) -> Iterator[FaultPrediction]:
+    setup = make()
+    model: Any = setup.model
+    if getattr(model.config, "sliding_window", None):
         for module in model.modules():
             if getattr(getattr(module, "config", None), "sliding_window", None):
                 module.config.sliding_window = 10**6
             if getattr(module, "sliding_window", None):
                 module.sliding_window = 10**6
-        yield FaultPrediction("the sliding window is ignored", _model_gradients(model, batch))
-    if any("sinks" in name for name, _ in initial.named_parameters()):
-        model = copy.deepcopy(initial)
-        for name, x in model.named_parameters():
+        yield _predict(lambda: setup, "the sliding window is ignored", Changes())
+    if any("sinks" in name for name, _ in model.named_parameters()):
+        setup = make()
+        for name, x in setup.model.named_parameters():
             if "sinks" in name:
                 x.data.fill_(-1e4)
-        yield FaultPrediction("attention sinks are ignored", _model_gradients(model, batch))
-
-
-def _shards(sp: SequenceParallel, length: int) -> list[Tensor]:
-    """The tokens of each rank."""
-    layout = sp.sequence(length)._layout
-    return [positions_of(layout.runs(rank)) for rank in range(layout.world)]
-
-
-def _model_gradients(model: nn.Module, batch: Any) -> Gradients:
-    """Gradients of the model's own loss."""
-    model = copy.deepcopy(model)
-    model(**{"use_cache": False, **batch}).loss.backward()
-    return gradients(model)
-
-
-def _loss_gradients(model: nn.Module, inputs: Any, shifted: Tensor, shards: list[Tensor] | None = None) -> Gradients:
-    """Gradients of the mean cross-entropy with these labels; with ``shards``, of the mean of each shard's mean."""
-    model = copy.deepcopy(model)
-    logits = model(**{"use_cache": False, **inputs}).logits.float()
-    losses = F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORE, reduction="none")
-    losses, counts = losses.view(shifted.shape), shifted != IGNORE
-    if shards is None:
-        (losses.sum() / counts.sum().clamp(min=1)).backward()
-    else:
-        means = [losses[:, shard].sum() / counts[:, shard].sum().clamp(min=1) for shard in shards]
-        torch.stack(means).mean().backward()
-    return gradients(model)
+        yield _predict(lambda: setup, "attention sinks are ignored", Changes())

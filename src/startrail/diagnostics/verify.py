@@ -1,102 +1,68 @@
 """Checks that a training step gives the same on many ranks as on one process, and names the fault if it does not.
 
-``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step, and runs it on one process
-and on local ranks. It compares the loss and the gradient of every parameter. If they differ, it looks for a known fault
-(``faults``) that gives the same gradients on one process.
+``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step and reference (``setups``),
+and runs them on one process and on local ranks. It compares the loss of every rank, the gradient of every parameter and
+the buffers. If they differ, it looks for a known fault (``faults``) that gives the same gradients on one process.
 
-A step is ``step(model, batch, sp)``: it runs forward and backward on this rank, sums the gradients and returns the
-loss. Without a step, a transformers model is attached to ``sp`` and called with ``shard_batch(sp, **batch)``. The
-reference is ``model(**batch).loss`` for a transformers model; for any other model, it is the step on a single rank.
+Every step runs twice: in the model's own dtype, and in float64, where rounding cannot hide a small difference. A model
+that does not run in float64 is compared in float32 or in its own dtype, with a limit that follows that dtype.
 """
 
 from __future__ import annotations
 
-import copy
-import os
-import runpy
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from importlib import import_module
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from startrail.comm.digest import digest
-from startrail.diagnostics import faults
-from startrail.diagnostics.faults import EQUAL_TOLERANCE, MATCH_TOLERANCE, Gradients, distance, factor_text, gradients
+from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
+from startrail.diagnostics.faults import attention_text, factor_text, predictions
+from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
+from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
 from startrail.launch.local import RankError, run_local
-from startrail.losses import sum_gradients
 from startrail.parallel import SequenceParallel
+
+PRECISE = (torch.float64, torch.float32)  # dtypes in which a step is repeated; the first that works
+UNEQUAL = 1e-3  # relative difference between ranks of a gradient that is not summed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``same``: loss and gradients are those of one process. ``text`` names the fault if they are not. ``conclusive``:
-    the fault cannot come from padding or dropout, so there is no need to try without them."""
+    """``same``: the results are those of one process. ``text`` names the fault if they are not. ``conclusive``: the
+    fault cannot come from padding or dropout, so there is no need to try without them."""
 
     same: bool
     text: str
     conclusive: bool = False
 
 
-class Reference(NamedTuple):
-    """The results of one process."""
-
-    loss: float
-    gradients: Gradients
-
-
-@dataclass
-class Setup:
-    """What the user's function returned."""
-
-    model: nn.Module
-    batch: Any
-    step: Callable[[nn.Module, Any, SequenceParallel], Tensor] | None
-
-    @classmethod
-    def of(cls, make: Callable[[], Any]) -> Setup:
-        torch.manual_seed(0)
-        made = make()
-        if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-            raise ValueError("the function must return (model, batch) or (model, batch, step)")
-        model, batch, *step = made
-        setup = cls(model, batch, step[0] if step else None)
-        if setup.step is None and not setup.is_transformers:
-            raise ValueError(
-                f"{type(model).__name__} is not a transformers model: return a step(model, batch, sp) as well"
-            )
-        return setup
-
-    @property
-    def is_transformers(self) -> bool:
-        return any(kind.__name__ == "PreTrainedModel" for kind in type(self.model).__mro__)
-
-
 def verify(make: Callable[[], Any], ranks: int = 4, plan: str | None = None, deadline: float = 300.0) -> Verdict:
     """Run what ``make`` returns on one process and on ``ranks`` local ranks, and compare."""
     torch.set_num_threads(1)  # ranks are forked from this process
     setup = Setup.of(make)
-    if isinstance(setup.batch, Mapping) and not setup.batch:
-        raise ValueError("the batch is empty")
-    verdict = _run(make, _reference(setup), ranks, plan, deadline)
-    if verdict.same or verdict.conclusive:
+    if plan == "auto":
+        _heads(setup)
+    verdict, alone = _compare(make, ranks, plan, deadline)
+    if verdict.same or verdict.conclusive or alone is None:
         return verdict
-    for change, text in ((_without_padding, PADDING_COUNTED), (_without_dropout, DROPOUT_DIFFERS)):
-        changed = change(setup, 2 * ranks)
-        if changed is None:
-            continue
+    retries: list[tuple[Callable[[Setup], Setup], str]] = []
+    if _cut(setup, 2 * ranks) is not None:
+        retries.append((lambda setup: _cut(setup, 2 * ranks) or setup, PADDING_COUNTED))
+    if alone.native.dropout:
+        retries.append((_without_dropout, DROPOUT_DIFFERS))
+    for change, text in retries:
 
-        def make_changed(change: Callable[[Setup, int], Setup | None] = change) -> tuple[Any, ...]:
-            again = change(Setup.of(make), 2 * ranks)
-            assert again is not None
-            return (again.model, again.batch, *([again.step] if again.step else []))
+        def make_changed(change: Callable[[Setup], Setup] = change) -> tuple[Any, ...]:
+            changed = change(Setup.of(make))
+            return changed.model, changed.batch, changed.step, changed.reference
 
-        if _run(make_changed, _reference(changed), ranks, plan, deadline).same:
+        if _compare(make_changed, ranks, plan, deadline)[0].same:
             return Verdict(False, f"{text}\n{verdict.text}")
     return verdict
 
@@ -111,109 +77,210 @@ DROPOUT_DIFFERS = (
 )
 
 
-def load(name: str) -> Callable[[], Any]:
-    """The function named by ``module:function`` or ``file.py:function``. Raises ``ValueError`` if it does not exist."""
-    place, _, function = name.rpartition(":")
-    if not place or not function:
-        raise ValueError(f"{name!r} must be MODULE:FUNCTION, for example my.setup:make or setup.py:make")
-    sys.path.insert(0, os.getcwd())
+def _compare(make: Callable[[], Any], ranks: int, plan: str | None, deadline: float) -> tuple[Verdict, Results | None]:
+    """The verdict, and what one process gave if it ran."""
+
+    where = f"{ranks} ranks"
     try:
-        module: Any = SimpleNamespace(**runpy.run_path(place)) if place.endswith(".py") else import_module(place)
-    except (ImportError, OSError) as error:
-        raise ValueError(f"{place}: {error}") from None
-    finally:
-        sys.path.pop(0)
-    make: Any = getattr(module, function, None)
-    if not callable(make):
-        raise ValueError(f"{place} has no function {function!r}")
-    return make
-
-
-def _reference(setup: Setup) -> Reference:
-    model = copy.deepcopy(setup.model)
-    torch.manual_seed(1)
-    if setup.is_transformers:
-        loss = model(**{"use_cache": False, **setup.batch}).loss  # with a cache, packed documents see each other
-        loss.backward()
-    else:
-        assert setup.step is not None
-        loss = setup.step(model, setup.batch, SequenceParallel("1x1"))
-    return Reference(float(loss.detach()), gradients(model))
-
-
-def _run(make: Callable[[], Any], reference: Reference, ranks: int, plan: str | None, deadline: float) -> Verdict:
-    try:
-        verdict = run_local(lambda rank: _on_rank(make, reference, ranks, plan), ranks, deadline)[0]
+        found = run_local(lambda rank: run_rank(make, plan or f"1x{ranks}"), ranks, deadline)[0]
+        if isinstance(found, str):
+            return Verdict(False, found, conclusive=True), None
+        assert found is not None
+        where = "one process"
+        judged = run_local(lambda rank: (judge(make, alone := run_alone(make), found), alone), 1, deadline)[0]
     except RankError as error:
         reason = str(error).strip().splitlines()[-1]
-        return Verdict(False, f"it does not run on {ranks} ranks: {reason}", conclusive=True)
-    assert verdict is not None
-    return verdict
+        return Verdict(False, f"it does not run on {where}: {reason}", conclusive=True), None
+    assert judged is not None
+    return judged
 
 
-def _on_rank(make: Callable[[], Any], reference: Reference, ranks: int, plan: str | None) -> Verdict | None:
-    """The verdict, on rank 0."""
-    setup, sp = Setup.of(make), SequenceParallel(plan or f"1x{ranks}")
-    model = setup.model
-    if name := _first_mismatch({name: digest(x) for name, x in _tensors(setup.batch)}):
-        text = f"data differ between ranks: {name} of the batch; all ranks of a sequence need the same batch"
-        return Verdict(False, text, conclusive=True)
-    if name := _first_mismatch({name: digest(x) for name, x in model.named_parameters()}):
-        text = f"weights differ between ranks: parameter {name}; load the same weights or set the same seed"
-        return Verdict(False, text, conclusive=True)
-    start = replace(setup, model=copy.deepcopy(model)) if dist.get_rank() == 0 else None
-    torch.manual_seed(1)
-    loss = (setup.step or _default_step)(model, setup.batch, sp).detach()
-    grads = gradients(model)
-    losses = [torch.empty(()) for _ in range(ranks)]
-    dist.all_gather(losses, torch.tensor(float(loss)))
-    unequal = _unequal_gradients(grads)
-    return None if start is None else _judge(start, reference, grads, [float(x) for x in losses], unequal, sp)
+# --- running
 
 
-def _default_step(model: nn.Module, batch: Any, sp: SequenceParallel) -> Tensor:
-    from startrail.integrations.transformers import attach, shard_batch
+def run_alone(make: Callable[[], Any]) -> Results:
+    """What the reference gives on one process."""
 
-    attach(model, sp)
-    loss: Tensor = model(**shard_batch(sp, **batch)).loss
-    loss.backward()
-    sum_gradients(model.parameters(), sp.group)
-    return loss
+    def run(setup: Setup) -> Observed:
+        return observe(lambda: setup.run_alone(setup.model, setup.batch), setup.model, one_process=True)
+
+    setup = Setup.of(make)
+    dtype = _dtype(setup.model)
+    native = run(setup)
+    if not any(bool(x.any()) for x in native.gradients.values()):
+        raise ValueError("on one process all gradients are zero or None: run backward, and do not clear them")
+    return Results(native, *_precise(lambda precise: run(Setup.of(make).to(precise)), dtype))
+
+
+def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
+    """On rank 0, what the step gives on ranks, or a text if ranks start with different data or weights."""
+    setup = Setup.of(make)
+    sp = _parallel(setup, plan)
+    if name := _first_mismatch({name: digest(x) for name, x in batch_tensors(setup.batch)}):
+        return f"data differ between ranks: {name} of the batch; all ranks of a sequence need the same batch"
+    for kind, tensors in (("parameter", setup.model.named_parameters()), ("buffer", setup.model.named_buffers())):
+        if name := _first_mismatch({name: digest(x) for name, x in tensors}):
+            return f"weights differ between ranks: {kind} {name}; load the same weights or set the same seed"
+
+    def run(setup: Setup) -> Observed:
+        return observe(lambda: setup.run_on_rank(sp), setup.model, one_process=False)
+
+    dtype = _dtype(setup.model)
+    native = run(setup)
+    names = torch.tensor([x.requires_grad for x in setup.model.parameters()])
+    if name := _first_mismatch(dict(zip((n for n, _ in setup.model.named_parameters()), names.long(), strict=True))):
+        return f"parameter {name} is trained on some ranks and frozen on others"
+    precise, precise_dtype = _precise(lambda precise: run(Setup.of(make).to(precise)), dtype)
+    losses = [torch.empty((), dtype=torch.float64) for _ in range(sp.world)]
+    dist.all_gather(losses, torch.tensor((precise or native).loss, dtype=torch.float64))
+    unequal = _unequal_gradients((precise or native).gradients)
+    if dist.get_rank():
+        return None
+    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal)
+
+
+def _parallel(setup: Setup, plan: str) -> SequenceParallel:
+    if plan != "auto":
+        return SequenceParallel(plan)
+    heads, kv_heads = _heads(setup)
+    return SequenceParallel("auto", heads=heads, kv_heads=kv_heads)
+
+
+def _heads(setup: Setup) -> tuple[int, int]:
+    """Query and key/value heads, for the planner."""
+    config: Any = getattr(setup.model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError("plan auto needs the number of heads, which it reads from a transformers config: name a plan")
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _precise(run: Callable[[torch.dtype], Observed], dtype: torch.dtype) -> tuple[Observed | None, torch.dtype | None]:
+    """What a step gives in the first of ``PRECISE`` that is more precise than ``dtype`` and in which it runs on all
+    ranks."""
+    for precise in PRECISE:
+        if torch.finfo(precise).eps >= torch.finfo(dtype).eps:
+            break
+        try:
+            found = run(precise)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            found = None
+        ran = torch.tensor(found is not None)
+        if dist.is_initialized():
+            dist.all_reduce(ran, op=dist.ReduceOp.MIN)
+        if found is not None and bool(ran):
+            return found, precise
+    return None, None
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The least precise dtype of the parameters."""
+    return max((x.dtype for x in model.parameters() if x.is_floating_point()), key=lambda x: torch.finfo(x).eps)
 
 
 # --- the verdict
 
 
-def _judge(
-    start: Setup, reference: Reference, grads: Gradients, losses: list[float], unequal: list[str], sp: SequenceParallel
-) -> Verdict:
-    world = sp.world
-    if unequal and len(unequal) == len(grads):
-        remedy = "call startrail.sum_gradients(model.parameters()) after backward"
-        return Verdict(False, f"gradients are not summed over ranks: {remedy}")
-    if unequal:
-        text = f"gradient of {unequal[0]} is not reduced over ranks ({len(unequal)} of {len(grads)} parameters)"
+def judge(make: Callable[[], Any], alone: Results, ranks: RankResults) -> Verdict:
+    """Compare what ranks gave with what one process gave. Runs faults, so needs a process of its own."""
+    if alone.precise_dtype != ranks.precise_dtype:  # it runs in float64 on one side only
+        alone = Results(alone.native, None, None)
+        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal)
+    ours, theirs = ranks.best, alone.best
+    if text := _trainable_text(ours.gradients, theirs.gradients) or _not_finite(ours, theirs):
         return Verdict(False, text)
-    off, factor = distance(grads, reference.gradients)
-    wrong = faults.differing(grads, reference.gradients)
-    if off <= EQUAL_TOLERANCE and abs(factor - 1) <= EQUAL_TOLERANCE and not wrong:
-        if all(abs(x - reference.loss) > 1e-4 * abs(reference.loss) for x in (sum(losses), losses[0])):
-            text = f"gradients are right, but the loss is not: {losses[:4]} on ranks, {reference.loss} on one process"
-            return Verdict(False, text)
-        results = f"loss {reference.loss:.6f} and {len(grads)} gradients"
-        text = f"same: {results} on {world} ranks as on one process; relative difference {off:.1e} in norm"
-        return Verdict(True, text)
-    if off <= MATCH_TOLERANCE:
-        return Verdict(False, factor_text(factor, world))
-    for prediction in faults.predictions(start.model, start.batch, start.is_transformers, sp):
-        mismatch, factor = distance(grads, prediction.gradients)
-        if mismatch <= MATCH_TOLERANCE:
-            also = "" if abs(factor - 1) < 1e-3 else f" (and {factor_text(factor, world)})"
-            return Verdict(False, prediction.fault + also, prediction.conclusive)
-    by_name = {name: float((grads[name] - x).norm()) for name, x in reference.gradients.items()}
-    largest = max(wrong or by_name, key=lambda name: by_name[name])
-    text = f"{len(wrong)} of {len(grads)} gradients differ from one process, by {off:.1e} of their norm in all"
-    return Verdict(False, f"{text}; {largest} differs most. No known fault explains it")
+    if ranks.unequal:
+        return Verdict(False, _unequal_text(ranks.unequal, ours.gradients))
+    close = Comparison.of(alone, ranks)
+    if not close.wrong:
+        return _same(make, alone, ranks, close)
+    return Verdict(*_name_fault(make, alone, ranks, close))
+
+
+def _same(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Comparison) -> Verdict:
+    """The verdict if gradients are right."""
+    expected, world = alone.best.loss, len(ranks.losses)
+    limit = close.loss_limit * max(abs(expected), 1e-30)
+    wrong = [rank for rank, loss in enumerate(ranks.losses) if not abs(loss - expected) <= limit]
+    if wrong and not abs(sum(ranks.losses) - expected) <= limit:
+        values = ", ".join(f"{loss:.6g}" for loss in ranks.losses[:8])
+        text = f"gradients are right, but the loss is not: {values} on ranks, {expected:.6g} on one process"
+        return Verdict(False, f"{text} (each rank must return the mean loss, or its share of it)", conclusive=True)
+    for name, x in alone.best.buffers.items():
+        other = ranks.best.buffers.get(name)
+        if other is None or other.shape != x.shape or not torch.allclose(
+            other.double(), x.double(), rtol=close.loss_limit, atol=close.loss_limit * float(x.double().abs().amax())
+            if x.numel() else 0.0, equal_nan=True,
+        ):  # fmt: skip
+            text = f"buffer {name} differs from one process's: each rank updates it from its own tokens only"
+            return Verdict(False, f"{text}; loss and gradients are the same", conclusive=True)
+    parts = [f"loss {expected:.6f}", f"{len(alone.best.gradients)} gradients"]
+    parts += [f"{len(alone.best.buffers)} buffers"] if alone.best.buffers else []
+    results = f"{', '.join(parts[:-1])} and {parts[-1]}"
+    text = f"same: {results} on {world} ranks as on one process; relative difference {close.text}"
+    limits = Setup.of(make).limits
+    return Verdict(True, text + (f"\n{limits}" if limits else ""))
+
+
+def _name_fault(
+    make: Callable[[], Any], alone: Results, ranks: RankResults, close: Comparison
+) -> tuple[bool, str, bool]:
+    ours, theirs, world = ranks.best, alone.best, len(ranks.losses)
+    modes = [name for name, mode in theirs.training.items() if mode != ours.training.get(name, mode)]
+    if modes:
+        here, there = ("eval", "training") if theirs.training[modes[0]] else ("training", "eval")
+        text = f"{modes[0] or 'the model'} is in {here} mode on ranks, and in {there} mode on one process"
+        return False, f"{text}: dropout and normalization differ", True
+    factor = factor_of(ours.gradients, theirs.gradients, close.limit)
+    if factor is not None and abs(factor - 1) > close.limit:
+        return False, factor_text(factor, world), False
+    dtype = alone.precise_dtype
+
+    def make_again() -> Setup:
+        setup = Setup.of(make)
+        return setup if dtype is None else setup.to(dtype)
+
+    for prediction in predictions(make_again, theirs, ours):
+        factor = factor_of(ours.gradients, prediction.gradients, close.match)
+        if factor is not None:
+            explained = any(abs(factor / each - 1) < close.match for each in (1.0, prediction.factor))
+            also = "" if explained else f" (and {factor_text(factor, world)})"
+            return False, prediction.fault + also, True
+    if not any(bool(x.any()) for x in ours.gradients.values()):
+        return False, "all gradients are zero or None on ranks: do not clear them in the step", True
+    if partly := lost_or_scaled(ours.gradients, theirs.gradients, close):
+        return False, partly, False
+    count = f"{len(close.wrong)} of {len(theirs.gradients)} gradients differ from one process"
+    text = f"{count}, by {close.total:.1e} of their norm; {close.wrong[0]} differs most. No known fault explains it"
+    attention = attention_text(theirs, ours)
+    return False, text + (f", but attention differs: {attention}" if attention else ""), False
+
+
+def _trainable_text(ours: Gradients, theirs: Gradients) -> str | None:
+    for here, there, where, other in (
+        (ours, theirs, "on ranks", "on one process"),
+        (theirs, ours, "on one process", "on ranks"),
+    ):
+        if extra := [name for name in here if name not in there]:
+            return (
+                f"parameter {extra[0]} is trained {where}, but frozen {other} ({len(extra)} of {len(here)} parameters)"
+            )
+    return None
+
+
+def _not_finite(ours: Observed, theirs: Observed) -> str | None:
+    bad = [name for name, x in ours.gradients.items() if not bool(x.isfinite().all())]
+    if not bad or not all(bool(x.isfinite().all()) for x in theirs.gradients.values()):
+        return None
+    text = f"gradients of {len(bad)} parameters are infinite or NaN on ranks, first {bad[0]}"
+    return f"{text}: a rank without labels may divide by zero (startrail.global_mean does not)"
+
+
+def _unequal_text(unequal: list[str], grads: Gradients) -> str:
+    if len(unequal) == len([x for x in grads.values() if bool(x.any())]):
+        remedy = "call startrail.sum_gradients(model.parameters()) after backward"
+        return f"gradients are not summed over ranks: {remedy}"
+    return f"gradient of {unequal[0]} is not reduced over ranks ({len(unequal)} of {len(grads)} parameters)"
 
 
 # --- comparing ranks
@@ -226,7 +293,7 @@ def _unequal_gradients(grads: Gradients) -> list[str]:
         ends = torch.stack([x, -x])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         spread = float((ends[0] + ends[1]).norm())
-        if spread > MATCH_TOLERANCE * float(torch.maximum(ends[0].abs(), ends[1].abs()).norm()):
+        if spread > UNEQUAL * float(torch.maximum(ends[0].abs(), ends[1].abs()).norm()):
             unequal.append(name)
     return unequal
 
@@ -242,33 +309,43 @@ def _first_mismatch(digests: dict[str, Tensor]) -> str | None:
     return list(digests)[wrong[0]] if wrong else None
 
 
-# --- batches
+# --- trying without padding and without dropout
 
 
-def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(batch, Mapping):
-        return [(str(name), x) for name, x in batch.items() if isinstance(x, Tensor)]
-    if isinstance(batch, tuple | list):
-        return [(f"entry {index}", x) for index, x in enumerate(batch) if isinstance(x, Tensor)]
-    return [("tensor", batch)] if isinstance(batch, Tensor) else []
-
-
-def _without_padding(setup: Setup, unit: int) -> Setup | None:
+def _cut(setup: Setup, unit: int) -> Setup | None:
     """The batch cut to a multiple of ``unit`` tokens; None if it already is, or if tokens are not in dimension 1."""
-    tensors = _tensors(setup.batch)
-    lengths = {x.shape[1] for _, x in tensors if x.dim() == 2}
-    if len(lengths) != 1 or not isinstance(setup.batch, Mapping) or any(x.dim() != 2 for _, x in tensors):
+    tensors = [x for _, x in batch_tensors(setup.batch)]
+    lengths = {x.shape[1] for x in tensors if x.dim() > 1}
+    if len(lengths) != 1:
         return None
     (length,) = lengths
     if length % unit == 0 or length < unit:
         return None
-    cut = {name: x[:, : length // unit * unit] if isinstance(x, Tensor) else x for name, x in setup.batch.items()}
-    return Setup(setup.model, cut, setup.step)
+    batch = map_tensors(setup.batch, lambda x: x[:, : length // unit * unit] if x.dim() > 1 else x)
+    return Setup(setup.model, batch, setup.step, setup.reference)
 
 
-def _without_dropout(setup: Setup, unit: int) -> Setup | None:
-    """The set-up with dropout switched off. None if it uses none."""
-    active = [module for module in setup.model.modules() if isinstance(module, nn.Dropout) and module.p]
-    for module in active:
-        module.p = 0.0
-    return setup if active else None
+def _without_dropout(setup: Setup) -> Setup:
+    """The set-up with dropout switched off."""
+    step, reference = setup.step, setup.reference
+
+    def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with _NoDropout():
+                return function(*arguments)
+
+        return run
+
+    for module in setup.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return Setup(setup.model, setup.batch, step and quiet(step), reference and quiet(reference))
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.dropout:
+            return args[0] if args else (kwargs or {})["input"]
+        if function is F.scaled_dot_product_attention and kwargs and "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return function(*args, **(kwargs or {}))

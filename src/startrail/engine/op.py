@@ -63,7 +63,7 @@ def _(
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
         torch.empty(owner.kept_bytes(owner.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
-        torch.empty(max_logits, dtype=torch.float32, device=q.device),
+        torch.empty(max_logits, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
     )
 
 

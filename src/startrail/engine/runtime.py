@@ -43,7 +43,7 @@ from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import ZoneLevel, make_layout
-from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
+from startrail.kernels import accumulator, kernel_for, nudge_zero_rows, row_sums
 from startrail.routing.route import ZoneRoute
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
@@ -273,7 +273,8 @@ class Runtime:
         tag = self._agree(kind, is_new)
         if has_new_boundaries:
             self._finish_comparison()  # before anything is sent
-        max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
+        shape = q.shape[:2] if call.max_logits else (0, 0)
+        max_logits = q.new_full(shape, float("-inf"), dtype=accumulator(q.dtype))
         return PassContext(prepared.parts, prepared.order, prepared.kernel, prepared.scale, tag, q.device, max_logits)
 
     def _data_digest(self, sequence: OpKey, device: torch.device) -> tuple[int, Tensor | None]:

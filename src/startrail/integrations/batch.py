@@ -118,8 +118,10 @@ def shard_batch(
         if x is not None
     }
     arguments["position_ids"] = sequence.shard(positions, -1)
-    # All ones, since padding is gone. Without it, models would take a shard's positions for packed documents.
-    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    # Ones, except for padding of a shard: it is only counted, by trainers and routers. Without it, models would take
+    # a shard's positions for packed documents.
+    ones = torch.ones(len(arguments["input_ids"]), sequence.length, dtype=torch.long, device=input_ids.device)
+    arguments["attention_mask"] = sequence.shard(ones, 1)
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
         count = (tensors["shift_labels"] != IGNORE).sum()

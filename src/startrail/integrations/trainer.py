@@ -95,6 +95,23 @@ class StarTrailMixin:
             total //= self.sp.world
         return total.clamp(min=1)
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The sequences of a step: all ranks of a group have the same."""
+        size: int = self._train_batch_size  # type: ignore[attr-defined]
+        return size * args.gradient_accumulation_steps * self._num_groups
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share of a batch; ``Trainer`` adds up all ranks."""
+        whole: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return whole // self.sp.world
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of a batch once per group, not once per rank."""
+        state = self.state  # type: ignore[attr-defined]
+        before = state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.sp.world
+
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:

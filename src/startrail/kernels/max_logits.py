@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from startrail.geometry.tiles import Tile
+from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import row_bounds, row_chunks
 
 
@@ -24,7 +25,7 @@ def block_max_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float
     one per product.
     """
     batch, heads = q.shape[:2]
-    largest = q.new_full((batch, heads), float("-inf"), dtype=torch.float32)
+    largest = q.new_full((batch, heads), float("-inf"), dtype=accumulator(q.dtype))
     k = k.repeat_interleave(heads // k.shape[1], 1)
     for tile in visible:
         low, high = (bound.unsqueeze(1) for bound in row_bounds(tile, q.device))
@@ -38,8 +39,10 @@ def block_max_logits(q: Tensor, k: Tensor, visible: Sequence[Tile], scale: float
 
 
 def _rounded_once(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(batch, heads) the largest logits in float32, rounded once. Values that are not finite stay as they are."""
+    """(batch, heads) the largest logits, rounded once to float32, or float64 for float64 inputs. Values that are not
+    finite stay as they are."""
     largest, pair = logits.flatten(2).max(2)
     row, key = (index.view(*pair.shape, 1, 1) for index in (pair // k.shape[2], pair % k.shape[2]))
     chosen = (x.take_along_dim(index, 2).squeeze(2).double() for x, index in ((q, row), (k, key)))
-    return (torch.linalg.vecdot(*chosen) * scale).float().where(largest.isfinite(), largest.float())
+    exact, dtype = torch.linalg.vecdot(*chosen) * scale, accumulator(logits.dtype)
+    return exact.to(dtype).where(largest.isfinite(), largest.to(dtype))

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from startrail.comm.timing import TIMING
-from startrail.comm.watchdog import run_within
+from startrail.comm.watchdog import run_within, start_thread
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,7 @@ class Heartbeat:
         self._advanced_at = self._answered_at = time.monotonic()
         self._stopped = threading.Event()
         tasks = () if board is None else (self._beat, self._watch_store) if store_host else (self._beat,)
-        self._threads = [threading.Thread(target=task, name="startrail-heartbeat", daemon=True) for task in tasks]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [start_thread(task, "startrail-heartbeat", self._stopped.set) for task in tasks]
 
     def advance(self, step: int) -> None:
         """Call at every point that all ranks pass in the same order."""

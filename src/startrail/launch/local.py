@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -90,7 +91,7 @@ def run_local(
             pipes.append(pipe)
             processes.append(process)
         # In the parent, so that it outlives any rank; after the forks, or ranks would inherit and keep its connections.
-        store = TCPStore(HOST, 0, world, True, wait_for_workers=False)
+        store = _loopback_store(world)
         for pipe in pipes:
             with suppress(OSError):  # a dead rank is reported below
                 pipe.send_bytes(str(store.port).encode())
@@ -101,6 +102,14 @@ def run_local(
             if started.is_alive():
                 started.kill()
             started.join()
+
+
+def _loopback_store(world: int) -> TCPStore:
+    """A store that only this machine can reach. Given a host, torch's store listens on all interfaces; given a socket
+    that is bound already, it uses that."""
+    listener = socket.create_server((HOST, 0), backlog=world)
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, world, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _join(rank: int, world: int, pipe: Connection, seconds: float) -> None:

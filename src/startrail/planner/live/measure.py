@@ -43,6 +43,9 @@ BLOCKS = (128, 512)  # tokens along one side
 HEADS, HEAD_DIM = 4, 64
 REPEATS = 5
 OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
+MORE_ROUNDS = 2  # of measurements while there are outliers, which may be chance; the best of each rank counts
+MAX_LOAD = 0.2  # of a machine's cores that other programs may use; above that, its outliers are not to be trusted
+LOAD_SECONDS = 0.3  # over which that is measured
 Progress = Callable[[str, float], None]
 
 
@@ -50,6 +53,7 @@ Progress = Callable[[str, float], None]
 class Measured:
     cluster: ClusterSpec
     outliers: tuple[str, ...]  # in words
+    loaded: tuple[str, ...] = ()  # machines that other programs used meanwhile, in words
 
 
 def own_device() -> torch.device:
@@ -85,12 +89,21 @@ def no_progress(text: str, share: float) -> None:
 def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progress = no_progress) -> Measured:
     """All ranks of ``group`` must call this together; a single process needs no group."""
     device = own_device()
-    progress("kernels", 0.0)
-    mine: dict[str, Any] = {"host": platform.node(), **_rates(device)}
+    progress("load", 0.0)
     if group is not None:
-        progress("links", 0.4)
-        mine |= _links(group, machine, device)
-    everyone: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(mine), group, own_device())]
+        dist.barrier(group)  # ranks that still start up are not load
+    mine: dict[str, Any] = {"host": platform.node(), "load": load_share()}
+    for round_ in range(1 + MORE_ROUNDS):
+        progress("kernels", 0.1 + 0.3 * round_)
+        found = _rates(device)
+        if group is not None:
+            progress("links", 0.2 + 0.3 * round_)
+            found |= _links(group, machine, device)
+        mine = _best(mine, found)
+        texts = gather_texts(json.dumps(mine), group, own_device())
+        everyone: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        if not list(_outliers(everyone)):
+            break
     progress("done", 1.0)
     about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
     return describe(machine, everyone, *about)
@@ -110,8 +123,9 @@ def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tup
             return read_cluster(parse_text(cached, path), "this cluster", path.name), f"measured before, {path}"
         except ValueError:
             pass  # written by another version: measure again
-    cluster = measure(group, machine).cluster
-    if first:
+    measured = measure(group, machine)
+    cluster = measured.cluster
+    if first and not measured.loaded:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(cluster_text(cluster, f"Measured by startrail on {time.strftime('%Y-%m-%d')}: {key}"))
@@ -129,6 +143,41 @@ def _read_cached(path: Path) -> str:
 
 
 # --- one rank
+
+
+def load_share() -> float:
+    """The share of this machine's cores that programs use, measured while this one sleeps."""
+    before = _cpu_times()
+    time.sleep(LOAD_SECONDS)
+    used, total = (after - start for after, start in zip(_cpu_times(), before, strict=True))
+    return used / total if total > 0 else 0.0
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Time that all cores have worked, and time in all."""
+    try:
+        times = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    idle = times[3] + times[4]  # also while waiting for a disk
+    return sum(times) - idle, sum(times)
+
+
+def _best(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The better figure of two measurements: the higher rate, the shorter time.
+
+    >>> _best({"matmul": 5.0, "call": 2.0, "forward": {128: 1.0}}, {"matmul": 4.0, "call": 1.0, "forward": {128: 3.0}})
+    {'matmul': 5.0, 'call': 1.0, 'forward': {128: 3.0}}
+    """
+    best = dict(old)
+    for name, value in new.items():
+        if name not in old or isinstance(value, str):
+            best[name] = value
+        elif isinstance(value, dict):
+            best[name] = {size: max(speed, old[name][size]) for size, speed in value.items()}
+        else:
+            best[name] = (min if name == "call" or name.startswith("latency") else max)(value, old[name])
+    return best
 
 
 def _rates(device: torch.device) -> dict[str, Any]:
@@ -237,12 +286,15 @@ def describe(
     times = dict(call=call, post=2 * call, handle=0.0, start=20 * call)
     device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
     outliers = list(_outliers(everyone))
+    load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}
     texts = (
         f"rank {rank} (node {machine.node(rank)}, {everyone[rank]['host']}): {what} at {share:.0%} of the others'"
+        + (", but other programs ran there: not written down" if everyone[rank]["host"] in load else "")
         for rank, _, what, share in outliers
     )
-    slow = _slow_members(machine, len(levels) - 1, outliers)
-    return Measured(ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow), tuple(texts))
+    slow = _slow_members(machine, len(levels) - 1, [x for x in outliers if everyone[x.rank]["host"] not in load])
+    loaded = tuple(f"{host}: other programs use {share:.0%} of the cores" for host, share in load.items())
+    return Measured(ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow), tuple(texts), loaded)
 
 
 class Outlier(NamedTuple):

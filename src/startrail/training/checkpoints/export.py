@@ -25,7 +25,7 @@ def export(checkpoint: Path, target: Path) -> str:
     partial = target.with_name(f".{target.name}.writing")
     try:
         tensors = empty_tensors(state["tensors"], MODEL_PREFIX)
-        read_into(tensors, state["tensors"], checkpoint, state["files"])
+        read_into(tensors, state["tensors"], checkpoint)
         named = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
         save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
         partial.rename(target)

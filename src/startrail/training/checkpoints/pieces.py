@@ -53,27 +53,53 @@ def merge_indices(indices: Iterable[Index]) -> Index:
     return merged
 
 
-def read_into(tensors: Mapping[str, Tensor], index: Index, folder: Path, files: Iterable[str]) -> None:
-    """Fill this rank's part of the tensors from ``files`` of ``folder``; raise ``ValueError`` on a mismatch."""
+def check_index(index: Index, files: Iterable[str]) -> None:
+    """Raise ``ValueError`` unless the pieces of every tensor, which are in ``files``, cover each element exactly once.
+
+    >>> check_index({"a": {"dtype": "float32", "shape": [4], "pieces": [["f", 0, [0], [3]], ["f", 0, [2], [1]]]}}, "f")
+    Traceback (most recent call last):
+    ValueError: pieces of a overlap at element [2]
+    """
     known = frozenset(files)
+    for name, entry in index.items():
+        shape, pieces = entry["shape"], entry["pieces"]
+        if not isinstance(getattr(torch, str(entry["dtype"]), None), torch.dtype):
+            raise ValueError(f"dtype {entry['dtype']!r} of {name} does not exist")
+        boxes = []
+        for file, start, offsets, sizes in pieces:
+            if file not in known:
+                raise ValueError(f"{name} is in {file!r}, which is not a file of this checkpoint")
+            inside = all(a >= 0 and n > 0 and a + n <= m for a, n, m in zip(offsets, sizes, shape, strict=True))
+            if not inside or start < 0:
+                raise ValueError(f"a piece of {name} at {offsets} with sizes {sizes} is outside its shape {shape}")
+            boxes.append((offsets, sizes))
+        boxes.sort()
+        for number, (offsets, sizes) in enumerate(boxes):
+            for others, other_sizes in boxes[number + 1 :]:
+                if shape and others[0] >= offsets[0] + sizes[0]:
+                    break
+                if (overlap := _overlap(offsets, sizes, others, other_sizes)) is not None:
+                    raise ValueError(f"pieces of {name} overlap at element {[start for start, _ in overlap]}")
+        missing = prod(shape) - sum(prod(sizes) for _, sizes in boxes)
+        if missing:
+            raise ValueError(f"{name}: {missing} elements are not in any file")
+
+
+def read_into(tensors: Mapping[str, Tensor], index: Index, folder: Path) -> None:
+    """Fill this rank's part of the tensors from the files in ``folder``, by an index that ``check_index`` has accepted.
+    Raise ``ValueError`` if tensors do not fit it."""
     for name, tensor in tensors.items():
         entry = index.get(name)
         if entry is None or entry["shape"] != list(tensor.shape):
             saved = "is missing" if entry is None else f"has shape {tuple(entry['shape'])}"
             raise ValueError(f"{name} {saved}; in the model its shape is {tuple(tensor.shape)}")
         part, first = _local_part(tensor)
-        missing = part.numel()
         for file, start, offsets, sizes in entry["pieces"]:
-            if file not in known:
-                raise ValueError(f"{name} is in {file!r}, which is not a file of this checkpoint")
             overlap = _overlap(first, part.shape, offsets, sizes)
             if overlap is not None:
                 piece = _read(folder / file, start, getattr(torch, entry["dtype"]), sizes)
                 target = part[tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, first, strict=True))]
                 target.copy_(piece[tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, offsets, strict=True))])
-                missing -= target.numel()
-        if missing:
-            raise ValueError(f"{name}: {missing} elements are not in any file")
 
 
 def empty_tensors(index: Index, prefix: str) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ import shutil
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 
 from startrail.comm.gather import gather_texts
 from startrail.training.checkpoints.manifest import find_damage, read_sums, write_file, write_sums
-from startrail.training.checkpoints.pieces import Index, merge_indices, pack, read_into
+from startrail.training.checkpoints.pieces import Index, check_index, merge_indices, pack, read_into
 from startrail.training.collectives import broadcast_text, raise_together
 from startrail.training.recipes import CURVE, Recipe
 
@@ -69,11 +70,15 @@ def read_state(path: Path, share: slice = slice(None)) -> dict[str, Any]:
     try:
         state = json.loads((path / STATE).read_text())
         version = state["format"]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is not a startrail checkpoint: it has no {STATE}") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"{path} is not a startrail checkpoint: it has no readable {STATE}") from None
     if STATE not in sums or version != FORMAT:
         raise ValueError(f"{path} is not a checkpoint that this version reads: its format must be {FORMAT!r}")
     state["files"] = sorted(sums)
+    try:
+        check_index(state["tensors"], state["files"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {STATE}: {first_line(error)}") from None
     return state
 
 
@@ -101,7 +106,7 @@ class Checkpoints:
             except ValueError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"cannot write to out {self.recipe.out!r}: {error.strerror}; choose another --out"
+                problem = f"cannot write to out {self.recipe.out!r}: {first_line(error)}; choose another --out"
         raise_together(problem)
         steps: list[int] = json.loads(broadcast_text(json.dumps(steps_in(self.folder))))
         if steps and not self.recipe.resume:
@@ -125,7 +130,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         for path in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
-            shutil.rmtree(path)
+            _remove(path)
         free = shutil.disk_usage(self.folder).free
         if free < size:
             raise ValueError(
@@ -134,7 +139,10 @@ class Checkpoints:
 
     def _take_lock(self) -> None:
         """Two runs in one folder would remove each other's files. The lock is released when its process ends."""
-        self._lock = open(self.folder.parent / ".lock", "w")  # noqa: SIM115, held until ``release``
+        path = self.folder.parent / ".lock"
+        if path.is_symlink():
+            raise ValueError(f"{path} is a symbolic link: remove it")
+        self._lock = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -161,7 +169,7 @@ class Checkpoints:
             return
         for step, problem in damaged.items():
             aside = self.folder / f"unusable-{step:08d}"
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             checkpoint_path(self.folder, step).rename(aside)
             _log(f"{problem}; renamed it to {aside.name}; the run continues from step {good}")
 
@@ -187,7 +195,7 @@ class Checkpoints:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         try:
             with torch.no_grad():
-                read_into(_named_tensors(model_state, optimizer_state), state["tensors"], path, state["files"])
+                read_into(_named_tensors(model_state, optimizer_state), state["tensors"], path)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = f"checkpoint {path} cannot be read: {first_line(error)}"
         raise_together(problem)
@@ -211,6 +219,8 @@ class Checkpoints:
             try:
                 folder = self.folder / f".writing-{step:08d}"
                 folder.mkdir(exist_ok=True)
+                if folder.is_symlink():
+                    raise OSError(f"{folder} is a symbolic link")
                 checksum = write_file(folder / file, buffer)
             except OSError as error:
                 problem = first_line(error)
@@ -236,7 +246,7 @@ class Checkpoints:
         os.fsync(descriptor)  # so that the new name is on disk too
         os.close(descriptor)
         for old in steps_in(self.folder)[: -self.recipe.keep_checkpoints]:
-            shutil.rmtree(checkpoint_path(self.folder, old).rename(self.folder / f".removing-{old:08d}"))
+            _remove(checkpoint_path(self.folder, old).rename(self.folder / f".removing-{old:08d}"))
 
     @property
     def failed(self) -> bool:
@@ -252,7 +262,8 @@ class Checkpoints:
         error, problem = finished.exception(), None
         if error is not None:
             if self._lead:
-                shutil.rmtree(self.folder / f".writing-{step:08d}", ignore_errors=True)
+                with suppress(OSError):
+                    _remove(self.folder / f".writing-{step:08d}")
             steps = steps_in(self.folder)
             kept = f"the one of step {steps[-1]} is kept" if steps else "there is no earlier one"
             problem = f"the checkpoint of step {step} could not be written: {first_line(error)}; {kept}"
@@ -272,6 +283,14 @@ def _named_tensors(model_state: dict[str, Any], optimizer_state: dict[str, Any])
     for name, entries in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in entries.items()}
     return tensors
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link to one but not what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _log(text: str) -> None:

@@ -1,0 +1,221 @@
+"""Runs a training step and records what ``verify`` compares: loss, gradients, buffers, modes, and attention calls.
+
+Attention is recorded where a step calls ``Sequence.attention`` and, on one process, where it calls torch's
+``scaled_dot_product_attention``. Two calls can then be compared by the pairs that see each other, however their masks
+were passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from startrail.engine.validate import read_call
+from startrail.geometry.layout import Layout
+from startrail.sequence import Sequence
+
+MAX_LENGTH = 4096  # of sequences whose masks are recorded: a mask has the square of it
+Gradients = dict[str, Tensor]
+
+
+class AttentionRecord(NamedTuple):
+    """One attention call. ``visible`` (batch or 1, length, length) is True where a query (row) sees a key (column), and
+    None if that is not known."""
+
+    visible: Tensor | None
+    scale: float
+    softcap: float | None
+    sinks: bool
+    dtype: torch.dtype
+
+
+@dataclass
+class Observed:
+    """What a step did to a model. ``training``: the mode of each module when it was last called. ``layout`` is that of
+    the last sequence that attended. ``dropout``: some activations were dropped (recorded on one process only)."""
+
+    loss: float
+    gradients: Gradients
+    buffers: dict[str, Tensor]
+    training: dict[str, bool]
+    attention: list[AttentionRecord] = field(default_factory=list)
+    layout: Layout | None = None
+    dropout: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The least precise dtype of attention, and at most float32: losses and norms are computed in it."""
+        return max((torch.float32, *(one.dtype for one in self.attention)), key=lambda x: torch.finfo(x).eps)
+
+
+@dataclass
+class Results:
+    """What a step gave in the model's own dtype, and in a more precise one if it runs in that. Of ranks: rank 0's."""
+
+    native: Observed
+    precise: Observed | None
+    precise_dtype: torch.dtype | None
+
+    @property
+    def best(self) -> Observed:
+        return self.precise or self.native
+
+
+@dataclass
+class RankResults(Results):
+    """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks."""
+
+    losses: list[float]
+    unequal: list[str]
+
+
+def observe(step: Callable[[], Any], model: nn.Module, one_process: bool) -> Observed:
+    """Run ``step``, which trains ``model`` and returns the loss."""
+    observed = Observed(0.0, {}, {}, {})
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _, name=name: observed.training.update({name: module.training}))
+        for name, module in model.named_modules()
+    ]
+    torch.manual_seed(1)
+    try:
+        with recorded_attention(observed), _CallRecorder(observed) if one_process else nullcontext():
+            loss = step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(loss, int | float) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(f"the step must return the loss, a number or a tensor with one element; it returned {given}")
+    observed.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+    observed.gradients = gradients(model)
+    saved = model.state_dict(keep_vars=True)
+    observed.buffers = {name: _whole(x).clone() for name, x in model.named_buffers() if name in saved}
+    return observed
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """The gradient of every trainable parameter, whole and in float64."""
+    return {
+        _plain_name(name): (torch.zeros_like(_whole(x)) if x.grad is None else _whole(x.grad)).double()
+        for name, x in model.named_parameters()
+        if x.requires_grad
+    }
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without what DDP and checkpoint wrappers add."""
+    return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+
+
+def _whole(x: Tensor) -> Tensor:
+    whole: Any = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole.detach()
+
+
+@contextmanager
+def changed_attention(change: Callable[..., Any]) -> Iterator[None]:
+    """Within, ``change(original, sequence, q, k, v, **options)`` replaces ``Sequence.attention``."""
+    original = Sequence.attention
+
+    def attention(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(sequence, q, k, v, **options)
+        return change(original, sequence, q, k, v, **options)
+
+    with patch.object(Sequence, "attention", attention):
+        yield
+
+
+@contextmanager
+def recorded_attention(observed: Observed) -> Iterator[None]:
+    """Record the calls of ``Sequence.attention``."""
+
+    def record(original: Any, sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        result = original(sequence, q, k, v, **options)
+        given = {name: x for name, x in options.items() if name not in ("return_lse", "return_largest")}
+        defaults = dict(causal=False, window=None, chunk=None, mask=None, scale=None, sinks=None, softcap=None)
+        call = read_call(q, k, v, max_logits=False, **{**defaults, **given})
+        visible = None
+        if sequence.length <= MAX_LENGTH:
+            mask = sequence._state.geometry.boundaries.apply(call.mask)
+            ends = torch.tensor([mask.visible(query, sequence.length) for query in range(sequence.length)])
+            keys = torch.arange(sequence.length)
+            visible = ((keys >= ends[:, :1]) & (keys < ends[:, 1:])).unsqueeze(0)
+        out = result[0] if isinstance(result, tuple) else result
+        sinks = given.get("sinks") is not None
+        scale = call.scale_for(q.shape[-1])
+        observed.attention.append(AttentionRecord(visible, scale, call.softcap, sinks, out.dtype))
+        observed.layout = sequence._layout
+        return result
+
+    with changed_attention(record):
+        yield
+
+
+class _CallRecorder(TorchFunctionMode):
+    """Records torch's own attention, and whether anything is dropped."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self._observed = observed
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is F.scaled_dot_product_attention:
+            call = TorchAttention.of(*args, **(kwargs or {}))
+            self._observed.attention.append(call.record())
+            self._observed.dropout |= call.dropout_p > 0
+        elif function is F.dropout:
+            rate, training = [*args[1:], *(kwargs or {}).values()][:2]
+            self._observed.dropout |= training and rate > 0
+        return result
+
+
+class TorchAttention(NamedTuple):
+    """The arguments of a call of ``scaled_dot_product_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> TorchAttention:  # fmt: skip
+        return cls(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+    def record(self) -> AttentionRecord:
+        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return AttentionRecord(self._visible(), scale, None, False, self.query.dtype)
+
+    def _visible(self) -> Tensor | None:
+        rows, columns = self.query.shape[-2], self.key.shape[-2]
+        if rows != columns or rows > MAX_LENGTH:
+            return None
+        whole = torch.ones(1, rows, columns, dtype=torch.bool)
+        if self.is_causal:
+            return whole.tril()
+        if self.attn_mask is None:
+            return whole
+        mask = self.attn_mask.detach().cpu()
+        if mask.is_floating_point():
+            low = torch.finfo(mask.dtype).min / 2
+            if bool(((mask != 0) & (mask > low)).any()):
+                return None  # a bias, not a mask
+            mask = mask > low
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask.expand(*mask.shape[:2], rows, columns)
+        return mask[:, 0] if bool((mask == mask[:, :1]).all()) else None
