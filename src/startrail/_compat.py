@@ -6,10 +6,11 @@ StarTrail.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -79,10 +80,19 @@ def without_bound_device() -> Iterator[None]:
 
 
 def post_batch(group: dist.ProcessGroup, device: torch.device, posts: Sequence[Callable[[], object]]) -> dist.Work:
-    """Call ``posts``, which send and receive on ``group``, as one batch with one work."""
+    """Call ``posts``, which send and receive on ``group``, as one batch with one work.
+
+    A batch that was begun is always ended: NCCL counts open batches per thread, and with one left open it silently
+    launches nothing of what the thread posts from then on, on any communicator.
+    """
     group._start_coalescing(device)
-    for post in posts:
-        post()
+    try:
+        for post in posts:
+            post()
+    except BaseException:
+        with suppress(RuntimeError):  # the first error counts
+            group._end_coalescing(device)
+        raise
     return group._end_coalescing(device)
 
 
@@ -117,6 +127,15 @@ def is_gloo_error(error: RuntimeError) -> bool:
 def make_fake_store() -> Store:
     """A store for a process group of backend "fake", which sends nothing."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def ignore_captures_of_other_threads() -> None:
+    """Let this thread query events while another thread captures a CUDA graph, whose capture would fail otherwise.
+
+    torch does the same in its own threads, but has no Python name for it. This is the driver's call, for the calling
+    thread: 1 is CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
+    """
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(1)))
 
 
 # --- functional collectives, which torch.compile traces; torch 2.13 renamed two of them

@@ -130,6 +130,8 @@ class SequenceParallel:
         text or the prefix of a prefix-LM. Every rank must make the same sequences, and those of one length in the same
         order.
         """
+        if self._runtime.closed:
+            raise ValueError("this SequenceParallel is closed")
         if length is None or not is_int(length) or length < 1:
             self._runtime.refuse(_wrong_length(length))
         try:
@@ -137,6 +139,33 @@ class SequenceParallel:
         except ValueError as error:
             self._runtime.refuse(str(error))
         return Sequence(self, self._runtime.make_sequence(boundaries))
+
+    # --- errors and the end
+
+    def check(self) -> None:
+        """Call this on all ranks before ``optimizer.step()``: it returns once everything that attention has computed so
+        far is known to be right on all ranks, and raises ``PeerError`` if it is not. Drop the step then.
+
+        On a GPU the host runs ahead of the device and may learn of a lost peer only later. The device does not use what
+        was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
+        the current stream. On gloo, calls raise by themselves, and ``check`` returns immediately.
+        """
+        self._runtime.check()
+
+    def close(self) -> None:
+        """Close the connections to other ranks. Call it on all ranks. Later calls of attention raise.
+
+        Without it, NCCL's communicators stay open until the same ranks make new ones, or until
+        ``dist.destroy_process_group()``: closing one waits for its other ranks, which garbage collection must not do.
+        """
+        self._runtime.close()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close, after an error without waiting for the other ranks."""
+        self._runtime.close(aborting=kind is not None)
 
     # --- counters
 

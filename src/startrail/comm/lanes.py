@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from startrail import _compat
 from startrail.comm import process_groups
 from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
+from startrail.kernels.device import record_event
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
 from startrail.schedule.walk import TAGS_PER_PAIR, Message
@@ -63,6 +64,28 @@ def is_done(work: dist.Work) -> bool:
     return True
 
 
+class AbortFlag:
+    """Tells the device that transfers were aborted: 0, or NaN from then on.
+
+    A wait on a GPU returns at once, and everything that needs the transfer is queued behind it, up to the optimizer's
+    step. An abort ends the wait on the device, and the queue runs on with whatever the buffers hold. So each pass ends
+    by reading the flag *on the device* and adding it to its results. The flag lies in pinned memory, which the device
+    reads when the copy runs, not when it is queued, and it is set before the first transfer is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._value = torch.zeros((), pin_memory=torch.cuda.is_initialized())
+
+    def set(self) -> None:
+        self._value.fill_(float("nan"))
+
+    def mark(self, results: Iterable[Tensor], device: torch.device) -> None:
+        """Add the flag to one element of every row of every head: NaN reaches all that is computed from the row."""
+        value = self._value.to(device, non_blocking=True)
+        for x in results:
+            (x[..., :1] if x.dim() == 4 else x).add_(value)
+
+
 class DigestComparison:
     """Finds out while a call runs whether all ranks run the same one: an all-reduce of the maxima of ``digest`` and of
     its negative. On a GPU the host never waits for the result, but reads it at a later call."""
@@ -79,11 +102,15 @@ class DigestComparison:
     def start_read(self) -> None:
         """Copy the result to the host after everything on the current stream."""
         self.work.wait()
-        if self.extremes.device.type == "cuda":
-            self.extremes = self.extremes.to("cpu", non_blocking=True)
-            self._event = torch.Event("cuda")
-            self._event.record()
+        device, self.extremes = self.extremes.device, self.extremes.to("cpu", non_blocking=True)
+        self._event = record_event(device)
         self._is_read = True
+
+    def least(self) -> int:
+        """The smallest digest of all ranks, once the work is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        return -int(self.extremes[0])
 
     def is_mismatch(self) -> bool | None:
         """None while the result is unknown."""
@@ -113,13 +140,15 @@ class Lanes:
         self.local_ranks: list[dict[int, int]] = []  # per lane: rank -> its rank in the lane's group
         self.aborted: str | None = None
         self.mismatch = False
+        self._flag = AbortFlag()
         self._lock = threading.Lock()
-        made: list[dist.ProcessGroup] = []
-        weakref.finalize(self, process_groups.destroy, made).atexit = False
+        self._open = opened = process_groups.OpenGroups(name, ranks, collective=self.is_monitored)
+        self._finalizer = weakref.finalize(self, opened.release)
+        self._finalizer.atexit = False
 
         def make(members: list[int], suffix: str) -> dist.ProcessGroup:
-            made.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout))
-            return made[-1]
+            opened.groups.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout))
+            return opened.groups[-1]
 
         for lane in range(len(self.names)):
             lane_ranks = place.lane_ranks(lane)
@@ -137,7 +166,18 @@ class Lanes:
             if self.aborted:
                 return
             self.aborted, self.mismatch = reason, mismatch
-        process_groups.abort([group for group in (*self.groups, self.all_ranks) if group is not None])
+        self._flag.set()  # before any wait ends: what runs on the device after it must find the flag set
+        self._open.abort()
+
+    def mark_if_aborted(self, results: Iterable[Tensor]) -> None:
+        """Make the results of a pass NaN, on the device, if its transfers are aborted before they complete there."""
+        if not self.has_tags:  # a wait on gloo raises
+            self._flag.mark(results, self.device)
+
+    def close(self) -> None:
+        """Close the groups. All ranks must do this together, unless the lanes are aborted."""
+        self._finalizer.detach()
+        self._open.close()
 
     def _connect(self, links: Sequence[Link]) -> None:
         """Send one byte over every link, and compare a digest. Communicators and connections are made on first use;
@@ -146,7 +186,8 @@ class Lanes:
         end = time.monotonic() + self.timeout.total_seconds()
         target = "all ranks"
         try:
-            works = {target: self.compare_digest(1).work}
+            counts = self.compare_digest(1 + process_groups.num_parked(self.ranks))
+            works = {target: counts.work}
             for lane in sorted({link.lane for link in links}):
                 on_lane = [(index, link) for index, link in enumerate(links) if link.lane == lane]
                 payloads = [(outgoing if link.send else incoming)[index] for index, link in on_lane]
@@ -159,6 +200,9 @@ class Lanes:
                         raise RuntimeError("timed out")
                     time.sleep(TIMING.poll)
                 works[target].wait()
+            if counts.least() > 1:
+                target = "the store"
+                process_groups.close_parked(self.ranks, self._open.name, self.timeout)
         except RuntimeError as error:
             self.abort(f"no connection over {target}")
             raise PeerError(

@@ -1,5 +1,9 @@
 """The process groups behind lanes: their backend, their settings, and how they end.
 
+NCCL's communicators end collectively: ``ncclCommDestroy`` waits for the other ranks of the node. Garbage collection
+comes at a different time on every rank, so the groups of lanes that are dropped without an error are *parked*, and
+closed when their ranks meet the next time (``OpenGroups``, ``close_parked``).
+
 All settings of NCCL's communicators are here:
 
 - *high priority streams*: attention kernels that become ready together with a transfer would take every
@@ -14,6 +18,7 @@ All settings of NCCL's communicators are here:
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -81,8 +86,49 @@ def _abort(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Close groups after their pending transfers have arrived. ``abort`` groups first whose transfers may never."""
-    for group in groups:
-        with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # the default group may be gone already
-            dist.destroy_process_group(group)
+class OpenGroups:
+    """The groups of one instance's lanes. ``name`` is the same on all ``ranks``. ``collective``: closing a group waits
+    for its other ranks, as NCCL does."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], collective: bool) -> None:
+        self.name, self.ranks, self.collective = name, ranks, collective
+        self.groups: list[dist.ProcessGroup] = []
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+        abort(self.groups)
+
+    def close(self) -> None:
+        """Close the groups after their pending transfers have arrived. ``abort`` groups first whose transfers may
+        never."""
+        groups, self.groups = self.groups, []
+        for group in groups:
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # the default group may be gone already
+                dist.destroy_process_group(group)
+
+    def release(self) -> None:
+        """Close the groups if that waits for no other rank, else park them. Called by garbage collection."""
+        if self.aborted or not self.collective:
+            self.close()
+        else:
+            _parked[self.name] = self
+
+
+_parked: dict[str, OpenGroups] = {}
+
+
+def num_parked(ranks: tuple[int, ...]) -> int:
+    return sum(parked.ranks == ranks for parked in list(_parked.values()))
+
+
+def close_parked(ranks: tuple[int, ...], meeting: str, timeout: timedelta) -> None:
+    """Close the groups that all ``ranks`` have parked. All of them must call this together, under one ``meeting``."""
+    mine = [name for name, parked in list(_parked.items()) if parked.ranks == ranks]
+    store = PrefixStore(f"{meeting}/parked", default_store())
+    store.set(str(dist.get_rank()), json.dumps(mine))
+    keys = [str(rank) for rank in ranks]
+    store.wait(keys, timeout)
+    on_all = set(mine).intersection(*(json.loads(store.get(key)) for key in keys))
+    for name in sorted(on_all):
+        _parked.pop(name).close()

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from startrail import _compat
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.errors import PeerError
@@ -46,16 +47,17 @@ class TransferContext:
 
     def explain(self, program: Program, step: int, operation: str, error: RuntimeError) -> Exception:
         """The error to raise for a failed transfer: ranks made different calls, or a peer is gone, failed or late."""
+        where = f"rank {program.place.rank}, {program.pass_} step {step} of plan {program.plan}"
+        return self.explain_at(f"{where}: {operation} failed", error)
+
+    def explain_at(self, where: str, error: RuntimeError) -> Exception:
         reason, end = self.consensus.find_reason(), time.monotonic() + TIMING.explanation
         while reason is None and self.lanes.mismatch and time.monotonic() < end:
             time.sleep(TIMING.longest_poll)  # the other ranks are about to write their records
             reason = self.consensus.find_reason()
         if isinstance(reason, ValueError):
             return reason
-        return PeerError(
-            f"rank {program.place.rank}, {program.pass_} step {step} of plan {program.plan}: "
-            f"{operation} failed: {str(reason or error).splitlines()[0]}"
-        )
+        return PeerError(f"{where}: {str(reason or self.lanes.aborted or error).splitlines()[0]}")
 
 
 class PendingTransfer:
@@ -107,13 +109,45 @@ class TransferMonitor:
     """Monitors the pending transfers of lanes whose waits never fail."""
 
     def __init__(self, context: TransferContext) -> None:
-        self.lanes, self.find_reason = context.lanes, context.consensus.find_reason
+        self.context, self.lanes = context, context.lanes
         self.pending: deque[InFlight] = deque()
         self.comparisons: deque[DigestComparison] = deque()
 
-    def begin_pass(self, digest: int) -> None:
+    def begin_pass(self, digest: int, program: Program) -> None:
         """Start comparing the pass with those of all ranks."""
-        self.comparisons.append(self.lanes.compare_digest(digest))
+        try:
+            self._compare(digest)
+        except RuntimeError as error:
+            raise self.context.explain(program, 0, "starting the pass", error) from error
+
+    def _compare(self, digest: int) -> DigestComparison:
+        if self.lanes.aborted:  # since the last pass
+            raise RuntimeError(self.lanes.aborted)
+        comparison = self.lanes.compare_digest(digest)
+        self.comparisons.append(comparison)
+        return comparison
+
+    def confirm(self) -> None:
+        """Wait until all passes so far have completed on the devices of all ranks. Raise if any was aborted.
+
+        The comparison runs on the device after everything on its current stream, and on no rank before all take part.
+        """
+        try:
+            comparison = self._compare(1 + self.context.consensus.call)
+            while not is_done(comparison.work):
+                if self.lanes.aborted:
+                    break
+                time.sleep(TIMING.poll)
+            if self.lanes.aborted:
+                raise RuntimeError(self.lanes.aborted)
+            self.end_pass()
+            if comparison.least() != 1 + self.context.consensus.call:
+                self._abort_mismatch()
+            if self.lanes.aborted:
+                raise RuntimeError(self.lanes.aborted)
+        except RuntimeError as error:
+            where = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
+            raise self.context.explain_at(where, error) from error
 
     def end_pass(self) -> str | None:
         """The reason why no result of this pass, or of an earlier one, can be trusted, or None."""
@@ -152,6 +186,8 @@ class TransferMonitor:
         if lanes.aborted:
             return
         with on_device(lanes.device):
+            if lanes.device.type == "cuda":
+                _compat.ignore_captures_of_other_threads()
             if any(comparison.is_mismatch() for comparison in list(self.comparisons)):
                 self._abort_mismatch()
                 return
@@ -161,7 +197,7 @@ class TransferMonitor:
                 return
             if now - oldest.posted > lanes.timeout.total_seconds():
                 lanes.abort(f"{oldest} did not end within {lanes.timeout}")
-            elif isinstance(reason := self.find_reason(), ValueError):
+            elif isinstance(reason := self.context.consensus.find_reason(), ValueError):
                 self._abort_mismatch()
             elif reason is not None:
                 lanes.abort(str(reason))

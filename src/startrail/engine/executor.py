@@ -135,12 +135,14 @@ class Executor:
         start = total.start(device)
         self.running = True
         if self.monitor is not None:
-            self.monitor.begin_pass(context.tag + 1)
+            self.monitor.begin_pass(context.tag + 1, program)
         run = _PassRun(self, context, program, inputs, kept)
         try:
             results = run.walk()
         finally:
             run.pieces.clear()  # pieces that have not arrived hold a reference to the pass
+        if self._transfers is not None:
+            self.lanes.mark_if_aborted([context.largest, *(x for tensors in results.values() for x in tensors)])
         if self.monitor is not None and (reason := self.monitor.end_pass()):
             raise self.transfers.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))
         self.pool.settle()

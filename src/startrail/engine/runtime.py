@@ -88,6 +88,7 @@ class Runtime:
         self._busy = threading.Lock()
         self._thread, self._num_forwards, self._device_digests = threading.get_ident(), 0, DEVICE_DIGESTS
         self._executor: Executor | None = None
+        self.closed = False
 
     @property
     def _name(self) -> str:
@@ -305,6 +306,8 @@ class Runtime:
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
+        if self.closed:
+            raise ValueError("this SequenceParallel is closed")
         executor = self._executor
         if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
@@ -314,6 +317,22 @@ class Runtime:
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
+
+    def check(self) -> None:
+        """Wait until all passes so far have completed on all ranks. Raise if any of them was aborted."""
+        if self._executor is not None and (monitor := self._executor.monitor) is not None:
+            with self._exclusive_call():
+                monitor.confirm()
+
+    def close(self, aborting: bool = False) -> None:
+        """Close the lanes, together with all ranks or, ``aborting``, without them."""
+        if not aborting:
+            self.check()
+        self.closed, executor, self._executor = True, self._executor, None
+        if executor is not None and executor.device is not None:
+            if aborting and executor.monitor is not None:
+                executor.monitor.abandon()
+            executor.lanes.close()
 
 
 def _no_counts() -> array[int]:
