@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -146,15 +147,18 @@ class LikeNccl(dist.ProcessGroup):
             except RuntimeError:  # a peer is dead, which NCCL would not notice
                 return
             if self.broken:
+                if self.ends_process:
+                    os.abort()
                 batch.error = RuntimeError(self.broken)
             batch.moved = batch.error is None and not self.aborted.is_set()
             with self.filled:
                 self.pending -= 1
             batch.completed.set()
 
-    def break_with(self, text: str) -> None:
-        """Let every work that completes from now on fail, as if a link were broken."""
-        self.broken = text
+    def break_with(self, text: str, ends_process: bool = False) -> None:
+        """Let every work that completes from now on fail, as if a link were broken. ``ends_process``: torch's watchdog
+        finds the error first."""
+        self.broken, self.ends_process = text, ends_process
 
     def _launch(self, batch: Batch) -> Batch:
         if open_batches():

@@ -135,7 +135,8 @@ def ignore_captures_of_other_threads() -> None:
     torch does the same in its own threads, but has no Python name for it. This is the driver's call, for the calling
     thread: 1 is CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
     """
-    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(1)))
+    with suppress(OSError):  # AMD's driver has another name, and its captures are not guarded
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(1)))
 
 
 # --- functional collectives, which torch.compile traces; torch 2.13 renamed two of them

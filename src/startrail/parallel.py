@@ -163,9 +163,9 @@ class SequenceParallel:
     def __enter__(self) -> SequenceParallel:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close, after an error without waiting for the other ranks."""
-        self._runtime.close(aborting=kind is not None)
+        self._runtime.close(error)
 
     # --- counters
 

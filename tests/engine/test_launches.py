@@ -153,10 +153,11 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
 
 @pytest.mark.parametrize(
     "plan, forward, backward",
-    [("1x8", 21, 74), ("u8", 15, 21), ("u4/1x2", 17, 30), ("2x4", 26, 64), ("u2/2x2,keep=all", 25, 46)],
+    [("1x8", 23, 77), ("u8", 17, 24), ("u4/1x2", 19, 33), ("2x4", 28, 67), ("u2/2x2,keep=all", 27, 49)],
 )
 def test_launches_of_a_pass_are_pinned_and_the_host_reads_nothing(plan, forward, backward, fused_kernels):
-    """Kernels without the transfers. 1x8 forward: 8 of flash attention, 7 merges, 2 casts and 4 copies."""
+    """Kernels without the transfers. 1x8 forward: 8 of flash attention, 7 merges, 2 casts, 4 copies, and 2 that
+    mark results of aborted transfers."""
     found = run(plan, causal=True)
     assert (found[0].kernels, found[1].kernels) == (forward, backward), (found[0].counts, found[1].counts)
 

@@ -83,7 +83,8 @@ class AbortFlag:
         """Add the flag to one element of every row of every head: NaN reaches all that is computed from the row."""
         value = self._value.to(device, non_blocking=True)
         for x in results:
-            (x[..., :1] if x.dim() == 4 else x).add_(value)
+            if x.numel():
+                (x[..., :1] if x.dim() == 4 else x).add_(value)
 
 
 class DigestComparison:

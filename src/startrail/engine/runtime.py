@@ -324,13 +324,16 @@ class Runtime:
             with self._exclusive_call():
                 monitor.confirm()
 
-    def close(self, aborting: bool = False) -> None:
-        """Close the lanes, together with all ranks or, ``aborting``, without them."""
-        if not aborting:
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others, and
+        tell those that wait."""
+        if error is None:
             self.check()
+        else:
+            self.consensus.abandon(error)
         self.closed, executor, self._executor = True, self._executor, None
         if executor is not None and executor.device is not None:
-            if aborting and executor.monitor is not None:
+            if error is not None and executor.monitor is not None:
                 executor.monitor.abandon()
             executor.lanes.close()
 
