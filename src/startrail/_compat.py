@@ -197,6 +197,8 @@ cuda_flash_forward = _aten._scaled_dot_product_flash_attention.default
 cuda_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
 cuda_bands_forward = _aten._flash_attention_forward.default
 cuda_bands_backward = _aten._flash_attention_backward.default
+cuda_cudnn_forward = _aten._scaled_dot_product_cudnn_attention.default
+cuda_cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 cuda_efficient_forward = _aten._scaled_dot_product_efficient_attention.default
 cuda_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -218,6 +220,24 @@ def fa3_ops(package: str) -> tuple[Callable[..., Any], ...]:
     dense, varlen = "_fa3_scaled_dot_product_flash_attention", "_fa3_flash_attention"
     names = [f"{kind}_{pass_}" for kind in (dense, varlen) for pass_ in ("forward_impl_default", "backward_impl")]
     return tuple(getattr(adapter, name) for name in names)
+
+
+@contextmanager
+def sm_margin(count: int) -> Iterator[None]:
+    """Have torch's adapter for FlashAttention 3 leave ``count`` multiprocessors to others. The setting is the process's
+    own, so it is restored at once; calls are made from the host while it holds."""
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(count)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
+
+
+def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """True if torch itself would let cuDNN attend with these tensors, on this GPU and with its version of cuDNN."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def torch_ring_attention() -> Any:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from startrail import _compat
 from startrail.bench.peers import fake_flash_attn
 from startrail.geometry.bands import bands_of
 from startrail.geometry.mask import Mask, Segment
@@ -31,13 +32,14 @@ from tests.kernels.stand_ins import (
 # --- shapes, dtypes and devices
 
 BACKENDS = [("efficient", dtype) for dtype in (torch.float32, *HALF)]
-BACKENDS += [(name, dtype) for name in ("flash", "flash-attn") for dtype in HALF]
+BACKENDS += [(name, dtype) for name in ("flash", "flash-attn", "cudnn") for dtype in HALF]
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS[:2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name, dtype", BACKENDS)
-def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads):
+def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads, monkeypatch):
+    monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: q.shape[3] <= 128)
     kernel = make(name, dtype)
     rows, keys = KINDS[kind]
     for dim in (20, 64, 72, 128, 256):
@@ -83,12 +85,12 @@ def test_a_masked_tile_never_reaches_flash(name, stand_in_ops, monkeypatch):
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 def test_numbers(name, dtype, kind, heads, kv_heads, dim, stand_in_ops):
     check_numbers(make(name, dtype), kind, heads, kv_heads, dim)
 
 
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 def test_whole_blocks(name, stand_in_ops):
     tiles = [
         Tile(0, 9, 0, 9, "causal"),
@@ -100,7 +102,7 @@ def test_whole_blocks(name, stand_in_ops):
     check_blocks(make(name, torch.float32), tensors(40, 30, 4, 2, 20, torch.float64), tiles)
 
 
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 def test_misaligned_views_and_an_expanded_gradient_are_copied(name, stand_in_ops):
     kernel = make(name, torch.float32)
     q, k, v = (x.contiguous()[..., 1:] for x in tensors(17, 33, 4, 2, 65, torch.float32)[:3])
@@ -122,7 +124,7 @@ def test_prepare_gives_the_kernels_dtype_and_a_dense_last_dimension():
     assert make("efficient", torch.float32).prepare(prepared).dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 @pytest.mark.parametrize("shape", [(1, 3, 4, 8), (1, 2, 0, 8)])
 def test_blocks_that_do_not_fit_raise(name, shape):
     with pytest.raises(ValueError, match="block kernel"):
@@ -165,3 +167,39 @@ def test_the_benchmarks_stand_in_supports_a_softcap_but_no_windows():
     check_blocks(kernel, sides, [Tile(0, 40, 0, 40, "causal")])
     with pytest.raises(NotImplementedError, match="no windows"):
         check_blocks(kernel, sides, bands_of(segments_of(Mask(True, 7), ((0, 40),), ((0, 40),))))
+
+
+def test_cudnn_computes_what_torch_lets_it_and_flash_the_rest(stand_in_ops, monkeypatch):
+    used = []
+    for name in ("flash_forward", "flash_backward", "cudnn_forward", "cudnn_backward"):
+        op = getattr(_compat, f"cuda_{name}")
+        monkeypatch.setattr(_compat, f"cuda_{name}", lambda *a, op=op, name=name, **b: used.append(name) or op(*a, **b))
+    monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: not causal)
+    kernel = make("cudnn", torch.bfloat16)
+    check_numbers(kernel, "full", 4, 2, 64)
+    check_numbers(kernel, "causal", 4, 2, 64)
+    assert used == ["cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward"]
+
+
+def test_flash_attention_3_leaves_multiprocessors_to_transfers(monkeypatch):
+    """Torch's own adapter passes the margin on. Only full rectangles are cut into one part per multiprocessor."""
+    from torch.nn.attention import _fa3
+
+    margins = []
+
+    def fwd(q, k, v, *rest):
+        margins.append(rest[-1])
+        return torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1]), None, None
+
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", fwd)
+    monkeypatch.setattr(_fa3, "_fa3_forward_support_error", lambda *arguments, **options: None)
+    monkeypatch.setattr(_fa3, "_fa3_import_module", lambda path: None)
+    kernel = cuda.FlashKernel(torch.bfloat16, cuda.FlashOps(*_compat.fa3_ops("flash_attn_interface")), "FA3")
+    q, k, v, _ = tensors(32, 32, 4, 2, 64, torch.bfloat16)
+    before = torch._C._get_sm_carveout_experimental()
+    for margin in (0, 16):
+        kernel.sm_margin = margin
+        for causal in (False, True):
+            kernel.forward_tile(q, k, v, TileMask(causal, None, SCALE))
+    assert margins == [0, 0, 16, 0]
+    assert torch._C._get_sm_carveout_experimental() == before, "for our calls only"

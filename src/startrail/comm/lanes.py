@@ -29,6 +29,7 @@ from startrail.comm.timing import TIMING
 from startrail.kernels.device import record_event
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
+from startrail.schedule.values import Piece
 from startrail.schedule.walk import TAGS_PER_PAIR, Message
 
 
@@ -53,6 +54,24 @@ def links_used(programs: Sequence[Program]) -> list[Link]:
     """All links that the programs' messages use, in an order that both ends share."""
     posts = (post for program in programs for step in program.steps for post in step.posts)
     return sorted({Link(post.send, post.lane, post.peer) for post in posts})
+
+
+def hidden_lanes(programs: Sequence[Program]) -> set[int]:
+    """The lanes with a message that is on its way while a block is computed which does not wait for it."""
+    hidden: set[int] = set()
+    for program in programs:
+        coming: dict[Piece, int] = {}  # pieces on their way, with their lanes
+        for step in program.steps:
+            for piece in step.after:
+                coming.pop(piece, None)
+            coming |= {post.piece: post.lane for post in step.posts if not post.send}
+            for block in step.blocks:
+                for piece in program.pass_.needs(block):
+                    coming.pop(piece, None)
+                hidden.update(coming.values())
+            for merge in step.merges:
+                coming.pop(merge.piece, None)
+    return hidden
 
 
 def is_done(work: dist.Work) -> bool:
@@ -124,13 +143,14 @@ class DigestComparison:
 class Lanes:
     """The process groups of all lanes, for one kind of device.
 
-    ``ranks`` are the global ranks of the sequence-parallel group, ``links`` those that messages will use. ``aborted``
-    is the reason once transfers have been aborted, ``mismatch`` whether it is that ranks made different calls.
+    ``ranks`` are the global ranks of the sequence-parallel group. ``programs`` are those that the lanes will carry: all
+    links that they use are connected at once. ``aborted`` is the reason once transfers have been aborted, ``mismatch``
+    whether it is that ranks made different calls.
     """
 
     def __init__(
         self, place: Place, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device,
-        links: Sequence[Link],
+        programs: Sequence[Program],
     ) -> None:  # fmt: skip
         self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
         self.names = lane_names(place)
@@ -147,18 +167,21 @@ class Lanes:
         self._finalizer = weakref.finalize(self, opened.release)
         self._finalizer.atexit = False
 
-        def make(members: list[int], suffix: str) -> dist.ProcessGroup:
-            opened.groups.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout))
+        def make(members: list[int], suffix: str, channels: int) -> dist.ProcessGroup:
+            opened.groups.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout, channels))
             return opened.groups[-1]
+
+        hidden = hidden_lanes(programs)
 
         for lane in range(len(self.names)):
             lane_ranks = place.lane_ranks(lane)
             self.local_ranks.append({rank: index for index, rank in enumerate(lane_ranks)})
             members = [ranks[rank] for rank in lane_ranks]
-            self.groups.append(make(members, f"{lane}-{members[0]}") if len(members) > 1 else None)
-        self.all_ranks = make(list(ranks), "all") if self.is_monitored else None
+            channels = process_groups.HIDDEN_CHANNELS if lane in hidden else process_groups.EXPOSED_CHANNELS
+            self.groups.append(make(members, f"{lane}-{members[0]}", channels) if len(members) > 1 else None)
+        self.all_ranks = make(list(ranks), "all", 1) if self.is_monitored else None
         if self.is_monitored:
-            self._connect(links)
+            self._connect(links_used(programs))
 
     def abort(self, reason: str, mismatch: bool = False) -> None:
         """End all pending transfers, here and at the peers. The lanes cannot be used afterwards. Only the first call

@@ -8,7 +8,9 @@ All settings of NCCL's communicators are here:
 
 - *high priority streams*: attention kernels that become ready together with a transfer would take every
   multiprocessor, and the transfer that they should hide would run after them;
-- *few channels*: each costs a thread block that attention could use, and eight fill the links of a node;
+- *few channels for lanes that run under compute*: each takes a multiprocessor from attention, and these transfers have
+  the time of a block. *Many for lanes that run while nothing else does*, such as the exchange over heads: it takes
+  about 2 per NVLink to fill them, and an H100 has 18 (NVIDIA/nccl#1703);
 - *never split from the world's communicator*. torch does that if the default group is bound to a device: lazily, inside
   the first transfer, and with all ranks of the world, most of which do not take part;
 - *a longer timeout for NCCL's own watchdog*, which kills the process without naming the peer: ``TIMING.nccl_grace``
@@ -32,7 +34,7 @@ from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
 from startrail.comm.watchdog import run_all_within
 
-MAX_CHANNELS = 8
+HIDDEN_CHANNELS, EXPOSED_CHANNELS = 8, 32
 UNUSED_TAG = (1 << 31) - 1  # above the tags of every call
 
 log = logging.getLogger("startrail")
@@ -49,12 +51,14 @@ def backend_for(device: torch.device) -> str:
     return backends[device.type]
 
 
-def make_group(members: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def make_group(
+    members: list[int], name: str, backend: str, timeout: timedelta, channels: int = EXPOSED_CHANNELS
+) -> dist.ProcessGroup:
     """A process group of global ranks, made by its members alone under a name that they share."""
     options = None
     if backend == "nccl":
         timeout += timedelta(seconds=TIMING.nccl_grace)
-        options = nccl_options(timeout, MAX_CHANNELS)
+        options = nccl_options(timeout, channels)
     try:
         return make_named_group(members, name, backend, PrefixStore(f"{name}/", default_store()), options, timeout)
     except RuntimeError as error:

@@ -29,8 +29,9 @@ from startrail._compat import PrefixStore, default_store
 from startrail.comm.consensus import Consensus
 from startrail.comm.counters import Counters
 from startrail.comm.digest import digest
-from startrail.comm.lanes import Lanes, call_tag, links_used
+from startrail.comm.lanes import Lanes, call_tag, hidden_lanes
 from startrail.comm.ledger import CallLedger, CallRecord, WaitRegistry
+from startrail.comm.process_groups import HIDDEN_CHANNELS
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
 from startrail.engine.executor import Executor, PassContext
@@ -88,6 +89,7 @@ class Runtime:
         self._busy = threading.Lock()
         self._thread, self._num_forwards, self._device_digests = threading.get_ident(), 0, DEVICE_DIGESTS
         self._executor: Executor | None = None
+        self._sm_margins: dict[Pass, int] = {}
         self.closed = False
 
     @property
@@ -262,6 +264,7 @@ class Runtime:
         try:
             check_tensors(q, k, v)
             kernel = kernel_for(q.device, q.dtype, max(q.shape[3], v.shape[3]), call.softcap)
+            kernel.sm_margin = self._sm_margin(pass_)
             tiles = geometry.tiles(call.mask, kernel.costs)
             if q.shape[2] != layout.local:
                 hint = "shard with sequence.shard(), which pads"
@@ -281,6 +284,12 @@ class Runtime:
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         kept = sizes.kept_slices(self._program(pass_).kept)
         return PreparedCall(signature, detail, wire, kept, kernel, tiles, call.scale_for(q.shape[3]))
+
+    def _sm_margin(self, pass_: Pass) -> int:
+        """The multiprocessors that transfers hold while blocks are computed."""
+        if pass_ not in self._sm_margins:
+            self._sm_margins[pass_] = HIDDEN_CHANNELS * len(hidden_lanes([self._program(pass_)]))
+        return self._sm_margins[pass_]
 
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
@@ -314,7 +323,7 @@ class Runtime:
             if self.world > 1:
                 name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
                 programs = [self._program(pass_) for pass_ in PASSES]
-                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
+                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, programs)
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
 

@@ -122,7 +122,7 @@ class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
     """``Trainer`` on sequences sharded over the ranks of ``sp``."""
 
 
-class _CheckBeforeStep(TrainerCallback):
+class _CheckBeforeStep(TrainerCallback):  # type: ignore[misc]
     """Raises before the optimizer changes the weights if attention's results of the step cannot be used."""
 
     def __init__(self, sp: SequenceParallel) -> None:

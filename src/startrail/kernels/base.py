@@ -46,12 +46,14 @@ class Kernel(ABC):
     rows), float32 or wider. ``heads`` is a multiple of ``kv heads``; no side is ever empty.
 
     ``costs`` decide how its blocks are cut into tiles. ``reason`` says why this backend was chosen. With a ``softcap``
-    c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits."""
+    c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits. ``sm_margin``: the
+    multiprocessors of a GPU that transfers hold while blocks are computed."""
 
     name: str
     costs = Costs()
     reason = ""
     softcap: float | None = None
+    sm_margin = 0
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
