@@ -2,11 +2,15 @@
 
 All ranks measure at the same time, so that shared cores and links are as slow as in the job. The result is a
 `ClusterSpec`, the same on every rank, and is cached by topology in ``~/.cache/startrail``.
+
+A GPU is measured with work of the size of a job's, many calls in a row between two events on its stream: single small
+calls would measure how fast the host launches them. Its links are measured through a group with the settings of lanes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -14,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +27,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from startrail._compat import default_timeout
 from startrail.comm.gather import gather_texts
+from startrail.comm.process_groups import OpenGroups, backend_for, make_group
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import (
@@ -39,11 +46,32 @@ from startrail.planner.cluster import (
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 
-BLOCKS = (128, 512)  # tokens along one side
-HEADS, HEAD_DIM = 4, 64
 REPEATS = 5
+LOOP = 20  # calls between two events on a GPU
+LAUNCHES = 200
 OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
 Progress = Callable[[str, float], None]
+
+
+class Probe(NamedTuple):
+    """What is timed on one type of device. Small blocks come in batches, so that they fill a GPU as large ones do.
+    ``messages`` are numbers of bytes; the last two give a link's bandwidth."""
+
+    blocks: tuple[int, ...]  # tokens along one side
+    tokens: int  # at least, of all blocks of a call
+    heads: int
+    head_dim: int
+    product: int  # rows and columns of a matrix product
+    copied: int  # bytes
+    messages: tuple[int, ...]
+
+
+CPU_PROBE = Probe((128, 512), 1, 4, 64, 512, 2**23, (2**18,))
+GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26))
+
+
+def probe_for(device: torch.device) -> Probe:
+    return GPU_PROBE if device.type == "cuda" else CPU_PROBE
 
 
 @dataclass(frozen=True)
@@ -133,38 +161,70 @@ def _read_cached(path: Path) -> str:
 
 def _rates(device: torch.device) -> dict[str, Any]:
     """FLOP/s of kernels and matrix products, bytes/s of copies, seconds per call."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kernel = kernel_for(device, dtype, HEAD_DIM)
+    dtype, probe = torch.bfloat16 if device.type == "cuda" else torch.float32, probe_for(device)
+    heads, dim = probe.heads, probe.head_dim
+    kernel = kernel_for(device, dtype, dim)
     found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
-    for tokens in BLOCKS if device.type == "cpu" else tuple(4 * tokens for tokens in BLOCKS):
-        q, k, v, dout = (torch.randn(1, HEADS, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(4))
-        tiles, scale = (Tile(0, tokens, 0, tokens, "full"),), HEAD_DIM**-0.5
+    for tokens in probe.blocks:
+        batch = max(1, probe.tokens // tokens)
+        q, k, v, dout = (torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype) for _ in range(4))
+        tiles, scale = (Tile(0, tokens, 0, tokens, "full"),), dim**-0.5
         forward = partial(kernel.forward, q, k, v, tiles, scale)
         result = forward()
         backward = partial(kernel.backward, dout, q, k, v, result.out.to(dtype), result.lse.float(), tiles, scale)
-        pairs = tokens * tokens * HEADS * HEAD_DIM
+        pairs = batch * tokens * tokens * heads * dim
         found["forward"][tokens] = 4 * pairs / _seconds(forward, device)
         found["backward"][tokens] = 10 * pairs / _seconds(backward, device)
-    a = torch.randn(512, 512, device=device, dtype=dtype)
-    found["matmul"] = 2 * 512**3 / _seconds(lambda: a @ a, device)
-    whole = torch.zeros(2**21, device=device)
+    a = torch.randn(probe.product, probe.product, device=device, dtype=dtype)
+    found["matmul"] = 2 * probe.product**3 / _seconds(lambda: a @ a, device)
+    whole = torch.zeros(probe.copied, dtype=torch.uint8, device=device)
     found["copy"] = 2 * whole.nbytes / _seconds(whole.clone, device)
     tiny = torch.zeros(8, device=device)
-    found["call"] = 4 * _seconds(lambda: tiny.add_(1), device)
+    if device.type == "cuda":
+        found["call"] = _launch_seconds(lambda: tiny.add_(1), device)
+    else:
+        found["call"] = 4 * _seconds(lambda: tiny.add_(1), device)
     return found
 
 
 def _seconds(work: Callable[[], object], device: torch.device, prepare: Callable[[], object] | None = None) -> float:
-    """The median of a few repeats, each after ``prepare``; the first one warms up."""
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    """The median of a few repeats, each after ``prepare``; the first one warms up. On a GPU a repeat is a loop between
+    two events."""
     times = []
     for _ in range(REPEATS):
-        (prepare or synchronize)()
-        start = time.perf_counter()
-        work()
-        synchronize()
-        times.append(time.perf_counter() - start)
+        if prepare is not None:
+            prepare()
+        if device.type == "cuda":
+            times.append(_loop_seconds(work, device))
+        else:
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
     return max(statistics.median(times[1:]), 1e-9)
+
+
+def _loop_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds per call on the GPU. While it does the first, the host queues the others."""
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(LOOP):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / LOOP
+
+
+def _launch_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the host per call, which it does not wait for."""
+    work()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(LAUNCHES):
+        work()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return seconds / LAUNCHES
 
 
 # --- links
@@ -172,27 +232,46 @@ def _seconds(work: Callable[[], object], device: torch.device, prepare: Callable
 
 def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> dict[str, Any]:
     """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node
-    together, and to the next rank of the node."""
+    together, and to the next rank of the node. On a GPU also the host's seconds per message."""
     rank, world, inside = dist.get_rank(group), machine.world, machine.ranks_per_node
-    size = 2**18 if device.type == "cpu" else 2**25
     node, place = divmod(rank, inside)
     found: dict[str, Any] = {}
-    if machine.nodes > 1:
-        to, source = (rank + inside) % world, (rank - inside) % world
-        found["latency 0"] = _exchange(group, to, source, 1, device)
-        found["alone 0"] = size / _exchange(group, to, source, size, device, takes_part=place == 0)
-        found["all 0"] = size / _exchange(group, to, source, size, device)
-    if inside > 1:
-        to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
-        found["latency 1"] = _exchange(group, to, source, 1, device)
-        found["all 1"] = size / _exchange(group, to, source, size, device)
+    with _lane_like_group(group, device) as lane:
+        if machine.nodes > 1:
+            link = partial(_exchange, lane, (rank + inside) % world, (rank - inside) % world, device=device)
+            found["latency 0"] = _seconds_of(link(1), group, device)
+            found["alone 0"] = _bandwidth(link, group, device, takes_part=place == 0)
+            found["all 0"] = _bandwidth(link, group, device)
+        if inside > 1:
+            to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
+            link = partial(_exchange, lane, to, source, device=device)
+            found["latency 1"] = _seconds_of(link(1), group, device)
+            found["all 1"] = _bandwidth(link, group, device)
+        if device.type == "cuda":
+            found["post"] = _launch_seconds(link(1), device) / 2
     return found
 
 
-def _exchange(
-    group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device, takes_part: bool = True
-) -> float:
-    """Seconds to complete a send and a receive."""
+_num_measured = itertools.count()
+
+
+@contextmanager
+def _lane_like_group(group: dist.ProcessGroup, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A group of the same ranks with the settings of lanes; on CPUs they have none."""
+    if device.type != "cuda":
+        yield group
+        return
+    ranks = dist.get_process_group_ranks(group)
+    opened = OpenGroups(f"startrail/measure {ranks[0]} {next(_num_measured)}", tuple(ranks), collective=True)
+    opened.groups.append(make_group(ranks, opened.name, backend_for(device), default_timeout(group)))
+    try:
+        yield opened.groups[0]
+    finally:
+        opened.close()
+
+
+def _exchange(group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device) -> Callable[[], None]:
+    """A function that sends and receives ``nbytes``."""
     send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     ranks = dist.get_process_group_ranks(group)
 
@@ -202,7 +281,23 @@ def _exchange(
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
 
-    return _seconds(exchange if takes_part else lambda: None, device, prepare=partial(dist.barrier, group=group))
+    return exchange
+
+
+def _seconds_of(work: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of ``work``, which all ranks start together."""
+    return _seconds(work, device, prepare=partial(dist.barrier, group=group))
+
+
+def _bandwidth(
+    link: Callable[[int], Callable[[], None]], group: dist.ProcessGroup, device: torch.device, takes_part: bool = True
+) -> float:
+    """bytes/s of a link: what the last bytes of the larger message take, so that its latency does not count."""
+    sizes = probe_for(device).messages
+    times = [_seconds_of(link(size) if takes_part else lambda: None, group, device) for size in sizes]
+    if len(sizes) == 1 or times[-1] <= times[-2]:
+        return sizes[-1] / times[-1]
+    return (sizes[-1] - sizes[-2]) / (times[-1] - times[-2])
 
 
 # --- all ranks
@@ -234,7 +329,9 @@ def describe(
 
     matmul, call, forward, backward = typical("matmul"), typical("call"), curve("forward"), curve("backward")
     rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
-    times = dict(call=call, post=2 * call, handle=0.0, start=20 * call)
+    on_gpu = transport == "nccl"
+    post = typical("post") if on_gpu and len(everyone) > 1 else 2 * call
+    times = dict(call=call, post=post, handle=0.0, start=(6 if on_gpu else 20) * call)
     device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
     outliers = list(_outliers(everyone))
     texts = (
