@@ -1,6 +1,7 @@
 """The engine on a backend that behaves like NCCL (``tests/like_nccl.py``): exactness, failing peers and cleanup."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -235,9 +236,10 @@ def test_a_peer_that_does_not_connect_raises():
     assert text.startswith("PeerError: global rank 0: no connection "), text
 
 
-def test_check_under_torchrun_uses_its_ranks():
-    """Rank 0 prints several plans and dtypes in one table; the exit code is 0."""
+def test_check_under_torchrun_uses_its_ranks(tmp_path):
+    """Rank 0 prints several plans and dtypes in one table, and writes all of it to a file; the exit code is 0."""
     command = [*torchrun(2), "-m", "startrail.cli", "check", "all", "--length", "64", "--heads", "4", "--head-dim", "8"]
+    command += ["--tokens-per-rank", "300", "--out", str(tmp_path / "check.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -245,9 +247,15 @@ def test_check_under_torchrun_uses_its_ranks():
     assert "float32: cpu (ATen's flash attention for CPUs, in float32)" in lines
     table = [line for line in lines if line.endswith(" ok")]
     plans = ["1x2", "1x2", "u2", "u2", "2x1", "2x1", "u2/1x1", "u2/1x1", *["1x1/u2,keep=all,groups=2"] * 2]
-    assert [line.split()[0] for line in table] == [*plans, *["1x2"] * 4, *["u2"] * 4]
+    assert [line.split()[0] for line in table] == [*plans, *["1x2"] * 4, *["u2"] * 4, *plans[::2], "1x2"]
     for text in ("float16 ", "3 documents", "window 22", " 4:1 "):
         assert sum(text in line for line in table) >= 2, "for 1x2 and for u2"
+    covered = "5 plans, bfloat16, float16, float32, 32 and 300 tokens per rank, head dim 8"
+    assert f"all 24 cases are exact: {covered}" in lines
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert [each["verdict"] for each in found["cases"]] == ["ok"] * 24
+    assert found["cases"][-1]["case"]["length"] == 600 and found["cases"][-1]["report"]["errors"]["dk"]
+    assert found["coverage"] in lines and found["environment"][0] == lines[0] and found["machine"]
 
 
 def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
