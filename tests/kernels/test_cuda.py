@@ -11,7 +11,7 @@ from startrail.geometry.bands import bands_of
 from startrail.geometry.mask import Mask, Segment
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
 from startrail.kernels import CpuKernel, cuda
-from startrail.kernels.base import TileMask
+from startrail.kernels.base import TileMask, row_chunks, row_sums, surrogate_out
 from startrail.kernels.flash_ops import flash_attn_ops
 from tests.kernels.stand_ins import (
     BLOCKS,
@@ -203,3 +203,30 @@ def test_flash_attention_3_leaves_multiprocessors_to_transfers(monkeypatch):
             kernel.forward_tile(q, k, v, TileMask(causal, None, SCALE))
     assert margins == [0, 0, 16, 0]
     assert torch._C._get_sm_carveout_experimental() == before, "for our calls only"
+
+
+def test_atens_flash_backward_copies_neither_dout_nor_out(stand_in_ops, monkeypatch):
+    """It makes both dense (batch, rows, heads, dim); so are they for all blocks of a row, and no other package's."""
+    dense, plain = [], _compat.cuda_flash_backward
+
+    def backward(dout, q, k, v, out, *rest, **options):
+        dense.append([x.transpose(1, 2).is_contiguous() for x in (dout, out)])
+        return plain(dout, q, k, v, out, *rest, **options)
+
+    monkeypatch.setattr(_compat, "cuda_flash_backward", backward)
+    kernel = make("flash", torch.bfloat16)
+    q, k, v, dout = (x.contiguous() for x in tensors(32, 32, 4, 2, 64, torch.bfloat16))
+    out, lse = kernel.forward_tile(q, k, v, TileMask(True, None, SCALE))
+    rows = kernel.prepare_dout(dout)
+    stand_in = kernel.prepare(surrogate_out(rows, row_sums(rows, out, torch.float32)))
+    kernel.backward(rows, q, k, v, stand_in, lse, [Tile(0, 32, 0, 32, "causal")], SCALE)
+    assert dense == [[True, True]]
+    assert make("flash-attn", torch.bfloat16).prepare_dout(dout) is dout
+
+
+def test_largest_logits_take_few_launches_on_a_gpu():
+    """A block of 8k x 8k tokens and 16 heads is 2**30 logits: 16 parts, where 2**22 at a time would be 256."""
+    with FakeTensorMode(), WithoutDeviceGuard():
+        q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda")
+        assert len(list(row_chunks(q, 8192))) == 16
+        assert len(list(row_chunks(q.cpu(), 8192))) == 256

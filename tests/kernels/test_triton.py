@@ -25,13 +25,16 @@ from triton.compiler import ASTSource
 from startrail.kernels import triton_kernels as kernels
 
 POINTERS = {
-    "_merge": dict(out="*fp32", lse="*fp64", new="*bf16", new_lse="*fp32"),
+    "_merge": dict(
+        out="*fp32", lse="*fp64", **{f"new{i}": "*bf16" for i in range(4)}, **{f"lse{i}": "*fp32" for i in range(4)}
+    ),
     "_row_sums": dict(dout="*bf16", out="*bf16", sums="*fp32"),
     "_surrogate_out": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
 }
 for name, pointers in POINTERS.items():
     kernel = getattr(kernels, name)
-    constants = dict(PICKS=3, ROWS=kernels.ELEMENTS // 128, DIM=128)
+    elements = kernels.MERGED_ELEMENTS if name == "_merge" else kernels.ELEMENTS
+    constants = dict(PICKS=3, COUNT=4, FIRST=False, ROWS=elements // 128, DIM=128)
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = {key: "constexpr" if key in constants else pointers.get(key, "i32") for key in kernel.arg_names}
     print(f"kernel {name}", flush=True)
@@ -65,10 +68,37 @@ def test_merging(dtype, dim):
         lse[:, 1, -2:] = float("-inf")
         out = out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
         plain.merge(out, lse, part)
-        fused.merge(ours.out[:, :, part], ours.lse[:, :, part], out, lse)
+        fused.merge(ours.out[:, :, part], ours.lse[:, :, part], [(out, lse)])
     assert torch.equal(ours.lse == float("-inf"), plain.lse == float("-inf"))
     torch.testing.assert_close(ours.lse, plain.lse, atol=1e-14, rtol=1e-14)
     torch.testing.assert_close(ours.out, plain.out, atol=1e-6 if acc == torch.float32 else 1e-14, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 6])
+@pytest.mark.parametrize("dtype", HALF)
+def test_results_that_wait_are_merged_at_once(count, dtype, monkeypatch):
+    """All rows and a part of them, in turn; every merge reads and writes the running result once."""
+    launches, merge = [], fused.merge
+    monkeypatch.setattr(fused, "merge", lambda *arguments: (launches.append(len(arguments[2])), merge(*arguments)))
+    shape = (2, 3, 37, 20)
+    ours, plain = (Partial(shape, torch.float32, DEVICE) for _ in range(2))
+    for seed in range(count):
+        for part in (slice(20, 37), slice(0, 37)):
+            out = rows(shape, dtype, seed)[:, :, part]
+            lse = 3 * torch.randn(out.shape[:3], generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            lse[:, :, 3:7] = float("-inf")
+            out = out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
+            plain.merge(out, lse, part)
+            with monkeypatch.context() as patch:
+                patch.setattr(accumulate, "fused_on", lambda device: fused)
+                ours.merge(out, lse, part, donated=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(accumulate, "fused_on", lambda device: fused)
+        found = ours.out, ours.lse
+    assert sum(launches) == 2 * count and max(launches) == min(count, 4)
+    assert len(launches) <= 2 * -(-count // 4) + 1, "a first result of all rows may have to come first"
+    torch.testing.assert_close(found[1], plain.lse, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(found[0], plain.out, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
@@ -114,7 +144,7 @@ def test_nan_and_infinity_are_kept(dtype):
     ours, plain = (Partial(out.shape, torch.float32, DEVICE) for _ in range(2))
     for lse in (first, second):
         plain.merge(out, lse)
-        fused.merge(ours.out, ours.lse, out, lse)
+        fused.merge(ours.out, ours.lse, [(out, lse)])
     torch.testing.assert_close(ours.lse, plain.lse, equal_nan=True)
     assert torch.equal(ours.out.isnan(), plain.out.isnan())
 

@@ -230,6 +230,12 @@ class FlashKernel(EfficientKernel):
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
         self.is_fa3 = (name or _compat.chosen_flash_impl()) == "FA3"
 
+    def prepare_dout(self, x: Tensor) -> Tensor:
+        """ATen's backward copies dout and out to a dense (batch, rows, heads, dim) in every call: once per row will do.
+        The other packages take any order."""
+        x = self.prepare(x)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if self.ops.backward is _compat.cuda_flash_backward else x
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         # A full rectangle in FlashAttention 3 is cut into as many parts as there are multiprocessors. Parts whose
         # multiprocessor belongs to a transfer would start when all others have ended. Its other kernels hand out parts
