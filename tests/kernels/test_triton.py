@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from startrail.kernels import accumulate, base
-from startrail.kernels.accumulate import Partial
+from startrail.kernels.accumulate import Partial, Sum
 from startrail.kernels.fused import fused_on
 
 fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
@@ -28,12 +28,13 @@ POINTERS = {
     "_merge": dict(
         out="*fp32", lse="*fp64", **{f"new{i}": "*bf16" for i in range(4)}, **{f"lse{i}": "*fp32" for i in range(4)}
     ),
+    "_add": dict(total="*fp32", **{f"new{i}": "*bf16" for i in range(4)}),
     "_row_sums": dict(dout="*bf16", out="*bf16", sums="*fp32"),
     "_surrogate_out": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
 }
 for name, pointers in POINTERS.items():
     kernel = getattr(kernels, name)
-    elements = kernels.MERGED_ELEMENTS if name == "_merge" else kernels.ELEMENTS
+    elements = kernels.MERGED_ELEMENTS if name in ("_merge", "_add") else kernels.ELEMENTS
     constants = dict(PICKS=3, COUNT=4, FIRST=False, ROWS=elements // 128, DIM=128)
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = {key: "constexpr" if key in constants else pointers.get(key, "i32") for key in kernel.arg_names}
@@ -101,6 +102,29 @@ def test_results_that_wait_are_merged_at_once(count, dtype, monkeypatch):
     torch.testing.assert_close(found[0], plain.out, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_gradients_that_wait_are_added_at_once(count, monkeypatch):
+    """To the bit, if they are all of the same rows: they are added one after the other."""
+    shape = (2, 3, 37, 20)
+    ours, plain = (Sum(shape, torch.float32, DEVICE) for _ in range(2))
+    parts = Sum(shape, torch.float32, DEVICE), Sum(shape, torch.float32, DEVICE)
+    for seed in range(count):
+        grad = rows(shape, torch.bfloat16, seed)
+        plain.add(grad)
+        parts[0].add(grad)
+        parts[0].add(grad[:, :, 20:], slice(20, 37))
+        with monkeypatch.context() as patch:
+            patch.setattr(accumulate, "fused_on", lambda device: fused)
+            ours.add(grad, donated=True)
+            parts[1].add(grad, donated=True)
+            parts[1].add(grad[:, :, 20:], slice(20, 37), donated=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(accumulate, "fused_on", lambda device: fused)
+        found = ours.value, parts[1].value
+    assert torch.equal(found[0], plain.value)
+    torch.testing.assert_close(found[1], parts[0].value, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
 @pytest.mark.parametrize("dim", [20, 64])
 def test_row_sums(dtype, dim):
@@ -165,5 +189,5 @@ def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):
         (stack,) = re.findall(r"(\d+) bytes stack frame", text)
         (registers,) = re.findall(r"Used (\d+) registers", text)
         found[text.splitlines()[0]] = int(stack), int(registers)
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(stack == 0 and registers <= 168 for stack, registers in found.values()), found

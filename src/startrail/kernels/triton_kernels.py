@@ -85,6 +85,35 @@ def _merge(
 
 
 @triton.jit
+def _add(
+    total, new0, new1, new2, new3, total_b, total_h, total_r,
+    new0_b, new0_h, new0_r, new1_b, new1_h, new1_r, new2_b, new2_h, new2_r, new3_b, new3_h, new3_r,
+    heads, rows, dim, COUNT: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Adds ``COUNT`` tensors one after the other, as single additions would."""
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, DIM)
+    inside = (row < rows)[:, None] & (column < dim)[None, :]
+    kind = total.dtype.element_ty
+    to = total + batch * total_b + head * total_h + row[:, None] * total_r + column[None, :]
+    at0 = new0 + batch * new0_b + head * new0_h + row[:, None] * new0_r + column[None, :]
+    value = tl.load(at0, mask=inside, other=0.0).to(kind)
+    if not FIRST:
+        value = tl.load(to, mask=inside, other=0.0) + value
+    if COUNT > 1:
+        at1 = new1 + batch * new1_b + head * new1_h + row[:, None] * new1_r + column[None, :]
+        value += tl.load(at1, mask=inside, other=0.0).to(kind)
+    if COUNT > 2:
+        at2 = new2 + batch * new2_b + head * new2_h + row[:, None] * new2_r + column[None, :]
+        value += tl.load(at2, mask=inside, other=0.0).to(kind)
+    if COUNT > 3:
+        at3 = new3 + batch * new3_b + head * new3_h + row[:, None] * new3_r + column[None, :]
+        value += tl.load(at3, mask=inside, other=0.0).to(kind)
+    tl.store(to, value, mask=inside)
+
+
+@triton.jit
 def _row_sums(
     dout, out, sums, dout_b, dout_h, dout_r, out_b, out_h, out_r, heads, rows, dim,
     ROWS: tl.constexpr, DIM: tl.constexpr,
@@ -136,6 +165,13 @@ def merge(out: Tensor, lse: Tensor, results: Sequence[tuple[Tensor, Tensor]], fi
     tensors = (out, lse, *(new for new, _ in padded), *(new_lse for _, new_lse in padded))
     strides = (step for x in tensors for step in x.stride()[:3])
     _launch(_merge, out, (*tensors, *strides), elements=MERGED_ELEMENTS, COUNT=count, FIRST=first)
+
+
+def add(total: Tensor, grads: Sequence[Tensor], first: bool) -> None:
+    """Add at most ``MAX_MERGED`` tensors to ``total``, in place. ``first``: it holds nothing yet."""
+    padded = [_dense(grad) for grad in (*grads, *[grads[0]] * (MAX_MERGED - len(grads)))]
+    strides = (step for x in (total, *padded) for step in x.stride()[:3])
+    _launch(_add, total, (total, *padded, *strides), elements=MERGED_ELEMENTS, COUNT=len(grads), FIRST=first)
 
 
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
