@@ -32,7 +32,7 @@ from startrail.engine.executor import Executor, PassContext
 from startrail.engine.validate import describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
-from startrail.kernels import base, cuda, kernel_for
+from startrail.kernels import accumulate, base, cuda, kernel_for
 from startrail.kernels.flash_ops import flash_attn_ops
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
@@ -183,6 +183,31 @@ def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
     wrong = []
     for case, report in zip(cases, check_cases(cases), strict=True):
         wrong += [f"{case}: {text}" for text in report.verdict()]
+    assert not wrong, "\n".join(wrong)
+
+
+class FusedInTorch:
+    """Merges and sums of several results, as the fused kernels make them."""
+
+    @staticmethod
+    def merge(out, lse, results, first):
+        pairs = [*results] if first else [(out, lse), *results]
+        total = torch.stack([each.double() for _, each in pairs]).logsumexp(0)
+        out.copy_(sum(x.float() * (each - total).exp().nan_to_num().float().unsqueeze(-1) for x, each in pairs))
+        lse.copy_(total)
+
+    @staticmethod
+    def add(total, grads, first):
+        total.copy_(sum(grad.float() for grad in (grads if first else (total, *grads))))
+
+
+@pytest.mark.parametrize("plans, world", [(("1x6", "2x3", "3x1/u2"), 6)])
+def test_results_that_wait_for_each_other_are_exact(plans, world, cuda_backend, monkeypatch):
+    """As on a GPU: up to four of a row, while others of its rows are added, sent or received."""
+    monkeypatch.setattr(accumulate, "fused_on", lambda device: FusedInTorch)
+    shape = dict(world=world, length=384, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    cases = [Case(plan, **shape, causal=causal) for plan in plans for causal in (True, False)]
+    wrong = [text for report in check_cases(cases) for text in report.verdict()]
     assert not wrong, "\n".join(wrong)
 
 
