@@ -75,13 +75,12 @@ def test_merging(dtype, dim):
     torch.testing.assert_close(ours.out, plain.out, atol=1e-6 if acc == torch.float32 else 1e-14, rtol=1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 6])
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("count, dtype", [(3, torch.float16), (6, torch.bfloat16)])
 def test_results_that_wait_are_merged_at_once(count, dtype, monkeypatch):
     """All rows and a part of them, in turn; every merge reads and writes the running result once."""
     launches, merge = [], fused.merge
     monkeypatch.setattr(fused, "merge", lambda *arguments: (launches.append(len(arguments[2])), merge(*arguments)))
-    shape = (2, 3, 37, 20)
+    shape = (1, 2, 37, 20)
     ours, plain = (Partial(shape, torch.float32, DEVICE) for _ in range(2))
     for seed in range(count):
         for part in (slice(20, 37), slice(0, 37)):
@@ -102,10 +101,10 @@ def test_results_that_wait_are_merged_at_once(count, dtype, monkeypatch):
     torch.testing.assert_close(found[0], plain.out, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 3, 6])
+@pytest.mark.parametrize("count", [3, 6])
 def test_gradients_that_wait_are_added_at_once(count, monkeypatch):
     """To the bit, if they are all of the same rows: they are added one after the other."""
-    shape = (2, 3, 37, 20)
+    shape = (1, 2, 37, 20)
     ours, plain = (Sum(shape, torch.float32, DEVICE) for _ in range(2))
     parts = Sum(shape, torch.float32, DEVICE), Sum(shape, torch.float32, DEVICE)
     for seed in range(count):

@@ -128,7 +128,8 @@ def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tup
     """The cluster from the cache, or measured now, and which of the two."""
     device = own_device()
     backend = dist.get_backend_config(group) if group is not None else "none"
-    key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
+    key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()} "
+    key += f"{probe_for(device)}"  # another version of startrail may measure with other work
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "startrail"
     path = folder / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
