@@ -134,5 +134,8 @@ def close_parked(ranks: tuple[int, ...], meeting: str, timeout: timedelta) -> No
     keys = [str(rank) for rank in ranks]
     store.wait(keys, timeout)
     on_all = set(mine).intersection(*(json.loads(store.get(key)) for key in keys))
+    if store.add("read", 1) == len(ranks):  # no rank reads them any more
+        for key in (*keys, "read"):
+            store.delete_key(key)
     for name in sorted(on_all):
         _parked.pop(name).close()
