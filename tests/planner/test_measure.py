@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from startrail.kernels import cuda
+from startrail.kernels import accumulate, cuda
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.cluster import find_cluster
 from startrail.planner.live import measure as live
@@ -89,6 +89,7 @@ def measured(cluster, monkeypatch):
     monkeypatch.setattr(live, "device_name", lambda device: cluster.device.name)
     monkeypatch.setattr(live, "memory_of", lambda device, ranks: cluster.device.memory)
     monkeypatch.setattr(live, "kernel_for", lambda device, dtype, dim: cuda.FlashKernel(dtype))
+    monkeypatch.setattr(accumulate, "fused_on", lambda device: None)  # Triton's interpreter cannot take fake tensors
     monkeypatch.setattr(live, "make_group", lambda ranks, *rest: dist.group.WORLD)
     monkeypatch.setattr(live.OpenGroups, "close", lambda opened: None)
     monkeypatch.setattr(live, "backend_for", lambda device: "nccl")
