@@ -42,6 +42,7 @@ def main(plan: str = "auto", length: int = 512, steps: int = 10) -> list[float]:
         loss = model(**shard_batch(sp, input_ids=ids, labels=ids)).loss  # this rank's share (*)
         loss.backward()
         startrail.sum_gradients(model.parameters(), sp.group)  # with DDP or FSDP, use gradient_factor (*)
+        sp.check()  # raises if a peer was lost during this step, before the weights change
         optimizer.step()
         optimizer.zero_grad()
         if sp.group is not None:

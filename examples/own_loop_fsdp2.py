@@ -63,6 +63,7 @@ def main(plan: str = "auto", length: int = 250, steps: int = 10) -> list[float]:
             loss_sum, (labels != -100).sum(), sp.group
         )  # (3) divided by the count of all ranks
         (startrail.gradient_factor(model) * loss).backward()  # (4) FSDP averages, but gradients must be summed
+        sp.check()  # raises if a peer was lost during this step, before the weights change
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

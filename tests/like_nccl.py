@@ -1,54 +1,81 @@
 """A backend for CPUs that behaves like NCCL, built on gloo: code that relies on more than NCCL guarantees fails here.
 
+- A communicator is made by its first operation, which waits for all members.
 - Tags are ignored: the nth send to a peer on a communicator matches the peer's nth receive.
 - Operations between ``_start_coalescing`` and ``_end_coalescing`` are one batch with one work. The batches of a
-  communicator complete in the order in which they were posted.
+  communicator complete in the order in which they were posted. The number of open batches is counted per thread: while
+  one is open, nothing else of that thread is launched, although its work completes.
 - Data arrives at its work's ``wait()``; until then a receive buffer holds NaN in every floating dtype.
 - A send may read its buffer until ``wait()``, which raises if the buffer has changed.
-- ``wait()`` never times out and raises only for the mistakes above, not for a dead peer. ``abort()`` ends it.
+- ``wait()`` never times out and raises only for the mistakes above, not for a dead peer. ``abort()`` ends it, and the
+  buffer then holds what it held before.
+- On a ``LazyStream`` nothing blocks the host: transfers and waits are queued among the kernels.
 - A failed work (``break_with``) is *completed* without its data; ``exception()`` returns the error,
   ``get_future_result()`` its kind, and ``wait()`` does not raise.
-- ``shutdown()`` waits for all pending work without a limit, unless ``abort()`` was called first.
+- ``shutdown()`` waits for all pending work and then for all members to shut down, both without a limit, unless
+  ``abort()`` was called first.
 - ``abort()`` waits for all work on the GPU: if two groups of a rank hang, aborting one returns only once the other is
-  being aborted, too (NVIDIA/nccl#1013).
+  being aborted, too (NVIDIA/nccl#1013). Every operation on an aborted group raises ``DistBackendError``.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from tests import lazy_stream
+
 NAME = "like_nccl"
 FOREVER = timedelta(hours=10)
 GROUPS: list[LikeNccl] = []  # of this rank
+OPEN_BATCHES = threading.local()  # .count
 
 
 class Batch:
-    """Operations with one work. ``received`` and ``sent`` pair each tensor with the buffer that gloo uses."""
+    """Operations with one work, launched together. Each pairs a tensor with the buffer that gloo uses."""
 
     def __init__(self, group: LikeNccl) -> None:
         self.group = group
-        self.inner: list[dist.Work] = []
-        self.received: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.posts: list[Callable[[], dist.Work | Never]] = []
+        self.inner: list[dist.Work | Never] = []
+        self.received: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # and what it held before
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.targets: list[torch.Tensor] = []  # of receives
         self.completed = threading.Event()
         self.error: RuntimeError | None = None
-        self.waited = False
+        self.moved = self.waited = False
 
     def send_buffer(self, x: torch.Tensor) -> torch.Tensor:
         copy = x.clone()
         self.sent.append((x, copy))
         return copy
 
-    def receive_buffer(self, x: torch.Tensor) -> torch.Tensor:
+    def receive_buffer(self, x: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
+        before = x.clone()
+        self.received.append((x, torch.empty_like(x) if start is None else start, before))
         x.view(torch.uint8).fill_(0xFF)
-        self.received.append((x, torch.empty_like(x)))
         return self.received[-1][1]
+
+    def post(self, operation: Callable[[], dist.Work]) -> None:
+        def attempt() -> dist.Work | Never:
+            try:
+                return operation()
+            except RuntimeError:  # a peer is dead: this operation never completes
+                return Never()
+
+        self.posts.append(attempt)
+
+    def begin(self) -> None:
+        """On the stream: read what is sent, and hand everything to gloo."""
+        self.inner = [post() for post in self.posts]
+        self.group._queue(self)
 
     def is_completed(self) -> bool:
         return self.completed.is_set()
@@ -64,27 +91,34 @@ class Batch:
         return result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        while not self.completed.wait(0.2):
+        lazy_stream.run(self._wait, self.targets)
+        return True
+
+    def _wait(self) -> None:
+        while not self.completed.wait(0.05):
             if self.group.aborted.is_set():
-                return True
-        if self.waited or self.error is not None:
-            return True
+                break
+        if self.waited:
+            return
         self.waited = True
+        if not self.moved:
+            for x, _, before in self.received:
+                x.copy_(before)
+            return
         for x, copy in self.sent:
             if not torch.equal(x.view(torch.uint8), copy.view(torch.uint8)):
                 raise AssertionError(f"{x.numel()} bytes were overwritten before wait() on their send")
-        for x, buffer in self.received:
+        for x, buffer, _ in self.received:
             if not bool((x.view(torch.uint8) == 0xFF).all()):
                 raise AssertionError(f"{x.numel()} bytes were written before wait() on their receive")
             x.copy_(buffer)
-        return True
 
 
 class LikeNccl(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # connecting can time out
-        self.gloo._set_default_timeout(FOREVER)
+        self.store, self.timeout = store, timeout
+        self.gloo: dist.ProcessGroupGloo | None = None
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
         self.open: Batch | None = None
         self.aborted = threading.Event()
@@ -95,6 +129,17 @@ class LikeNccl(dist.ProcessGroup):
         self.queue: deque[Batch] = deque()
         self.filled = threading.Condition()
         threading.Thread(target=self._progress, daemon=True).start()
+
+    def _communicator(self) -> dist.ProcessGroupGloo:
+        if self.aborted.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted on this rank")
+        if self.gloo is None:
+            try:
+                self.gloo = dist.ProcessGroupGloo(self.store, self.rank(), self.size(), self.timeout)
+            except RuntimeError as error:
+                raise dist.DistBackendError(f"NCCL error in ncclCommInitRank: {error}") from error
+            self.gloo._set_default_timeout(FOREVER)
+        return self.gloo
 
     def _progress(self) -> None:
         """Complete batches in order, each when all its transfers have completed."""
@@ -109,29 +154,43 @@ class LikeNccl(dist.ProcessGroup):
             except RuntimeError:  # a peer is dead, which NCCL would not notice
                 return
             if self.broken:
+                if self.ends_process:
+                    os.abort()
                 batch.error = RuntimeError(self.broken)
+            batch.moved = batch.error is None and not self.aborted.is_set()
             with self.filled:
                 self.pending -= 1
             batch.completed.set()
 
-    def break_with(self, text: str) -> None:
-        """Let every work that completes from now on fail, as if a link were broken."""
-        self.broken = text
+    def break_with(self, text: str, ends_process: bool = False) -> None:
+        """Let every work that completes from now on fail, as if a link were broken. ``ends_process``: torch's watchdog
+        finds the error first."""
+        self.broken, self.ends_process = text, ends_process
 
     def _launch(self, batch: Batch) -> Batch:
+        if open_batches():
+            batch.completed.set()
+            return batch
         with self.filled:
-            self.queue.append(batch)
             self.pending += 1
-            self.filled.notify()
+        lazy_stream.run(batch.begin, batch.targets)
         return batch
 
+    def _queue(self, batch: Batch) -> None:
+        with self.filled:
+            self.queue.append(batch)
+            self.filled.notify()
+
     def _start_coalescing(self, device: torch.device) -> None:
-        assert self.open is None
+        OPEN_BATCHES.count = open_batches() + 1
         self.open = Batch(self)
 
     def _end_coalescing(self, device: torch.device) -> Batch:
+        OPEN_BATCHES.count -= 1
         batch, self.open = self.open, None
         assert batch is not None
+        if self.aborted.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted on this rank")
         return self._launch(batch)
 
     def _tag(self, send: bool, peer: int) -> int:
@@ -139,13 +198,12 @@ class LikeNccl(dist.ProcessGroup):
         return self.counts[send, peer]
 
     def _post(self, batch: Batch, send: bool, x: torch.Tensor, peer: int) -> None:
-        try:
-            if send:
-                batch.inner.append(self.gloo.send([batch.send_buffer(x)], peer, self._tag(True, peer)))
-            else:
-                batch.inner.append(self.gloo.recv([batch.receive_buffer(x)], peer, self._tag(False, peer)))
-        except RuntimeError:  # a peer is dead: this operation never completes
-            batch.inner.append(Never())
+        gloo, tag = self._communicator(), self._tag(send, peer)
+        if send:
+            batch.post(lambda: gloo.send([batch.send_buffer(x)], peer, tag))
+        else:
+            batch.targets.append(x)
+            batch.post(lambda: gloo.recv([batch.receive_buffer(x)], peer, tag))
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         assert self.open is not None, "a message outside a batch creates a communicator"
@@ -158,25 +216,31 @@ class LikeNccl(dist.ProcessGroup):
     def all_to_all_single(self, output, input_, output_splits, input_splits, options=None) -> Batch:
         assert not output_splits and not input_splits
         batch, size, own = Batch(self), self.size(), self.rank()
+        self._communicator()
         targets, sources = output.chunk(size), input_.chunk(size)
+
+        def copy_own() -> Done:
+            batch.receive_buffer(targets[own], batch.send_buffer(sources[own]).clone())
+            return Done()
+
         for peer in range(size):
             if peer == own:
-                batch.receive_buffer(targets[own]).copy_(batch.send_buffer(sources[own]))
+                batch.targets.append(targets[own])
+                batch.posts.append(copy_own)
             else:
                 self._post(batch, True, sources[peer], peer)
                 self._post(batch, False, targets[peer], peer)
         return self._launch(batch)
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Batch:
-        batch = Batch(self)
+        batch, gloo = Batch(self), self._communicator()
         (x,) = tensors
-        value = x.clone()
-        batch.receive_buffer(x)
-        batch.received[-1] = (x, value)
-        try:
-            batch.inner.append(self.gloo.allreduce([value], options))
-        except RuntimeError:
-            batch.inner.append(Never())
+
+        def reduce() -> dist.Work:
+            return gloo.allreduce([batch.receive_buffer(x, x.clone())], options)
+
+        batch.targets.append(x)
+        batch.post(reduce)
         return self._launch(batch)
 
     def abort(self) -> None:
@@ -186,9 +250,13 @@ class LikeNccl(dist.ProcessGroup):
             time.sleep(0.01)
 
     def shutdown(self) -> None:
+        if self.gloo is not None and not self.aborted.is_set():
+            while self.pending and not self.aborted.is_set():
+                time.sleep(0.01)
+            self.store.add("shut down", 1)
+            while self.store.add("shut down", 0) < self.size() and not self.aborted.is_set():
+                time.sleep(0.01)
         self.history.append("shutdown")
-        while self.pending and not self.aborted.is_set():
-            time.sleep(0.01)
         self.aborted.set()
 
     def getBackendName(self) -> str:  # noqa: N802, torch calls this name
@@ -198,6 +266,15 @@ class LikeNccl(dist.ProcessGroup):
 class Never:
     def wait(self) -> None:
         raise RuntimeError("never")
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+def open_batches() -> int:
+    return getattr(OPEN_BATCHES, "count", 0)
 
 
 def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LikeNccl:

@@ -6,10 +6,11 @@ StarTrail.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -79,10 +80,19 @@ def without_bound_device() -> Iterator[None]:
 
 
 def post_batch(group: dist.ProcessGroup, device: torch.device, posts: Sequence[Callable[[], object]]) -> dist.Work:
-    """Call ``posts``, which send and receive on ``group``, as one batch with one work."""
+    """Call ``posts``, which send and receive on ``group``, as one batch with one work.
+
+    A batch that was begun is always ended: NCCL counts open batches per thread, and with one left open it silently
+    launches nothing of what the thread posts from then on, on any communicator.
+    """
     group._start_coalescing(device)
-    for post in posts:
-        post()
+    try:
+        for post in posts:
+            post()
+    except BaseException:
+        with suppress(RuntimeError):  # the first error counts
+            group._end_coalescing(device)
+        raise
     return group._end_coalescing(device)
 
 
@@ -136,6 +146,16 @@ def is_gloo_error(error: RuntimeError) -> bool:
 def make_fake_store() -> Store:
     """A store for a process group of backend "fake", which sends nothing."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def ignore_captures_of_other_threads() -> None:
+    """Let this thread query events while another thread captures a CUDA graph, whose capture would fail otherwise.
+
+    torch does the same in its own threads, but has no Python name for it. This is the driver's call, for the calling
+    thread: 1 is CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
+    """
+    with suppress(OSError):  # AMD's driver has another name, and its captures are not guarded
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(1)))
 
 
 # --- functional collectives, which torch.compile traces; torch 2.13 renamed two of them
@@ -196,6 +216,8 @@ cuda_flash_forward = _aten._scaled_dot_product_flash_attention.default
 cuda_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
 cuda_bands_forward = _aten._flash_attention_forward.default
 cuda_bands_backward = _aten._flash_attention_backward.default
+cuda_cudnn_forward = _aten._scaled_dot_product_cudnn_attention.default
+cuda_cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 cuda_efficient_forward = _aten._scaled_dot_product_efficient_attention.default
 cuda_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -217,6 +239,24 @@ def fa3_ops(package: str) -> tuple[Callable[..., Any], ...]:
     dense, varlen = "_fa3_scaled_dot_product_flash_attention", "_fa3_flash_attention"
     names = [f"{kind}_{pass_}" for kind in (dense, varlen) for pass_ in ("forward_impl_default", "backward_impl")]
     return tuple(getattr(adapter, name) for name in names)
+
+
+@contextmanager
+def sm_margin(count: int) -> Iterator[None]:
+    """Have torch's adapter for FlashAttention 3 leave ``count`` multiprocessors to others. The setting is the process's
+    own, so it is restored at once; calls are made from the host while it holds."""
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(count)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
+
+
+def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """True if torch itself would let cuDNN attend with these tensors, on this GPU and with its version of cuDNN."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def torch_ring_attention() -> Any:

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from startrail._compat import default_timeout, without_bound_device
 from startrail.engine import op
-from startrail.engine.runtime import Runtime, Settings
+from startrail.engine.runtime import Runtime
+from startrail.engine.settings import Settings
 from startrail.engine.validate import is_int, read_boundaries, read_mask
 from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
@@ -143,6 +144,8 @@ class SequenceParallel:
         blocks: Tensor | SequenceOf[tuple[int, int]] | None, placement: tuple[int, ...],
     ) -> Sequence:  # fmt: skip
         """A sequence that is laid out for the documents ``placement``, if they are given."""
+        if self._runtime.closed:
+            raise ValueError("this SequenceParallel is closed")
         if length is None or not is_int(length) or length < 1:
             self._runtime.refuse(_wrong_length(length))
         try:
@@ -173,6 +176,33 @@ class SequenceParallel:
         )  # fmt: skip
         mask = boundaries.apply(read_mask(causal, window, chunk))
         return explain(self.plan, layout, self.rank, mask, sizes, self._runtime.settings.sparse)
+
+    # --- errors and the end
+
+    def check(self) -> None:
+        """Call this on all ranks before ``optimizer.step()``: it returns once everything that attention has computed so
+        far is known to be right on all ranks, and raises ``PeerError`` if it is not. Drop the step then.
+
+        On a GPU the host runs ahead of the device and may learn of a lost peer only later. The device does not use what
+        was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
+        the current stream. On gloo, calls raise by themselves, and ``check`` returns immediately.
+        """
+        self._runtime.check()
+
+    def close(self) -> None:
+        """Close the connections to other ranks. Call it on all ranks. Later calls of attention raise.
+
+        Without it, NCCL's communicators stay open until the same ranks make new ones, or until
+        ``dist.destroy_process_group()``: closing one waits for its other ranks, which garbage collection must not do.
+        """
+        self._runtime.close()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close, after an error without waiting for the other ranks."""
+        self._runtime.close(error)
 
     # --- counters
 

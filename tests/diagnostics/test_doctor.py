@@ -8,7 +8,7 @@ import pytest
 from startrail.cli import main
 from startrail.planner.cluster import SlowMember, cluster_text, read_cluster
 from startrail.planner.live import measure as live
-from startrail.planner.live.measure import Measured, describe
+from startrail.planner.live.summary import Measured, describe
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 

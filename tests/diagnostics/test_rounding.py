@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from startrail.diagnostics import reference
 from startrail.diagnostics.exactness import check_cases
 from startrail.diagnostics.reference import Case, Error, make_data
 from startrail.engine import runtime
@@ -153,3 +154,15 @@ def test_an_error_above_its_own_bound_is_found_though_others_may_be_larger():
     spoilt[place] += 20 * floor.deviation.flatten()[place]
     found = Error.of(spoilt.view_as(exact), exact, floor)
     assert found.excess == found.worst < floor.each.max()
+
+
+def test_the_reference_by_rows_equals_the_dense_one(monkeypatch):
+    """Also with shared KV heads, and with a number of rows that is not a multiple of a step's."""
+    monkeypatch.setattr(reference, "ROWS_BYTES", 8 * 4 * 50 * 7)  # seven rows at a time
+    case = Case("1x2", 2, length=50, kv_heads=2, causal=True, dtype=torch.bfloat16, seed=1)
+    dense, by_rows = make_data(case), make_data(replace(case, by_rows=True))
+    assert all(torch.equal(x, y) for x, y in zip(dense.inputs[:4], by_rows.inputs[:4], strict=True))
+    for name, x in dense.exact.items():
+        torch.testing.assert_close(by_rows.exact[name], x, atol=1e-13, rtol=1e-13)
+    with pytest.raises(ValueError, match="for plain causal masks"):
+        make_data(replace(case, by_rows=True, window=3))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-import startrail.engine.op  # noqa: F401, registers the ops
+import startrail
+import startrail.engine.op
 from startrail import _compat
 from startrail.bench.cases import Workload
 from startrail.bench.peers import contenders as peers
@@ -24,17 +25,22 @@ from startrail.comm.transfers import TransferContext, TransferMonitor
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
+from startrail.engine.batch import Boundaries
 from startrail.engine.buffers import BufferPool
+from startrail.engine.call import AttentionCall
 from startrail.engine.executor import Executor
 from startrail.engine.part_run import PassContext
 from startrail.engine.validate import describe_tensor, read_call
 from startrail.engine.wire import Wire
-from startrail.kernels import base, cuda, kernel_for
+from startrail.geometry.mask import Mask
+from startrail.kernels import accumulate, base, cuda, kernel_for
 from startrail.kernels.flash_ops import flash_attn_ops
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
+from tests.engine.test_launches import fake_world
 from tests.helpers import eventually
 from tests.kernels import stand_ins
 
@@ -182,6 +188,31 @@ def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
     assert not wrong, "\n".join(wrong)
 
 
+class FusedInTorch:
+    """Merges and sums of several results, as the fused kernels make them."""
+
+    @staticmethod
+    def merge(out, lse, results, first):
+        pairs = [*results] if first else [(out, lse), *results]
+        total = torch.stack([each.double() for _, each in pairs]).logsumexp(0)
+        out.copy_(sum(x.float() * (each - total).exp().nan_to_num().float().unsqueeze(-1) for x, each in pairs))
+        lse.copy_(total)
+
+    @staticmethod
+    def add(total, grads, first):
+        total.copy_(sum(grad.float() for grad in (grads if first else (total, *grads))))
+
+
+@pytest.mark.parametrize("plans, world", [(("1x6", "2x3", "3x1/u2"), 6)])
+def test_results_that_wait_for_each_other_are_exact(plans, world, cuda_backend, monkeypatch):
+    """As on a GPU: up to four of a row, while others of its rows are added, sent or received."""
+    monkeypatch.setattr(accumulate, "fused_on", lambda device: FusedInTorch)
+    shape = dict(world=world, length=384, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    cases = [Case(plan, **shape, causal=causal) for plan in plans for causal in (True, False)]
+    wrong = [text for report in check_cases(cases) for text in report.verdict()]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_an_abort_that_raises_or_hangs_does_not_stop_the_others(monkeypatch):
     """One raises, one hangs, and two end only together, like two communicators that hang on one GPU."""
     monkeypatch.setattr(groups.dist, "get_backend", lambda group: "nccl")
@@ -301,11 +332,39 @@ def test_nccl_lanes_share_one_set_of_options(monkeypatch):
         _compat.c10d, "_new_process_group_helper", lambda *arguments: (made.append(arguments), None)[::-1]
     )
     monkeypatch.setattr(_compat.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
-    groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5))
+    groups.make_group([1, 3], "lane", "nccl", timedelta(seconds=5), 8)
     ((size, index, members, backend, _, name, options, timeout),) = made
     assert (size, index, members, backend, name) == (2, 1, [1, 3], "nccl", "lane")
-    assert options.high and options.config.max_ctas == groups.MAX_CHANNELS
+    assert options.high and options.config.max_ctas == 8
     assert timeout == options._timeout == timedelta(seconds=5) + timedelta(seconds=TIMING.nccl_grace)
+
+
+@pytest.mark.parametrize(
+    "plan, channels, margin",
+    [
+        ("1x8", [8], 8),
+        ("u8", [32], 0),
+        ("u4/1x2", [32, 8], 8),
+        ("1x2/1x4", [8, 8], 16),
+        ("u4/1x2,groups=2", [8, 8], 16),
+    ],
+)
+def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels, margin, monkeypatch):
+    """FlashAttention 3 leaves as many multiprocessors to them."""
+    made, make_group = [], groups.make_group
+
+    def recorded(members, name, backend, timeout, channels):
+        made.append(channels)
+        return make_group(members, name, backend, timeout, channels)
+
+    monkeypatch.setattr(groups, "make_group", recorded)
+    with fake_world(8):
+        runtime = startrail.SequenceParallel(plan)._runtime
+        runtime.executor_on(torch.device("cpu"))
+        q = torch.empty(1, 8, 16, 8)
+        op_key = runtime.make_sequence(Boundaries((0, 8 * 16))).op_key
+        context = runtime._context(FORWARD, q, q, q, op_key, AttentionCall(Mask(causal=True)), None)
+    assert (made, context.kernel.sm_margin) == (channels, margin)
 
 
 class Recorded:

@@ -100,3 +100,22 @@ def test_training_evaluation_saving_resuming_and_generation(tmp_path):
         assert "average_tokens_across_devices=False would average" in refused
         assert text == expected_text
     assert loaded.config._attn_implementation == "sdpa" and not isinstance(loaded, LlamaForCausalLM)
+
+
+def test_a_lost_peer_raises_before_the_weights_change(tmp_path, monkeypatch):
+    def lost(sp):
+        raise startrail.PeerError("rank 3 is gone")
+
+    monkeypatch.setattr(startrail.SequenceParallel, "check", lost)
+
+    def on_rank(rank):
+        as_torchrun(0, 1)
+        sp = startrail.SequenceParallel("1x1")
+        trainer = StarTrailTrainer(
+            tiny("mistral"), arguments(tmp_path), train_dataset=DATA, data_collator=collate, sp=sp
+        )
+        before = [x.detach().clone() for x in trainer.model.parameters()]
+        text = error_of(trainer.train)
+        return text, all(map(torch.equal, before, trainer.model.parameters()))
+
+    assert run_local(on_rank, 1) == [("PeerError: rank 3 is gone", True)]

@@ -65,6 +65,23 @@ def flash_backward(
     return tuple(grad.to(query.dtype) for grad in kernel.backward_tile(*sides, TileMask(is_causal, None, scale)))
 
 
+def cudnn_forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale,
+):  # fmt: skip
+    assert attn_bias is None and compute_log_sumexp
+    out, lse, *rest = flash_forward(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
+    return out, lse.unsqueeze(-1), *rest
+
+
+def cudnn_backward(
+    grad_out, query, key, value, out, logsumexp, seed, offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+    is_causal, *, scale,
+):  # fmt: skip
+    assert attn_bias is None and logsumexp.shape[3:] == (1,)
+    rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset
+    return flash_backward(grad_out, query, key, value, out, logsumexp.squeeze(-1), *rest, scale=scale)
+
+
 def check_bands(q, k, v, *others):
     """Flash attention's requirements for (..., rows, heads, dim)."""
     for x in (q, k, v, *others):
@@ -246,13 +263,15 @@ def make(name, dtype):
         return cuda.FlashKernel(dtype, flash_attn_ops(PACKAGE), "attn")
     if name == "softcap":
         return cuda.FlashKernel(dtype, flash_attn_ops(PACKAGE, SOFTCAP), "attn", SOFTCAP)
-    return {"efficient": cuda.EfficientKernel, "flash": cuda.FlashKernel}[name](dtype)
+    return {"efficient": cuda.EfficientKernel, "flash": cuda.FlashKernel, "cudnn": cuda.CudnnKernel}[name](dtype)
 
 
 def use_stand_ins(monkeypatch):
     """Replace ATen's ops for CUDA."""
-    for op in (flash_forward, flash_backward, efficient_forward, efficient_backward, bands_forward, bands_backward):
+    ops = (flash_forward, flash_backward, efficient_forward, efficient_backward, bands_forward, bands_backward)
+    for op in (*ops, cudnn_forward, cudnn_backward):
         monkeypatch.setattr(_compat, "cuda_" + op.__name__, op)
+    monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: True)
 
 
 # --- fake CUDA tensors

@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from startrail import _compat
 from startrail.bench.peers import fake_flash_attn
 from startrail.geometry.bands import bands_of
 from startrail.geometry.mask import Mask, Segment
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
 from startrail.kernels import CpuKernel, cuda
-from startrail.kernels.base import TileMask
+from startrail.kernels.base import TileMask, row_chunks, row_sums, surrogate_out
 from startrail.kernels.flash_ops import flash_attn_ops
 from tests.kernels.stand_ins import (
     BLOCKS,
@@ -31,13 +32,14 @@ from tests.kernels.stand_ins import (
 # --- shapes, dtypes and devices
 
 BACKENDS = [("efficient", dtype) for dtype in (torch.float32, *HALF)]
-BACKENDS += [(name, dtype) for name in ("flash", "flash-attn") for dtype in HALF]
+BACKENDS += [(name, dtype) for name in ("flash", "flash-attn", "cudnn") for dtype in HALF]
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS[:2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name, dtype", BACKENDS)
-def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads):
+def test_real_ops_take_fake_cuda_tensors(name, dtype, kind, heads, kv_heads, monkeypatch):
+    monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: q.shape[3] <= 128)
     kernel = make(name, dtype)
     rows, keys = KINDS[kind]
     for dim in (20, 64, 72, 128, 256):
@@ -83,12 +85,12 @@ def test_a_masked_tile_never_reaches_flash(name, stand_in_ops, monkeypatch):
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 def test_numbers(name, dtype, kind, heads, kv_heads, dim, stand_in_ops):
     check_numbers(make(name, dtype), kind, heads, kv_heads, dim)
 
 
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 def test_whole_blocks(name, stand_in_ops):
     tiles = [
         Tile(0, 9, 0, 9, "causal"),
@@ -100,7 +102,7 @@ def test_whole_blocks(name, stand_in_ops):
     check_blocks(make(name, torch.float32), tensors(40, 30, 4, 2, 20, torch.float64), tiles)
 
 
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 def test_misaligned_views_and_an_expanded_gradient_are_copied(name, stand_in_ops):
     kernel = make(name, torch.float32)
     q, k, v = (x.contiguous()[..., 1:] for x in tensors(17, 33, 4, 2, 65, torch.float32)[:3])
@@ -122,7 +124,7 @@ def test_prepare_gives_the_kernels_dtype_and_a_dense_last_dimension():
     assert make("efficient", torch.float32).prepare(prepared).dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn"])
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])
 @pytest.mark.parametrize("shape", [(1, 3, 4, 8), (1, 2, 0, 8)])
 def test_blocks_that_do_not_fit_raise(name, shape):
     with pytest.raises(ValueError, match="block kernel"):
@@ -165,3 +167,66 @@ def test_the_benchmarks_stand_in_supports_a_softcap_but_no_windows():
     check_blocks(kernel, sides, [Tile(0, 40, 0, 40, "causal")])
     with pytest.raises(NotImplementedError, match="no windows"):
         check_blocks(kernel, sides, bands_of(segments_of(Mask(True, 7), ((0, 40),), ((0, 40),))))
+
+
+def test_cudnn_computes_what_torch_lets_it_and_flash_the_rest(stand_in_ops, monkeypatch):
+    used = []
+    for name in ("flash_forward", "flash_backward", "cudnn_forward", "cudnn_backward"):
+        op = getattr(_compat, f"cuda_{name}")
+        monkeypatch.setattr(_compat, f"cuda_{name}", lambda *a, op=op, name=name, **b: used.append(name) or op(*a, **b))
+    monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: not causal)
+    kernel = make("cudnn", torch.bfloat16)
+    check_numbers(kernel, "full", 4, 2, 64)
+    check_numbers(kernel, "causal", 4, 2, 64)
+    assert used == ["cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward"]
+
+
+def test_flash_attention_3_leaves_multiprocessors_to_transfers(monkeypatch):
+    """Torch's own adapter passes the margin on. Only full rectangles are cut into one part per multiprocessor."""
+    from torch.nn.attention import _fa3
+
+    margins = []
+
+    def fwd(q, k, v, *rest):
+        margins.append(rest[-1])
+        return torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1]), None, None
+
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", fwd)
+    monkeypatch.setattr(_fa3, "_fa3_forward_support_error", lambda *arguments, **options: None)
+    monkeypatch.setattr(_fa3, "_fa3_import_module", lambda path: None)
+    kernel = cuda.FlashKernel(torch.bfloat16, cuda.FlashOps(*_compat.fa3_ops("flash_attn_interface")), "FA3")
+    q, k, v, _ = tensors(32, 32, 4, 2, 64, torch.bfloat16)
+    before = torch._C._get_sm_carveout_experimental()
+    for margin in (0, 16):
+        kernel.sm_margin = margin
+        for causal in (False, True):
+            kernel.forward_tile(q, k, v, TileMask(causal, None, SCALE))
+    assert margins == [0, 0, 16, 0]
+    assert torch._C._get_sm_carveout_experimental() == before, "for our calls only"
+
+
+def test_atens_flash_backward_copies_neither_dout_nor_out(stand_in_ops, monkeypatch):
+    """It makes both dense (batch, rows, heads, dim); so are they for all blocks of a row, and no other package's."""
+    dense, plain = [], _compat.cuda_flash_backward
+
+    def backward(dout, q, k, v, out, *rest, **options):
+        dense.append([x.transpose(1, 2).is_contiguous() for x in (dout, out)])
+        return plain(dout, q, k, v, out, *rest, **options)
+
+    monkeypatch.setattr(_compat, "cuda_flash_backward", backward)
+    kernel = make("flash", torch.bfloat16)
+    q, k, v, dout = (x.contiguous() for x in tensors(32, 32, 4, 2, 64, torch.bfloat16))
+    out, lse = kernel.forward_tile(q, k, v, TileMask(True, None, SCALE))
+    rows = kernel.prepare_dout(dout)
+    stand_in = kernel.prepare(surrogate_out(rows, row_sums(rows, out, torch.float32)))
+    kernel.backward(rows, q, k, v, stand_in, lse, [Tile(0, 32, 0, 32, "causal")], SCALE)
+    assert dense == [[True, True]]
+    assert make("flash-attn", torch.bfloat16).prepare_dout(dout) is dout
+
+
+def test_largest_logits_take_few_launches_on_a_gpu():
+    """A block of 8k x 8k tokens and 16 heads is 2**30 logits: 16 parts, where 2**22 at a time would be 256."""
+    with FakeTensorMode(), WithoutDeviceGuard():
+        q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda")
+        assert len(list(row_chunks(q, 8192))) == 16
+        assert len(list(row_chunks(q.cpu(), 8192))) == 256

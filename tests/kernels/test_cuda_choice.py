@@ -14,7 +14,7 @@ from tests.kernels.stand_ins import HALF, PACKAGE
 def select(monkeypatch):
     """Select a backend as if flash-attn of some version were installed, on a device of some capability."""
 
-    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None):
+    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None, cudnn=None):
         parent = None
         if installed is not None:
             parent = types.ModuleType("flash_attn")
@@ -23,6 +23,8 @@ def select(monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", parent and PACKAGE)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn is not None)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         cuda._flash_attn.cache_clear()
         cuda._newer_flash.cache_clear()
         kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
@@ -67,7 +69,8 @@ def test_newer_flash_attention_is_preferred_if_it_supports_the_gpu(select, monke
     assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0)) == "cuda-flash-fa3"
     assert select.reason == "FA3 is installed and supports (9, 0)"
     assert select(torch.bfloat16, installed="2.8.3", capability=(10, 0)) == "cuda-flash-attn"
-    assert "FlashAttention 3 or 4 would be faster here" in select.reason
+    faster = "about 1.5x faster here: install flash-attn-4, or use cuDNN (which this torch lacks)"
+    assert select.reason == f"flash-attn 2.8.3 is installed; {faster}"
     assert select(torch.bfloat16, installed="2.8.3", capability=(8, 0)) == "cuda-flash-attn"
     assert select.reason == "flash-attn 2.8.3 is installed"
     installed |= {"FA4"}
@@ -116,3 +119,18 @@ def test_flash_needs_ampere(select):
     assert select(torch.float16, installed="2.8.3", capability=(7, 5)) == "cuda-efficient"
     assert select(torch.float16, installed="2.8.3", capability=(8, 0)) == "cuda-flash-attn"
     assert select(torch.float16, capability=(9, 0)) == "cuda-flash"
+
+
+def test_hopper_and_newer_use_cudnn_where_no_newer_flash_attention_is_installed(select, monkeypatch):
+    for capability in ((9, 0), (10, 0)):
+        assert select(torch.bfloat16, 128, "2.8.3", capability, cudnn=91400) == "cuda-cudnn"
+        assert select.reason == "cuDNN 91400: neither FlashAttention 3 nor 4 is installed"
+    assert select(torch.bfloat16, 64, capability=(8, 0), cudnn=91400) == "cuda-flash"
+    assert select(torch.float32, 64, capability=(9, 0), cudnn=91400) == "cuda-efficient"
+    assert select(torch.bfloat16, 192, capability=(9, 0), cudnn=91400) == "cuda-flash"
+    assert select.reason.endswith(
+        "install flash_attn_3 or flash-attn-4, or use cuDNN (which supports head dims up to 128)"
+    )
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert select(torch.bfloat16, 128, capability=(9, 0), cudnn=91400) == "cuda-flash"
+    assert "which is disabled" in select.reason

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from startrail.kernels import accumulate, base
-from startrail.kernels.accumulate import Partial
+from startrail.kernels.accumulate import Partial, Sum
 from startrail.kernels.fused import fused_on
 
 fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
@@ -25,13 +25,17 @@ from triton.compiler import ASTSource
 from startrail.kernels import triton_kernels as kernels
 
 POINTERS = {
-    "_merge": dict(out="*fp32", lse="*fp64", new="*bf16", new_lse="*fp32"),
+    "_merge": dict(
+        out="*fp32", lse="*fp64", **{f"new{i}": "*bf16" for i in range(4)}, **{f"lse{i}": "*fp32" for i in range(4)}
+    ),
+    "_add": dict(total="*fp32", **{f"new{i}": "*bf16" for i in range(4)}),
     "_row_sums": dict(dout="*bf16", out="*bf16", sums="*fp32"),
     "_surrogate_out": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
 }
 for name, pointers in POINTERS.items():
     kernel = getattr(kernels, name)
-    constants = dict(PICKS=3, ROWS=kernels.ELEMENTS // 128, DIM=128)
+    elements = kernels.MERGED_ELEMENTS if name in ("_merge", "_add") else kernels.ELEMENTS
+    constants = dict(PICKS=3, COUNT=4, FIRST=False, ROWS=elements // 128, DIM=128)
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = {key: "constexpr" if key in constants else pointers.get(key, "i32") for key in kernel.arg_names}
     print(f"kernel {name}", flush=True)
@@ -65,10 +69,59 @@ def test_merging(dtype, dim):
         lse[:, 1, -2:] = float("-inf")
         out = out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
         plain.merge(out, lse, part)
-        fused.merge(ours.out[:, :, part], ours.lse[:, :, part], out, lse)
+        fused.merge(ours.out[:, :, part], ours.lse[:, :, part], [(out, lse)])
     assert torch.equal(ours.lse == float("-inf"), plain.lse == float("-inf"))
     torch.testing.assert_close(ours.lse, plain.lse, atol=1e-14, rtol=1e-14)
     torch.testing.assert_close(ours.out, plain.out, atol=1e-6 if acc == torch.float32 else 1e-14, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count, dtype", [(3, torch.float16), (6, torch.bfloat16)])
+def test_results_that_wait_are_merged_at_once(count, dtype, monkeypatch):
+    """All rows and a part of them, in turn; every merge reads and writes the running result once."""
+    launches, merge = [], fused.merge
+    monkeypatch.setattr(fused, "merge", lambda *arguments: (launches.append(len(arguments[2])), merge(*arguments)))
+    shape = (1, 2, 37, 20)
+    ours, plain = (Partial(shape, torch.float32, DEVICE) for _ in range(2))
+    for seed in range(count):
+        for part in (slice(20, 37), slice(0, 37)):
+            out = rows(shape, dtype, seed)[:, :, part]
+            lse = 3 * torch.randn(out.shape[:3], generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            lse[:, :, 3:7] = float("-inf")
+            out = out.masked_fill((lse == float("-inf")).unsqueeze(-1), 0)
+            plain.merge(out, lse, part)
+            with monkeypatch.context() as patch:
+                patch.setattr(accumulate, "fused_on", lambda device: fused)
+                ours.merge(out, lse, part, donated=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(accumulate, "fused_on", lambda device: fused)
+        found = ours.out, ours.lse
+    assert sum(launches) == 2 * count and max(launches) == min(count, 4)
+    assert len(launches) <= 2 * -(-count // 4) + 1, "a first result of all rows may have to come first"
+    torch.testing.assert_close(found[1], plain.lse, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(found[0], plain.out, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_gradients_that_wait_are_added_at_once(count, monkeypatch):
+    """To the bit, if they are all of the same rows: they are added one after the other."""
+    shape = (1, 2, 37, 20)
+    ours, plain = (Sum(shape, torch.float32, DEVICE) for _ in range(2))
+    parts = Sum(shape, torch.float32, DEVICE), Sum(shape, torch.float32, DEVICE)
+    for seed in range(count):
+        grad = rows(shape, torch.bfloat16, seed)
+        plain.add(grad)
+        parts[0].add(grad)
+        parts[0].add(grad[:, :, 20:], slice(20, 37))
+        with monkeypatch.context() as patch:
+            patch.setattr(accumulate, "fused_on", lambda device: fused)
+            ours.add(grad, donated=True)
+            parts[1].add(grad, donated=True)
+            parts[1].add(grad[:, :, 20:], slice(20, 37), donated=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(accumulate, "fused_on", lambda device: fused)
+        found = ours.value, parts[1].value
+    assert torch.equal(found[0], plain.value)
+    torch.testing.assert_close(found[1], parts[0].value, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
@@ -114,7 +167,7 @@ def test_nan_and_infinity_are_kept(dtype):
     ours, plain = (Partial(out.shape, torch.float32, DEVICE) for _ in range(2))
     for lse in (first, second):
         plain.merge(out, lse)
-        fused.merge(ours.out, ours.lse, out, lse)
+        fused.merge(ours.out, ours.lse, [(out, lse)])
     torch.testing.assert_close(ours.lse, plain.lse, equal_nan=True)
     assert torch.equal(ours.out.isnan(), plain.out.isnan())
 
@@ -135,5 +188,5 @@ def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):
         (stack,) = re.findall(r"(\d+) bytes stack frame", text)
         (registers,) = re.findall(r"Used (\d+) registers", text)
         found[text.splitlines()[0]] = int(stack), int(registers)
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(stack == 0 and registers <= 168 for stack, registers in found.values()), found

@@ -15,7 +15,7 @@ from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
 from startrail.training.tasks import ImageTask, TextTask, make_model
 from startrail.training.trainer import Trainer
-from tests.helpers import write_words
+from tests.helpers import error_of, write_words
 
 CPU = torch.device("cpu")
 
@@ -116,3 +116,23 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     recipe = replace(recipe, out=str(tmp_path / "run"), plan="1x2", zero=0)
     for counts in run_local(on_rank, 2):
         assert counts[2] == ["tolist"], counts
+
+
+def test_a_lost_peer_raises_before_the_parameters_change(tmp_path, monkeypatch):
+    from startrail.launch.local import run_local
+    from startrail.launch.signals import Stop
+    from startrail.training.display import Display
+
+    def lost(sp):
+        raise startrail.PeerError("rank 3 is gone")
+
+    monkeypatch.setattr(startrail.SequenceParallel, "check", lost)
+    recipe = replace(gpt(tmp_path, evaluate_batches=0, sample=0, steps=3), out=str(tmp_path / "run"), plan="1x1")
+
+    def on_rank(rank):
+        trainer = Trainer(recipe, CPU, Display(), Stop())
+        before = [x.detach().clone() for x in trainer.model.parameters()]
+        text = error_of(lambda: trainer._step(0))
+        return text, all(torch.equal(x, y) for x, y in zip(before, trainer.model.parameters(), strict=True))
+
+    assert run_local(on_rank, 1) == [("PeerError: rank 3 is gone", True)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from pathlib import Path
 
 from startrail.cli.options import Commands, add_command, world_size
 from startrail.schedule.plan import Plan
@@ -48,6 +50,14 @@ def add(commands: Commands) -> None:
     option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
     option("--layout", choices=("zones", "zigzag", "contiguous"), default="zones")
     option("--seed", type=int, default=0)
+    option(
+        "--tokens-per-rank",
+        type=int,
+        help="with 'all': check each plan with this many as well (default: 4096 on GPUs, 0 for none on CPUs)",
+    )
+    option(
+        "--out", metavar="FILE", help="with 'all': where to write all results as JSON (default startrail-check.json)"
+    )
     option("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
     command.set_defaults(run=run)
 
@@ -55,7 +65,14 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from startrail.diagnostics.cluster_check import check_on_group, table, typical_cases
+    from startrail.diagnostics.cluster_check import (
+        check_on_group,
+        coverage,
+        large_tokens,
+        record,
+        table,
+        typical_cases,
+    )
     from startrail.diagnostics.exactness import check_cases, check_memory, environment_text
     from startrail.diagnostics.reference import Case
     from startrail.launch.heartbeat import WaitLimit
@@ -81,11 +98,21 @@ def run(arguments: argparse.Namespace) -> int:
     if not launched:
         check_memory(case)
     case.validate()
-    cases = typical_cases(case) if arguments.plan == "all" else [case]
+    everything = arguments.plan == "all"
+    if not everything and (arguments.out is not None or arguments.tokens_per_rank is not None):
+        raise ValueError("--out and --tokens-per-rank belong to the plan 'all'")
+    out = Path(arguments.out or "startrail-check.json")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: folder {out.absolute().parent} does not exist")
+    if (arguments.tokens_per_rank or 0) < 0:
+        raise ValueError(f"--tokens-per-rank {arguments.tokens_per_rank} must be at least 0")
     device, rank = torch.device("cpu"), 0
     try:
         if launched:
             device, rank = device_of_rank("auto"), int(os.environ["RANK"])
+        tokens = large_tokens(world, device) if arguments.tokens_per_rank is None else arguments.tokens_per_rank
+        cases = typical_cases(case, tokens) if everything else [case]
+        if launched:
             join(device, WaitLimit(arguments.deadline, "startrail check", "--deadline"))
             reports = check_on_group(cases, device)
         else:
@@ -94,8 +121,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"startrail check: {error}", file=sys.stderr)
         return 1
     if rank == 0:
-        one = len(cases) == 1
-        print(reports[0].text(case, device) if one else f"{environment_text(device, cases)}\n\n{table(cases, reports)}")
+        if not everything:
+            print(reports[0].text(case, device))
+        else:
+            print(f"{environment_text(device, cases)}\n\n{table(cases, reports)}\n\n{coverage(cases, reports)}")
+            out.write_text(json.dumps(record(cases, reports, device), indent=1) + "\n")
+            print(f"written: {out}")
     if launched:
         torch.distributed.destroy_process_group()
     return 1 if any(report.verdict() for report in reports) else 0

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -27,8 +27,10 @@ from startrail.comm import process_groups
 from startrail.comm.consensus import StartedCall
 from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
+from startrail.kernels.device import record_event
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
+from startrail.schedule.values import Piece
 from startrail.schedule.walk import TAGS_PER_PAIR, Message
 
 
@@ -55,6 +57,24 @@ def links_used(programs: Sequence[Program]) -> list[Link]:
     return sorted({Link(post.send, post.lane, post.peer) for post in posts})
 
 
+def hidden_lanes(programs: Sequence[Program]) -> set[int]:
+    """The lanes with a message that is on its way while a block is computed which does not wait for it."""
+    hidden: set[int] = set()
+    for program in programs:
+        coming: dict[Piece, int] = {}  # pieces on their way, with their lanes
+        for step in program.steps:
+            for piece in step.after:
+                coming.pop(piece, None)
+            coming |= {post.piece: post.lane for post in step.posts if not post.send}
+            for block in step.blocks:
+                for piece in program.pass_.needs(block):
+                    coming.pop(piece, None)
+                hidden.update(coming.values())
+            for merge in step.merges:
+                coming.pop(merge.piece, None)
+    return hidden
+
+
 def is_done(work: dist.Work) -> bool:
     """True if a work has ended. Raises ``RuntimeError`` if it failed, which NCCL counts as completed, too."""
     if not work.is_completed():
@@ -69,6 +89,29 @@ def max_over_ranks(group: dist.ProcessGroup, numbers: Tensor) -> dist.Work:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return group.allreduce([numbers], options)
+
+
+class AbortFlag:
+    """Tells the device that transfers were aborted: 0, or NaN from then on.
+
+    A wait on a GPU returns at once, and everything that needs the transfer is queued behind it, up to the optimizer's
+    step. An abort ends the wait on the device, and the queue runs on with whatever the buffers hold. So each pass ends
+    by reading the flag *on the device* and adding it to its results. The flag lies in pinned memory, which the device
+    reads when the copy runs, not when it is queued, and it is set before the first transfer is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._value = torch.zeros((), pin_memory=torch.cuda.is_initialized())
+
+    def set(self) -> None:
+        self._value.fill_(float("nan"))
+
+    def mark(self, results: Iterable[Tensor], device: torch.device) -> None:
+        """Add the flag to one element of every row of every head: NaN reaches all that is computed from the row."""
+        value = self._value.to(device, non_blocking=True)
+        for x in results:
+            if x.numel():
+                (x[..., :1] if x.dim() == 4 else x).add_(value)
 
 
 class DigestComparison:
@@ -87,11 +130,16 @@ class DigestComparison:
     def start_read(self) -> None:
         """Copy the result to the host after everything on the current stream."""
         self.work.wait()
-        if self.extremes.device.type == "cuda":
-            self.extremes = self.extremes.to("cpu", non_blocking=True)
-            self._event = torch.Event("cuda")
-            self._event.record()
+        device, self.extremes = self.extremes.device, self.extremes.to("cpu", non_blocking=True)
+        self._event = record_event(device)
         self._is_read = True
+
+    def least(self) -> int:
+        """The smallest digest of all ranks. Waits for it."""
+        self.start_read()
+        if self._event is not None:
+            self._event.synchronize()
+        return -int(self.extremes[0])
 
     def is_mismatch(self) -> bool | None:
         """None while the result is unknown."""
@@ -104,13 +152,14 @@ class DigestComparison:
 class Lanes:
     """The process groups of all lanes, for one kind of device.
 
-    ``ranks`` are the global ranks of the sequence-parallel group, ``links`` those that messages will use. ``aborted``
-    is the reason once transfers have been aborted, ``mismatch`` whether it is that ranks made different calls.
+    ``ranks`` are the global ranks of the sequence-parallel group. ``programs`` are those that the lanes will carry: all
+    links that they use are connected at once. ``aborted`` is the reason once transfers have been aborted, ``mismatch``
+    whether it is that ranks made different calls.
     """
 
     def __init__(
         self, place: Place, ranks: tuple[int, ...], name: str, timeout: timedelta, device: torch.device,
-        links: Sequence[Link],
+        programs: Sequence[Program],
     ) -> None:  # fmt: skip
         self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
         self.names = 2 * lane_names(place)  # those of the plan's levels, and the direct ones
@@ -122,26 +171,31 @@ class Lanes:
         self.direct: dict[int, tuple[dist.ProcessGroup, dict[int, int]]] = {}  # the same for direct lanes
         self.aborted: str | None = None
         self.mismatch = False
+        self._flag = AbortFlag()
         self._lock = threading.Lock()
-        made: list[dist.ProcessGroup] = []
-        weakref.finalize(self, process_groups.destroy, made).atexit = False
+        self._open = opened = process_groups.OpenGroups(name, ranks, collective=self.is_monitored)
+        self._finalizer = weakref.finalize(self, opened.release)
+        self._finalizer.atexit = False
 
-        def make(members: list[int], suffix: str) -> dist.ProcessGroup:
-            made.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout))
-            return made[-1]
+        def make(members: list[int], suffix: str, channels: int) -> dist.ProcessGroup:
+            opened.groups.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout, channels))
+            return opened.groups[-1]
 
-        self._make = make
+        self._make, hidden = make, hidden_lanes(programs)
         for lane in range(len(place.sizes)):
-            group, local_ranks = self._make_lane(place.lane_ranks(lane), str(lane))
+            channels = process_groups.HIDDEN_CHANNELS if lane in hidden else process_groups.EXPOSED_CHANNELS
+            group, local_ranks = self._make_lane(place.lane_ranks(lane), str(lane), channels)
             self.groups.append(group)
             self.local_ranks.append(local_ranks)
-        self.all_ranks = make(list(ranks), "all") if self.is_monitored else None
+        self.all_ranks = make(list(ranks), "all", 1) if self.is_monitored else None
         if self.is_monitored:
-            self._connect(links)
+            self._connect(links_used(programs))
 
-    def _make_lane(self, lane_ranks: Sequence[int], name: str) -> tuple[dist.ProcessGroup | None, dict[int, int]]:
+    def _make_lane(
+        self, lane_ranks: Sequence[int], name: str, channels: int
+    ) -> tuple[dist.ProcessGroup | None, dict[int, int]]:
         members = [self.ranks[rank] for rank in lane_ranks]
-        group = self._make(members, f"{name}-{members[0]}") if len(members) > 1 else None
+        group = self._make(members, f"{name}-{members[0]}", channels) if len(members) > 1 else None
         return group, {rank: index for index, rank in enumerate(lane_ranks)}
 
     def open_direct(self, level: int) -> None:
@@ -152,7 +206,8 @@ class Lanes:
             lane = levels + number
             if lane in self.direct or self.place.sizes[number] == 1:
                 continue
-            group, local_ranks = self._make_lane(self.place.inner_ranks(number), f"direct {number}")
+            ranks, channels = self.place.inner_ranks(number), process_groups.EXPOSED_CHANNELS
+            group, local_ranks = self._make_lane(ranks, f"direct {number}", channels)
             assert group is not None
             self.direct[lane] = group, local_ranks
             if self.is_monitored:  # makes the communicator now: inside a pass, that would wait for late ranks
@@ -166,14 +221,30 @@ class Lanes:
             if self.aborted:
                 return
             self.aborted, self.mismatch = reason, mismatch
-        groups = (*self.groups, *(group for group, _ in self.direct.values()), self.all_ranks)
-        process_groups.abort([group for group in groups if group is not None])
+        self._flag.set()  # before any wait ends: what runs on the device after it must find the flag set
+        self._open.abort()
+
+    def mark_if_aborted(self, results: Iterable[Tensor]) -> None:
+        """Make the results of a pass NaN, on the device, if its transfers are aborted before they complete there."""
+        if not self.has_tags:  # a wait on gloo raises
+            self._flag.mark(results, self.device)
+
+    def close(self) -> None:
+        """Close the groups. All ranks must do this together, unless the lanes are aborted."""
+        self._finalizer.detach()
+        self._open.close()
 
     def _connect(self, links: Sequence[Link]) -> None:
         """Send one byte over every link, and compare a digest. Communicators and connections are made on first use;
         inside a pass, that would wait for ranks that are late."""
         outgoing, incoming = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
-        starts: dict[str, Callable[[], dist.Work]] = {"all ranks": lambda: self.compare_digest(1).work}
+        comparisons: list[DigestComparison] = []
+
+        def compare_parked() -> dist.Work:
+            comparisons.append(self.compare_digest(1 + process_groups.num_parked(self.ranks)))
+            return comparisons[0].work
+
+        starts: dict[str, Callable[[], dist.Work]] = {"all ranks": compare_parked}
         for lane in sorted({link.lane for link in links}):
             on_lane = [(index, link) for index, link in enumerate(links) if link.lane == lane]
             payloads = [(outgoing if link.send else incoming)[index] for index, link in on_lane]
@@ -182,6 +253,11 @@ class Lanes:
                 self._post_batch, [link for _, link in on_lane], payloads, 0
             )
         self._reach(starts)
+        if comparisons[0].least() > 1:
+            try:
+                process_groups.close_parked(self.ranks, self._open.name, self.timeout)
+            except RuntimeError as error:
+                raise self._lost("the store", error) from error
 
     def _reach(self, starts: Mapping[str, Callable[[], dist.Work]]) -> None:
         """Start the first transfers to each target and wait for all. Raises ``PeerError`` if one fails or is late."""
@@ -192,16 +268,22 @@ class Lanes:
                 works[target] = start()
             for target in works:
                 while not is_done(works[target]):
+                    if self.aborted:
+                        raise RuntimeError(self.aborted)
                     if time.monotonic() > end:
                         raise RuntimeError("timed out")
                     time.sleep(TIMING.poll)
                 works[target].wait()
         except RuntimeError as error:
-            self.abort(f"no connection over {target}")
-            raise PeerError(
-                f"global rank {dist.get_rank()}: no connection over {target} within {self.timeout}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            raise self._lost(target, error) from error
+
+    def _lost(self, target: str, error: RuntimeError) -> PeerError:
+        """Abort all transfers: a target was not reached."""
+        self.abort(f"no connection over {target}")
+        return PeerError(
+            f"global rank {dist.get_rank()}: no connection over {target} within {self.timeout}: "
+            f"{str(error).splitlines()[0]}"
+        )
 
     def compare_digest(self, digest: int, call: StartedCall | None = None) -> DigestComparison:
         """Start comparing a ``digest`` (at least 1), and that of the call's data on a device, between all ranks."""

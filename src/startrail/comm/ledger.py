@@ -12,7 +12,7 @@ import zlib
 from datetime import timedelta
 from typing import NamedTuple
 
-from startrail._compat import Store
+from startrail._compat import PrefixStore, Store, default_store
 from startrail.comm.errors import PeerError
 from startrail.comm.waits import rank_names
 
@@ -216,3 +216,9 @@ class WaitRegistry:
         if here == 0:  # no rank comes back to this call
             self.store.delete_key(f"waiting at {self.location}")
             self.store.delete_key(f"conflict at {self.location}")
+
+
+def register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:
+    """Where ranks find out that they wait for each other in different instances, or at different calls."""
+    store = PrefixStore(group_name, default_store())
+    return WaitRegistry(store, rank, world, f"call {key} of number {number} of their SequenceParallels")

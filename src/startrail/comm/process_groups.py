@@ -1,10 +1,16 @@
 """The process groups behind lanes: their backend, their settings, and how they end.
 
+NCCL's communicators end collectively: ``ncclCommDestroy`` waits for the other ranks of the node. Garbage collection
+comes at a different time on every rank, so the groups of lanes that are dropped without an error are *parked*, and
+closed when their ranks meet the next time (``OpenGroups``, ``close_parked``).
+
 All settings of NCCL's communicators are here:
 
 - *high priority streams*: attention kernels that become ready together with a transfer would take every
   multiprocessor, and the transfer that they should hide would run after them;
-- *few channels*: each costs a thread block that attention could use, and eight fill the links of a node;
+- *few channels for lanes that run under compute*: each takes a multiprocessor from attention, and these transfers have
+  the time of a block. *Many for lanes that run while nothing else does*, such as the exchange over heads: it takes
+  about 2 per NVLink to fill them, and an H100 has 18 (NVIDIA/nccl#1703);
 - *never split from the world's communicator*. torch does that if the default group is bound to a device: lazily, inside
   the first transfer, and with all ranks of the world, most of which do not take part;
 - *a longer timeout for NCCL's own watchdog*, which kills the process without naming the peer: ``TIMING.nccl_grace``
@@ -14,6 +20,7 @@ All settings of NCCL's communicators are here:
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,7 +34,7 @@ from startrail.comm.errors import PeerError
 from startrail.comm.timing import TIMING
 from startrail.comm.watchdog import run_all_within
 
-MAX_CHANNELS = 8
+HIDDEN_CHANNELS, EXPOSED_CHANNELS = 8, 32
 UNUSED_TAG = (1 << 31) - 1  # above the tags of every call
 
 log = logging.getLogger("startrail")
@@ -44,12 +51,14 @@ def backend_for(device: torch.device) -> str:
     return backends[device.type]
 
 
-def make_group(members: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+def make_group(
+    members: list[int], name: str, backend: str, timeout: timedelta, channels: int = EXPOSED_CHANNELS
+) -> dist.ProcessGroup:
     """A process group of global ranks, made by its members alone under a name that they share."""
     options = None
     if backend == "nccl":
         timeout += timedelta(seconds=TIMING.nccl_grace)
-        options = nccl_options(timeout, MAX_CHANNELS)
+        options = nccl_options(timeout, channels)
     try:
         return make_named_group(members, name, backend, PrefixStore(f"{name}/", default_store()), options, timeout)
     except RuntimeError as error:
@@ -81,8 +90,52 @@ def _abort(group: dist.ProcessGroup) -> None:
                 group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Close groups after their pending transfers have arrived. ``abort`` groups first whose transfers may never."""
-    for group in groups:
-        with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # the default group may be gone already
-            dist.destroy_process_group(group)
+class OpenGroups:
+    """The groups of one instance's lanes. ``name`` is the same on all ``ranks``. ``collective``: closing a group waits
+    for its other ranks, as NCCL does."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], collective: bool) -> None:
+        self.name, self.ranks, self.collective = name, ranks, collective
+        self.groups: list[dist.ProcessGroup] = []
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+        abort(self.groups)
+
+    def close(self) -> None:
+        """Close the groups after their pending transfers have arrived. ``abort`` groups first whose transfers may
+        never."""
+        groups, self.groups = self.groups, []
+        for group in groups:
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # the default group may be gone already
+                dist.destroy_process_group(group)
+
+    def release(self) -> None:
+        """Close the groups if that waits for no other rank, else park them. Called by garbage collection."""
+        if self.aborted or not self.collective:
+            self.close()
+        else:
+            _parked[self.name] = self
+
+
+_parked: dict[str, OpenGroups] = {}
+
+
+def num_parked(ranks: tuple[int, ...]) -> int:
+    return sum(parked.ranks == ranks for parked in list(_parked.values()))
+
+
+def close_parked(ranks: tuple[int, ...], meeting: str, timeout: timedelta) -> None:
+    """Close the groups that all ``ranks`` have parked. All of them must call this together, under one ``meeting``."""
+    mine = [name for name, parked in list(_parked.items()) if parked.ranks == ranks]
+    store = PrefixStore(f"{meeting}/parked", default_store())
+    store.set(str(dist.get_rank()), json.dumps(mine))
+    keys = [str(rank) for rank in ranks]
+    store.wait(keys, timeout)
+    on_all = set(mine).intersection(*(json.loads(store.get(key)) for key in keys))
+    if store.add("read", 1) == len(ranks):  # no rank reads them any more
+        for key in (*keys, "read"):
+            store.delete_key(key)
+    for name in sorted(on_all):
+        _parked.pop(name).close()

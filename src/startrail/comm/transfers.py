@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from startrail.comm.consensus import Consensus, RejoinError
+from startrail import _compat
+from startrail.comm.consensus import Consensus, RejoinError, StartedCall
 from startrail.comm.counters import Counters
 from startrail.comm.errors import PeerError
 from startrail.comm.lanes import DigestComparison, Lanes, is_done, max_over_ranks
@@ -48,11 +49,11 @@ class TransferContext:
     def explain(self, program: Program, step: int, operation: str, error: RuntimeError) -> Exception:
         """The error to raise for a failed transfer of a pass."""
         where = f"rank {program.place.rank}, {program.pass_} step {step} of plan {program.plan}"
-        return self.explain_wait(where, operation, error)
+        return self.explain_wait(f"{where}: {operation} failed", error)
 
-    def explain_wait(self, where: str, operation: str, error: RuntimeError) -> Exception:
+    def explain_wait(self, what: str, error: RuntimeError) -> Exception:
         """The error to raise for a failed transfer: ranks made different calls, or a peer is gone, failed or late, or
-        this rank was late itself."""
+        this rank was late itself. ``what`` it means for the program."""
         reason, end = self.consensus.find_reason(), time.monotonic() + TIMING.explanation
         while reason is None and self.lanes.mismatch and time.monotonic() < end:
             time.sleep(TIMING.longest_poll)  # the other ranks are about to write their records
@@ -60,7 +61,7 @@ class TransferContext:
         if isinstance(reason, ValueError | RejoinError):
             return reason
         others = "" if reason else self.consensus.describe_others()
-        return PeerError(f"{where}: {operation} failed: {str(reason or error).splitlines()[0]}{others}")
+        return PeerError(f"{what}: {str(reason or self.lanes.aborted or error).splitlines()[0]}{others}")
 
 
 class PendingTransfer:
@@ -141,7 +142,7 @@ class CallComparison:
                     raise RuntimeError(lanes.aborted)
             failed = False
         except RuntimeError as error:
-            explained = self.context.explain_wait(f"rank {lanes.place.rank}", str(self), error)
+            explained = self.context.explain_wait(f"rank {lanes.place.rank}: {self} failed", error)
             if isinstance(explained, PeerError):
                 explained = PeerError(f"{consensus.missing_ranks()} did not start {self.call}: {explained}")
             raise explained from error
@@ -157,17 +158,63 @@ class TransferMonitor:
     """Monitors the pending transfers of lanes whose waits never fail."""
 
     def __init__(self, context: TransferContext) -> None:
-        self.lanes, self.consensus = context.lanes, context.consensus
+        self.context, self.lanes, self.consensus = context, context.lanes, context.consensus
         self.pending: deque[InFlight] = deque()
         self.comparisons: deque[DigestComparison] = deque()
 
-    def begin_pass(self, digest: int) -> None:
+    def begin_pass(self, digest: int, program: Program) -> None:
         """Start comparing the current call with those of all ranks."""
-        self.comparisons.append(self.lanes.compare_digest(digest, self.consensus.current))
+        try:
+            self._compare(digest, self.consensus.current)
+        except RuntimeError as error:
+            raise self.context.explain(program, 0, "starting the pass", error) from error
+
+    def compare_collective(self, digest: int) -> None:
+        """Compare the current call, which runs no program, with those of all ranks."""
+        try:
+            self._compare(digest, self.consensus.current)
+            if reason := self.end_pass():
+                raise RuntimeError(reason)
+        except RuntimeError as error:
+            what = f"rank {self.lanes.place.rank}: {self.consensus.current.record.kind} failed"
+            raise self.context.explain_wait(what, error) from error
+
+    def _compare(self, digest: int, call: StartedCall | None) -> DigestComparison:
+        if self.lanes.aborted:  # since the last pass
+            raise RuntimeError(self.lanes.aborted)
+        comparison = self.lanes.compare_digest(digest, call)
+        self.comparisons.append(comparison)
+        return comparison
+
+    def confirm(self) -> None:
+        """Wait until all passes so far have completed on the devices of all ranks. Raise if any was aborted.
+
+        The comparison runs on the device after everything on its current stream, and on no rank before all take part.
+        """
+        try:
+            comparison = self._compare(1 + self.consensus.current.number, None)
+            while not (is_done(comparison.work) or self.lanes.aborted):
+                time.sleep(TIMING.poll)
+            if not self.lanes.aborted:
+                comparison.least()  # waits: now the results of all comparisons are known
+                self._read_known()
+            if self.lanes.aborted:
+                raise RuntimeError(self.lanes.aborted)
+        except RuntimeError as error:
+            what = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
+            explained = self.context.explain_wait(what, error)
+            if isinstance(explained, RejoinError):  # what this rank has computed without the others is lost
+                explained = PeerError(f"{what}: {explained}")
+            raise explained from error
 
     def end_pass(self) -> str | None:
         """The reason why no result of this pass, or of an earlier one, can be trusted, or None."""
         self.comparisons[-1].start_read()
+        self._read_known()
+        return self.lanes.aborted
+
+    def _read_known(self) -> None:
+        """Forget transfers that have ended, and compare the calls whose comparisons have."""
         while self.pending and self._is_done(self.pending[0]):
             self.pending.popleft()
         comparisons = self.comparisons
@@ -175,7 +222,6 @@ class TransferMonitor:
             comparison = comparisons.popleft()
             if mismatch:
                 self._abort_mismatch(comparison)
-        return self.lanes.aborted
 
     def abandon(self) -> None:
         """Abort and forget pending transfers, which closing the lanes would wait for."""
@@ -204,6 +250,8 @@ class TransferMonitor:
         if lanes.aborted:
             return
         with on_device(lanes.device):
+            if lanes.device.type == "cuda":
+                _compat.ignore_captures_of_other_threads()
             if mismatch := next((each for each in list(self.comparisons) if each.is_mismatch()), None):
                 self._abort_mismatch(mismatch)
                 return

@@ -4,16 +4,24 @@ paste into an issue."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from startrail import __version__
 from startrail.comm.gather import gather_texts
-from startrail.diagnostics.exactness import Plans, Report, check_on_rank, merge, parallel_for
+from startrail.diagnostics.doctor import facts
+from startrail.diagnostics.exactness import Plans, Report, check_on_rank, environment_text, merge, parallel_for
 from startrail.diagnostics.reference import Case, CaseData, Error, make_data
 from startrail.geometry.mask import Mask
+
+SETTINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "STARTRAIL_", "CUDA_", "LOCAL_WORLD_SIZE")  # of the environment
+LARGE_TOKENS, MIN_LARGE_TOKENS = 4096, 1024  # per rank
+MAX_LENGTH = 2**16  # whose float64 reference takes a GPU under a minute
 
 
 def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
@@ -62,10 +70,11 @@ def _report_from(fields: dict[str, Any]) -> Report:
     return Report(**{**fields, **errors})
 
 
-def typical_cases(case: Case) -> list[Case]:
+def typical_cases(case: Case, tokens_per_rank: int = 0) -> list[Case]:
     """``case``, causal, in float32 and bfloat16 with the plans that fit its ranks: a ring, heads, teams with rings,
     heads with rings, and one with keep and groups. Also a ring and heads in float16, with packed documents, with a
-    window wider than a shard, and with fewer KV heads."""
+    window wider than a shard, and with fewer KV heads. With ``tokens_per_rank``, each plan also in bfloat16 with that
+    many: kernels then run on many tiles of theirs, which ``case`` may be too short for."""
     world, ring, heads = case.world, f"1x{case.world}", f"u{case.world}"
     texts = [ring, heads]
     if world % 2 == 0:
@@ -79,7 +88,22 @@ def typical_cases(case: Case) -> list[Case]:
         one = replace(plain, plan=text)
         found += [replace(one, dtype=torch.float16), replace(one, documents=documents)]
         found += [replace(one, window=case.length // 3 + 1), replace(one, kv_heads=shared)]
+    if tokens_per_rank:
+        large = replace(plain, length=tokens_per_rank * world, by_rows=True)
+        found += [replace(large, plan=text) for text in texts]
+        found += [replace(large, plan=ring, kv_heads=shared)]
     return [case for case in found if _is_valid(case)]
+
+
+def large_tokens(world: int, device: torch.device) -> int:
+    """Tokens per rank for large cases: none on CPUs, and fewer on many ranks, each of which computes the whole
+    reference.
+
+    >>> [large_tokens(world, torch.device("cuda")) for world in (1, 8, 16, 64, 128)]
+    [4096, 4096, 4096, 1024, 0]
+    """
+    tokens = min(LARGE_TOKENS, MAX_LENGTH // world)
+    return tokens if device.type == "cuda" and tokens >= MIN_LARGE_TOKENS else 0
 
 
 def _is_valid(case: Case) -> bool:
@@ -100,10 +124,48 @@ def table(cases: Sequence[Case], reports: Sequence[Report]) -> str:
         pairs = [(report.errors[name], report.yardstick[name]) for name in report.errors]
         rms = max((ours.rms / max(sdpa.rms, 1e-30) for ours, sdpa in pairs), default=float("nan"))
         worst = max((ours.worst / max(sdpa.worst, 1e-30) for ours, sdpa in pairs), default=float("nan"))
-        mask = str(Mask(case.causal, case.window, case.documents))
+        mask = str(Mask(case.causal, case.window, case.documents)) + (f", {case.length:,}" if case.by_rows else "")
         verdict = "; ".join(report.verdict()) or "ok"
         lines.append(
             f"{case.plan:28s} {str(case.dtype).removeprefix('torch.'):9s} {f'{case.q_heads}:{case.kv_heads}':>7s} "
             f"{mask:20s} {rms:11.2f}x {worst:7.2f}x {sum(report.sent.values()):14,d}  {verdict}"
         )
     return "\n".join(lines)
+
+
+def coverage(cases: Sequence[Case], reports: Sequence[Report]) -> str:
+    """One line: what was compared with float64, and what failed."""
+    tokens = sorted({case.length // case.world for case in cases})
+    dtypes = sorted({str(case.dtype).removeprefix("torch.") for case in cases})
+    failed = sum(bool(report.verdict()) for report in reports)
+    result = f"{failed} of {len(cases)} cases failed" if failed else f"all {len(cases)} cases are exact"
+    return (
+        f"{result}: {len({case.plan for case in cases})} plans, {', '.join(dtypes)}, "
+        f"{' and '.join(f'{count:,}' for count in tokens)} tokens per rank, head dim {cases[0].head_dim}"
+    )
+
+
+def record(cases: Sequence[Case], reports: Sequence[Report], device: torch.device) -> dict[str, Any]:
+    """Everything that a maintainer needs to understand a run, for a JSON file."""
+    found = [
+        {"case": _fields_of(case), "verdict": report.verdict() or "ok", "report": asdict(report)}
+        for case, report in zip(cases, reports, strict=True)
+    ]
+    settings = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+    return {
+        "startrail": __version__,
+        "command": sys.argv,
+        "environment": environment_text(device, cases).splitlines(),
+        "machine": facts().splitlines(),
+        "variables": settings,
+        "coverage": coverage(cases, reports),
+        "cases": found,
+    }
+
+
+def _fields_of(case: Case) -> dict[str, Any]:
+    """A case without what it leaves at its default, with texts for dtypes."""
+    default = Case(case.plan, case.world)
+    fields = {name: value for name, value in asdict(case).items() if value != getattr(default, name)}
+    fields |= {"plan": case.plan, "world": case.world, "dtype": case.dtype}
+    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in fields.items()}

@@ -20,7 +20,8 @@ from startrail.kernels import kernel_for
 from startrail.launch.local import RankError, check_ranks, run_local
 from startrail.planner.answer import seconds_text
 from startrail.planner.cluster import cluster_text
-from startrail.planner.live.measure import Measured, cpu_name, measure, no_progress, own_device
+from startrail.planner.live.measure import cpu_name, measure, no_progress, own_device
+from startrail.planner.live.summary import Measured
 from startrail.planner.topology import Machine
 
 TIMEOUT_SECONDS = 120.0  # of any one wait

@@ -57,6 +57,13 @@ class Executor:
         if self.monitor is not None and (self.running or not isinstance(error, ValueError)):
             self.monitor.abandon()
 
+    def close(self, error: BaseException | None) -> None:
+        """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others."""
+        if self._transfers is not None:
+            if error is not None and self.monitor is not None:
+                self.monitor.abandon()
+            self.lanes.close()
+
     def run(self, context: PassContext, inputs: Sequence[Inputs], kept: Tensor) -> list[dict[str, tuple[Tensor, ...]]]:
         """Run one pass. ``inputs`` are this rank's local tensors of each part by kind: q, kv = (k, v),
         do = (lse, delta, dout).
@@ -74,7 +81,7 @@ class Executor:
         start = total.start(device)
         self.running = True
         if self.monitor is not None:
-            self.monitor.begin_pass(context.tag + 1)
+            self.monitor.begin_pass(context.tag + 1, context.parts[0].program)
         runs = [PartRun(self, context, part, of_part, kept) for part, of_part in enumerate(inputs)]
         try:
             for part, step in context.order:
@@ -83,6 +90,9 @@ class Executor:
         finally:
             for run in runs:
                 run.close()
+        if self._transfers is not None:
+            made = (x for part in results for tensors in part.values() for x in tensors)
+            self.lanes.mark_if_aborted([context.largest, *made])
         if self.monitor is not None and (reason := self.monitor.end_pass()):
             program = context.parts[-1].program
             raise self.transfers.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))

@@ -321,7 +321,8 @@ class PartRun:
         """Convert a piece to the form that the kernel takes."""
         held, kernel = self.pieces[event.piece], self.context.kernel
         # lse and delta, one number per row, stay in the accumulation dtype, as kernels expect
-        held.prepared = tuple(x if x.dim() == 3 else kernel.prepare(x) for x in held.tensors)
+        prepare = kernel.prepare_dout if event.piece.kind == "do" else kernel.prepare
+        held.prepared = tuple(x if x.dim() == 3 else prepare(x) for x in held.tensors)
         if event.piece.kind == "do":
             lse, delta, dout = held.prepared
             self.rows[event.piece] = dout, kernel.prepare(surrogate_out(dout, delta)), lse

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from startrail.comm.lanes import hidden_lanes
+from startrail.comm.process_groups import HIDDEN_CHANNELS
 from startrail.engine.batch import BatchGeometry
 from startrail.engine.part_run import Inputs, PassPart
 from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Costs
 from startrail.routing.route import ZoneRoute
+from startrail.schedule.program import Program
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Pass
 
@@ -41,6 +44,13 @@ def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wi
         place = route.chosen.place(route.zone.size, route.member)
         chunk, places = route.zone.places(place.shard_ranks(place.shard))
     return Wire(route.sizes, dtype, wire_dtype, chunk, places)
+
+
+def sm_margin(programs: Sequence[Program]) -> int:
+    """The multiprocessors that transfers hold while blocks are computed. Direct lanes are not counted: all that they
+    carry is on its way at the start of a pass, and few blocks run beside it."""
+    levels = len(programs[0].place.sizes)
+    return HIDDEN_CHANNELS * sum(lane < levels for lane in hidden_lanes(programs))
 
 
 def inputs_of(part: PassPart, inputs: Inputs) -> Inputs:

@@ -14,8 +14,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import NoReturn
 from weakref import WeakValueDictionary
@@ -28,8 +26,8 @@ from startrail._compat import PrefixStore, default_store
 from startrail.comm.consensus import Consensus, RejoinError, rejoining
 from startrail.comm.counters import Counters
 from startrail.comm.digest import fold
-from startrail.comm.lanes import Lanes, call_tag, links_used
-from startrail.comm.ledger import CallLedger, CallRecord, WaitRegistry
+from startrail.comm.lanes import Lanes, call_tag
+from startrail.comm.ledger import CallLedger, CallRecord, register_wait
 from startrail.comm.process_groups import backend_for
 from startrail.comm.transfers import CallComparison
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
@@ -38,7 +36,8 @@ from startrail.engine.data_digest import DigestRecorder
 from startrail.engine.executor import Executor
 from startrail.engine.op_key import OpKey, SequenceState, counter_of, make_counters
 from startrail.engine.part_run import Inputs, PassContext
-from startrail.engine.parts import inputs_of, join_parts, make_parts
+from startrail.engine.parts import inputs_of, join_parts, make_parts, sm_margin
+from startrail.engine.settings import Settings
 from startrail.engine.validate import check_tensors, describe_tensor
 from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
@@ -46,7 +45,6 @@ from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.kernels import accumulator, kernel_for, nudge_zero_rows, row_sums
 from startrail.routing.route import ZoneRoute
 from startrail.schedule.parts import run_order
-from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program, programs_inside
 from startrail.schedule.sizes import ALIGN, Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
@@ -56,18 +54,6 @@ RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
 PREPARED_CALLS = 64  # kept per sequence
 
 _num_instances: dict[tuple[int, ...], Iterator[int]] = {}  # by the ranks of their group
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of a ``SequenceParallel``, except for its group."""
-
-    plan: Plan
-    layout: str
-    wire_dtype: torch.dtype | None
-    timeout: timedelta
-    check_every_call: bool
-    sparse: bool
 
 
 class Runtime:
@@ -93,12 +79,13 @@ class Runtime:
         self._num_made = 0  # sequences
         self._num_started = 0  # sequences since the last error
         self._after_error: int | None = None  # the sequence of that error, until a call succeeds
-        register_wait = partial(_register_wait, self._group_name, rank, self.world, self._number + 1)
-        self.consensus = Consensus(self._ledger(), register_wait, settings.check_every_call, ranks)
+        register = partial(register_wait, self._group_name, rank, self.world, self._number + 1)
+        self.consensus = Consensus(self._ledger(), register, settings.check_every_call, ranks)
         self.consensus.watch_waits()
         self._busy = threading.Lock()
         self._executor: Executor | None = None
         self._comparison: CallComparison | None = None
+        self.closed = False
 
     @property
     def _name(self) -> str:
@@ -319,9 +306,7 @@ class Runtime:
             self.consensus.start(record)
             tag = self._agree(kind, True)
             if self._executor is not None and (monitor := self._executor.monitor) is not None:
-                monitor.begin_pass(tag + 1)
-                if reason := monitor.end_pass():
-                    raise self._executor.transfers.explain_wait(f"rank {self.rank}", operation, RuntimeError(reason))
+                monitor.compare_collective(tag + 1)
 
     def _prepare(
         self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, geometry: BatchGeometry, call: AttentionCall
@@ -346,7 +331,8 @@ class Runtime:
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         parts = make_parts(geometry, routes, pass_, call.mask, kernel.costs, q.dtype, self._wire_dtype(q.dtype))
-        order = run_order([part.program for part in parts])
+        programs = [part.program for part in parts]
+        order, kernel.sm_margin = run_order(programs), sm_margin(programs)
         return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))
 
     def routes(
@@ -383,18 +369,31 @@ class Runtime:
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
+        if self.closed:
+            raise ValueError("this SequenceParallel is closed")
         executor = self._executor
         if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
             if self.world > 1:
                 name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
                 programs = [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, self.rank, pass_)]
-                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
+                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, programs)
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
 
+    def check(self) -> None:
+        """Wait until all passes so far have completed on all ranks. Raise if any of them was aborted."""
+        if self._executor is not None and (monitor := self._executor.monitor) is not None:
+            with self._exclusive_call():
+                monitor.confirm()
 
-def _register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:
-    """Where ranks find out that they wait for each other in different instances, or at different calls."""
-    store = PrefixStore(group_name, default_store())
-    return WaitRegistry(store, rank, world, f"call {key} of number {number} of their SequenceParallels")
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others, and
+        tell those that wait."""
+        if error is None:
+            self.check()
+        else:
+            self.consensus.abandon(error, self._num_started)
+        self.closed, executor, self._executor = True, self._executor, None
+        if executor is not None:
+            executor.close(error)

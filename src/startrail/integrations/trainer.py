@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from startrail.integrations.batch import count_labels, shard_batch
 from startrail.integrations.transformers import attach
@@ -49,6 +49,7 @@ class StarTrailMixin:
                 "compute_metrics and label smoothing need all logits, but a rank has only those of its tokens"
             )
         trainer.args.prediction_loss_only = True
+        trainer.add_callback(_CheckBeforeStep(sp))
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # PEFT
         if not hasattr(base, "_startrail"):
@@ -136,6 +137,16 @@ class StarTrailMixin:
 
 class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
     """``Trainer`` on sequences sharded over the ranks of ``sp``."""
+
+
+class _CheckBeforeStep(TrainerCallback):  # type: ignore[misc]
+    """Raises before the optimizer changes the weights if attention's results of the step cannot be used."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+
+    def on_pre_optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        self.sp.check()
 
 
 def _check_other_parallelism(arguments: TrainingArguments) -> None:

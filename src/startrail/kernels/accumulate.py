@@ -5,12 +5,14 @@ Both return their tensors in the order of a message (``tensors``) and add those 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from startrail.kernels.fused import fused_on
+from startrail.kernels.fused import MAX_MERGED, fused_on
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -18,7 +20,61 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Partial:
+Result = TypeVar("Result")
+
+
+class Accumulator(ABC, Generic[Result]):
+    """A running result of some rows. On GPUs, single results wait and are added several at a time.
+
+    Adding one reads and writes the running result, in float32, and memory is what that costs on a GPU. So results in
+    half precision wait until there are ``MAX_MERGED`` of the same rows, and one launch adds them: of 8 results, 28
+    bytes per element instead of 76.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        self._waiting: dict[tuple[int, int], list[Result]] = {}  # by their rows
+
+    def _wait(self, result: Result, rows: slice, patient: bool) -> None:
+        """Add a result with those that wait, as soon as there are enough; at once if it is not ``patient``."""
+        start, stop, _ = rows.indices(self.shape[2])
+        waiting = self._waiting.setdefault((start, stop), [])
+        waiting.append(result)
+        if not patient or len(waiting) == MAX_MERGED:
+            self._add_waiting((start, stop))
+
+    def _settle(self) -> None:
+        """Add all results that wait."""
+        while self._waiting:
+            self._add_waiting(next(iter(self._waiting)))
+        if self._is_new:
+            self._allocate(empty=True)
+
+    def _add_waiting(self, rows: tuple[int, int]) -> None:
+        """Add the results of these rows, but a first one of all rows before: that needs no empty accumulator."""
+        everything = (0, self.shape[2])
+        if self._is_new and rows != everything and everything in self._waiting:
+            self._add_waiting(everything)
+        first = self._is_new and rows == everything
+        if self._is_new:
+            self._allocate(empty=not first)
+        self._add_all(self._waiting.pop(rows), slice(*rows), first)
+
+    @property
+    @abstractmethod
+    def _is_new(self) -> bool:
+        """True if there is no running result yet."""
+
+    @abstractmethod
+    def _allocate(self, empty: bool) -> None:
+        """Make the running result: of nothing, or not initialized."""
+
+    @abstractmethod
+    def _add_all(self, results: Sequence[Result], rows: slice, first: bool) -> None:
+        """Add several results at once. ``first``: the running result is not initialized."""
+
+
+class Partial(Accumulator[tuple[Tensor, Tensor]]):
     """Partial outputs, merged by log-sum-exp. Rows that saw no key have out 0 and lse -inf.
 
     ``out`` is kept in float32 or wider, ``lse`` in float64: it is one number per row, and its rounding would affect the
@@ -26,41 +82,51 @@ class Partial:
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        super().__init__(shape, dtype, device)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
     @property
     def out(self) -> Tensor:
-        self._allocate()
+        self._settle()
         assert self._out is not None
         return self._out
 
     @property
     def lse(self) -> Tensor:
-        self._allocate()
+        self._settle()
         assert self._lse is not None
         return self._lse
 
-    def _allocate(self) -> None:
-        if self._out is None:
-            self._out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            self._lse = torch.full(self.shape[:3], float("-inf"), dtype=torch.float64, device=self.device)
+    @property
+    def _is_new(self) -> bool:
+        return self._out is None
+
+    def _allocate(self, empty: bool) -> None:
+        self._out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self._lse = torch.empty(self.shape[:3], dtype=torch.float64, device=self.device)
+        if empty:
+            self._out.zero_()
+            self._lse.fill_(float("-inf"))
+
+    def _add_all(self, results: Sequence[tuple[Tensor, Tensor]], rows: slice, first: bool) -> None:
+        fused = fused_on(self.device)
+        assert fused is not None and self._out is not None and self._lse is not None
+        fused.merge(_rows(self._out, rows), _rows(self._lse, rows), results, first)
 
     def merge(self, out: Tensor, lse: Tensor, rows: slice = slice(None), donated: bool = False) -> None:
         """Merge a result for ``rows``. Rows with lse = -inf, which saw no key, change nothing.
 
-        ``donated``: the caller gives the tensors away, so a first result for all rows needs no copy.
+        ``donated``: the caller gives the tensors away. They may wait, and a first result for all rows needs no copy.
         """
-        if donated and self._out is None and out.shape == self.shape:
+        fused, wide = fused_on(self.device), out.dtype == self.dtype
+        if donated and self._is_new and out.shape == self.shape and (wide or fused is None):
             self._out, self._lse = out.to(self.dtype), lse.double()
             return
-        mine, total = self.out, self.lse
-        if out.shape[2] != self.shape[2]:
-            mine, total = mine[:, :, rows], total[:, :, rows]
-        if (fused := fused_on(self.device)) is not None:
-            fused.merge(mine, total, out, lse)
+        if fused is not None:
+            self._wait((out, lse), rows, patient=donated and not wide)
             return
+        mine, total = _rows(self.out, rows), _rows(self.lse, rows)
         lse = lse.double()
         weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN if neither has seen a key
         mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
@@ -74,25 +140,46 @@ class Partial:
         self.merge(out, lse)
 
 
-class Sum:
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """A part of the rows; all of them need no view."""
+    start, stop, _ = rows.indices(x.shape[2])
+    return x if stop - start == x.shape[2] else x[:, :, rows]
+
+
+class Sum(Accumulator[Tensor]):
     """A sum of gradients, in float32 or wider. Zero where nothing was added."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        super().__init__(shape, dtype, device)
         self._value: Tensor | None = None
 
     @property
     def value(self) -> Tensor:
-        if self._value is None:
-            self._value = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self._settle()
+        assert self._value is not None
         return self._value
 
+    @property
+    def _is_new(self) -> bool:
+        return self._value is None
+
+    def _allocate(self, empty: bool) -> None:
+        make = torch.zeros if empty else torch.empty
+        self._value = make(self.shape, dtype=self.dtype, device=self.device)
+
+    def _add_all(self, results: Sequence[Tensor], rows: slice, first: bool) -> None:
+        fused = fused_on(self.device)
+        assert fused is not None and self._value is not None
+        fused.add(_rows(self._value, rows), results, first)
+
     def add(self, grad: Tensor, rows: slice = slice(None), donated: bool = False) -> None:
-        if donated and self._value is None and grad.shape == self.shape:
+        fused, wide = fused_on(self.device), grad.dtype == self.dtype
+        if donated and self._is_new and grad.shape == self.shape and (wide or fused is None):
             self._value = grad.to(self.dtype)
+        elif fused is not None:
+            self._wait(grad, rows, patient=donated and not wide)
         else:
-            mine = self.value if grad.shape[2] == self.shape[2] else self.value[:, :, rows]
-            mine.add_(grad)  # value[rows] += grad would copy the rows onto themselves as well
+            _rows(self.value, rows).add_(grad)  # value[rows] += grad would copy the rows onto themselves as well
 
 
 class Sums:

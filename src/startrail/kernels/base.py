@@ -38,7 +38,7 @@ ForwardTile = Callable[[Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor]
 BackwardTile = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, TileMask], tuple[Tensor, Tensor, Tensor]]
 
 MAX_WIDENED_ELEMENTS = 2**18  # at a time, from the inputs' dtype to float64
-MAX_HELD_LOGITS = 2**22  # by backends that write out their logits
+MAX_HELD_LOGITS, MAX_HELD_LOGITS_ON_GPU = 2**22, 2**26  # by backends that write out their logits
 
 
 class Kernel(ABC):
@@ -46,16 +46,22 @@ class Kernel(ABC):
     rows), float32 or wider. ``heads`` is a multiple of ``kv heads``; no side is ever empty.
 
     ``costs`` decide how its blocks are cut into tiles. ``reason`` says why this backend was chosen. With a ``softcap``
-    c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits."""
+    c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits. ``sm_margin``: the
+    multiprocessors of a GPU that transfers hold while blocks are computed."""
 
     name: str
     costs = Costs()
     reason = ""
     softcap: float | None = None
+    sm_margin = 0
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
         """``x`` as this backend needs it: in its dtype, with a dense last dimension."""
+
+    def prepare_dout(self, x: Tensor) -> Tensor:
+        """``prepare`` for dout, and so for the rows' out, which all blocks of a row share in the backward pass."""
+        return self.prepare(x)
 
     @abstractmethod
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
@@ -128,7 +134,8 @@ def row_chunks(q: Tensor, keys: int) -> Iterator[slice]:
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     batch, heads, rows, _ = q.shape
-    step = max(1, MAX_HELD_LOGITS // (batch * heads * keys))
+    held = MAX_HELD_LOGITS_ON_GPU if q.device.type == "cuda" else MAX_HELD_LOGITS  # there, launches cost more
+    step = max(1, held // (batch * heads * keys))
     return (slice(row, min(row + step, rows)) for row in range(0, rows, step))
 
 

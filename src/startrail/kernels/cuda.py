@@ -1,6 +1,6 @@
-"""CUDA: the newest FlashAttention that is installed and supports the GPU, and ATen's memory-efficient attention for
-float32 and whatever else flash attention does not support. Flash attention handles packed documents and windows itself:
-one call for all documents of a block.
+"""CUDA: the newest FlashAttention that is installed and supports the GPU, cuDNN's attention on Hopper and newer without
+one, and ATen's memory-efficient attention for float32 and whatever else flash attention does not support. Flash
+attention handles packed documents and windows itself: one call for all documents of a block.
 
 Never run on hardware: tested with fake tensors, and on CPU with stand-ins that enforce the requirements listed here.
 
@@ -12,6 +12,8 @@ those marked with !, and crash or return wrong numbers if they are violated:
 - flash: lse is contiguous in memory!, also if it is a slice of a longer one. Fewer key/value heads are supported.
   FlashAttention 2 interprets some windows differently! (`bands` makes none of them), and returns lse = +inf for rows
   without a key! (tiles have none).
+- cudnn: lse is (batch, heads, rows, 1). Whatever else it needs, torch checks for us (``can_use_cudnn``). It builds a
+  plan for every new shape, which takes a moment, and is used for rectangles of whole blocks only.
 - efficient: as many key/value heads as query heads; bias rows start at multiples of 16 elements; lse is padded to a
   multiple of 32 rows, with +inf! so that these rows have no weight; out has the strides of a dense (batch, rows, heads,
   dim)! (in half precision the backward pass assumes them).
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
@@ -40,6 +43,8 @@ from startrail.kernels.reference import ReferenceKernel
 
 _CALL_PAIRS = 3_000_000  # query-key pairs that an H100 computes in the time of one call
 _MAX_FLASH_HEAD_DIM = 256
+_MAX_CUDNN_HEAD_DIM = 128
+_MAX_KNOWN_SHAPES = 256
 _HEAD_DIM_MULTIPLE, _BIAS_ROW_MULTIPLE, _LSE_ROW_MULTIPLE = 8, 16, 32
 
 
@@ -71,11 +76,31 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
         supported = supported and head_dim <= _MAX_HEAD_DIMS.get(name, _MAX_FLASH_HEAD_DIM)
         if supported and (ops := _newer_flash(name, path)) is not None:
             return _with_reason(FlashKernel(dtype, ops, name), f"{name} is installed and supports {capability}")
-    hint = "; FlashAttention 3 or 4 would be faster here" if capability is not None and capability >= (9, 0) else ""
+    hint = ""
+    if capability is not None and capability >= (9, 0):
+        problem = _cudnn_problem(head_dim)
+        if problem is None:
+            version = torch.backends.cudnn.version()
+            return _with_reason(CudnnKernel(dtype), f"cuDNN {version}: neither FlashAttention 3 nor 4 is installed")
+        install = "flash_attn_3 or flash-attn-4" if capability[0] == 9 else "flash-attn-4"
+        hint = f"; about 1.5x faster here: install {install}, or use cuDNN ({problem})"
     if (installed := _flash_attn()) is None:
         return _with_reason(FlashKernel(dtype), f"torch's FlashAttention 2: no newer one is installed{hint}")
     package, version = installed
     return _with_reason(FlashKernel(dtype, flash_attn_ops(package), "attn"), f"flash-attn {version} is installed{hint}")
+
+
+def _cudnn_problem(head_dim: int) -> str | None:
+    """Why cuDNN's attention cannot be used at all, or None. Single tiles are checked in ``CudnnKernel``."""
+    if head_dim > _MAX_CUDNN_HEAD_DIM:
+        return f"which supports head dims up to {_MAX_CUDNN_HEAD_DIM}"
+    if not torch.backends.cudnn.is_available():
+        return "which this torch lacks"
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return "which is disabled: torch.backends.cuda.enable_cudnn_sdp(True)"
+    if torch.are_deterministic_algorithms_enabled():
+        return "whose gradients are not deterministic"
+    return None
 
 
 def _with_softcap(dtype: torch.dtype, head_dim: int, softcap: float, capability: tuple[int, int] | None) -> Kernel:
@@ -203,9 +228,21 @@ class FlashKernel(EfficientKernel):
         bands = _compat.cuda_bands_forward, _compat.cuda_bands_backward
         self.ops = FlashOps(*rectangles, *bands) if ops is None else ops
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
+        self.is_fa3 = (name or _compat.chosen_flash_impl()) == "FA3"
+
+    def prepare_dout(self, x: Tensor) -> Tensor:
+        """ATen's backward copies dout and out to a dense (batch, rows, heads, dim) in every call: once per row will do.
+        The other packages take any order."""
+        x = self.prepare(x)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if self.ops.backward is _compat.cuda_flash_backward else x
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.ops.forward(q, k, v, 0.0, tile_mask.causal, scale=tile_mask.scale)
+        # A full rectangle in FlashAttention 3 is cut into as many parts as there are multiprocessors. Parts whose
+        # multiprocessor belongs to a transfer would start when all others have ended. Its other kernels hand out parts
+        # as they go, as FlashAttention 2 does.
+        leave = self.sm_margin and not tile_mask.causal and self.is_fa3
+        with _compat.sm_margin(self.sm_margin) if leave else nullcontext():
+            out, lse, *_ = self.ops.forward(q, k, v, 0.0, tile_mask.causal, scale=tile_mask.scale)
         return out, lse
 
     def _backward(
@@ -244,6 +281,40 @@ class FlashKernel(EfficientKernel):
             grads = tuple(map(_batch, zip(*results, strict=True)))
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
+
+
+class CudnnKernel(FlashKernel):
+    """ATen's cuDNN attention for full and causal rectangles that torch lets it compute; torch's FlashAttention 2 for
+    the rest, bands included."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.name = "cuda-cudnn"
+        self._known: dict[object, bool] = {}
+
+    def _is_usable(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> bool:
+        key = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), tile_mask.causal
+        if key not in self._known:
+            if len(self._known) >= _MAX_KNOWN_SHAPES:
+                self._known.clear()
+            self._known[key] = _compat.can_use_cudnn(q, k, v, tile_mask.causal)
+        return self._known[key]
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
+        if not self._is_usable(q, k, v, tile_mask):
+            return super()._forward(q, k, v, tile_mask)
+        options = (None, True, 0.0, tile_mask.causal, False)  # no bias, with lse
+        out, lse, *_ = _compat.cuda_cudnn_forward(q, k, v, *options, scale=tile_mask.scale)
+        return out, lse.view(out.shape[:3])  # cuDNN's has one more dimension
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._is_usable(q, k, v, tile_mask):
+            return super()._backward(dout, q, k, v, out, lse, tile_mask)
+        seed = q.new_empty((), dtype=torch.int64)  # never read without dropout
+        rest = (seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, tile_mask.causal)
+        return _compat.cuda_cudnn_backward(dout, q, k, v, out, lse.unsqueeze(-1), *rest, scale=tile_mask.scale)
 
 
 def _cu_seqlens(packs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:

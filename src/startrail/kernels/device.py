@@ -25,6 +25,15 @@ def current_stream_id(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
 
 
+def record_event(device: torch.device) -> torch.Event | None:
+    """An event after everything on the device's current stream; None on CPUs, which have done it by now."""
+    if device.type != "cuda":
+        return None
+    event = torch.Event("cuda")
+    event.record()
+    return event
+
+
 def ints_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Copies whole numbers from the host to a device. The host does not wait; only the current stream is ordered after
     the copy."""

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+MAX_MERGED = 4  # partial results that one launch merges
+
 
 def fused_on(device: torch.device) -> ModuleType | None:
     """The fused kernels for tensors on ``device``, or None.

@@ -208,6 +208,7 @@ class Trainer:
             **{name: float(traffic[name]["bytes"]) if name in traffic else 0.0 for name in self.traffic["plan"]},
         )
         sums = dict(zip(numbers, sum_over_ranks(list(numbers.values())), strict=True))
+        self.sp.check()  # a lost peer must not change the parameters, nor what is saved of them
         if math.isfinite(sums["loss"]) and math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()

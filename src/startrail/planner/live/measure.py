@@ -2,19 +2,23 @@
 
 All ranks measure at the same time, so that shared cores and links are as slow as in the job. The result is a
 `ClusterSpec`, the same on every rank, and is cached by topology in ``~/.cache/startrail``.
+
+A GPU is measured with work of the size of a job's, many calls in a row between two events on its stream: single small
+calls would measure how fast the host launches them. Its links are measured through a group with the settings of lanes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,38 +26,43 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from startrail._compat import default_timeout
 from startrail.comm.gather import gather_texts
+from startrail.comm.process_groups import OpenGroups, backend_for, make_group
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
-from startrail.planner.cluster import (
-    MIN_SHARE,
-    ClusterSpec,
-    Curve,
-    Device,
-    LinkLevel,
-    Rates,
-    SlowMember,
-    cluster_text,
-    read_cluster,
-)
+from startrail.planner.cluster import ClusterSpec, cluster_text, read_cluster
+from startrail.planner.live.summary import Measured, describe, find_outliers
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 
-BLOCKS = (128, 512)  # tokens along one side
-HEADS, HEAD_DIM = 4, 64
 REPEATS = 5
-OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
+LOOP = 20  # calls between two events on a GPU
+LAUNCHES = 200
 MORE_ROUNDS = 2  # of measurements while there are outliers, which may be chance; the best of each rank counts
-MAX_LOAD = 0.2  # of a machine's cores that other programs may use; above that, its outliers are not to be trusted
 LOAD_SECONDS = 0.3  # over which that is measured
 Progress = Callable[[str, float], None]
 
 
-@dataclass(frozen=True)
-class Measured:
-    cluster: ClusterSpec
-    outliers: tuple[str, ...]  # in words
-    loaded: tuple[str, ...] = ()  # machines that other programs used meanwhile, in words
+class Probe(NamedTuple):
+    """What is timed on one type of device. Small blocks come in batches, so that they fill a GPU as large ones do.
+    ``messages`` are numbers of bytes; the last two give a link's bandwidth."""
+
+    blocks: tuple[int, ...]  # tokens along one side
+    tokens: int  # at least, of all blocks of a call
+    heads: int
+    head_dim: int
+    product: int  # rows and columns of a matrix product
+    copied: int  # bytes
+    messages: tuple[int, ...]
+
+
+CPU_PROBE = Probe((128, 512), 1, 4, 64, 512, 2**23, (2**18,))
+GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26))
+
+
+def probe_for(device: torch.device) -> Probe:
+    return GPU_PROBE if device.type == "cuda" else CPU_PROBE
 
 
 def own_device() -> torch.device:
@@ -102,7 +111,7 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
         mine = _best(mine, found)
         texts = gather_texts(json.dumps(mine), group, own_device())
         everyone: list[dict[str, Any]] = [json.loads(text) for text in texts]
-        if not list(_outliers(everyone)):
+        if not list(find_outliers(everyone)):
             break
     progress("done", 1.0)
     about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
@@ -113,7 +122,8 @@ def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tup
     """The cluster from the cache, or measured now, and which of the two."""
     device = own_device()
     backend = dist.get_backend_config(group) if group is not None else "none"
-    key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()}"
+    key = f"{machine} {backend} {device_name(device)} {os.cpu_count()} {torch.__version__} {platform.node()} "
+    key += f"{probe_for(device)}"  # another version of startrail may measure with other work
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "startrail"
     path = folder / f"cluster-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
     first = group is None or dist.get_rank(group) == 0
@@ -182,38 +192,70 @@ def _best(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _rates(device: torch.device) -> dict[str, Any]:
     """FLOP/s of kernels and matrix products, bytes/s of copies, seconds per call."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kernel = kernel_for(device, dtype, HEAD_DIM)
+    dtype, probe = torch.bfloat16 if device.type == "cuda" else torch.float32, probe_for(device)
+    heads, dim = probe.heads, probe.head_dim
+    kernel = kernel_for(device, dtype, dim)
     found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "forward": {}, "backward": {}}
-    for tokens in BLOCKS if device.type == "cpu" else tuple(4 * tokens for tokens in BLOCKS):
-        q, k, v, dout = (torch.randn(1, HEADS, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(4))
-        tiles, scale = (Tile(0, tokens, 0, tokens, "full"),), HEAD_DIM**-0.5
+    for tokens in probe.blocks:
+        batch = max(1, probe.tokens // tokens)
+        q, k, v, dout = (torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype) for _ in range(4))
+        tiles, scale = (Tile(0, tokens, 0, tokens, "full"),), dim**-0.5
         forward = partial(kernel.forward, q, k, v, tiles, scale)
         result = forward()
         backward = partial(kernel.backward, dout, q, k, v, result.out.to(dtype), result.lse.float(), tiles, scale)
-        pairs = tokens * tokens * HEADS * HEAD_DIM
+        pairs = batch * tokens * tokens * heads * dim
         found["forward"][tokens] = 4 * pairs / _seconds(forward, device)
         found["backward"][tokens] = 10 * pairs / _seconds(backward, device)
-    a = torch.randn(512, 512, device=device, dtype=dtype)
-    found["matmul"] = 2 * 512**3 / _seconds(lambda: a @ a, device)
-    whole = torch.zeros(2**21, device=device)
+    a = torch.randn(probe.product, probe.product, device=device, dtype=dtype)
+    found["matmul"] = 2 * probe.product**3 / _seconds(lambda: a @ a, device)
+    whole = torch.zeros(probe.copied, dtype=torch.uint8, device=device)
     found["copy"] = 2 * whole.nbytes / _seconds(whole.clone, device)
     tiny = torch.zeros(8, device=device)
-    found["call"] = 4 * _seconds(lambda: tiny.add_(1), device)
+    if device.type == "cuda":
+        found["call"] = _launch_seconds(lambda: tiny.add_(1), device)
+    else:
+        found["call"] = 4 * _seconds(lambda: tiny.add_(1), device)
     return found
 
 
 def _seconds(work: Callable[[], object], device: torch.device, prepare: Callable[[], object] | None = None) -> float:
-    """The median of a few repeats, each after ``prepare``; the first one warms up."""
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    """The median of a few repeats, each after ``prepare``; the first one warms up. On a GPU a repeat is a loop between
+    two events."""
     times = []
     for _ in range(REPEATS):
-        (prepare or synchronize)()
-        start = time.perf_counter()
-        work()
-        synchronize()
-        times.append(time.perf_counter() - start)
+        if prepare is not None:
+            prepare()
+        if device.type == "cuda":
+            times.append(_loop_seconds(work, device))
+        else:
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
     return max(statistics.median(times[1:]), 1e-9)
+
+
+def _loop_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds per call on the GPU. While it does the first, the host queues the others."""
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(LOOP):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / LOOP
+
+
+def _launch_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the host per call, which it does not wait for."""
+    work()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(LAUNCHES):
+        work()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return seconds / LAUNCHES
 
 
 # --- links
@@ -221,27 +263,46 @@ def _seconds(work: Callable[[], object], device: torch.device, prepare: Callable
 
 def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> dict[str, Any]:
     """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node
-    together, and to the next rank of the node."""
+    together, and to the next rank of the node. On a GPU also the host's seconds per message."""
     rank, world, inside = dist.get_rank(group), machine.world, machine.ranks_per_node
-    size = 2**18 if device.type == "cpu" else 2**25
     node, place = divmod(rank, inside)
     found: dict[str, Any] = {}
-    if machine.nodes > 1:
-        to, source = (rank + inside) % world, (rank - inside) % world
-        found["latency 0"] = _exchange(group, to, source, 1, device)
-        found["alone 0"] = size / _exchange(group, to, source, size, device, takes_part=place == 0)
-        found["all 0"] = size / _exchange(group, to, source, size, device)
-    if inside > 1:
-        to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
-        found["latency 1"] = _exchange(group, to, source, 1, device)
-        found["all 1"] = size / _exchange(group, to, source, size, device)
+    with _lane_like_group(group, device) as lane:
+        if machine.nodes > 1:
+            link = partial(_exchange, lane, (rank + inside) % world, (rank - inside) % world, device=device)
+            found["latency 0"] = _seconds_of(link(1), group, device)
+            found["alone 0"] = _bandwidth(link, group, device, takes_part=place == 0)
+            found["all 0"] = _bandwidth(link, group, device)
+        if inside > 1:
+            to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
+            link = partial(_exchange, lane, to, source, device=device)
+            found["latency 1"] = _seconds_of(link(1), group, device)
+            found["all 1"] = _bandwidth(link, group, device)
+        if device.type == "cuda":
+            found["post"] = _launch_seconds(link(1), device) / 2
     return found
 
 
-def _exchange(
-    group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device, takes_part: bool = True
-) -> float:
-    """Seconds to complete a send and a receive."""
+_num_measured = itertools.count()
+
+
+@contextmanager
+def _lane_like_group(group: dist.ProcessGroup, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A group of the same ranks with the settings of lanes; on CPUs they have none."""
+    if device.type != "cuda":
+        yield group
+        return
+    ranks = dist.get_process_group_ranks(group)
+    opened = OpenGroups(f"startrail/measure {ranks[0]} {next(_num_measured)}", tuple(ranks), collective=True)
+    opened.groups.append(make_group(ranks, opened.name, backend_for(device), default_timeout(group)))
+    try:
+        yield opened.groups[0]
+    finally:
+        opened.close()
+
+
+def _exchange(group: dist.ProcessGroup, to: int, source: int, nbytes: int, device: torch.device) -> Callable[[], None]:
+    """A function that sends and receives ``nbytes``."""
     send, receive = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     ranks = dist.get_process_group_ranks(group)
 
@@ -251,80 +312,20 @@ def _exchange(
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
 
-    return _seconds(exchange if takes_part else lambda: None, device, prepare=partial(dist.barrier, group=group))
+    return exchange
 
 
-# --- all ranks
+def _seconds_of(work: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of ``work``, which all ranks start together."""
+    return _seconds(work, device, prepare=partial(dist.barrier, group=group))
 
 
-def describe(
-    machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, transport: str
-) -> Measured:
-    """A cluster from every rank's measurements: the medians, and the outliers."""
-
-    def typical(key: str) -> float:
-        return statistics.median(found[key] for found in everyone if key in found)
-
-    levels = []
-    if machine.nodes > 1:
-        alone = statistics.median(everyone[node * machine.ranks_per_node]["alone 0"] for node in range(machine.nodes))
-        together = typical("all 0")
-        shared = together * machine.ranks_per_node < 1.5 * alone  # all ranks of a node together get no more than one
-        rate = max(alone, together * machine.ranks_per_node) if shared else together
-        levels.append(LinkLevel("node", machine.nodes, rate, typical("latency 0"), shared, True))
-    if machine.ranks_per_node > 1 or not levels:
-        inside = machine.ranks_per_node > 1
-        rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
-        levels.append(LinkLevel("rank", machine.ranks_per_node, rate, latency, False, True))
-
-    def curve(name: str) -> Curve:
-        sizes = everyone[0][name]  # numbers of tokens; JSON turns them into strings
-        return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
-
-    matmul, call, forward, backward = typical("matmul"), typical("call"), curve("forward"), curve("backward")
-    rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
-    times = dict(call=call, post=2 * call, handle=0.0, start=20 * call)
-    device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
-    outliers = list(_outliers(everyone))
-    load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}
-    texts = (
-        f"rank {rank} (node {machine.node(rank)}, {everyone[rank]['host']}): {what} at {share:.0%} of the others'"
-        + (", but other programs ran there: not written down" if everyone[rank]["host"] in load else "")
-        for rank, _, what, share in outliers
-    )
-    slow = _slow_members(machine, len(levels) - 1, [x for x in outliers if everyone[x.rank]["host"] not in load])
-    loaded = tuple(f"{host}: other programs use {share:.0%} of the cores" for host, share in load.items())
-    return Measured(ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow), tuple(texts), loaded)
-
-
-class Outlier(NamedTuple):
-    """A rank or link that reaches only a ``share`` of the median speed."""
-
-    rank: int
-    key: str
-    what: str
-    share: float
-
-
-def _outliers(everyone: Sequence[dict[str, Any]]) -> Iterator[Outlier]:
-    names = {"matmul": "matrix products", "copy": "memory copies"}
-    names |= {"all 0": "its link to the next node", "all 1": "its link to the next rank of its node"}
-    for key, what in names.items():
-        values = {rank: found[key] for rank, found in enumerate(everyone) if key in found}
-        median = statistics.median(values.values() or [0.0])
-        for rank, value in values.items():
-            if value < OUTLIER_SHARE * median:
-                yield Outlier(rank, key, what, value / median)
-
-
-def _slow_members(machine: Machine, innermost: int, outliers: Iterable[Outlier]) -> tuple[SlowMember, ...]:
-    """The outliers for the cluster's description. Slow copies are only reported: they are a small part of the work."""
-    found: dict[tuple[int, int], SlowMember] = {}
-    for one in outliers:
-        if one.key == "copy":
-            continue
-        at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
-        share = max(round(one.share, 3), MIN_SHARE)
-        before, name = found.get(at, SlowMember(*at)), "compute" if one.key == "matmul" else "bandwidth"
-        found[at] = replace(before, **{name: min(getattr(before, name), share)})
-    return tuple(found[at] for at in sorted(found))
+def _bandwidth(
+    link: Callable[[int], Callable[[], None]], group: dist.ProcessGroup, device: torch.device, takes_part: bool = True
+) -> float:
+    """bytes/s of a link: what the last bytes of the larger message take, so that its latency does not count."""
+    sizes = probe_for(device).messages
+    times = [_seconds_of(link(size) if takes_part else lambda: None, group, device) for size in sizes]
+    if len(sizes) == 1 or times[-1] <= times[-2]:
+        return sizes[-1] / times[-1]
+    return (sizes[-1] - sizes[-2]) / (times[-1] - times[-2])

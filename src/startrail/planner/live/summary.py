@@ -1,0 +1,96 @@
+"""The description of a cluster from the measurements of all its ranks: the medians, and the outliers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from startrail.planner.cluster import MIN_SHARE, ClusterSpec, Curve, Device, LinkLevel, Rates, SlowMember
+from startrail.planner.topology import Machine
+
+OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
+MAX_LOAD = 0.2  # of a machine's cores that other programs may use; above that, its outliers are not to be trusted
+
+
+@dataclass(frozen=True)
+class Measured:
+    cluster: ClusterSpec
+    outliers: tuple[str, ...]  # in words
+    loaded: tuple[str, ...] = ()  # machines that other programs used meanwhile, in words
+
+
+def describe(
+    machine: Machine, everyone: Sequence[dict[str, Any]], name: str, memory: float, transport: str
+) -> Measured:
+    """A cluster from every rank's measurements: the medians, and the outliers."""
+
+    def typical(key: str) -> float:
+        return statistics.median(found[key] for found in everyone if key in found)
+
+    levels = []
+    if machine.nodes > 1:
+        alone = statistics.median(everyone[node * machine.ranks_per_node]["alone 0"] for node in range(machine.nodes))
+        together = typical("all 0")
+        shared = together * machine.ranks_per_node < 1.5 * alone  # all ranks of a node together get no more than one
+        rate = max(alone, together * machine.ranks_per_node) if shared else together
+        levels.append(LinkLevel("node", machine.nodes, rate, typical("latency 0"), shared, True))
+    if machine.ranks_per_node > 1 or not levels:
+        inside = machine.ranks_per_node > 1
+        rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
+        levels.append(LinkLevel("rank", machine.ranks_per_node, rate, latency, False, True))
+
+    def curve(name: str) -> Curve:
+        sizes = everyone[0][name]  # numbers of tokens; JSON turns them into strings
+        return Curve(tuple((float(x), statistics.median(found[name][x] for found in everyone)) for x in sizes))
+
+    matmul, call, forward, backward = typical("matmul"), typical("call"), curve("forward"), curve("backward")
+    rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
+    on_gpu = transport == "nccl"
+    post = typical("post") if on_gpu and len(everyone) > 1 else 2 * call
+    times = dict(call=call, post=post, handle=0.0, start=(6 if on_gpu else 20) * call)
+    device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
+    outliers = list(find_outliers(everyone))
+    load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}
+    texts = (
+        f"rank {rank} (node {machine.node(rank)}, {everyone[rank]['host']}): {what} at {share:.0%} of the others'"
+        + (", but other programs ran there: not written down" if everyone[rank]["host"] in load else "")
+        for rank, _, what, share in outliers
+    )
+    slow = _slow_members(machine, len(levels) - 1, [x for x in outliers if everyone[x.rank]["host"] not in load])
+    loaded = tuple(f"{host}: other programs use {share:.0%} of the cores" for host, share in load.items())
+    return Measured(ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow), tuple(texts), loaded)
+
+
+class Outlier(NamedTuple):
+    """A rank or link that reaches only a ``share`` of the median speed."""
+
+    rank: int
+    key: str
+    what: str
+    share: float
+
+
+def find_outliers(everyone: Sequence[dict[str, Any]]) -> Iterator[Outlier]:
+    names = {"matmul": "matrix products", "copy": "memory copies"}
+    names |= {"all 0": "its link to the next node", "all 1": "its link to the next rank of its node"}
+    for key, what in names.items():
+        values = {rank: found[key] for rank, found in enumerate(everyone) if key in found}
+        median = statistics.median(values.values() or [0.0])
+        for rank, value in values.items():
+            if value < OUTLIER_SHARE * median:
+                yield Outlier(rank, key, what, value / median)
+
+
+def _slow_members(machine: Machine, innermost: int, outliers: Iterable[Outlier]) -> tuple[SlowMember, ...]:
+    """The outliers for the cluster's description. Slow copies are only reported: they are a small part of the work."""
+    found: dict[tuple[int, int], SlowMember] = {}
+    for one in outliers:
+        if one.key == "copy":
+            continue
+        at = (0, machine.node(one.rank)) if one.key == "all 0" else (innermost, one.rank)
+        share = max(round(one.share, 3), MIN_SHARE)
+        before, name = found.get(at, SlowMember(*at)), "compute" if one.key == "matmul" else "bandwidth"
+        found[at] = replace(before, **{name: min(getattr(before, name), share)})
+    return tuple(found[at] for at in sorted(found))
