@@ -91,7 +91,7 @@ class PagePrices {
       at = index;
       for (const event of step) {
         if (event.type === AWAIT) {
-          wait(event.messages, event.piece);
+          wait(event.numbers, event.piece);
           if (event.inParts) work(this.copy(sizes[event.piece.kind]), { other: `join ${pieceText(event.piece)}` });
         } else if (event.type === POST) {
           const exchanged = event.exchanged.reduce((total, piece) => total + sizes[piece.kind], 0);

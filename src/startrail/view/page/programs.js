@@ -95,7 +95,7 @@ class Schedule {
     const home = [], sends = [];
     const named = steps.map((step) => step.map((event) => {
       const [type, first, second, third] = event;
-      if (type === AWAIT) return { type, piece: this.piece(first), messages: second, inParts: third === 1 };
+      if (type === AWAIT) return { type, piece: this.piece(first), numbers: second, inParts: third === 1 };
       if (type === PREPARE) return { type, piece: this.piece(first) };
       if (type === COMPUTE) return { type, row: first, column: second, group: third };
       if (type === COMBINE) return { type, piece: this.piece(first), message: second };
