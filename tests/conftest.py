@@ -14,6 +14,7 @@ torch.set_num_threads(1)  # ranks are forked from this process, which must not h
 ROOT = Path(__file__).parent
 LAB = ("lab/", "bench/", "cli/test_lab.py")  # network namespaces: one test after the other
 SHARED = (
+    "view/",
     "integrations/test_families.py",
     "integrations/test_wrappers.py",
 )  # a fixture that takes long: one worker each

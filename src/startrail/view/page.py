@@ -1,6 +1,6 @@
 """A self-contained HTML page on which schedules can be played: one file, no network.
 
-Programs and closed forms come from the Python builders (`encode`). The page's scripts (``page/*.js``) draw them and
+Programs and closed forms come from the Python builders (`encode`). The page's scripts (``assets/*.js``) draw them and
 simulate them on the chosen links; tests compare both with Python.
 """
 
@@ -125,7 +125,7 @@ def page_dtype(cluster: ClusterSpec) -> str:
 
 def html_page(start: Mapping[str, str], plan: Plan | None = None, cluster: ClusterSpec | None = None) -> str:
     """The page as text. ``start`` has the settings that it opens with, as in a link; see ``DEFAULTS``."""
-    folder = files("startrail.view") / "page"
+    folder = files("startrail.view") / "assets"
     data = json.dumps(page_data({**DEFAULTS, **start}, plan, cluster), separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
     script = "\n".join((folder / f"{name}.js").read_text("utf-8").replace('"use strict";\n', "") for name in SCRIPTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from math import cos, hypot, pi, sin
+from math import asin, cos, hypot, pi, sin
 from typing import NamedTuple
 
 from startrail.geometry.layout import zigzag
@@ -22,7 +22,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import FORWARD
 
-DOT, GAP, MARGIN = 11.0, 9.0, 26.0
+DOT, GAP, MARGIN = 11.0, 14.0, 26.0
 MAX_DRAWN = 1024  # ranks
 MAX_MATRIX_SHARDS = 32
 MATRIX_SIDE = 300.0
@@ -92,7 +92,7 @@ def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0)
     if mask is not None and world // plan.heads <= MAX_MATRIX_SHARDS:
         parts += _matrix(plan, world, mask, length, width, MARGIN)
         width, height = width + MATRIX_SIDE + MARGIN, max(height, MATRIX_SIDE + 2 * MARGIN + 20)
-    top, legend = 64, _legend(drawing, height + 64)
+    top, legend = 64, _legend(drawing, height + 64, "".join(parts))
     words = ", then ".join(level.describe() for level in plan.levels)
     title = f"{plan} on {world} ranks" + (f" ({machine} nodes x ranks)" if machine.nodes > 1 else "")
     width, total = max(width, 470.0), height + top + 24 * len(legend) + 8
@@ -158,12 +158,14 @@ class _Drawing:
         if grid.by_heads:
             for one in range(grid.size):
                 for other in range(one) if grid.size <= 8 or at == 0 else ():
-                    yield self.link(spots[one], spots[other], child, ranks[one], ranks[other], True)
+                    way = "far" if self.is_far(ranks[one], ranks[other]) else "near"
+                    yield self.exchange(spots[one], spots[other], child, way)
         else:
             by_spot = {grid.spot(digit): digit for digit in range(grid.size)}
             for (ring, place), digit in by_spot.items() if grid.places > 1 else ():
                 following = by_spot[ring, (place + 1) % grid.places]
-                yield self.link(spots[digit], spots[following], child, ranks[digit], ranks[following], False)
+                way = "far" if self.is_far(ranks[digit], ranks[following]) else "near"
+                yield self.hop(centre, self.tracks(grid, child)[ring], place, grid.places, child, way)
         for rank, spot in zip(ranks, spots, strict=True):
             yield from self.level(at + 1, rank, spot)
 
@@ -171,19 +173,25 @@ class _Drawing:
         ends = f'x1="{one.x:.1f}" y1="{one.y:.1f}" x2="{other.x:.1f}" y2="{other.y:.1f}"'
         return f'<line class="{kind}" {ends} {more}/>'
 
-    def link(self, one: Point, other: Point, child: float, rank: int, peer: int, heads: bool) -> str:
-        """A line between the edges of two members, with an arrow head unless heads go both ways."""
-        length = hypot(other.x - one.x, other.y - one.y) or 1.0
-        dx, dy = (other.x - one.x) / length, (other.y - one.y) / length
-        trim = min(child + 1, length / 2 - 2)
-        start, end = Point(one.x + dx * trim, one.y + dy * trim), Point(other.x - dx * trim, other.y - dy * trim)
-        way = "far" if self.is_far(rank, peer) else "near"
-        if heads:
-            return self.line(start, end, f"{way} heads")
-        tip = [end, Point(end.x - 6 * dx + 3.5 * dy, end.y - 6 * dy - 3.5 * dx)]
-        tip.append(Point(end.x - 6 * dx - 3.5 * dy, end.y - 6 * dy + 3.5 * dx))
-        points = " ".join(f"{point.x:.1f},{point.y:.1f}" for point in tip)
-        return self.line(start, end, way) + f'<polygon class="tip-{way}" points="{points}"/>'
+    def exchange(self, one: Point, other: Point, child: float, way: str) -> str:
+        """A line between the edges of two members, without a head because heads go both ways."""
+        length = hypot(other.x - one.x, other.y - one.y)
+        dx, dy = (other.x - one.x) / length * child, (other.y - one.y) / length * child
+        return self.line(Point(one.x + dx, one.y + dy), Point(other.x - dx, other.y - dy), f"{way} heads")
+
+    def hop(self, centre: Point, reach: float, place: int, places: int, child: float, way: str) -> str:
+        """An arc of the ring from one member to the next, with an arrow head."""
+        start, end = ((2 * pi * at / places - pi / 2) for at in (place, place + 1))
+        trim = min(2 * asin(min((child + 2) / (2 * reach), 1.0)), 0.42 * (end - start))
+        tip = 7 / reach  # the angle that the arrow head takes
+
+        def on(angle: float, more: float = 0.0) -> str:
+            return f"{centre.x + (reach + more) * cos(angle):.1f},{centre.y + (reach + more) * sin(angle):.1f}"
+
+        start, end = start + trim, end - trim
+        points = f"{on(end)} {on(end - tip, 3.5)} {on(end - tip, -3.5)}"
+        arc = f'<path class="{way}" d="M{on(start)} A{reach:.1f} {reach:.1f} 0 0 1 {on(end - tip / 2)}"/>'
+        return f'{arc}<polygon class="tip-{way}" points="{points}"/>'
 
     def rank(self, rank: int, centre: Point) -> str:
         node = self.machine.node(rank)
@@ -198,18 +206,17 @@ def colour(index: int, number: int) -> str:
     return f"hsl({360 * index // max(number, 1)} 65% 78%)"
 
 
-def _legend(drawing: _Drawing, top: float) -> list[str]:
+def _legend(drawing: _Drawing, top: float, drawn: str) -> list[str]:
     """Only what the drawing has."""
-    grids, nodes = drawing.grids, drawing.machine.nodes
-    entries = []
-    if any(grid.places > 1 and not grid.by_heads for grid in grids):
-        entries += [("near", "keys and values travel, within a node")]
-        entries += [("far", "the same between nodes")] if nodes > 1 else []
-    if any(grid.team > 1 for grid in grids):
-        entries.append(("team", "a team: shares its queries"))
-    if any(grid.by_heads and grid.size > 1 for grid in grids):
-        entries.append(("near heads", "heads are split: each rank exchanges with every other"))
-        entries += [("far heads", "the same between nodes")] if nodes > 1 else []
+    nodes = drawing.machine.nodes
+    texts = {
+        "near": "keys and values travel, within a node",
+        "far": "keys and values travel, between nodes",
+        "team": "a team: shares its queries",
+        "near heads": "heads are split: all exchange with all, within a node",
+        "far heads": "heads are split: all exchange with all, between nodes",
+    }
+    entries = [(kind, text) for kind, text in texts.items() if f'class="{kind}"' in drawn]
     lines = []
     for at, (kind, text) in enumerate(entries):
         y = top + 24 * at
@@ -239,7 +246,7 @@ def _matrix(plan: Plan, world: int, mask: Mask, length: int, left: float, top: f
     shard_of = {chunk: shard for shard, chunks in enumerate(layout.chunks) for chunk in chunks}
     cells = len(shard_of)
     unit = MATRIX_SIDE / cells
-    text = f"attention matrix ({mask}): " + ("shard" if plan.heads > 1 else "rank") + " that computes each cell"
+    text = f"{mask}: the {'shard' if plan.heads > 1 else 'rank'} that computes each cell"
     parts = [f'<text class="t q" x="{left}" y="{top}">{escape(text)}</text>']
     parts.append(f'<rect class="edge" x="{left}" y="{top + 10}" width="{MATRIX_SIDE}" height="{MATRIX_SIDE}"/>')
     for q in range(cells):

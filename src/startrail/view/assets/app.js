@@ -21,7 +21,7 @@ class App {
     on("back", () => this.change({ step: this.step - 1 }));
     on("ahead", () => this.change({ step: this.step + 1 }));
     on("play", () => this.play(!this.playing));
-    on("copy-link", () => this.copy(location.href, "link"));
+    on("copy-link", () => this.copy(this.link(), "link"));
     on("copy-command", () => this.copy(this.command(), "command"));
     on("copy-python", () => this.copy(this.python(), "Python"));
     document.getElementById("scrub").addEventListener("input", (event) => this.change({ step: +event.target.value }));
@@ -32,7 +32,7 @@ class App {
       }
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-    addEventListener("hashchange", () => this.restore());
+    addEventListener("hashchange", () => this.restore()); // replaceState does not cause one
     let resizing = 0;
     addEventListener("resize", () => {
       cancelAnimationFrame(resizing);
@@ -56,7 +56,6 @@ class App {
   // Read the fragment; what it leaves out has the value that the page was made with.
   restore() {
     const wanted = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-    if (this.written === location.hash && location.hash) return;
     this.state = { ...this.data.start, ...wanted };
     this.notes = Object.keys(wanted).filter((name) => !(name in this.data.start)).map((name) => `The link has an unknown setting ${name}.`);
     this.apply();
@@ -95,7 +94,12 @@ class App {
     const parts = new URLSearchParams();
     for (const [name, value] of Object.entries(this.state)) if (value !== "") parts.set(name, value);
     this.written = `#${parts.toString().replaceAll("%2F", "/").replaceAll("%2C", ",")}`;
-    history.replaceState(null, "", this.written);
+    clearTimeout(this.writing); // browsers allow only so many changes per second
+    this.writing = setTimeout(() => history.replaceState(null, "", this.written), 200);
+  }
+
+  link() {
+    return location.href.split("#")[0] + this.written;
   }
 
   whole(name, least = 1) {
@@ -381,4 +385,5 @@ class App {
 
 unpack(document.getElementById("data").textContent).then((data) => {
   window.startrail = new App(data);
+  window.startrail.opened = performance.now();
 });
