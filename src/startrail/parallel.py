@@ -19,7 +19,7 @@ from startrail.engine import op
 from startrail.engine.runtime import Runtime, Settings
 from startrail.engine.validate import is_int, read_boundaries
 from startrail.engine.wire import DTYPES
-from startrail.geometry.layout import check_layout
+from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
 from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine
@@ -50,7 +50,10 @@ class SequenceParallel:
 
     The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh whose dimensions together form
     the sequence axis. ``wire_dtype`` is the dtype of messages (default: that of the inputs); sums are always kept in
-    float32 or wider. ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
+    float32 or wider. ``layout`` says which tokens a rank owns: ``zones`` keeps each packed document on as few ranks as
+    can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. ``sparse=False`` always uses the
+    plan, also where a mask is so narrow that fetching just the visible keys (`direct`) sends fewer bytes.
+    ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
     ``check_every_call`` compares the arguments of all ranks on every call, not only on the first with a signature or a
     sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
     """
@@ -59,8 +62,9 @@ class SequenceParallel:
         self,
         plan: Plan | str = "auto", group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, *,
         heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, length: int | None = None,
-        job: Job | None = None, cluster: str | None = None, layout: str = "zigzag",
-        wire_dtype: torch.dtype | None = None, timeout: float | None = None, check_every_call: bool | None = None,
+        job: Job | None = None, cluster: str | None = None, layout: str = "zones",
+        sparse: bool = True, wire_dtype: torch.dtype | None = None, timeout: float | None = None,
+        check_every_call: bool | None = None,
     ) -> None:  # fmt: skip
         check_layout(layout)
         if wire_dtype is not None and wire_dtype not in DTYPES:
@@ -88,7 +92,8 @@ class SequenceParallel:
             raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
         self.plan.check_world(self.world)
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
-        self._runtime = Runtime(Settings(self.plan, layout, wire_dtype, limit, check_every_call), ranks, self.rank)
+        settings = Settings(self.plan, layout, wire_dtype, limit, check_every_call, bool(sparse))
+        self._runtime = Runtime(settings, ranks, self.rank)
         self._name = op.register(self._runtime)
 
     def _auto_plan(

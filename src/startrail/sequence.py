@@ -17,9 +17,12 @@ from torch.autograd.function import once_differentiable
 from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
 from startrail.comm.errors import peer_errors
 from startrail.engine.op_key import SequenceState
-from startrail.engine.validate import read_call
+from startrail.engine.validate import read_call, read_mask
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
+from startrail.routing.route import ZoneRoute
+from startrail.schedule.program import lane_names
+from startrail.schedule.values import PASSES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,8 +91,8 @@ class Sequence:
     @property
     def runs(self) -> Runs:
         """This rank's real tokens in the order in which it holds them, as (first position, count)."""
-        layout = self._layout
-        return tuple(run for chunk in layout.chunks[self.sp.rank] if (run := layout.run(chunk))[1])
+        runs = ((start, min(count, self.length - start)) for start, count in self._layout.table[self.sp.rank])
+        return tuple((start, count) for start, count in runs if count > 0)
 
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same sequence with other documents: global cu_seqlens (0, ..., length)."""
@@ -103,7 +106,7 @@ class Sequence:
 
         Differentiable: the gradient is this rank's share and zero elsewhere. Sum it over the group for the full one.
         """
-        dim, layout = _dim(x, dim), self._layout
+        dim = _dim(x, dim)
         if x.shape[dim] != self.length:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
@@ -111,13 +114,9 @@ class Sequence:
             )
         if x.dtype in ID_DTYPES and not torch.compiler.is_compiling():
             self.sp._runtime.record_digest(self._state, x)
-        parts = []
-        for chunk in layout.chunks[self.sp.rank]:
-            start, count = layout.run(chunk)
-            parts.append(x.narrow(dim, start, count))
-            if count < layout.chunk:
-                parts.append(x.new_full((*x.shape[:dim], layout.chunk - count, *x.shape[dim + 1 :]), pad_value))
-        return torch.cat(parts, dim)
+        places = self._places(x.device)
+        own = x.index_select(dim, places.clamp(max=self.length - 1))
+        return own.masked_fill(_along(dim, places >= self.length, own), pad_value)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, in order and without padding: the inverse of ``shard``.
@@ -125,21 +124,23 @@ class Sequence:
         Differentiable, as the exact adjoint: a shard's gradient is the sum of all ranks' gradients for it. If every
         rank computes the *same* loss from the result, divide that loss by the number of ranks.
         """
-        dim, layout = _dim(x, dim), self._layout
+        dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
                 f"{self.local} of this sequence"
             )
-        return torch.cat(self._all_chunks(x, dim, layout.chunk), dim).narrow(dim, 0, self.length)
+        order = self._state.geometry.token_order.to(x.device)
+        return self._gather(x, dim).index_select(dim, order)
 
-    def _all_chunks(self, x: Tensor, dim: int, count: int) -> list[Tensor]:
-        """``count`` tokens of every chunk, gathered from all ranks, in the order of the chunks."""
-        chunks = [chunk for rank in self._layout.chunks for chunk in rank]
-        if self.sp.group is not None and self.sp.world > 1:
-            gather = gather_shards_autograd if torch.compiler.is_compiling() else _Gathered.apply
-            x = gather(x.contiguous(), dim, self.sp.group)
-        return [x.narrow(dim, chunks.index(chunk) * count, count) for chunk in range(len(chunks))]
+    def _gather(self, x: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks, one after the other."""
+        if self.sp.group is None or self.sp.world == 1:
+            return x
+        gather = gather_shards_autograd if torch.compiler.is_compiling() else _Gathered.apply
+        if x.is_floating_point() or x.is_complex() or x.dtype in ID_DTYPES:
+            return gather(x.contiguous(), dim, self.sp.group)
+        return gather(x.contiguous().view(torch.uint8), dim, self.sp.group).view(x.dtype)  # gloo has no int16
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
@@ -170,25 +171,15 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
-        dim, layout = _dim(x, dim), self._layout
+        dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
-        amount = abs(shift)
-        if amount > layout.chunk:
-            raise ValueError(f"shift {shift} is more than the {layout.chunk} tokens of each chunk of this sequence")
-        own = x.split(layout.chunk, dim)
-        edge = 0 if shift < 0 else layout.chunk - amount  # where the tokens begin that a neighbour needs
-        edges = self._all_chunks(torch.cat([part.narrow(dim, edge, amount) for part in own], dim), dim, amount)
-        outside = torch.zeros_like(own[0].narrow(dim, 0, amount))
-        parts = []
-        for chunk, part in zip(layout.chunks[self.sp.rank], own, strict=True):
-            neighbour = chunk + (1 if shift < 0 else -1)
-            other = edges[neighbour] if 0 <= neighbour < len(edges) else outside
-            kept = part.narrow(dim, amount if shift < 0 else 0, layout.chunk - amount)
-            parts.append(torch.cat((kept, other) if shift < 0 else (other, kept), dim))
-        shape = [1] * x.dim()
-        shape[dim] = self.local
-        return torch.where(self._same_document(shift, x.device).view(shape), torch.cat(parts, dim), fill_value)
+        if not (x.is_floating_point() or x.is_complex()) and fill_value != int(fill_value):
+            raise ValueError(f"fill_value={fill_value} is not a value of {x.dtype}")
+        offered, sources = self._state.geometry.roll_sources(shift)
+        edges = self._gather(x.index_select(dim, offered.to(x.device)), dim)
+        moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
+        return moved.masked_fill(_along(dim, ~self._same_document(shift, x.device), x), fill_value)
 
     def _same_document(self, shift: int, device: torch.device) -> Tensor:
         """(local,) True if a token is not padding and the token ``shift`` before it belongs to the same document."""
@@ -202,12 +193,34 @@ class Sequence:
         position."""
         if not isinstance(device, torch.device | str | None):
             raise ValueError(f"positions takes a device, not a {type(device).__name__}: write positions(x.device)")
-        return self._places(device).clamp_(max=self.length - 1)
+        return self._places(device).clamp(max=self.length - 1)
 
     def _places(self, device: torch.device | str | None = None) -> Tensor:
         """Positions of this rank's tokens; those of padding are beyond the sequence."""
-        size, chunks = self._layout.chunk, self._layout.chunks[self.sp.rank]
-        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks])
+        return self._state.geometry.positions.to(device)
+
+    # --- traffic
+
+    def routes(
+        self, q: Tensor, k: Tensor, v: Tensor | None = None, *, causal: bool = False, window: int | None = None,
+        chunk: int | None = None, mask: Mask | None = None,
+    ) -> tuple[ZoneRoute, ...]:  # fmt: skip
+        """How attention with such shards is computed: for each zone of this rank's tokens, the plan or ``direct``."""
+        return self.sp._runtime.routes(self._state.geometry, q, k, v, read_mask(causal, window, chunk, mask))
+
+    def promised_traffic(
+        self, q: Tensor, k: Tensor, v: Tensor | None = None, *, causal: bool = False, window: int | None = None,
+        chunk: int | None = None, mask: Mask | None = None,
+    ) -> dict[str, dict[str, int]]:  # fmt: skip
+        """Bytes by level that this rank sends in each pass of a call with such shards, by closed form. Without ``v``,
+        values have the head dim of keys."""
+        routes = self.routes(q, k, v, causal=causal, window=window, chunk=chunk, mask=mask)
+        names = lane_names(self.sp._runtime.place)
+        promised = {}
+        for pass_ in PASSES:
+            amounts = [sum(level) for level in zip(*(route.traffic(pass_) for route in routes), strict=True)]
+            promised[str(pass_)] = {name: x for name, x in zip(names, amounts, strict=True) if x}
+        return promised
 
     # --- attention
 
@@ -324,6 +337,11 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     # not sigmoid: its gradient is w (1 - w) with w rounded, which leaves few digits of a sink's small weight 1 - w
     weight = F.logsigmoid(lse - logits).exp()
     return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
+
+
+def _along(dim: int, values: Tensor, like: Tensor) -> Tensor:
+    """One value per token, for a tensor that has its tokens in ``dim``."""
+    return values.view([-1 if index == dim else 1 for index in range(like.dim())])
 
 
 def _dim(x: Tensor, dim: int) -> int:

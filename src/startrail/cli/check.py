@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
     option("--causal", action="store_true")
     option("--window", type=int)
     option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
-    option("--layout", choices=("zigzag", "contiguous"), default="zigzag")
+    option("--layout", choices=("zones", "zigzag", "contiguous"), default="zones")
     option("--seed", type=int, default=0)
     option("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
     command.set_defaults(run=run)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -105,12 +105,12 @@ class Lanes:
         links: Sequence[Link],
     ) -> None:  # fmt: skip
         self.place, self.ranks, self.timeout, self.device = place, ranks, timeout, device
-        self.names = lane_names(place)
+        self.names = 2 * lane_names(place)  # those of the plan's levels, and the direct ones
         backend = process_groups.backend_for(device)
         self.has_tags = backend == "gloo"
         self.is_monitored = backend not in ("gloo", "fake")  # no transfer of a fake group ever ends
-        self.groups: list[dist.ProcessGroup | None] = []
-        self.local_ranks: list[dict[int, int]] = []  # per lane: rank -> its rank in the lane's group
+        self.groups: list[dist.ProcessGroup | None] = [None] * len(self.names)
+        self.local_ranks: list[dict[int, int]] = [{}] * len(self.names)  # per lane: rank -> its rank in the group
         self.aborted: str | None = None
         self.mismatch = False
         self._lock = threading.Lock()
@@ -121,14 +121,31 @@ class Lanes:
             made.append(process_groups.make_group(members, f"{name}/{suffix}", backend, timeout))
             return made[-1]
 
-        for lane in range(len(self.names)):
-            lane_ranks = place.lane_ranks(lane)
-            self.local_ranks.append({rank: index for index, rank in enumerate(lane_ranks)})
-            members = [ranks[rank] for rank in lane_ranks]
-            self.groups.append(make(members, f"{lane}-{members[0]}") if len(members) > 1 else None)
+        self._make = make
+        for lane in range(len(place.sizes)):
+            self._connect_ranks(lane, place.lane_ranks(lane), str(lane))
         self.all_ranks = make(list(ranks), "all") if self.is_monitored else None
         if self.is_monitored:
             self._connect(links)
+
+    def _connect_ranks(self, lane: int, lane_ranks: Sequence[int], name: str) -> None:
+        """Make the process group of a lane."""
+        members = [self.ranks[rank] for rank in lane_ranks]
+        self.local_ranks[lane] = {rank: index for index, rank in enumerate(lane_ranks)}
+        self.groups[lane] = self._make(members, f"{name}-{members[0]}") if len(members) > 1 else None
+
+    def open_direct(self, level: int) -> None:
+        """Make the lanes that programs of the plan ``direct`` use, unless they exist: the lane of each level from
+        ``level`` on connects all ranks that differ only there and further in. All of these ranks call it."""
+        levels = len(self.place.sizes)
+        for number in range(level, levels):
+            lane = levels + number
+            if self.groups[lane] is not None or self.place.sizes[number] == 1:
+                continue
+            self._connect_ranks(lane, self.place.inner_ranks(number), f"direct {number}")
+            if self.is_monitored:  # makes the communicator now: inside a pass, that would wait for late ranks
+                flag = torch.zeros(1, device=self.device)
+                self._reach({self.names[lane]: partial(self._lane(lane)[0].allreduce, [flag])})
 
     def abort(self, reason: str, mismatch: bool = False) -> None:
         """End all pending transfers, here and at the peers. The lanes cannot be used afterwards. Only the first call
@@ -143,16 +160,23 @@ class Lanes:
         """Send one byte over every link, and compare a digest. Communicators and connections are made on first use;
         inside a pass, that would wait for ranks that are late."""
         outgoing, incoming = (torch.zeros(len(links), 1, dtype=torch.uint8, device=self.device) for _ in range(2))
-        end = time.monotonic() + self.timeout.total_seconds()
-        target = "all ranks"
+        starts: dict[str, Callable[[], dist.Work]] = {"all ranks": lambda: self.compare_digest(1).work}
+        for lane in sorted({link.lane for link in links}):
+            on_lane = [(index, link) for index, link in enumerate(links) if link.lane == lane]
+            payloads = [(outgoing if link.send else incoming)[index] for index, link in on_lane]
+            peers = ", ".join(str(self.ranks[link.peer]) for _, link in on_lane if not link.send)
+            starts[f"{self.names[lane]} to global ranks {peers}"] = partial(
+                self._post_batch, [link for _, link in on_lane], payloads, 0
+            )
+        self._reach(starts)
+
+    def _reach(self, starts: Mapping[str, Callable[[], dist.Work]]) -> None:
+        """Start the first transfers to each target and wait for all. Raises ``PeerError`` if one fails or is late."""
+        end, target = time.monotonic() + self.timeout.total_seconds(), ""
+        works = {}
         try:
-            works = {target: self.compare_digest(1).work}
-            for lane in sorted({link.lane for link in links}):
-                on_lane = [(index, link) for index, link in enumerate(links) if link.lane == lane]
-                payloads = [(outgoing if link.send else incoming)[index] for index, link in on_lane]
-                peers = ", ".join(str(self.ranks[link.peer]) for _, link in on_lane if not link.send)
-                target = f"{self.names[lane]} to global ranks {peers}"
-                works[target] = self._post_batch([link for _, link in on_lane], payloads, 0)
+            for target, start in starts.items():
+                works[target] = start()
             for target in works:
                 while not is_done(works[target]):
                     if time.monotonic() > end:

@@ -117,7 +117,7 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
         grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
         made |= dict(zip(wanted, grads, strict=True))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
-    both = sp.promised_traffic(q, k, v).values()
+    both = sequence.promised_traffic(q, k, v, mask=mask).values()
     names = {name for part in both for name in part}
     promised = {name: len(calls) * sum(part.get(name, 0) for part in both) for name in names}
     if case.call_style in TWO_CALL_STYLES:  # undo the mirroring
@@ -205,7 +205,7 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks, and return a merged report for each. Cases that differ
     only in plan or layout share a reference."""
     torch.set_num_threads(1)
-    data = [_cached_data(replace(case, plan="", layout="zigzag", world=min(case.world, 2))) for case in cases]
+    data = [_cached_data(replace(case, plan="", layout="zones", world=min(case.world, 2))) for case in cases]
     by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
     return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from startrail.engine.batch import positions_of
 from startrail.parallel import SequenceParallel
 
 EQUAL_TOLERANCE = 2e-5  # relative, in the norm of all gradients together; a single one may be off by ten times that
@@ -126,8 +127,7 @@ def _changed_models(initial: nn.Module, batch: Any) -> Iterator[FaultPrediction]
 def _shards(sp: SequenceParallel, length: int) -> list[Tensor]:
     """The tokens of each rank."""
     layout = sp.sequence(length)._layout
-    runs = [[layout.run(chunk) for chunk in chunks] for chunks in layout.chunks]
-    return [torch.cat([torch.arange(start, start + count) for start, count in rank]) for rank in runs]
+    return [positions_of(layout.runs(rank)) for rank in range(layout.world)]
 
 
 def _model_gradients(model: nn.Module, batch: Any) -> Gradients:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from startrail.diagnostics.rounding import ROUNDING, Attention, Floor, floor_of
 from startrail.engine.validate import MAX_HEAD_DIM
-from startrail.geometry.layout import LAYOUTS, check_layout
 from startrail.geometry.mask import Mask
+from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
 from startrail.kernels import accumulator
 from startrail.parallel import SequenceParallel
 from startrail.schedule.plan import Plan
@@ -95,7 +95,7 @@ class Case:
     causal: bool = False
     window: int | None = None
     documents: tuple[int, ...] | None = None
-    layout: str = "zigzag"
+    layout: str = "zones"
     wire_dtype: torch.dtype | None = None
     scale: float | None = None
     chunk: int | None = None
@@ -121,7 +121,8 @@ class Case:
         check_layout(self.layout)
         if self.plan != "auto":
             plan = Plan.parse(self.plan)
-            local = LAYOUTS[self.layout](plan.slots(self.world), self.length).local
+            levels = [ZoneLevel(*level) for level in plan.zone_levels(self.world)]
+            local = make_layout(self.layout, levels, self.documents or (0, self.length)).local
             Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
 
     @property

@@ -6,19 +6,26 @@ the rectangles of a query piece and a key piece that a mask leaves visible.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.engine.part_run import PassPart
 from startrail.engine.wire import Wire
 from startrail.geometry.bands import bands_of
-from startrail.geometry.layout import Layout
+from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Costs, Tile, segments_of, tiles_of
 from startrail.kernels import Kernel
-from startrail.schedule.places import Place
-from startrail.schedule.values import Piece
+from startrail.routing.route import ZoneRoute, route_of
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program
+from startrail.schedule.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -47,16 +54,18 @@ class Boundaries:
 
 
 class BlockTiles:
-    """The visible tiles of each block under one mask, computed on first use."""
+    """The visible tiles of each block under one mask, computed on first use. ``runs_of`` gives the tokens of a shard or
+    bundle, sorted by position."""
 
-    def __init__(self, place: Place, layout: Layout, mask: Mask, costs: Costs) -> None:
-        self.place, self.layout, self.mask, self.costs = place, layout, mask, costs
+    def __init__(self, runs_of: Callable[[int], Runs], mask: Mask, costs: Costs) -> None:
+        self.mask, self.costs = mask, costs
+        self._runs_of = lru_cache(maxsize=None)(runs_of)
         self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def __call__(self, row: int, column: int) -> tuple[Tile, ...]:
         tiles = self._tiles.get((row, column))
         if tiles is None:
-            rows, keys = (self.layout.runs(*self.place.shard_ranks(shard)) for shard in (row, column))
+            rows, keys = self._runs_of(row), self._runs_of(column)
             if self.costs.bands:
                 tiles = tuple(bands_of(segments_of(self.mask, rows, keys)))
             else:
@@ -66,41 +75,102 @@ class BlockTiles:
 
 
 class PreparedCall(NamedTuple):
-    """What a kind of call runs with. Its ranks agree on ``signature``, and on the rest of ``detail``. ``kept`` says
-    where in the kept bytes each piece lies."""
+    """What a kind of call runs with. Its ranks agree on ``signature``, and on the rest of ``detail``."""
 
     signature: str
     detail: str
-    wire: Wire
-    kept: dict[Piece, slice]
+    parts: tuple[PassPart, ...]
+    order: list[tuple[int, int]]
     kernel: Kernel
-    tiles: BlockTiles
     scale: float
 
 
 class BatchGeometry:
-    """Boundaries and layout, and all that was derived from them: ``prepared`` calls and the tiles of masks."""
+    """Boundaries and layout, and all that was derived from them: ``prepared`` calls, routes and the tiles of masks."""
 
-    def __init__(self, place: Place, layout: Layout, boundaries: Boundaries) -> None:
-        self.place, self.layout, self.boundaries = place, layout, boundaries
+    def __init__(self, rank: int, layout: Layout, boundaries: Boundaries) -> None:
+        self.rank, self.layout, self.boundaries = rank, layout, boundaries
         self.prepared: dict[object, PreparedCall] = {}
-        self._tiles: dict[tuple[Mask, Costs], BlockTiles] = {}
+        self._routes: dict[tuple[Mask, Sizes], tuple[ZoneRoute, ...]] = {}
+        self._tiles: dict[tuple[Mask, Costs, int, bool], BlockTiles] = {}
 
-    def tiles(self, mask: Mask, costs: Costs) -> BlockTiles:
-        """The tiles of a call's ``mask``. Raises ``ValueError`` if it does not fit the sequence."""
-        if (mask, costs) not in self._tiles:
+    def routes(self, plan: Plan, mask: Mask, sizes: Sizes, sparse: bool) -> tuple[ZoneRoute, ...]:
+        """How a call with this ``mask`` is computed. Raises ``ValueError`` if it does not fit the sequence."""
+        if (mask, sizes) not in self._routes:
             whole = self.boundaries.apply(mask)
             whole.check_length(self.layout.length)
-            self._tiles[mask, costs] = BlockTiles(self.place, self.layout, whole, costs)
-        return self._tiles[mask, costs]
+            self._routes[mask, sizes] = route_of(plan, self.layout, self.rank, whole, sizes, sparse)
+        return self._routes[mask, sizes]
 
-    def poison_hidden_rows(self, out: Tensor, lse: Tensor) -> None:
+    def tiles(self, mask: Mask, costs: Costs, route: ZoneRoute, program: Program) -> BlockTiles:
+        """The tiles of one zone under a call's ``mask``."""
+        key = mask, costs, route.zone.level, bool(route.fetches)
+        if key not in self._tiles:
+            zone, length, place, bundles = route.zone, self.layout.length, program.place, program.bundles
+
+            def runs_of(shard: int) -> Runs:
+                return bundles[shard].runs if shard in bundles else zone.runs_of(place.shard_ranks(shard), length)
+
+            self._tiles[key] = BlockTiles(runs_of, self.boundaries.apply(mask), costs)
+        return self._tiles[key]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions of this rank's tokens; those of padding are beyond the sequence."""
+        return positions_of(self.layout.table[self.rank])
+
+    @cached_property
+    def token_order(self) -> Tensor:
+        """For each token of the sequence, its index among the tokens of all ranks, rank by rank."""
+        held = torch.cat([positions_of(runs) for runs in self.layout.table])
+        return held.argsort(stable=True)[: self.layout.length]
+
+    def roll_sources(self, shift: int) -> tuple[Tensor, Tensor]:
+        """Where a token finds the value of the token ``shift`` before it. It is one of this rank's, or it lies near the
+        edge of some run: at its beginning if the shift is negative, at its end otherwise. Returns which of its own
+        tokens this rank offers, as many as every rank, and for each of its tokens the index of its source among its
+        own and then those that all ranks offer."""
+        amount, length, table = abs(shift), self.layout.length, self.layout.table
+        offers = [
+            positions_of([
+                (start, min(amount, count)) if shift < 0 else (start + max(count - amount, 0), min(amount, count))
+                for start, count in runs
+            ])
+            for runs in table
+        ]  # fmt: skip
+        most = max(map(len, offers))
+        padded = torch.stack([F.pad(offer, (0, most - len(offer)), value=-1) for offer in offers])
+        known = torch.cat((self.positions, padded.flatten()))
+        values, order = known.sort(stable=True)
+        wanted = (self.positions - shift).clamp(0, length - 1)
+        sources = order[torch.searchsorted(values, wanted).clamp(max=len(values) - 1)]
+        own, own_order = self.positions.sort(stable=True)
+        offered = own_order[torch.searchsorted(own, padded[self.rank].clamp(min=0)).clamp(max=len(own) - 1)]
+        return offered, sources
+
+    def poison_hidden_rows(self, route: ZoneRoute, out: Tensor, lse: Tensor) -> None:
         """Fill rows without any weight with NaN, as softmax does in one process. Every token sees itself, so all logits
         of such a row were -inf. Only on CPUs, where reading ``lse`` costs nothing."""
-        real = sum(count for _, count in self.layout.runs(self.place.rank))
+        real = sum(count for _, count in route.zone.runs_of((route.member,), self.layout.length))
         if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
             out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
 
-    def chunk_places(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank of our own piece, where its chunks stand in that piece."""
-        return self.layout.places(self.place.shard_ranks(self.place.shard))
+
+def positions_of(runs: Sequence[tuple[int, int]]) -> Tensor:
+    """All positions of some runs (first position, count).
+
+    >>> positions_of([(3, 2), (7, 1)]).tolist()
+    [3, 4, 7]
+    """
+    starts, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
+    before = counts.cumsum(0) - counts
+    return torch.repeat_interleave(starts - before, counts) + torch.arange(int(counts.sum()), device="cpu")
+
+
+def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wire:
+    """The pieces of a zone as tensors. Members that split heads sort the tokens of all of them by position."""
+    chunk, places = 1, tuple[tuple[int, ...], ...]()
+    if route.chosen.heads > 1:
+        place = route.chosen.place(route.zone.size, route.member)
+        chunk, places = route.zone.places(place.shard_ranks(place.shard))
+    return Wire(route.sizes, dtype, wire_dtype, chunk, places)

@@ -13,7 +13,7 @@ import threading
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,18 +31,22 @@ from startrail.comm.counters import Counters
 from startrail.comm.digest import digest
 from startrail.comm.lanes import Lanes, call_tag, links_used
 from startrail.comm.ledger import CallLedger, CallRecord, WaitRegistry
-from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
+from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall, wire_of
 from startrail.engine.call import AttentionCall
-from startrail.engine.executor import Executor, PassContext
+from startrail.engine.executor import Executor
 from startrail.engine.op_key import OpKey, SequenceState
+from startrail.engine.part_run import Inputs, PassContext, PassPart
 from startrail.engine.validate import check_tensors, describe_tensor
-from startrail.engine.wire import Wire
-from startrail.geometry.layout import LAYOUTS
+from startrail.geometry.mask import Mask
+from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.kernels import kernel_for, nudge_zero_rows, row_sums
+from startrail.routing.route import ZoneRoute
+from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import build_program
-from startrail.schedule.sizes import Sizes
+from startrail.schedule.program import Program, build_program
+from startrail.schedule.sizes import ALIGN, Sizes, aligned
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
+from startrail.schedule.walk import MAX_PARTS
 
 RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
 PREPARED_CALLS = 64  # kept per sequence
@@ -61,6 +65,7 @@ class Settings:
     wire_dtype: torch.dtype | None
     timeout: timedelta
     check_every_call: bool
+    sparse: bool
 
 
 class Runtime:
@@ -74,7 +79,7 @@ class Runtime:
         self.counters = Counters()
         self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
         self._number = next(_num_instances.setdefault(ranks, itertools.count()))
-        self._slots = self.plan.slots(self.world)
+        self._zone_levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.world)]
         self._sequences: WeakValueDictionary[Boundaries, BatchGeometry] = WeakValueDictionary()
         self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
         self._lock = threading.Lock()
@@ -133,8 +138,8 @@ class Runtime:
         """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
         geometry = self._sequences.get(boundaries)
         if geometry is None:
-            layout = LAYOUTS[self.settings.layout](self._slots, boundaries.length)
-            self._sequences[boundaries] = geometry = BatchGeometry(self.place, layout, boundaries)
+            layout = make_layout(self.settings.layout, self._zone_levels, boundaries.documents)
+            self._sequences[boundaries] = geometry = BatchGeometry(self.rank, layout, boundaries)
         self._recent.append(geometry)
         return geometry
 
@@ -161,7 +166,10 @@ class Runtime:
         return dtype if self.world == 1 else self.settings.wire_dtype or dtype
 
     def kept_bytes(self, sizes: Sizes) -> int:
-        return sizes.kept_bytes(self._program(FORWARD).kept)
+        """An upper bound of what a forward pass keeps, whatever the documents and the mask: what the plan keeps if all
+        ranks share all tokens, and some room between the pieces."""
+        pieces = () if self.plan.family.by_mask else self._program(FORWARD).kept
+        return sizes.kept_bytes(pieces) + MAX_PARTS * len(pieces) * ALIGN
 
     # --- passes
 
@@ -173,11 +181,13 @@ class Runtime:
         with self._exclusive_call():
             self._num_forwards += 1
             context = self._context(FORWARD, q, k, v, op_key, call, None)
-            kept = torch.empty(self.kept_bytes(context.wire.sizes), dtype=torch.uint8, device=q.device)
-            q, k, v = map(context.wire.rounded, (q, k, v))
-            lse, out = self._run(context, FORWARD, {"q": (q,), "kv": context.wire.with_copies(k, v)}, kept)["out"]
+            kept = torch.empty(self.kept_bytes(self.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device)
+            results = [part["out"] for part in self._run(context, {"q": (q,), "kv": (k, v)}, kept)]
             if not call.mask.steps:  # rows of such a mask may see nothing
-                self._lookup_sequence(op_key)[0].poison_hidden_rows(out, lse)
+                geometry, _ = self._lookup_sequence(op_key)
+                for route, (lse, out) in zip(self.routes(geometry, q, k, v, call.mask), results, strict=True):
+                    geometry.poison_hidden_rows(route, out, lse)
+            lse, out = _joined(results)
             return out, lse, kept, torch.tensor(self.consensus.call_id, device="cpu"), context.largest
 
     def backward(
@@ -191,17 +201,19 @@ class Runtime:
         k, v = qkv[1:] if qkv else (q[:, :kv_heads], out[:, :kv_heads])
         with self._exclusive_call():
             context = self._context(BACKWARD, q, k, v, op_key, call, number)
-            q, k, v, dout = map(context.wire.rounded, (q, k, v, dout))
-            delta = row_sums(dout, out, context.wire.acc)
+            wire = context.parts[0].wire
+            dout = wire.rounded(dout)
+            delta = row_sums(dout, out, wire.acc)
             if dlse is not None:
                 delta = delta - dlse
                 dout = nudge_zero_rows(dout, delta)
             inputs: dict[str, tuple[Tensor, ...]] = {"do": (lse, delta, dout)}
             if qkv:
-                inputs |= {"q": (q,), "kv": context.wire.with_copies(k, v)}
-            results = self._run(context, BACKWARD, inputs, kept)
-            (dq,), (dk, dv) = results["dq"], results["dkv"]
-            return dq, *context.wire.without_copies(dk, dv)
+                inputs |= {"q": (q,), "kv": (k, v)}
+            results = self._run(context, inputs, kept)
+            pairs = zip(context.parts, results, strict=True)
+            dq, dk, dv = _joined([(*r["dq"], *part.wire.without_copies(*r["dkv"])) for part, r in pairs])
+            return dq, dk, dv
 
     @contextmanager
     def _exclusive_call(self) -> Iterator[None]:
@@ -249,9 +261,7 @@ class Runtime:
             self.consensus.compare(keys)
         tag = call_tag(f"{self.consensus.call_id} {record}")
         max_logits = q.new_full(q.shape[:2] if call.max_logits else (0, 0), float("-inf"), dtype=torch.float32)
-        return PassContext(
-            prepared.wire, prepared.kept, prepared.kernel, prepared.tiles, prepared.scale, tag, q.device, max_logits
-        )
+        return PassContext(prepared.parts, prepared.order, prepared.kernel, prepared.scale, tag, q.device, max_logits)
 
     def _prepare(
         self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, geometry: BatchGeometry, call: AttentionCall
@@ -261,7 +271,6 @@ class Runtime:
         try:
             check_tensors(q, k, v)
             kernel = kernel_for(q.device, q.dtype, max(q.shape[3], v.shape[3]), call.softcap)
-            tiles = geometry.tiles(call.mask, kernel.costs)
             if q.shape[2] != layout.local:
                 hint = "shard with sequence.shard(), which pads"
                 if q.shape[1] == layout.local:
@@ -269,17 +278,30 @@ class Runtime:
                     hint = f"these look like (batch, tokens, heads, dim): {fix}"
                 raise ValueError(
                     f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens per rank "
-                    f"({settings.layout}, {len(layout.chunks[0])} x {layout.chunk}), but this rank has {q.shape[2]}; "
-                    f"{hint}"
+                    f"({settings.layout}), but this rank has {q.shape[2]}; {hint}"
                 )
-            sizes = self.sizes_of(q, k, v)
+            routes = self.routes(geometry, q, k, v, call.mask)
         except ValueError as error:
             self._refuse(str(error))
-        wire = Wire(sizes, q.dtype, self._wire_dtype(q.dtype), layout.chunk, geometry.chunk_places())
+        parts: list[PassPart] = []
+        start = 0  # of the part's kept bytes
+        for route in routes:
+            program, wire = route.program(pass_), wire_of(route, q.dtype, self._wire_dtype(q.dtype))
+            tiles = geometry.tiles(call.mask, kernel.costs, route, program)
+            kept = route.sizes.kept_slices(program.kept, start)
+            start = max((aligned(part.stop) for part in kept.values()), default=start)
+            direct_level = None if route.fetches is None else route.zone.level
+            parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
-        kept = sizes.kept_slices(self._program(pass_).kept)
-        return PreparedCall(signature, detail, wire, kept, kernel, tiles, call.scale_for(q.shape[3]))
+        order = run_order([part.program for part in parts])
+        return PreparedCall(signature, detail, tuple(parts), order, kernel, call.scale_for(q.shape[3]))
+
+    def routes(
+        self, geometry: BatchGeometry, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask
+    ) -> tuple[ZoneRoute, ...]:
+        """How a call with such shards and this mask is computed. Raises ``ValueError`` if it cannot be."""
+        return geometry.routes(self.plan, mask, self.sizes_of(q, k, v), self.settings.sparse)
 
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
@@ -298,10 +320,21 @@ class Runtime:
         self.consensus.compare(())
         raise AssertionError("ranks with a problem never agree")
 
-    def _run(
-        self, context: PassContext, pass_: Pass, inputs: Mapping[str, tuple[Tensor, ...]], kept: Tensor
-    ) -> dict[str, tuple[Tensor, ...]]:
-        return self.executor_on(context.device).run(context, self._program(pass_), inputs, kept)
+    def _run(self, context: PassContext, inputs: Inputs, kept: Tensor) -> list[dict[str, tuple[Tensor, ...]]]:
+        """Run a pass on each part's tokens of ``inputs``."""
+        of_parts = []
+        for part in context.parts:
+            wire, tokens = part.wire, part.wire.sizes.local
+            own = {kind: tuple(x.narrow(2, part.start, tokens) for x in xs) for kind, xs in inputs.items()}
+            if "q" in own:
+                q, (k, v) = wire.rounded(own["q"][0]), map(wire.rounded, own["kv"])
+                own |= {"q": (q,), "kv": wire.with_copies(k, v)}
+            of_parts.append(own)
+        executor = self.executor_on(context.device)
+        for part in context.parts:
+            if part.direct_level is not None:
+                executor.lanes.open_direct(part.direct_level)
+        return executor.run(context, of_parts, kept)
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
@@ -310,10 +343,23 @@ class Runtime:
             lanes = None
             if self.world > 1:
                 name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
-                programs = [self._program(pass_) for pass_ in PASSES]
+                programs = [program for pass_ in PASSES for program in self._programs(pass_)]
                 lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, links_used(programs))
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
+
+
+    def _programs(self, pass_: Pass) -> Iterator[Program]:
+        """This rank's programs of the plan, for all zones that it can be in."""
+        for level, slots in self._zone_levels:
+            if not (plan := self.plan.inside(level)).family.by_mask:
+                first = self.rank // len(slots) * len(slots)
+                yield build_program(plan, len(slots), self.rank - first, pass_, first)
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The results of all tokens from those of each part."""
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
 
 
 def _no_counts() -> array[int]:

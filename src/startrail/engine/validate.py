@@ -37,11 +37,14 @@ def read_call(
         raise ValueError(f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}")
     if sinks is not None:
         _check_sinks(sinks, q)
-    mask = _read_mask(causal, window, chunk, mask)
+    mask = read_mask(causal, window, chunk, mask)
     return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits)
 
 
-def _read_mask(causal: object, window: object, chunk: object, mask: object) -> Mask:
+def read_mask(
+    causal: object = False, window: object = None, chunk: object = None, mask: object = None
+) -> Mask:
+    """The mask that a layer's arguments describe, without documents and blocks."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r} must be True or False")
     for name, tokens in (("window", window), ("chunk", chunk)):

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class Wire:
     """``dtype`` is that of the inputs, ``wire_dtype`` that of messages. A piece consists of chunks of ``chunk`` tokens;
-    ``places`` says for each head rank where its chunks stand in the piece (``Layout.places``).
+    ``places`` says for each head rank where its chunks stand in the piece (``Zone.places``).
 
     ``nbytes`` are the bytes of a whole piece by kind, ``part_bytes`` those of one head rank's tokens. ``format`` tells
     apart pieces whose bytes mean different things; it is a text because Python caches a text's hash.
@@ -58,13 +58,17 @@ class Wire:
             start = stop
         return views
 
-    def views(self, flat: Tensor, kind: str) -> tuple[Tensor, ...]:
-        """The tensors of a whole piece, as views of its bytes."""
-        return tuple(self.cut(flat, self.fields(kind, self.sizes.tokens)))
+    def bytes_of(self, kind: str, tokens: int) -> int:
+        """Bytes of a piece of ``tokens`` tokens."""
+        return self.nbytes[kind] * tokens // self.sizes.tokens
 
-    def result_shapes(self, kind: str) -> list[tuple[int, ...]]:
+    def views(self, flat: Tensor, kind: str, tokens: int) -> tuple[Tensor, ...]:
+        """The tensors of a piece of ``tokens`` tokens, as views of its bytes."""
+        return tuple(self.cut(flat, self.fields(kind, tokens)))
+
+    def result_shapes(self, kind: str, tokens: int) -> list[tuple[int, ...]]:
         """The shapes of the sums that a result is accumulated in. lse is not one of them: it comes with its output."""
-        return [field.shape for field in self.fields(kind, self.sizes.tokens) if len(field.shape) == 4]
+        return [field.shape for field in self.fields(kind, tokens) if len(field.shape) == 4]
 
     def local_results(self, kind: str, device: torch.device) -> tuple[Tensor, ...]:
         """Empty tensors for a result of this rank's tokens, all heads, in the user's dtype."""

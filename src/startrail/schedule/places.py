@@ -99,6 +99,12 @@ class Place:
         pairs = zip(self.digits, to_digits(peer, self.sizes), strict=True)
         return next(lane for lane, (own, other) in enumerate(pairs) if own != other)
 
+    def inner_ranks(self, level: int) -> tuple[int, ...]:
+        """The ranks that differ from this one only at ``level`` and further in, this one included."""
+        size = prod(self.sizes[level:])
+        first = self.rank // size * size
+        return tuple(range(first, first + size))
+
     def lane_ranks(self, lane: int) -> tuple[int, ...]:
         """The ranks that communicate over a lane, this one included, in order. A heads lane also connects ranks that
         differ at heads levels further in."""

@@ -174,6 +174,34 @@ class Plan:
         return tuple(shard * self.heads + head for shard, head in pairs)
 
 
+    def inside(self, level: int) -> Plan:
+        """The plan of the ranks that differ only at ``level`` and further in. It has the same levels, so that it uses
+        the same lanes; those outside have one rank. Groups hide slow links, which are outside.
+
+        >>> str(Plan.parse("u4/2x4,keep=all,groups=2").inside(1)), str(Plan.parse("star2/u4").inside(2))
+        ('u1/2x4,keep=all', 'u1/u1')
+        """
+        if level == 0:
+            return self
+        inner = Plan((Heads(1),) * level + self.levels[level:])
+        backward = self.backward if inner.shard_levels else inner.backward
+        return replace(inner, backward=backward, keep=self.keep)
+
+    def zone_levels(self, world: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Every level at which ranks can share tokens, from all ranks to single ones: the number of levels outside, and
+        the slots of the ranks inside.
+
+        >>> Plan.parse("u2/1x2").zone_levels(4)
+        [(0, (0, 2, 1, 3)), (1, (0, 1)), (2, (0,))]
+        """
+        levels, size = [(0, self.slots(world))], world
+        for level, ranks in enumerate(self.sizes(world), start=1):
+            size //= ranks
+            if ranks > 1:
+                levels.append((level, self.inside(level).slots(size)))
+        return levels
+
+
 def _level(part: str, text: str) -> Level:
     if part.startswith("u") and part[1:].isdecimal():
         return Heads(int(part[1:]))

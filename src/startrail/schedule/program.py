@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from startrail.schedule.compose import compose
 from startrail.schedule.families.base import ByKind
+from startrail.schedule.families.direct import DirectLevel, Fetches, direct_steps
 from startrail.schedule.places import Place
 from startrail.schedule.plan import Plan
-from startrail.schedule.values import FORWARD, INPUTS, Pass, Piece, Step, Transfer
+from startrail.schedule.values import FORWARD, INPUTS, Bundle, Pass, Piece, Step, Transfer
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity, since each is built once
 class Program:
     """The steps of one rank in one pass. ``own_inputs`` are the pieces made from the caller's own tokens. ``kept`` are
-    those that the forward pass holds at its end and the backward pass has at its start."""
+    those that the forward pass holds at its end and the backward pass has at its start.
+
+    A program may run on some of the ranks only: ``place`` then counts from the ``first`` of them. ``bundles`` are the
+    pieces that are not whole shards, by their number.
+    """
 
     plan: Plan
     place: Place
@@ -24,6 +29,8 @@ class Program:
     steps: tuple[Step, ...]
     own_inputs: tuple[Piece, ...]
     kept: tuple[Piece, ...]
+    first: int = 0
+    bundles: Mapping[int, Bundle] = field(default_factory=dict)
 
     @property
     def given(self) -> tuple[Piece, ...]:
@@ -38,12 +45,14 @@ class Program:
         """True if a transfer goes over heads, and so carries only part of a piece."""
         return self.place.by_heads[post.lane]
 
-    def sends(self, sizes: ByKind) -> Iterator[tuple[Transfer, float]]:
-        """Every send with its size; ``sizes`` are those of whole pieces by kind."""
+    def sends(self, sizes: ByKind, tokens: int = 1) -> Iterator[tuple[Transfer, float]]:
+        """Every send with its size; ``sizes`` are those of whole pieces by kind, of ``tokens`` tokens each."""
         for step in self.steps:
             for post in step.posts:
                 if post.send:
-                    yield post, sizes[post.piece.kind] / (self.place.num_heads if self.is_part(post) else 1)
+                    bundle = self.bundles.get(post.piece.shard)
+                    share = 1 / self.place.num_heads if self.is_part(post) else 1.0
+                    yield post, sizes[post.piece.kind] * (bundle.tokens / tokens if bundle else share)
 
     @cached_property
     def last_uses(self) -> tuple[tuple[Piece, ...], ...]:
@@ -60,12 +69,17 @@ class Program:
         return tuple(map(tuple, done))
 
     def __str__(self) -> str:
-        return f"{self.plan} {self.pass_}, rank {self.place.rank} of {self.place.world}"
+        rank, world = self.place.rank, self.place.world
+        inside = f" of ranks {self.first} to {self.first + world - 1}" if self.first else f" of {world}"
+        return f"{self.plan} {self.pass_}, rank {self.first + rank}{inside}"
 
 
 @lru_cache(maxsize=256)
-def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
-    """The program of ``rank`` in one pass.
+def build_program(
+    plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False
+) -> Program:
+    """The program of ``rank`` in one pass. ``first`` is added to all ranks that it names. With ``keep_own`` the forward
+    pass keeps its own inputs for the backward pass, as a plan with heads always does.
 
     >>> program = build_program(Plan.parse("2x2"), 4, 0, FORWARD)
     >>> for step in program.steps: print(step)
@@ -76,16 +90,35 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass) -> Program:
     merge out0<1
     """
     place = plan.place(world, rank)
+    if plan.family.by_mask:
+        raise ValueError(f"plan {plan}: what a rank sends depends on the mask")
     groups = range(plan.groups)
     bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
     kept = [piece for group in groups for piece in plan.family.kept(plan, place, group)]
     own = _pieces_of(plan, place.shard, FORWARD.enters)
     inputs = _pieces_of(plan, place.shard, pass_.enters)
-    if plan.heads > 1:  # exchanged pieces are kept too: the backward pass exchanges only gradients
+    if plan.heads > 1 or keep_own:  # exchanged pieces are kept too: the backward pass exchanges only gradients
         kept = own + kept
     elif pass_ is not FORWARD:
         inputs += own
-    return Program(plan, place, pass_, compose(place, pass_, bodies), tuple(inputs), tuple(kept))
+    steps = compose(place, pass_, bodies)
+    if first:
+        steps = tuple(step.shifted(first) for step in steps)
+    return Program(plan, place, pass_, steps, tuple(inputs), tuple(kept), first)
+
+
+def build_direct_program(
+    fetches: Fetches, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False
+) -> Program:
+    """The program of ``rank`` under the plan ``direct``; ``fetches`` says who needs which tokens."""
+    plan, sizes = Plan((DirectLevel(),)), (1,) * len(fetches.sizes) + fetches.sizes
+    place = Place(rank, sizes, (False,) * len(sizes))
+    own, inputs = (_pieces_of(plan, rank, kinds) for kinds in (FORWARD.enters, pass_.enters))
+    if pass_ is not FORWARD and not keep_own:
+        inputs += own
+    steps = tuple(step.shifted(first) for step in direct_steps(fetches, rank, pass_))
+    bundles = dict(fetches.bundles(rank).values())
+    return Program(plan, place, pass_, steps, tuple(inputs), tuple(own if keep_own else ()), first, bundles)
 
 
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:

@@ -124,9 +124,9 @@ class Sizes:
         """Bytes of a whole piece of every kind."""
         return {kind: self._sum(self.fields(kind, self.tokens)) for kind in KINDS}
 
-    def kept_slices(self, pieces: Sequence[Piece]) -> dict[Piece, slice]:
-        """The position of each kept piece in one byte buffer."""
-        slices, start = {}, 0
+    def kept_slices(self, pieces: Sequence[Piece], start: int = 0) -> dict[Piece, slice]:
+        """The position of each kept piece in one byte buffer, from ``start`` on."""
+        slices = {}
         for piece in pieces:
             stop = start + self.nbytes(piece.kind)
             slices[piece] = slice(start, stop)

@@ -82,9 +82,36 @@ class Step(NamedTuple):
     merges: tuple[Merge, ...] = ()
     after: tuple[Piece, ...] = ()
 
+    def shifted(self, first: int) -> Step:
+        """The same step with ``first`` added to all ranks."""
+        posts = tuple(post._replace(peer=post.peer + first) for post in self.posts)
+        merges = tuple(merge._replace(peer=merge.peer + first) for merge in self.merges)
+        return self._replace(posts=posts, merges=merges)
+
     def __str__(self) -> str:
         parts = (("after ", self.after), ("post ", self.posts), ("", self.blocks), ("merge ", self.merges))
         return " | ".join(label + " ".join(map(str, values)) for label, values in parts if values)
+
+
+class Source(NamedTuple):
+    """Where some tokens of a bundle lie at its sender: ``tokens`` tokens of ``shard`` (the rank's own, or a bundle that
+    it received) from index ``start`` on."""
+
+    shard: int
+    start: int
+    tokens: int
+
+
+class Bundle(NamedTuple):
+    """A piece that holds some tokens of a shard, or of several: ``runs`` of positions (first, count), sorted.
+    ``sources`` are known to the sender only."""
+
+    runs: tuple[tuple[int, int], ...]
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.runs)
 
 
 @dataclass(frozen=True)

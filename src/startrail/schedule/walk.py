@@ -27,7 +27,9 @@ from typing import Any, NamedTuple, Protocol
 from startrail.schedule.program import Program
 from startrail.schedule.values import INPUTS, RESULTS, Block, Piece, Transfer
 
-TAGS_PER_PAIR = 1 << 11
+MAX_PARTS = 8  # programs that one pass can consist of
+TAGS_PER_PART = 1 << 8
+TAGS_PER_PAIR = MAX_PARTS * TAGS_PER_PART
 LABEL_LENGTH = 160  # of a step's text, at most
 
 
@@ -145,7 +147,8 @@ class Walker:
         over_heads = self.place.num_heads > 1
         self.joined = set(program.own_inputs if over_heads else ())
         # pieces held in one buffer: kept ones, and own ones that are joined from parts
-        self.packed = {piece for piece in program.given if over_heads or piece not in program.own_inputs}
+        views = set() if over_heads else set(program.own_inputs) - set(program.kept)
+        self.packed = set(program.given) - views
         self.counts: dict[tuple[bool, int, int], int] = {}
         self.in_flight: dict[Piece, list[int]] = {}
         self.partials: dict[tuple[Piece, int], deque[int]] = {}
@@ -206,7 +209,8 @@ class Walker:
     @cached_property
     def head_of_rank(self) -> dict[int, int]:
         """Index of the share of the heads that each rank of our shard computes."""
-        return {rank: head for head, rank in enumerate(self.place.shard_ranks(self.place.shard))}
+        ranks = self.place.shard_ranks(self.place.shard)
+        return {self.program.first + rank: head for head, rank in enumerate(ranks)}
 
     def message(
         self, send: bool, lane: int, peer: int, pieces: tuple[Piece, ...], head: int | None, packs: bool
@@ -216,4 +220,4 @@ class Walker:
         self.number += 1
         if send:
             self.sends.append(self.number)
-        return Message(send, lane, peer, pieces, count % TAGS_PER_PAIR, self.number, head, packs)
+        return Message(send, lane, peer, pieces, count % TAGS_PER_PART, self.number, head, packs)

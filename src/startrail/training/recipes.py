@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from startrail.geometry.layout import check_layout
+from startrail.geometry.zones import check_layout
 from startrail.planner.units import read_file
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
@@ -57,7 +57,7 @@ class Recipe:
     batch: int = _field(1, "sequences or images per pass of one data-parallel group")
     accumulate: int = _field(1, "passes per step")
     plan: str = _field("auto", "how ranks share a sequence: 1x8, u2/2x2, 2x2/u2, star2, u8 or auto")
-    layout: str = _field("zigzag", "which tokens a rank gets: zigzag or contiguous")
+    layout: str = _field("zones", "which tokens a rank gets: zones, zigzag or contiguous")
     data_parallel: int = _field(1, "groups of ranks that train on different sequences")
     ranks: int = _field(8, "local ranks to start (ignored under torchrun)")
     device: str = _field("auto", "cpu, cuda, or auto: cuda if there is a GPU per rank")

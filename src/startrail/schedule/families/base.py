@@ -53,12 +53,15 @@ class Family(ABC):
     """One way to build schedules.
 
     ``level`` is the class of its levels and ``backwards`` lists its backward forms, the default first. An
-    ``open_ended`` family fits several world sizes.
+    ``open_ended`` family fits several world sizes. A program of a ``by_mask`` family depends on the mask, so it is not
+    built from the plan alone. In a ``by_rank`` family not all ranks send the same number of bytes.
     """
 
     level: ClassVar[type[Level]]
     backwards: ClassVar[tuple[str, ...]]
     open_ended: ClassVar[bool] = False
+    by_mask: ClassVar[bool] = False
+    by_rank: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, text: str) -> Level | None:

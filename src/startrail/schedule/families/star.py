@@ -57,6 +57,7 @@ class StarFamily(Family):
     level = Star
     backwards = ("queries",)
     open_ended = True
+    by_rank = True  # some ranks need not move their keys
 
     def read(self, text: str) -> Star | None:
         match = re.fullmatch(r"star(\d+)", text)

@@ -1,0 +1,129 @@
+"""The route of a call: for each zone of the batch, the plan's program or ``direct``, whichever sends fewer bytes.
+
+Bytes are compared level by level, outermost first, summed over the ranks of the zone and over both passes. All ranks
+compute the same numbers, so they decide alike without talking. ``direct`` is considered only if the mask is narrow: no
+rank sees more than half of the zone's other tokens, or more than ``NARROW`` times as many as it owns, since it holds
+all that it fetches at once.
+
+>>> from startrail.geometry.layout import zigzag
+>>> plan = Plan.parse("1x2/1x2")
+>>> sizes = Sizes(plan, local=64, batch=1, q_heads=4, kv_heads=4, head_dim=8)
+>>> layout = zigzag(plan.slots(4), 256)
+>>> for mask in (Mask(causal=True), Mask(causal=True, window=8)):
+...     (part,) = route_of(plan, layout, 0, mask, sizes)
+...     print(part.chosen, part.plan_bytes, part.direct_bytes)
+1x2/1x2 (196608, 393216) None
+direct (196608, 393216) (10752, 21504)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from startrail.geometry.layout import Layout, Zone
+from startrail.geometry.mask import Mask
+from startrail.geometry.needs import needed_keys
+from startrail.schedule.families.direct import NARROW, DirectLevel, Fetches
+from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program, build_direct_program, build_program, closed_form
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import FORWARD, PASSES, Pass
+
+ByLevel = tuple[int, ...]  # bytes sent over each level's links
+
+
+@dataclass(frozen=True, eq=False)
+class ZoneRoute:
+    """How the tokens of one zone are attended. ``start`` is the index of this rank's first token of the zone,
+    ``member`` the rank's place among the zone's ranks. ``plan_bytes`` and ``direct_bytes`` are what all ranks of the
+    zone send over each level in both passes; ``direct_bytes`` is None if that was not considered."""
+
+    zone: Zone
+    start: int
+    member: int
+    sizes: Sizes  # of the chosen plan, for the zone's tokens
+    fetches: Fetches | None  # if it is direct
+    keep_own: bool  # the forward pass keeps its own inputs for the backward pass
+    plan_bytes: ByLevel
+    direct_bytes: ByLevel | None
+
+    @property
+    def chosen(self) -> Plan:
+        return self.sizes.plan
+
+    def program(self, pass_: Pass) -> Program:
+        """This rank's program."""
+        zone = self.zone
+        if self.fetches is None:
+            return build_program(self.chosen, zone.size, self.member, pass_, zone.first, self.keep_own)
+        return self._direct[pass_]
+
+    @cached_property
+    def _direct(self) -> dict[Pass, Program]:
+        assert self.fetches is not None
+        first = self.zone.first
+        return {p: build_direct_program(self.fetches, self.member, p, first, self.keep_own) for p in PASSES}
+
+    def traffic(self, pass_: Pass) -> ByLevel:
+        """The bytes that this rank sends over each level's links, by closed form."""
+        if self.fetches is None:
+            return tuple(map(round, closed_form(self.chosen, self.zone.size, self.member, pass_, self.sizes.by_kind)))
+        tokens = self.fetches.tokens_by_level(self.member)
+        return tuple(count * _bytes_per_token(self.sizes, pass_) for count in tokens)
+
+
+def route_of(
+    plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, sparse: bool = True
+) -> tuple[ZoneRoute, ...]:  # fmt: skip
+    """The routes of a rank's zones, outermost first. ``mask`` includes documents and blocks. ``sizes`` are those of the
+    plan for the whole batch. With ``sparse=False`` every zone uses the plan."""
+    routes = []
+    for zone, start in layout.zones_of(rank):
+        inner = plan.inside(zone.level)
+        of_zone = replace(sizes, plan=inner, local=zone.tokens)
+        keep_own, member = plan.heads > 1, rank - zone.first
+        plan_bytes = direct_bytes = None
+        if not inner.family.by_mask:
+            plan_bytes = _plan_bytes(of_zone, zone.size)
+        fetches = None
+        if zone.size > 1 and (inner.family.by_mask or (sparse and is_narrow(zone, layout.length, mask))):
+            fetches = fetches_in(inner, zone, layout.length, mask)
+            direct = replace(of_zone, plan=Plan((DirectLevel(),)))
+            direct_bytes = tuple(
+                count * sum(_bytes_per_token(direct, pass_) for pass_ in PASSES) for count in fetches.tokens_by_level()
+            )
+            if plan_bytes is None or direct_bytes < plan_bytes:
+                of_zone = direct
+            else:
+                fetches = None
+        routes.append(ZoneRoute(zone, start, member, of_zone, fetches, keep_own, plan_bytes or (), direct_bytes))
+    return tuple(routes)
+
+
+def _bytes_per_token(sizes: Sizes, pass_: Pass) -> int:
+    """What a token sent directly takes: its keys and values, and in the backward pass their gradients too."""
+    kinds = ("kv",) if pass_ is FORWARD else ("kv", "dkv")
+    return sum(sizes.by_kind[kind] for kind in kinds) // max(sizes.tokens, 1)
+
+
+@lru_cache(maxsize=1024)
+def _plan_bytes(sizes: Sizes, ranks: int) -> ByLevel:
+    """What all ranks of a zone send over each level in both passes."""
+    plan = sizes.plan
+    members = range(ranks) if plan.family.by_rank else (0,)
+    sent = [closed_form(plan, ranks, member, pass_, sizes.by_kind) for member in members for pass_ in PASSES]
+    return tuple(round(sum(level) * ranks / len(members)) for level in zip(*sent, strict=True))
+
+
+def fetches_in(plan: Plan, zone: Zone, length: int, mask: Mask) -> Fetches:
+    """What the ranks of a zone fetch from each other under this mask. ``plan`` says which of them are close."""
+    owned = [zone.runs_of((member,), length) for member in range(zone.size)]
+    return Fetches.of(owned, [needed_keys(mask, own, length) for own in owned], plan.sizes(zone.size))
+
+
+def is_narrow(zone: Zone, length: int, mask: Mask) -> bool:
+    """True if no rank of the zone sees more than half of the other ranks' tokens, or ``NARROW`` times its own."""
+    most = min(NARROW, (zone.size - 1) / 2) * zone.tokens
+    needed = (needed_keys(mask, zone.runs_of((member,), length), length) for member in range(zone.size))
+    return all(sum(count for _, count in runs) <= most for runs in needed)
