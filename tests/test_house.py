@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "launch": {"comm"},
     "integrations": API | {"api"},
     "diagnostics": API | {"api", "launch", "integrations"},
-    "training": API | {"api", "launch"},
+    "training": API | {"api", "launch", "view"},
     "lab": {"launch", "planner"},
 }
 WITHOUT_TORCH = ["schedule", "geometry", "planner", "view", "cli"]

@@ -7,12 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
-from startrail.cli.options import Commands, add_command, world_size
+from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import ASSUMED_TOKENS_PER_RANK, fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.topology import Machine
-from startrail.planner.units import parse_count
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
@@ -41,7 +40,7 @@ def add(commands: Commands) -> None:
     option("--heads", type=int, help="query heads, for auto and --html")
     option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
     option("--head-dim", type=int, help="head dimension (default 128)")
-    option("--length", type=_tokens, help="tokens, such as 65536 or 64k (default 4096 per rank)")
+    option("--length", type=read_tokens, help="tokens, such as 65536 or 64k (default 4096 per rank)")
     option("--cluster", help="a cluster's name or .toml file, for auto and --html (default: STARTRAIL_CLUSTER)")
     option("--direction", choices=("forward", "backward"), default="forward")
     option("--full", action="store_true", help="every token sees every other (default: causal)")
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     world = world_size(plan, arguments.ranks)
     mask, length = _read_mask(arguments, world)
     if arguments.html or arguments.svg:
-        return _write_files(arguments, plan, _machine(world, arguments.nodes), mask, length)
+        return _write_files(arguments, plan, make_machine(world, arguments.nodes), mask, length)
     ranks = arguments.rank or list(range(min(world, MAX_RANKS)))
     for rank in ranks:
         _check_rank(rank, world)
@@ -80,19 +79,6 @@ def _check_rank(rank: int, world: int) -> None:
         raise ValueError(f"--rank {rank} is not in a world of {world}")
 
 
-def _tokens(text: str) -> int:
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _machine(ranks: int, nodes: int) -> Machine:
-    if ranks < 1 or nodes < 1 or ranks % nodes:
-        raise ValueError(f"--ranks {ranks} is not a multiple of --nodes {nodes}")
-    return Machine(nodes, ranks // nodes)
-
-
 def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
     lengths = None
     if arguments.documents is not None:
@@ -113,18 +99,10 @@ def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
 
 def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> int:
     if arguments.svg:
-        _write(arguments.svg, svg(plan, machine, mask, length))
+        write_text(arguments.svg, svg(plan, machine, mask, length))
     if arguments.html:
-        _write(arguments.html, _page(arguments, plan, machine, mask, length))
+        write_text(arguments.html, _page(arguments, plan, machine, mask, length))
     return 0
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {file}: {error.strerror}") from None
-    print(f"wrote {file} ({len(text.encode()) / 1e3:.0f} kB)")
 
 
 def _page(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> str:
@@ -165,7 +143,7 @@ def _choose_plan(arguments: argparse.Namespace) -> Plan:
     """Ask the planner, and print the reason for its choice."""
     if not arguments.ranks or not arguments.heads:
         raise ValueError("auto chooses a plan for a cluster and a model: pass --ranks and --heads (and --nodes)")
-    machine = _machine(arguments.ranks, arguments.nodes)
+    machine = make_machine(arguments.ranks, arguments.nodes)
     heads, kv_heads = arguments.heads, arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     check_heads(heads, kv_heads)
     name, described = _find_cluster(arguments)

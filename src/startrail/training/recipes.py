@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "on_nan": ("stop", "skip"),
 }
 CURVE = ("steps", "warmup", "learning_rate", "final_rate")  # the fields that decide the learning rate of a step
-MAY_BE_ZERO = ("evaluate_every", "evaluate_batches", "save_every", "sample", "warmup")
+MAY_BE_ZERO = ("evaluate_every", "evaluate_batches", "save_every", "sample", "trace", "warmup")
 
 
 def _field(default: Any, meaning: str) -> Any:
@@ -82,6 +82,7 @@ class Recipe:
     out: str = _field("", "output folder for checkpoints, metrics and samples")
     wait_minutes: float = _field(10.0, "minutes to wait for a rank that hangs before the run ends")
     tensorboard: bool = _field(False, "also write TensorBoard events to out")
+    trace: int = _field(0, "the step whose attention to trace into out/trace.json, for Perfetto (0: none)")
     sample: int = _field(120, "tokens of text, or sampler steps of images, to generate at the end (0: none)")
 
     def __post_init__(self) -> None:

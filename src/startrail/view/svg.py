@@ -12,7 +12,7 @@ from html import escape
 from math import asin, cos, hypot, pi, sin
 from typing import NamedTuple
 
-from startrail.geometry.layout import zigzag
+from startrail.geometry.layout import joined, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.planner.topology import Machine
@@ -243,17 +243,17 @@ def _matrix(plan: Plan, world: int, mask: Mask, length: int, left: float, top: f
     """The attention matrix in the order of tokens; cells without visible pairs stay empty."""
     shards = world // plan.heads
     layout, owners = zigzag(range(shards), length), block_owners(plan, world)
-    shard_of = {chunk: shard for shard, chunks in enumerate(layout.chunks) for chunk in chunks}
-    cells = len(shard_of)
+    runs = sorted((run, shard) for shard, own in enumerate(layout.table) for run in own)
+    cells = len(runs)
     unit = MATRIX_SIDE / cells
     text = f"{mask}: the {'shard' if plan.heads > 1 else 'rank'} that computes each cell"
     parts = [f'<text class="t q" x="{left}" y="{top}">{escape(text)}</text>']
     parts.append(f'<rect class="edge" x="{left}" y="{top + 10}" width="{MATRIX_SIDE}" height="{MATRIX_SIDE}"/>')
     for q in range(cells):
         for k in range(cells):
-            if not tiles_of(mask, (layout.run(q),), (layout.run(k),)):
+            if not tiles_of(mask, joined([runs[q][0]], length), joined([runs[k][0]], length)):
                 continue
-            owner = owners[shard_of[q], shard_of[k]]
+            owner = owners[runs[q][1], runs[k][1]]
             x, y = left + k * unit, top + 10 + q * unit
             box = f'x="{x:.2f}" y="{y:.2f}" width="{unit:.2f}" height="{unit:.2f}"'
             parts.append(f'<rect class="cell" {box} fill="{colour(owner, shards)}"><title>{owner}</title></rect>')
