@@ -1,6 +1,7 @@
 """A trace of a run in the lab and of its prediction: the same labels in the same order on every rank."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_prediction_and_run_have_the_same_labels_in_the_same_order(measured, pla
         for call in range(4):  # forward and backward, twice
             wanted = [record.label for record in expected if record.call == call % 2]
             assert [record.label for record in found if record.call == call] == wanted, (rank, call)
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(found, found[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(found))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -70,6 +71,7 @@ def test_every_message_is_one_arrow_from_its_sender_to_its_receiver(measured, pl
         posts = [name for own in records for record in own for name in record.posts]
         arrivals = {name: record.end for own in records for record in own for name in record.arrivals}
         assert len(posts) == len(set(posts)) and set(posts) == set(arrivals)
+        assert len(posts) == sum(len(record.arrivals) for own in records for record in own)
         begun = {name: record.start for own in records for record in own for name in record.posts}
         assert all(begun[name] <= arrivals[name] for name in posts)
         trace = chrome_trace(records, plan)["traceEvents"]
@@ -80,7 +82,11 @@ def test_every_message_is_one_arrow_from_its_sender_to_its_receiver(measured, pl
 
 def test_compare_shows_where_they_part_and_refuses_other_programs(measured, tmp_path, capsys):
     files = {}
-    for name, records in (("predicted", predicted("2x1/u2")), ("measured", measured["2x1/u2"]), ("ring", measured["1x4"])):
+    for name, records in (
+        ("predicted", predicted("2x1/u2")),
+        ("measured", measured["2x1/u2"]),
+        ("ring", measured["1x4"]),
+    ):
         files[name] = tmp_path / f"{name}.json"
         files[name].write_text(json.dumps(chrome_trace(records, name)))
     text = compare(read_trace(files["predicted"]), read_trace(files["measured"]))

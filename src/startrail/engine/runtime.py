@@ -348,7 +348,6 @@ class Runtime:
             self._executor = executor = Executor(lanes, self.consensus, self.counters)
         return executor
 
-
     def _programs(self, pass_: Pass) -> Iterator[Program]:
         """This rank's programs of the plan, for all zones that it can be in."""
         for level, slots in self._zone_levels:

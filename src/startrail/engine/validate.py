@@ -41,9 +41,7 @@ def read_call(
     return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits)
 
 
-def read_mask(
-    causal: object = False, window: object = None, chunk: object = None, mask: object = None
-) -> Mask:
+def read_mask(causal: object = False, window: object = None, chunk: object = None, mask: object = None) -> Mask:
     """The mask that a layer's arguments describe, without documents and blocks."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r} must be True or False")

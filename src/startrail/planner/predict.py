@@ -192,8 +192,9 @@ def _simulate_all_ranks(
     on_task = (lambda rank, now: ends[rank].append(now)) if hooks else None
     simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
     seconds = simulator.run()
-    for rank in range(world) if hooks else ():
-        _tell(hooks(rank), programs[rank], tasks[rank], marks[rank], [start + end for end in ends[rank]])
+    if hooks is not None:
+        for rank in range(world):
+            _tell(hooks(rank), programs[rank], tasks[rank], marks[rank], [start + end for end in ends[rank]])
     waiting = sum(rank.waiting for rank in simulator.ranks) / world
     sent = tuple(nbytes / world for nbytes in simulator.sent)
     return SimulatedPass(seconds, waiting, sent, wires.busiest(simulator.carried))

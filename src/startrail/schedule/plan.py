@@ -173,7 +173,6 @@ class Plan:
                 pairs = [(shard * size + digit, head) for shard, head in pairs for digit in range(size)]
         return tuple(shard * self.heads + head for shard, head in pairs)
 
-
     def inside(self, level: int) -> Plan:
         """The plan of the ranks that differ only at ``level`` and further in. It has the same levels, so that it uses
         the same lanes; those outside have one rank. Groups hide slow links, which are outside.

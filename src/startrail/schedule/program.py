@@ -75,9 +75,7 @@ class Program:
 
 
 @lru_cache(maxsize=256)
-def build_program(
-    plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False
-) -> Program:
+def build_program(plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False) -> Program:
     """The program of ``rank`` in one pass. ``first`` is added to all ranks that it names. With ``keep_own`` the forward
     pass keeps its own inputs for the backward pass, as a plan with heads always does.
 
@@ -107,9 +105,7 @@ def build_program(
     return Program(plan, place, pass_, steps, tuple(inputs), tuple(kept), first)
 
 
-def build_direct_program(
-    fetches: Fetches, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False
-) -> Program:
+def build_direct_program(fetches: Fetches, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False) -> Program:
     """The program of ``rank`` under the plan ``direct``; ``fetches`` says who needs which tokens."""
     plan, sizes = Plan((DirectLevel(),)), (1,) * len(fetches.sizes) + fetches.sizes
     place = Place(rank, sizes, (False,) * len(sizes))

@@ -89,15 +89,26 @@ def run_page(page: RunPage, steps: list[dict[str, Any]], peak: float, sample: st
     ranks = page.world // recipe.data_parallel
     pictures = [
         figure(line_chart([series("training loss", "loss"), held_out], "step", f"loss ({unit})"), _loss_text(held_out)),
-        figure(line_chart([series("tokens/s", "tokens_per_second")], "step", "tokens per second", True), "All ranks together."),
+        figure(
+            line_chart([series("tokens/s", "tokens_per_second")], "step", "tokens per second", True),
+            "All ranks together.",
+        ),
         figure(
             line_chart([series("exposed", "waiting", 100)], "step", "exposed communication (%)", True),
             "The share of each step in which the average rank waits for transfers of attention.",
         ),
     ]
     if peak or page.expected:
-        bars = [Bar("peak, fullest rank", peak, size_text(peak), True), Bar("estimate", page.expected, size_text(page.expected))]
-        pictures.append(figure(bar_chart(bars, "memory that training adds to a rank"), "Measured against the estimate made before the run."))
+        bars = [
+            Bar("peak, fullest rank", peak, size_text(peak), True),
+            Bar("estimate", page.expected, size_text(page.expected)),
+        ]
+        pictures.append(
+            figure(
+                bar_chart(bars, "memory that training adds to a rank"),
+                "Measured against the estimate made before the run.",
+            )
+        )
     if ranks <= MAX_DRAWN:
         drawing = image(svg(page.plan, Machine(1, ranks)).encode(), "svg+xml", f"plan {page.plan}")
         pictures.append(figure(drawing, f"The plan: {groups}{page.plan}."))

@@ -194,7 +194,9 @@ class Trainer:
         texts = gather_texts(json.dumps([self.data_rank, self.sp.rank, records]))
         if self.lead:
             found = [json.loads(text) for text in texts]
-            by_rank = [[Record(*entry) for entry in own] for group, _, own in sorted(found, key=lambda f: f[:2]) if not group]
+            by_rank = [
+                [Record(*entry) for entry in own] for group, _, own in sorted(found, key=lambda f: f[:2]) if not group
+            ]
             title = f"{self.sp.plan} on {self.sp.world} ranks: {self.recipe.name}, step {step}, measured"
             path = self.folder / "trace.json"
             try:

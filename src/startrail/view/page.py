@@ -42,8 +42,8 @@ def machines() -> list[Machine]:
 def offered(machine: Machine) -> list[Plan]:
     """The plans that the page offers on a machine: one level over all ranks, or one per level of the machine.
 
-    >>> [str(plan) for plan in offered(Machine(2, 2))]
-    ['1x4', '2x2', '4x1', 'star2', 'u4', '1x2/1x2', '2x1/1x2', '1x2/2x1', '2x1/2x1', 'u2/1x2', '1x2/u2', 'u2/2x1', '2x1/u2']
+    >>> [str(plan) for plan in offered(Machine(2, 2))][:7]
+    ['1x4', '2x2', '4x1', 'star2', 'u4', '1x2/1x2', '2x1/1x2']
     """
     if machine == LARGE:
         return [Plan.parse(text) for text in LARGE_PLANS]

@@ -80,7 +80,9 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, from_zero: 
         parts.append(f'<line class="axis" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" opacity=".5"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(tick)}</text>')
     for tick in x_ticks:
-        parts.append(f'<text x="{x_at(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(tick)}</text>')
+        parts.append(
+            f'<text x="{x_at(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(tick)}</text>'
+        )
     for at, each in enumerate(kept):
         colour, places = f"var(--c{at % 4})", [(x_at(x), y_at(y)) for x, y in thinned(each.points)]
         if not each.dots:
@@ -89,16 +91,23 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, from_zero: 
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>')
         if each.dots or len(places) == 1:
             for (x, y), (_, value) in zip(places, thinned(each.points), strict=True):
-                parts.append(
-                    f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}" '
-                    f'transform="rotate(45 {x:.1f} {y:.1f})"><title>{escape(each.name)}: {number_text(value)}</title></rect>'
-                )
+                parts.append(_diamond(x, y, colour, f"{each.name}: {number_text(value)}"))
     parts += _legend(kept)
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text class="quiet" x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM + 34}" text-anchor="end">{escape(x_label)}</text>')
-    parts.append(f'<text class="quiet" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>')
+    parts.append(
+        f'<text class="quiet" x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM + 34}" text-anchor="end">{escape(x_label)}</text>'
+    )
+    parts.append(
+        f'<text class="quiet" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text>"
+    )
     last = "; ".join(f"{each.name} ends at {number_text(each.points[-1][1])}" for each in kept if each.points)
     return _svg(HEIGHT, f"{y_label} over {x_label}: {last}", parts)
+
+
+def _diamond(x: float, y: float, colour: str, text: str) -> str:
+    box = f'x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" transform="rotate(45 {x:.1f} {y:.1f})"'
+    return f'<rect {box} fill="{colour}"><title>{escape(text)}</title></rect>'
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
@@ -106,10 +115,12 @@ def _legend(series: Sequence[Series]) -> list[str]:
     for at, each in enumerate(series):
         colour = f"var(--c{at % 4})"
         if each.dots:
-            parts.append(f'<rect x="{x + 8}" y="{y - 8}" width="8" height="8" fill="{colour}" transform="rotate(45 {x + 12} {y - 4})"/>')
+            parts.append(_diamond(x + 12, y - 4, colour, each.name))
         else:
             dash = f' stroke-dasharray="{DASHES[at % 4]}"' if DASHES[at % 4] else ""
-            parts.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" stroke="{colour}" stroke-width="2"{dash}/>')
+            parts.append(
+                f'<line x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" stroke="{colour}" stroke-width="2"{dash}/>'
+            )
         parts.append(f'<text x="{x + 30}" y="{y}">{escape(each.name)}</text>')
         x += 48 + 7 * len(each.name)
     return parts
@@ -136,7 +147,9 @@ def bar_chart(bars: Sequence[Bar], label: str, limit_name: str = "") -> str:
             parts.append(f'<line x1="{x0:.1f}" y1="{y + 9}" x2="{x1:.1f}" y2="{y + 9}" stroke="var(--text)"/>')
         if bar.limit is not None:
             x = NAME + bar.limit * scale
-            parts.append(f'<line x1="{x:.1f}" y1="{y - 1}" x2="{x:.1f}" y2="{y + ROW - 5}" stroke="var(--c1)" stroke-width="3"/>')
+            parts.append(
+                f'<line x1="{x:.1f}" y1="{y - 1}" x2="{x:.1f}" y2="{y + ROW - 5}" stroke="var(--c1)" stroke-width="3"/>'
+            )
         parts.append(f'<text x="{NAME + end * scale + 8:.1f}" y="{y + 14}">{escape(bar.text)}</text>')
     note = label + (f"; the upright mark is {limit_name}" if limit_name else "")
     parts.append(f'<text class="quiet" x="{NAME}" y="{height - 8}">{escape(note)}</text>')
@@ -144,8 +157,8 @@ def bar_chart(bars: Sequence[Bar], label: str, limit_name: str = "") -> str:
 
 
 def _svg(height: float, description: str, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" aria-label="{escape(description)}">'
-    return head + "".join(parts) + "</svg>"
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    return f'<svg {size} role="img" aria-label="{escape(description)}">{"".join(parts)}</svg>'
 
 
 def ticks(low: float, high: float, number: int = 5) -> list[float]:
@@ -201,4 +214,3 @@ def image(data: bytes, kind: str, description: str) -> str:
     """``kind``: png or svg+xml."""
     text = base64.b64encode(data).decode()
     return f'<img alt="{escape(description)}" src="data:image/{kind};base64,{text}">'
-

@@ -232,10 +232,10 @@ def _legend(drawing: _Drawing, top: float, drawn: str) -> list[str]:
 def block_owners(plan: Plan, world: int) -> dict[tuple[int, int], int]:
     """The shard whose ranks compute each block of the forward pass."""
     slots = plan.slots(world)
-    owners = {}
+    owners: dict[tuple[int, int], int] = {}
     for shard in range(world // plan.heads):
         program = build_program(plan, world, slots.index(shard * plan.heads), FORWARD)
-        owners |= {block[:2]: shard for step in program.steps for block in step.blocks}
+        owners |= {(block.row, block.column): shard for step in program.steps for block in step.blocks}
     return owners
 
 

@@ -27,7 +27,7 @@ from startrail.planner.answer import seconds_text
 from startrail.schedule.program import Program
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Message, Post, Prepare
 
-MICRO = 1e6
+MICRO, NANO = 1e6, 1e9
 LARGEST_SHOWN = 8  # differences that `compare` lists
 
 
@@ -57,6 +57,7 @@ class Recorder:
         self._parts: list[Program] = []  # of the pass that runs
         self._finished = 0
         self._messages: dict[tuple[int, int], Message] = {}
+        self._arrived: set[tuple[int, int]] = set()  # one message may bring several pieces
 
     def __call__(self, program: Program, step: int, event: Event | Finish, start: float, end: float) -> None:
         part = self._part(program)
@@ -85,7 +86,9 @@ class Recorder:
         else:
             kind, text, numbers = "finish", "", event.messages
         received = [self._messages[part, number] for number in numbers]
-        arrivals = [self._name(part, message) for message in received]
+        new = [message for message in received if (part, message.number) not in self._arrived]
+        self._arrived.update((part, message.number) for message in new)
+        arrivals = [self._name(part, message) for message in new]
         lanes = lanes or tuple(sorted({message.lane for message in received}))
         body = " ".join(filter(None, ("" if kind == "compute" else kind, text)))
         label = f"{program.pass_} {step}: {body}"
@@ -99,6 +102,7 @@ class Recorder:
         if not self._parts:
             self._call += 1
             self._messages.clear()
+            self._arrived.clear()
         if program not in self._parts:
             self._parts.append(program)
         return self._parts.index(program)
@@ -121,33 +125,33 @@ def chrome_trace(records: Sequence[Sequence[Record]], title: str) -> dict[str, A
     """All ranks' records as one trace. Each rank is a process with a track of events; transfers are arrows from the
     post of the sender to the event of the receiver that needed the message, and spans on a track per level."""
     first = min((record.start for own in records for record in own), default=0.0)
+    every = (name for own in records for record in own for name in (*record.posts, *record.arrivals))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(every), start=1)}  # ids must be numbers
     events: list[dict[str, Any]] = []
-
-    def at(seconds: float) -> float:
-        return round((seconds - first) * MICRO, 3)
-
-    posted: dict[str, float] = {}
+    posted: dict[str, int] = {}
+    arrived: list[tuple[int, str, int]] = []
     for rank, own in enumerate(records):
         events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}})
         events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "events"}})
-        for record in own:
+        end = 0
+        for record in own:  # in nanoseconds, at least one each: an arrow needs a slice to end at
+            start = max(round((record.start - first) * NANO), end)
+            end = max(round((record.end - first) * NANO), start + 1)
             args = {"call": record.call, "step": record.step, "kind": record.kind, "lanes": record.lanes}
-            span = {"ts": at(record.start), "dur": round(max(record.end - record.start, 0.0) * MICRO, 3)}
-            events.append(
-                {"ph": "X", "pid": rank, "tid": 0, "cat": record.pass_, "name": record.label, **span, "args": args}
-            )
-            posted |= dict.fromkeys(record.posts, record.end)
+            span = {"ts": start / 1000, "dur": (end - start) / 1000, "args": args}
+            events.append({"ph": "X", "pid": rank, "tid": 0, "cat": record.pass_, "name": record.label, **span})
             common = {"pid": rank, "tid": 0, "cat": "transfer", "name": "transfer"}
-            events += [{"ph": "s", "id": name, **common, "ts": at(record.start)} for name in record.posts]
-            events += [{"ph": "f", "bp": "e", "id": name, **common, "ts": at(record.end)} for name in record.arrivals]
-    for rank, own in enumerate(records):
-        for record in own:
+            for name in record.posts:
+                posted[name] = start
+                events.append({"ph": "s", "id": numbers[name], **common, "ts": start / 1000})
             for name in record.arrivals:
-                if name in posted and posted[name] <= record.end:
-                    _, _, lane, ends, _ = name.split(".")
-                    span = {"pid": rank, "cat": f"level {lane}", "id": name, "name": f"level {lane}: {ends}"}
-                    events.append({"ph": "b", **span, "ts": at(posted[name])})
-                    events.append({"ph": "e", **span, "ts": at(record.end)})
+                arrived.append((rank, name, end - 1))
+                events.append({"ph": "f", "bp": "e", "id": numbers[name], **common, "ts": (end - 1) / 1000})
+    for rank, name, end in arrived:
+        if name in posted and posted[name] <= end:
+            _, _, lane, ends, _ = name.split(".")
+            span = {"pid": rank, "cat": f"level {lane}", "id": numbers[name], "name": f"level {lane}: {ends}"}
+            events += [{"ph": "b", **span, "ts": posted[name] / 1000}, {"ph": "e", **span, "ts": end / 1000}]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title, "ranks": len(records)}}
 
 
