@@ -161,7 +161,7 @@ class SequenceParallel:
 
     def on_event(self, hook: EventHook | None) -> None:
         """Call ``hook`` after every event of every pass on this rank; None ends that. On a GPU, times are those of the
-        host, which runs ahead. `startrail.view.trace.Recorder` is such a hook."""
+        host, which runs ahead. `startrail.view.trace.EventRecorder` is such a hook."""
         self._runtime.counters.on_event = hook
 
     def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:

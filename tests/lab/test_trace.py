@@ -12,7 +12,7 @@ from startrail.cli import main
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import AttentionShape, predict, trace_prediction
 from startrail.schedule.plan import Plan
-from startrail.view.trace import Record, Recorder, chrome_trace, compare, read_trace
+from startrail.view.trace import EventRecorder, Record, chrome_trace, compare, read_trace
 
 PLANS = ["1x4", "2x2,keep=all", "star2", "2x1/u2", "u2/1x2,groups=2"]
 LENGTH, HEADS, DIM = 256, 4, 16
@@ -20,7 +20,7 @@ CALL = AttentionShape(LENGTH, 1, HEADS, HEADS, DIM, causal=True, dtype="float32"
 
 
 def predicted(plan, world=4):
-    recorders = [Recorder(rank) for rank in range(world)]
+    recorders = [EventRecorder(rank) for rank in range(world)]
     cluster = find_cluster("lab").resized([2, world // 2])
     prediction = trace_prediction(cluster, Plan.parse(plan), CALL, recorders.__getitem__)
     assert prediction == predict(cluster, Plan.parse(plan), CALL, all_ranks=True)  # watching changes nothing
@@ -34,7 +34,7 @@ def on_rank(rank):
         sp = startrail.SequenceParallel(plan)
         sequence = sp.sequence(LENGTH)
         q, k, v = (torch.randn(1, HEADS, sequence.local, DIM, requires_grad=True) for _ in range(3))
-        recorder = Recorder(rank)
+        recorder = EventRecorder(rank)
         sp.on_event(recorder)
         for _ in range(2):
             out = sequence.attention(q, k, v, causal=True)

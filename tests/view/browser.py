@@ -11,6 +11,8 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--window-size=1400,1000",
 )  # fmt: skip
 
+TEXT = "return document.getElementById(arguments[0]).textContent"
+
 
 def start_browser():
     """A driver, or a skip with the reason."""
@@ -47,3 +49,19 @@ def open_page(browser, path, fragment=""):
 
 def errors(browser):
     return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def state(**parts):
+    return "&".join(f"{name}={value}" for name, value in parts.items())
+
+
+def click(browser, name):
+    browser.find_element("id", name).click()
+
+
+def choose(browser, name, value):
+    script = (
+        "const field = document.querySelector(`[name=${arguments[0]}]`); field.value = arguments[1];"
+        "field.dispatchEvent(new Event('change', {bubbles: true}))"
+    )
+    browser.execute_script(script, name, str(value))

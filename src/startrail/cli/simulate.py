@@ -14,7 +14,7 @@ from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
 from startrail.planner.predict import AttentionShape, Prediction, trace_prediction
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
-from startrail.view.trace import Recorder, chrome_trace
+from startrail.view.trace import EventRecorder, chrome_trace
 
 EXAMPLES = {
     "startrail simulate u4/1x8 --nodes 4 --cluster a100-4x8": "times, waiting and bytes of one attention call",
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.window,
     )
     cluster.device.of(call.dtype)  # raises if there are no rates
-    recorders = [Recorder(rank) for rank in range(world)]
+    recorders = [EventRecorder(rank) for rank in range(world)]
     prediction = trace_prediction(cluster, plan, call, recorders.__getitem__)
     title = f"{plan} on {world} ranks of {cluster}: {call.length} tokens, {call.dtype}, predicted"
     print(_text(title, prediction, cluster))

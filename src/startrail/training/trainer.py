@@ -36,7 +36,7 @@ from startrail.training.metrics import MetricsFile
 from startrail.training.recipes import Recipe
 from startrail.training.report import RunPage
 from startrail.training.tasks import compute_dtype, make_task
-from startrail.view.trace import Record, Recorder, chrome_trace
+from startrail.view.trace import EventRecorder, Record, chrome_trace
 
 load_dynamo()
 
@@ -182,7 +182,7 @@ class Trainer:
         if step != self.recipe.trace:
             yield
             return
-        recorder = Recorder(self.sp.rank)
+        recorder = EventRecorder(self.sp.rank)
         dist.barrier()
         origin = time.perf_counter()  # clocks of several nodes differ
         self.sp.on_event(recorder)

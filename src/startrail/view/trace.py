@@ -1,13 +1,13 @@
 """Traces of attention for Perfetto and chrome://tracing: one file with all ranks, and arrows for transfers.
 
-The executor and the simulator walk the same programs and tell a ``Recorder`` about the same events, so a measured
+The executor and the simulator walk the same programs and tell a ``EventRecorder`` about the same events, so a measured
 trace and a predicted one have the same labels in the same order on every rank; ``compare`` shows where their times
 part. Times are seconds in records, and microseconds in the file, as its format demands.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.predict import AttentionShape, trace_prediction
->>> recorders = [Recorder(rank) for rank in range(2)]
+>>> recorders = [EventRecorder(rank) for rank in range(2)]
 >>> call = AttentionShape(4096, 1, 8, 8, 64, causal=True)
 >>> _ = trace_prediction(find_cluster("a100-4x8").resized([1, 2]), Plan.parse("1x2"), call, recorders.__getitem__)
 >>> [record.label for record in recorders[0].records if record.call == 0]
@@ -47,7 +47,7 @@ class Record(NamedTuple):
     arrivals: tuple[str, ...] = ()
 
 
-class Recorder:
+class EventRecorder:
     """Collects the events of one rank; an ``EventHook``."""
 
     def __init__(self, rank: int) -> None:
