@@ -17,6 +17,7 @@ from torch import Tensor
 
 import startrail
 from startrail.cli import main
+from startrail.geometry.zones import ZoneLevel
 from startrail.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,11 +83,12 @@ def gradient_mistakes(
 # --- ranks and errors
 
 
-def as_rank(rank: int, world: int, layout: str = "zigzag", plan: str | None = None) -> startrail.SequenceParallel:
+def as_rank(rank: int, world: int, layout: str = "zones", plan: str | None = None) -> startrail.SequenceParallel:
     """What shards and counts as one rank of several does, without the others; a plain ring, unless ``plan`` says so."""
     sp = startrail.SequenceParallel("1x1", layout=layout)
     sp.rank, sp.world, sp.plan = rank, world, Plan.parse(plan or f"1x{world}")
-    sp._runtime.place, sp._runtime._slots = sp.plan.place(world, rank), sp.plan.slots(world)
+    sp._runtime.place, sp._runtime.rank = sp.plan.place(world, rank), rank
+    sp._runtime._zone_levels = [ZoneLevel(*level) for level in sp.plan.zone_levels(world)]
     return sp
 
 

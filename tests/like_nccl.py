@@ -6,8 +6,8 @@
 - Data arrives at its work's ``wait()``; until then a receive buffer holds NaN in every floating dtype.
 - A send may read its buffer until ``wait()``, which raises if the buffer has changed.
 - ``wait()`` never times out and raises only for the mistakes above, not for a dead peer. ``abort()`` ends it.
-- A failed work (``break_with``) is *completed* without its data; ``exception()`` returns the error, ``wait()`` does not
-  raise.
+- A failed work (``break_with``) is *completed* without its data; ``exception()`` returns the error,
+  ``get_future_result()`` its kind, and ``wait()`` does not raise.
 - ``shutdown()`` waits for all pending work without a limit, unless ``abort()`` was called first.
 - ``abort()`` waits for all work on the GPU: if two groups of a rank hang, aborting one returns only once the other is
   being aborted, too (NVIDIA/nccl#1013).
@@ -55,6 +55,13 @@ class Batch:
 
     def exception(self) -> RuntimeError | None:
         return self.error
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Complete at once only if the work has failed: NCCL's own watchdog sets the result of one that succeeded."""
+        result: torch.futures.Future[int] = torch.futures.Future()
+        if self.error is not None:
+            result.set_result(2)
+        return result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         while not self.completed.wait(0.2):

@@ -14,16 +14,17 @@ SOURCE = ROOT / "src" / "startrail"
 
 # Which packages a package may import from. Anything may import `_compat`. "api" is every module directly under
 # src/startrail; what is not listed may import everything.
-API = {"comm", "engine", "geometry", "kernels", "planner", "planner.live", "schedule"}
+API = {"comm", "engine", "geometry", "kernels", "planner", "planner.live", "routing", "schedule"}
 MAY_IMPORT = {
     "schedule": set(),
     "geometry": set(),
-    "planner": {"schedule", "geometry"},
-    "view": {"schedule", "geometry", "planner"},
+    "routing": {"schedule", "geometry"},
+    "planner": {"schedule", "geometry", "routing"},
+    "view": {"schedule", "geometry", "routing", "planner"},
     "kernels": {"geometry"},
     "comm": {"schedule", "kernels"},
-    "engine": {"schedule", "geometry", "kernels", "comm"},
-    "planner.live": {"schedule", "geometry", "planner", "kernels", "comm"},
+    "engine": {"schedule", "geometry", "routing", "kernels", "comm"},
+    "planner.live": {"schedule", "geometry", "routing", "planner", "kernels", "comm"},
     "api": API,
     "launch": {"comm"},
     "integrations": API | {"api"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "training": API | {"api", "launch", "view"},
     "lab": {"launch", "planner"},
 }
-WITHOUT_TORCH = ["schedule", "geometry", "planner", "view", "cli"]
+WITHOUT_TORCH = ["schedule", "geometry", "routing", "planner", "view", "cli"]
 EVERYTHING = ["bench", "cli"]
 FRONT_DOORS = {"testing": "diagnostics", "__main__": "cli"}  # modules of the api that only open another package
 

@@ -93,6 +93,7 @@ def all_to_all(group: dist.ProcessGroup, output: Tensor, input_: Tensor) -> dist
 
 
 _has_warned = False
+_has_python_errors = torch.__version__ >= "2.13"  # a TorchVersion, so not compared as text
 
 
 def work_error(work: dist.Work) -> Exception | None:
@@ -101,12 +102,30 @@ def work_error(work: dist.Work) -> Exception | None:
     ``Work.exception`` is deprecated without a replacement. torch warns once per process, which this hides.
     """
     global _has_warned
+    if not _has_python_errors:
+        return _error_from_result(work)
     if _has_warned:
         return work.exception()
     _has_warned = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return work.exception()
+
+
+def _error_from_result(work: dist.Work) -> Exception | None:
+    """``work_error`` before torch 2.13, where ``Work.exception`` raises ``TypeError`` (pytorch/pytorch#147312).
+
+    If NCCL's ``is_completed`` finds an error, it also stores the kind of error as the work's result. Other works have
+    no result and can be asked for success, which NCCL's cannot.
+    """
+    try:
+        result = work.get_future_result()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None if work.is_success() else RuntimeError("the transfer failed")
+    if not result.done() or result.value() == 0:
+        return None
+    kind = {1: "it timed out", 2: "communication error"}.get(result.value(), f"result {result.value()}")
+    return RuntimeError(f"the transfer failed: {kind}")
 
 
 def is_gloo_error(error: RuntimeError) -> bool:

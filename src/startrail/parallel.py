@@ -136,10 +136,17 @@ class SequenceParallel:
         text or the prefix of a prefix-LM. Every rank must make the same sequences, and those of one length in the same
         order.
         """
+        return self._sequence(length, documents, blocks, ())
+
+    def _sequence(
+        self, length: int | None, documents: Tensor | SequenceOf[int] | None,
+        blocks: Tensor | SequenceOf[tuple[int, int]] | None, placement: tuple[int, ...],
+    ) -> Sequence:  # fmt: skip
+        """A sequence that is laid out for the documents ``placement``, if they are given."""
         if length is None or not is_int(length) or length < 1:
             self._runtime.refuse(_wrong_length(length))
         try:
-            boundaries = read_boundaries(length, documents, blocks)
+            boundaries = read_boundaries(length, documents, blocks, placement)
         except ValueError as error:
             self._runtime.refuse(str(error))
         return Sequence(self, self._runtime.make_sequence(boundaries))

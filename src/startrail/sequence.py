@@ -91,12 +91,19 @@ class Sequence:
     @property
     def runs(self) -> Runs:
         """This rank's real tokens in the order in which it holds them, as (first position, count)."""
-        runs = ((start, min(count, self.length - start)) for start, count in self._layout.table[self.sp.rank])
+        runs = ((start, min(count, self.length - start)) for start, count in self.padded_runs)
         return tuple((start, count) for start, count in runs if count > 0)
 
+    @property
+    def padded_runs(self) -> Runs:
+        """The same with this rank's padding, which has positions beyond the sequence."""
+        return self._layout.table[self.sp.rank]
+
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
-        """The same sequence with other documents: global cu_seqlens (0, ..., length)."""
-        return self.sp.sequence(self.length, documents, self.blocks)
+        """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
+        sequence may be cut further, but not joined: their tokens may be on different ranks."""
+        own = self._state.geometry.boundaries
+        return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents)
 
     # --- tokens
 
@@ -130,7 +137,7 @@ class Sequence:
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
                 f"{self.local} of this sequence"
             )
-        order = self._state.geometry.token_order.to(x.device)
+        order = self._state.geometry.token_order().to(x.device)
         return self._gather(x, dim).index_select(dim, order)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:

@@ -209,7 +209,7 @@ def test_errors_name_the_dead_or_stalled_peer_and_the_step(how):
 def test_wrong_constructor_arguments_raise():
     for arguments, message in [
         (dict(plan="2x2"), "world size 1 is not teams 2 x ring 2 x heads 1 = 4"),
-        (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zigzag, contiguous"),
+        (dict(plan="1x1", layout="spiral"), "layout 'spiral' is not one of zones, zigzag, contiguous"),
         (dict(plan="1x1", wire_dtype=torch.int8), "wire_dtype torch.int8"),
         (dict(plan="1x1", timeout=0), "timeout=0"),
         (dict(plan="1x1", timeout="3"), "timeout='3' must be a number of seconds greater than 0"),

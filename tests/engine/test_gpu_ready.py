@@ -25,7 +25,8 @@ from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
 from startrail.engine.buffers import BufferPool
-from startrail.engine.executor import Executor, PassContext
+from startrail.engine.executor import Executor
+from startrail.engine.part_run import PassContext
 from startrail.engine.validate import describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.kernels import base, cuda, kernel_for
@@ -113,7 +114,7 @@ def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
     executor = Executor(None, Consensus(None, None, False), Counters())
     with pytest.raises(ValueError, match="cannot be captured"):
-        executor.run(PassContext(None, {}, None, None, 1.0, 0, torch.device("cuda", 1)), None, {}, None)
+        executor.run(PassContext((), (), None, 1.0, 0, torch.device("cuda", 1)), [], None)
     assert (seen, current.index) == ([1], 0)
 
 
@@ -131,6 +132,7 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
     """Otherwise querying an event makes every rank use memory on GPU 0."""
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
+    work.get_future_result = torch.futures.Future  # before torch 2.13
     lanes = SimpleNamespace(device=torch.device("cuda", 1), aborted=None)
     monitor = TransferMonitor(TransferContext(lanes, SimpleNamespace(find_reason=lambda: None), Counters()))
     monitor.pending.append(SimpleNamespace(work=work, posted=0.0))
@@ -141,9 +143,9 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
 def test_cuda_graph_capture_raises(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     executor = Executor(None, Consensus(None, None, False), Counters())
-    context = PassContext(None, {}, None, None, 1.0, 0, CUDA)
+    context = PassContext((), (), None, 1.0, 0, CUDA)
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
-        executor.run(context, None, {}, None)
+        executor.run(context, [], None)
     for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
         assert torch.Tag.cudagraph_unsafe in op.tags
 
@@ -170,7 +172,7 @@ def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
     cases += [
         Case("1x2", **shape, softcap=1.5),
         Case("1x2", **shape, softcap=1.5, window=9, documents=(0, 30, 31, 100, 192), sinks=True),
-        Case("1x2", **shape, documents=(0, 30, 31, 100, 192)),
+        Case("1x2", **shape, documents=(0, 30, 31, 100, 192), seed=1),
         Case("1x2", **shape, window=9, documents=(0, 100, 192)),
         Case("1x2", **shape, window=100),  # over whole chunks, where FlashAttention 2 reads some windows differently
     ]
@@ -326,7 +328,7 @@ def test_all_ranks_post_on_lanes_in_the_same_order():
     """Two communicators whose kernels do not fit on a GPU together would wait for each other. One work per lane."""
     lanes, calls = object.__new__(Lanes), []
     lanes.has_tags, lanes.device, lanes.local_ranks = False, CUDA, [{1: 0}, {1: 0}]
-    lanes.groups = [Recorded(lane, calls) for lane in (0, 1)]
+    lanes.groups, lanes.direct = [Recorded(lane, calls) for lane in (0, 1)], {}
     messages = [Message(send, lane, 1, (), 0, 0) for lane in (1, 0) for send in (True, False)]
     assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]
     assert calls == [0, 1]

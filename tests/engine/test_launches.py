@@ -141,13 +141,14 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
             contexts = [runtime._context(FORWARD, q, k, v, op_key, call, None)]
             contexts += [runtime._context(BACKWARD, q, k, v, op_key, call, number)]
             with mode, Launches((q, k, v)) as forward:
-                kept = q.new_empty(runtime.kept_bytes(contexts[0].wire.sizes), dtype=torch.uint8)
-                lse, out = runtime._run(contexts[0], FORWARD, {"q": (q,), "kv": (k, v)}, kept)["out"]
+                kept = q.new_empty(runtime.kept_bytes(runtime.sizes_of(q, k, v)), dtype=torch.uint8)
+                (result,) = runtime._run(contexts[0], {"q": (q,), "kv": (k, v)}, kept)
+                lse, out = result["out"]
             with mode, Launches((q, k, v, dout, lse, out, kept)) as backward:
                 inputs = {"do": (lse, base.row_sums(dout, out, torch.float32), dout)}
                 if runtime.plan.heads == 1:
                     inputs |= {"q": (q,), "kv": (k, v)}
-                runtime._run(contexts[1], BACKWARD, inputs, kept)
+                runtime._run(contexts[1], inputs, kept)
         return forward, backward, runtime._executor.pool.allocated, sp.sizes(q, k)
 
 

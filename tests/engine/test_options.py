@@ -66,6 +66,16 @@ def test_a_cotangent_of_lse_only():
         assert wide < 1e-12 and single < 2e-6 and half < 5e-2
 
 
+def test_an_unused_lse_costs_nothing_in_the_backward_pass(monkeypatch):
+    def nudge_zero_rows(*tensors):
+        raise AssertionError("lse has no cotangent")
+
+    monkeypatch.setattr("startrail.engine.runtime.nudge_zero_rows", nudge_zero_rows)
+    inputs = [x.requires_grad_() for x in qkv()]
+    out, _ = startrail.SequenceParallel("1x1").sequence(16).attention(*inputs, return_lse=True)
+    assert all(grad.any() for grad in torch.autograd.grad(out.square().sum(), inputs))
+
+
 def test_roll_and_labels_across_shards_and_documents():
     for length, documents in ((21, [0, 21]), (21, [0, 1, 9, 10, 21]), (40, [0, 17, 40])):
         whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(1))
@@ -164,8 +174,9 @@ def test_wrong_options_raise():
     assert "these look like (batch, tokens, heads, dim)" in error_of(lambda: sequence.attention(*transposed))
     assert "neither shifted nor split" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 8, dtype=torch.long)))
     assert "labels must be whole numbers" in error_of(lambda: sequence.shard_labels(torch.zeros(1, 16)))
-    assert "shift 3 is more than the 2 tokens" in error_of(
-        lambda: as_rank(0, 4).sequence(16).roll(torch.zeros(4), 3, dim=0)
+    ints = torch.zeros(4, dtype=torch.int64)
+    assert "fill_value=0.5 is not a value of torch.int64" in error_of(
+        lambda: as_rank(0, 4).sequence(16).roll(ints, 3, dim=0, fill_value=0.5)
     )
 
 

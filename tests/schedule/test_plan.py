@@ -2,6 +2,9 @@ import pytest
 
 from startrail.schedule.families.nested import Rings
 from startrail.schedule.plan import Plan, plans_for, variants_of
+from startrail.schedule.program import build_program
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import FORWARD
 
 
 @pytest.mark.parametrize(
@@ -75,6 +78,24 @@ def test_sizes():
     assert Plan.parse("u4/2x2").heads == 4
     with pytest.raises(ValueError, match="fits any world size that 16 divides"):
         _ = Plan.parse("star4").size
+
+
+@pytest.mark.parametrize(
+    "text, pieces",
+    [
+        ("1x4", 0),
+        ("1x4,keep=all", 3),  # keys and values of the three other ranks
+        ("2x2,keep=queries", 1),  # queries of the other rank of the team
+        ("2x2,keep=all", 2),
+        ("u4", 2),  # this rank's heads of all tokens: q, and k with v
+        ("u2/1x2,keep=all", 3),
+    ],
+)
+def test_bytes_kept_for_the_backward_pass(text, pieces):
+    plan = Plan.parse(text)
+    sizes = Sizes(plan, local=16, batch=1, q_heads=8, kv_heads=4, head_dim=8)
+    piece = 16 * 8 * 8 * 4  # bytes of q, and as many of k and v, which have half as many heads
+    assert sizes.kept_bytes(build_program(plan, 4, 0, FORWARD).kept) == pieces * piece
 
 
 def test_every_plan_is_enumerated_once():

@@ -109,8 +109,9 @@ class Lanes:
         backend = process_groups.backend_for(device)
         self.has_tags = backend == "gloo"
         self.is_monitored = backend not in ("gloo", "fake")  # no transfer of a fake group ever ends
-        self.groups: list[dist.ProcessGroup | None] = [None] * len(self.names)
-        self.local_ranks: list[dict[int, int]] = [{}] * len(self.names)  # per lane: rank -> its rank in the group
+        self.groups: list[dist.ProcessGroup | None] = []
+        self.local_ranks: list[dict[int, int]] = []  # per lane: rank -> its rank in the lane's group
+        self.direct: dict[int, tuple[dist.ProcessGroup, dict[int, int]]] = {}  # the same for direct lanes
         self.aborted: str | None = None
         self.mismatch = False
         self._lock = threading.Lock()
@@ -123,16 +124,17 @@ class Lanes:
 
         self._make = make
         for lane in range(len(place.sizes)):
-            self._connect_ranks(lane, place.lane_ranks(lane), str(lane))
+            group, local_ranks = self._make_lane(place.lane_ranks(lane), str(lane))
+            self.groups.append(group)
+            self.local_ranks.append(local_ranks)
         self.all_ranks = make(list(ranks), "all") if self.is_monitored else None
         if self.is_monitored:
             self._connect(links)
 
-    def _connect_ranks(self, lane: int, lane_ranks: Sequence[int], name: str) -> None:
-        """Make the process group of a lane."""
+    def _make_lane(self, lane_ranks: Sequence[int], name: str) -> tuple[dist.ProcessGroup | None, dict[int, int]]:
         members = [self.ranks[rank] for rank in lane_ranks]
-        self.local_ranks[lane] = {rank: index for index, rank in enumerate(lane_ranks)}
-        self.groups[lane] = self._make(members, f"{name}-{members[0]}") if len(members) > 1 else None
+        group = self._make(members, f"{name}-{members[0]}") if len(members) > 1 else None
+        return group, {rank: index for index, rank in enumerate(lane_ranks)}
 
     def open_direct(self, level: int) -> None:
         """Make the lanes that programs of the plan ``direct`` use, unless they exist: the lane of each level from
@@ -140,12 +142,14 @@ class Lanes:
         levels = len(self.place.sizes)
         for number in range(level, levels):
             lane = levels + number
-            if self.groups[lane] is not None or self.place.sizes[number] == 1:
+            if lane in self.direct or self.place.sizes[number] == 1:
                 continue
-            self._connect_ranks(lane, self.place.inner_ranks(number), f"direct {number}")
+            group, local_ranks = self._make_lane(self.place.inner_ranks(number), f"direct {number}")
+            assert group is not None
+            self.direct[lane] = group, local_ranks
             if self.is_monitored:  # makes the communicator now: inside a pass, that would wait for late ranks
-                flag = torch.zeros(1, device=self.device)
-                self._reach({self.names[lane]: partial(self._lane(lane)[0].allreduce, [flag])})
+                flag = [torch.zeros(1, device=self.device)]
+                self._reach({self.names[number]: partial(group.allreduce, flag, dist.AllreduceOptions())})
 
     def abort(self, reason: str, mismatch: bool = False) -> None:
         """End all pending transfers, here and at the peers. The lanes cannot be used afterwards. Only the first call
@@ -154,7 +158,8 @@ class Lanes:
             if self.aborted:
                 return
             self.aborted, self.mismatch = reason, mismatch
-        process_groups.abort([group for group in (*self.groups, self.all_ranks) if group is not None])
+        groups = (*self.groups, *(group for group, _ in self.direct.values()), self.all_ranks)
+        process_groups.abort([group for group in groups if group is not None])
 
     def _connect(self, links: Sequence[Link]) -> None:
         """Send one byte over every link, and compare a digest. Communicators and connections are made on first use;
@@ -236,6 +241,8 @@ class Lanes:
 
     def _lane(self, lane: int) -> tuple[dist.ProcessGroup, dict[int, int]]:
         """A lane's group, and each rank's rank in it."""
+        if lane in self.direct:
+            return self.direct[lane]
         group = self.groups[lane]
         assert group is not None, f"lane {lane} has one rank"
         return group, self.local_ranks[lane]

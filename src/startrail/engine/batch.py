@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,18 +31,35 @@ from startrail.schedule.sizes import Sizes
 @dataclass(frozen=True)
 class Boundaries:
     """``documents`` are the cu_seqlens of a sequence, (0, length) if it is not packed. ``blocks`` are runs
-    (start, stop) of tokens that see each other.
+    (start, stop) of tokens that see each other. ``placement`` are the documents that the layout was made for, if they
+    are others: these may be cut further, but not joined.
 
-    >>> print(Boundaries((0, 5, 9), ((1, 3),)))
+    >>> boundaries = Boundaries((0, 5, 9), ((1, 3),))
+    >>> print(boundaries)
     9 tokens, documents (0, 5, 9), blocks ((1, 3),)
+    >>> Boundaries.decode(boundaries.encode()) == boundaries
+    True
     """
 
     documents: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...] = ()
+    placement: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         return self.documents[-1]
+
+    def encode(self) -> tuple[int, ...]:
+        """All of it as whole numbers."""
+        sizes = len(self.documents), len(self.placement)
+        return (*sizes, *self.documents, *self.placement, *(end for block in self.blocks for end in block))
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Boundaries:
+        size, placed, *ends = numbers
+        blocks = ends[size + placed :]
+        pairs = tuple(zip(blocks[::2], blocks[1::2], strict=True))
+        return cls(tuple(ends[:size]), pairs, tuple(ends[size : size + placed]))
 
     def apply(self, mask: Mask) -> Mask:
         """``mask``, within these documents and with these blocks."""
@@ -50,7 +67,8 @@ class Boundaries:
 
     def __str__(self) -> str:
         packed = f", documents {self.documents}" if len(self.documents) > 2 else ""
-        return f"{self.length} tokens{packed}" + (f", blocks {self.blocks}" if self.blocks else "")
+        placed = f", placed by {self.placement}" if self.placement else ""
+        return f"{self.length} tokens{packed}{placed}" + (f", blocks {self.blocks}" if self.blocks else "")
 
 
 class BlockTiles:
@@ -114,12 +132,11 @@ class BatchGeometry:
             self._tiles[key] = BlockTiles(runs_of, self.boundaries.apply(mask), costs)
         return self._tiles[key]
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """Positions of this rank's tokens; those of padding are beyond the sequence."""
         return positions_of(self.layout.table[self.rank])
 
-    @cached_property
     def token_order(self) -> Tensor:
         """For each token of the sequence, its index among the tokens of all ranks, rank by rank."""
         held = torch.cat([positions_of(runs) for runs in self.layout.table])
@@ -162,9 +179,10 @@ def positions_of(runs: Sequence[tuple[int, int]]) -> Tensor:
     >>> positions_of([(3, 2), (7, 1)]).tolist()
     [3, 4, 7]
     """
+    total = sum(count for _, count in runs)
     starts, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
     before = counts.cumsum(0) - counts
-    return torch.repeat_interleave(starts - before, counts) + torch.arange(int(counts.sum()), device="cpu")
+    return torch.repeat_interleave(starts - before, counts, output_size=total) + torch.arange(total, device="cpu")
 
 
 def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wire:

@@ -1,5 +1,6 @@
 """Copies tokens between a bundle, which is one message, and the pieces at its sender that the tokens belong to.
 
+>>> from startrail.schedule.values import Source
 >>> bundle = BundleCopies(Bundle(((0, 1), (2, 2)), (Source(5, 0, 1), Source(5, 4, 2))), torch.device("cpu"))
 >>> bundle.shards
 (5,)

@@ -82,7 +82,7 @@ class Executor:
             results = [run.finish() for run in runs]
         finally:
             for run in runs:
-                run.pieces.clear()  # pieces that have not arrived hold a reference to the pass
+                run.close()
         if self.monitor is not None and (reason := self.monitor.end_pass()):
             program = context.parts[-1].program
             raise self.transfers.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))

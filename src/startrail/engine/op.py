@@ -90,6 +90,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
     q, k, v, op_key, ctx.runtime, ctx.call = inputs
     out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]

@@ -7,7 +7,6 @@ alive, and may run long after the ``Sequence`` is gone and many others were made
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -31,15 +30,13 @@ class OpKey(NamedTuple):
     boundaries: Boundaries
 
     def to_tensor(self) -> Tensor:
-        documents, blocks = self.boundaries.documents, self.boundaries.blocks
-        numbers = (self.number, self.digest, len(documents), *documents, *chain.from_iterable(blocks))
+        numbers = (self.number, self.digest, *self.boundaries.encode())
         return mark_weakly_dynamic(torch.tensor(numbers, device="cpu"), 0)  # batches differ in their documents
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> OpKey:
-        number, digest, count, *ends = tensor.tolist()
-        blocks = tuple(zip(ends[count::2], ends[count + 1 :: 2], strict=True))
-        return cls(number, digest, Boundaries(tuple(ends[:count]), blocks))
+        number, digest, *boundaries = tensor.tolist()
+        return cls(number, digest, Boundaries.decode(boundaries))
 
 
 class SequenceState:

@@ -24,6 +24,7 @@ from startrail.engine.exchange import Exchange
 from startrail.engine.wire import Wire
 from startrail.geometry.tiles import Tile
 from startrail.kernels import Kernel, Partial, Sums, block_max_logits, surrogate_out
+from startrail.kernels.device import current_stream_id
 from startrail.schedule.program import Program
 from startrail.schedule.values import BACKWARD, FORWARD, INPUTS, RESULTS, Piece
 from startrail.schedule.walk import (
@@ -78,6 +79,7 @@ class PassPart(NamedTuple):
     tiles: Callable[[int, int], tuple[Tile, ...]]
     start: int
     direct_level: int | None
+    copies: dict[tuple[int, int], BundleCopies]  # of the bundles that it sends, by number and stream
 
 
 @dataclass
@@ -99,7 +101,7 @@ class PartRun:
 
     def __init__(self, executor: Executor, context: PassContext, part: int, inputs: Inputs, kept: Tensor) -> None:
         self.executor, self.context, self.inputs = executor, context, inputs
-        self.program, self.wire, slices, self.tiles, *_ = context.parts[part]
+        self.program, self.wire, slices, self.tiles, _, _, self.copies = context.parts[part]
         self.place, self.pool = self.program.place, executor.pool
         self.tag = context.tag + part * TAGS_PER_PART
         self.walk, self.handlers = walk_of(self.program), handlers_of(self)
@@ -112,7 +114,6 @@ class PartRun:
         self.open_sends: list[Callable[[], None]] = []
         self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
         self.step = 0
-        self.copies: dict[int, BundleCopies] = {}  # of the bundles that this rank sends
         self.kept = {piece: kept[part] for piece, part in slices.items()}
         self._take_inputs()
 
@@ -126,6 +127,12 @@ class PartRun:
                 self._handle(step)
         else:
             self._handle(step)
+
+    def close(self) -> None:
+        """Drop references to this object, so that no tensor has to wait for the garbage collector: pieces that have not
+        arrived hold one."""
+        self.pieces.clear()
+        self.handlers.clear()
 
     def _handle(self, step: WalkStep) -> None:
         hook, start = self.executor.counters.on_event, time.perf_counter()
@@ -297,9 +304,10 @@ class PartRun:
         return made
 
     def _copies(self, number: int) -> BundleCopies:
-        if number not in self.copies:
-            self.copies[number] = BundleCopies(self.program.bundles[number], self.context.device)
-        return self.copies[number]
+        key, device = (number, current_stream_id(self.context.device)), self.context.device
+        if key not in self.copies:
+            self.copies[key] = BundleCopies(self.program.bundles[number], device)
+        return self.copies[key]
 
     def _receive_buffer(self, message: Message) -> Buffer:
         (piece,) = message.pieces

@@ -138,7 +138,8 @@ class Runtime:
         """The geometry of a sequence. Those in use and the most recent ones are kept. Call it under ``_lock``."""
         geometry = self._sequences.get(boundaries)
         if geometry is None:
-            layout = make_layout(self.settings.layout, self._zone_levels, boundaries.documents)
+            documents = boundaries.placement or boundaries.documents
+            layout = make_layout(self.settings.layout, self._zone_levels, documents)
             self._sequences[boundaries] = geometry = BatchGeometry(self.rank, layout, boundaries)
         self._recent.append(geometry)
         return geometry
@@ -291,7 +292,7 @@ class Runtime:
             kept = route.sizes.kept_slices(program.kept, start)
             start = max((aligned(part.stop) for part in kept.values()), default=start)
             direct_level = None if route.fetches is None else route.zone.level
-            parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level))
+            parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level, {}))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
         order = run_order([part.program for part in parts])

@@ -81,17 +81,19 @@ def is_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and -(2**62) < number < 2**62
 
 
-def read_boundaries(length: int, documents: object, blocks: object) -> Boundaries:
+def read_boundaries(length: int, documents: object, blocks: object, placement: tuple[int, ...] = ()) -> Boundaries:
     """The boundaries of a sequence of ``length`` tokens. Raises ``ValueError`` if the documents are not its cu_seqlens,
-    or the blocks not runs of its tokens.
+    or join those of ``placement``, or if the blocks are not runs of its tokens.
 
     >>> read_boundaries(5, None, [(0, 2), (3, 5)]), read_boundaries(5, torch.tensor([0, 2, 5]), None).documents
-    (Boundaries(documents=(0, 5), blocks=((0, 2), (3, 5))), (0, 2, 5))
+    (Boundaries(documents=(0, 5), blocks=((0, 2), (3, 5)), placement=()), (0, 2, 5))
     """
     mask = Mask(documents=_read_documents(documents, length), blocks=_read_blocks(blocks))
     mask.check_length(length)
     assert mask.documents is not None
-    return Boundaries(mask.documents, mask.blocks)
+    if joined := sorted(set(placement) - set(mask.documents)):
+        raise ValueError(f"documents join those that the sequence was made with at token {joined[0]}")
+    return Boundaries(mask.documents, mask.blocks, placement if placement != mask.documents else ())
 
 
 def _read_documents(documents: object, length: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class ZoneLevel(NamedTuple):
     slots: tuple[int, ...]
 
 
-class Document(NamedTuple):
+class PackedDocument(NamedTuple):
     tokens: int
     start: int
 
@@ -64,14 +64,14 @@ def zoned(levels: Sequence[ZoneLevel], documents: Sequence[int]) -> Layout:
         return zigzag(levels[0].slots, length)
     if world == 1:
         return contiguous(levels[0].slots, length)
-    whole = sorted((Document(stop - start, start) for start, stop in pairwise(documents)), reverse=True)
+    whole = sorted((PackedDocument(stop - start, start) for start, stop in pairwise(documents)), reverse=True)
     zones: list[Zone] = []
     held = [0] * world  # tokens per rank so far
     groups = [(0, whole)]  # the first rank of each zone of a level, and the documents inside
     tokens, work = length / world, sum(document.tokens**2 for document in whole) / world
     shared = [(0.0, 0.0)] * world  # tokens and work of what was cut
     for depth, ((level, slots), inner) in enumerate(pairwise(levels), start=1):
-        parts: list[tuple[int, list[Document]]] = []
+        parts: list[tuple[int, list[PackedDocument]]] = []
         for first, inside in groups:
             size, trials = len(inner.slots), []
             for slack in dict.fromkeys((depth / (len(levels) - 1), 1.0)):  # the rest is left to the levels inside
@@ -99,8 +99,8 @@ def zoned(levels: Sequence[ZoneLevel], documents: Sequence[int]) -> Layout:
 
 
 def _divide(
-    documents: list[Document], parts: int, max_tokens: float, max_work: float
-) -> tuple[list[Document], list[list[Document]]]:
+    documents: list[PackedDocument], parts: int, max_tokens: float, max_work: float
+) -> tuple[list[PackedDocument], list[list[PackedDocument]]]:
     """Divide documents, largest first, into ``parts`` of nearly equal tokens and work, and those to be cut instead.
 
     First each document goes to the part with the least work, until the rest has next to no work; that rest evens out
@@ -145,15 +145,15 @@ class _Part:
     """Whole documents of one part of a zone, largest first."""
 
     def __init__(self) -> None:
-        self.documents: list[Document] = []
+        self.documents: list[PackedDocument] = []
         self.tokens = self.work = 0
 
-    def add(self, document: Document) -> None:
+    def add(self, document: PackedDocument) -> None:
         self.documents.append(document)
         self.tokens += document.tokens
         self.work += document.tokens**2
 
-    def remove(self, index: int) -> Document:
+    def remove(self, index: int) -> PackedDocument:
         document = self.documents.pop(index)
         self.tokens -= document.tokens
         self.work -= document.tokens**2
@@ -165,19 +165,19 @@ class _Limits:
 
     def __init__(self, tokens: float, work: float, parts: int) -> None:
         self.tokens, self.work, self.parts = tokens, work, parts
-        self.documents: list[Document] = []
+        self.documents: list[PackedDocument] = []
 
-    def allow(self, part: _Part, more: Document | None = None) -> bool:
+    def allow(self, part: _Part, more: PackedDocument | None = None) -> bool:
         count = more.tokens if more else 0
         return part.tokens + count <= self.tokens and part.work + count**2 <= self.work
 
-    def cut(self, document: Document) -> None:
+    def cut(self, document: PackedDocument) -> None:
         self.documents.append(document)
         self.tokens -= document.tokens / self.parts
         self.work -= document.tokens**2 / self.parts
 
 
-def _cut(level: int, first: int, slots: Sequence[int], documents: Sequence[Document], length: int) -> Zone:
+def _cut(level: int, first: int, slots: Sequence[int], documents: Sequence[PackedDocument], length: int) -> Zone:
     """Cut each document over all ranks of a zone: chunks i and 2S-1-i for slot i. Chunks of a document differ by one
     token at most; the longer ones are dealt out in turn, so that all ranks get equally many tokens in the end, or one
     more, for which the others are padded."""

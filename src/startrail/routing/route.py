@@ -69,8 +69,9 @@ class ZoneRoute:
         """The bytes that this rank sends over each level's links, by closed form."""
         if self.fetches is None:
             return tuple(map(round, closed_form(self.chosen, self.zone.size, self.member, pass_, self.sizes.by_kind)))
-        tokens = self.fetches.tokens_by_level(self.member)
-        return tuple(count * _bytes_per_token(self.sizes, pass_) for count in tokens)
+        keys, gradients = (_bytes_per_token(self.sizes, kind) for kind in ("kv", "dkv"))
+        sent, got = (self.fetches.tokens_by_level(**{end: self.member}) for end in ("sender", "receiver"))
+        return tuple(a * keys + (0 if pass_ is FORWARD else b * gradients) for a, b in zip(sent, got, strict=True))
 
 
 def route_of(
@@ -90,9 +91,8 @@ def route_of(
         if zone.size > 1 and (inner.family.by_mask or (sparse and is_narrow(zone, layout.length, mask))):
             fetches = fetches_in(inner, zone, layout.length, mask)
             direct = replace(of_zone, plan=Plan((DirectLevel(),)))
-            direct_bytes = tuple(
-                count * sum(_bytes_per_token(direct, pass_) for pass_ in PASSES) for count in fetches.tokens_by_level()
-            )
+            per_token = 2 * _bytes_per_token(direct, "kv") + _bytes_per_token(direct, "dkv")  # keys in both passes
+            direct_bytes = tuple(count * per_token for count in fetches.tokens_by_level())
             if plan_bytes is None or direct_bytes < plan_bytes:
                 of_zone = direct
             else:
@@ -101,10 +101,8 @@ def route_of(
     return tuple(routes)
 
 
-def _bytes_per_token(sizes: Sizes, pass_: Pass) -> int:
-    """What a token sent directly takes: its keys and values, and in the backward pass their gradients too."""
-    kinds = ("kv",) if pass_ is FORWARD else ("kv", "dkv")
-    return sum(sizes.by_kind[kind] for kind in kinds) // max(sizes.tokens, 1)
+def _bytes_per_token(sizes: Sizes, kind: str) -> int:
+    return sizes.by_kind[kind] // sizes.tokens
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program, stated_pieces, traffic_at
 from startrail.schedule.values import BY_COLUMN, FORWARD, INPUTS, PASSES, RESULTS, Pass, Piece, Transfer
@@ -39,7 +40,14 @@ def prove_plan(plan: Plan, world: int, passes: Sequence[Pass] = PASSES) -> None:
 
 
 def prove_programs(programs: list[Program]) -> None:
-    _Player(programs).play()
+    """Raise ``ScheduleError`` unless the programs of all ranks work together."""
+    prove_parts([[program] for program in programs])
+
+
+def prove_parts(programs: list[list[Program]]) -> list[list[dict[Piece, Contents]]]:
+    """The same for ranks that run several programs in one pass, from the outermost zone inwards. Returns what each
+    result of each program consists of in the end."""
+    return _Player(programs).play()
 
 
 def _check_traffic(program: Program) -> None:
@@ -99,12 +107,32 @@ def peak_pieces(program: Program) -> dict[str, int]:
     return peak
 
 
+class Contents(dict[int | None, int]):
+    """What a result consists of: a bit set of the shards combined in it. In programs with bundles the tokens of a piece
+    are told apart: by index, and None for what holds for all of them."""
+
+    def combine(self, other: Contents) -> int:
+        """Add ``other``. Returns the shards that were there before."""
+        twice = 0
+        for token, shards in other.items():
+            before = self.get(token, 0)
+            twice |= before & shards
+            self[token] = before | shards
+        return twice
+
+
 @dataclass(slots=True)
 class _PostedMessage:
     transfer: Transfer
     batch: _PostedBatch
-    blocks: int = 0  # bit set of the shards combined in a partial result
+    program: Program
+    contents: Contents | None = None  # of a partial result
     is_delivered: bool = False
+
+    @property
+    def content_name(self) -> tuple[int, int, Piece]:
+        """What sender and receiver must agree on: the ranks of the program, and the piece."""
+        return self.program.first, self.program.place.world, self.transfer.piece
 
 
 @dataclass(slots=True)
@@ -115,87 +143,119 @@ class _PostedBatch:
 
 
 @dataclass(slots=True)
-class _RankState:
+class _PartState:
+    """One program of a rank."""
+
     program: Program
-    index: int = 0  # of the current step
-    needs: list[Piece] | None = None  # inputs of the current step's blocks, once its transfers are posted
     held: dict[Piece, list[_PostedMessage]] = field(default_factory=dict)  # input pieces, each with its messages
-    results: dict[Piece, int] = field(default_factory=dict)  # bit set of the shards combined into each result
+    results: dict[Piece, Contents] = field(default_factory=dict)
     incoming: dict[tuple[Piece, int], deque[_PostedMessage]] = field(default_factory=dict)
+    step: int = 0  # that runs or ran last
+
+    @property
+    def all_shards(self) -> int:
+        """What a complete result of one of the program's shards consists of."""
+        return (1 << self.program.place.num_shards) - 1
+
+
+@dataclass(slots=True)
+class _RankState:
+    parts: list[_PartState]
+    order: list[tuple[int, int]]
+    index: int = 0  # of the current step in the order
+    needs: list[Piece] | None = None  # inputs of the current step's blocks, once its transfers are posted
     batches: deque[_PostedBatch] = field(default_factory=deque)  # the first has started
 
 
 class _Player:
-    def __init__(self, programs: list[Program]) -> None:
-        self.ranks = [_RankState(program, held={piece: [] for piece in program.given}) for program in programs]
-        self.all_shards = (1 << programs[0].place.num_shards) - 1
+    def __init__(self, programs: list[list[Program]]) -> None:
+        self.ranks = [
+            _RankState([_PartState(p, held={piece: [] for piece in p.given}) for p in parts], run_order(parts))
+            for parts in programs
+        ]
         # started messages without their counterpart, by whether they are sends, and (sender, receiver, lane)
         self.unmatched: dict[tuple[bool, int, int, int], deque[_PostedMessage]] = {}
         self.runnable = deque(range(len(programs)))
 
-    def play(self) -> None:
+    def play(self) -> list[list[dict[Piece, Contents]]]:
         while self.runnable:
             rank = self.runnable.popleft()
             while self.advance(rank):
                 pass
-        stuck = [state for state in self.ranks if state.index < len(state.program.steps)]
+        stuck = [part for state in self.ranks if state.index < len(state.order) for part in state.parts]
         if stuck:
             raise ScheduleError("deadlock\n" + "\n".join(map(_listing, stuck[:8])))
         for state in self.ranks:
-            self.check_end(state)
+            if state.batches:
+                pending = [str(message.transfer) for message in state.batches[0].messages if not message.is_delivered]
+                _fail(state.parts[0], f"ends with pending transfers {pending}")
+            for part in state.parts:
+                _check_end(part)
+        return [[part.results for part in state.parts] for state in self.ranks]
 
     def advance(self, rank: int) -> bool:
         """Do as much of the rank's current step as possible; True if the step is complete."""
         state = self.ranks[rank]
-        program = state.program
-        if state.index == len(program.steps):
+        if state.index == len(state.order):
             return False
-        step = program.steps[state.index]
+        number, index = state.order[state.index]
+        part = state.parts[number]
+        program, part.step = part.program, index
+        step = program.steps[index]
         if state.needs is None:
-            # over heads a rank sends its own tokens, which it always has
-            by_heads = program.place.by_heads
-            sent = [p.piece for p in step.posts if p.send and not by_heads[p.lane] and p.piece.kind in INPUTS]
-            if not _are_ready(state, (*step.after, *sent)):
+            # over heads a rank sends its own tokens, which it always has; a bundle is packed from what it waited for
+            by_heads, sent = program.place.by_heads, []
+            for post in step.posts:
+                if post.send and not by_heads[post.lane] and post.piece.kind in INPUTS:
+                    bundle = program.bundles.get(post.piece.shard)
+                    shards = [post.piece.shard] if bundle is None else [source.shard for source in bundle.sources]
+                    sent += [post.piece._replace(shard=shard) for shard in shards]
+            if not _are_ready(part, (*step.after, *sent)):
                 return False
-            self.post(rank, step.posts)
+            self.post(rank, part, step.posts)
             state.needs = list(dict.fromkeys(piece for block in step.blocks for piece in program.pass_.needs(block)))
-        if not _are_ready(state, state.needs):
+        if not _are_ready(part, state.needs):
             return False
         for merge in step.merges:
-            queue = state.incoming.get((merge.piece, merge.peer))
+            queue = part.incoming.get((merge.piece, merge.peer))
             if not queue:
-                _fail(state, f"merges {merge}, but has not posted a receive for it")
+                _fail(part, f"merges {merge}, but has not posted a receive for it")
             if queue[0].batch.num_open:
                 return False
         for block in step.blocks:
             for piece in program.pass_.makes(block):
-                _combine(state, piece, 1 << (block.row if piece.kind in BY_COLUMN else block.column))
+                other = 1 << (block.row if piece.kind in BY_COLUMN else block.column)
+                bundle = program.bundles.get(piece.shard)
+                _combine(part, piece, Contents(dict.fromkeys(range(bundle.tokens) if bundle else [None], other)))
         for merge in step.merges:
-            _combine(state, merge.piece, state.incoming[merge.piece, merge.peer].popleft().blocks)
+            contents = part.incoming[merge.piece, merge.peer].popleft().contents
+            assert contents is not None
+            for shard, of_shard in _unpacked(program, merge.piece, contents).items():
+                _combine(part, merge.piece._replace(shard=shard), of_shard)
         state.index += 1
         state.needs = None
         return True
 
-    def post(self, rank: int, posts: tuple[Transfer, ...]) -> None:
-        state, batches = self.ranks[rank], dict[int, _PostedBatch]()
+    def post(self, rank: int, part: _PartState, posts: tuple[Transfer, ...]) -> None:
+        state, batches, program = self.ranks[rank], dict[int, _PostedBatch](), part.program
         for transfer in posts:
             if (batch := batches.get(transfer.lane)) is None:
                 batch = batches[transfer.lane] = _PostedBatch(rank)
-            message = _PostedMessage(transfer, batch)
+            message = _PostedMessage(transfer, batch, program)
             batch.messages.append(message)
             batch.num_open += 1
-            piece, is_part = transfer.piece, state.program.place.by_heads[transfer.lane]
+            piece, is_part = transfer.piece, program.place.by_heads[transfer.lane]
             if transfer.send and piece.kind in RESULTS:
-                if piece not in state.results:
-                    _fail(state, f"sends {piece}, but has no part of it")
+                if piece not in part.results:
+                    _fail(part, f"sends {piece}, but has no part of it")
                 if not is_part:
-                    message.blocks = state.results.pop(piece)
-                elif state.results[piece] != self.all_shards:
-                    _fail(state, f"exchanges {piece} over heads before it is complete")
+                    message.contents = part.results.pop(piece)
+                elif part.results[piece] != {None: part.all_shards}:
+                    _fail(part, f"exchanges {piece} over heads before it is complete")
             elif not transfer.send and piece.kind in RESULTS:
-                state.incoming.setdefault((piece, transfer.peer), deque()).append(message)
+                part.incoming.setdefault((piece, transfer.peer), deque()).append(message)
             elif not transfer.send:
-                state.held[piece] = [*state.held.get(piece, ()), message] if is_part else [message]
+                part.held[piece] = [*part.held.get(piece, ()), message] if is_part else [message]
         for _, batch in sorted(batches.items()):  # lanes in order, the same on every rank
             state.batches.append(batch)
             if len(state.batches) == 1:
@@ -213,10 +273,11 @@ class _Player:
                 self.unmatched.setdefault((send, *ends), deque()).append(message)
 
     def deliver(self, sent: _PostedMessage, received: _PostedMessage) -> None:
-        if sent.transfer.piece != received.transfer.piece:
+        if sent.content_name != received.content_name:
             state = self.ranks[received.batch.rank]
-            _fail(state, f"expects {received.transfer}, but rank {sent.batch.rank} sends {sent.transfer}")
-        received.blocks = sent.blocks
+            part = next(part for part in state.parts if part.program is received.program)
+            _fail(part, f"expects {received.transfer}, but rank {sent.batch.rank} sends {sent.transfer}")
+        received.contents = sent.contents
         for message in (sent, received):
             batch = message.batch
             message.is_delivered = True
@@ -228,46 +289,58 @@ class _Player:
                 if batches:
                     self.start(batches[0])
 
-    def check_end(self, state: _RankState) -> None:
-        program = state.program
-        if state.batches:
-            pending = [str(message.transfer) for message in state.batches[0].messages if not message.is_delivered]
-            _fail(state, f"ends with pending transfers {pending}")
-        for piece in program.own(program.pass_.results):
-            if missing := _bits(self.all_shards & ~state.results.get(piece, 0)):
-                _fail(state, f"ends with {piece} lacking the blocks of shards {missing}")
-        if foreign := [piece for piece in state.results if piece.shard != program.place.shard]:
-            _fail(state, f"ends with results that it does not own: {' '.join(map(str, foreign))}")
-        for piece in program.kept if program.pass_ is FORWARD else ():
-            if piece not in state.held:
-                _fail(state, f"should keep {piece}, but never had it")
+
+def _check_end(part: _PartState) -> None:
+    program = part.program
+    for piece in program.own(program.pass_.results) if not program.plan.family.by_mask else ():
+        found = part.results.get(piece, Contents()).get(None, 0)
+        if missing := _bits(part.all_shards & ~found):
+            _fail(part, f"ends with {piece} lacking the blocks of shards {missing}")
+    if foreign := [piece for piece in part.results if piece.shard != program.place.shard]:
+        _fail(part, f"ends with results that it does not own: {' '.join(map(str, foreign))}")
+    for piece in program.kept if program.pass_ is FORWARD else ():
+        if piece not in part.held:
+            _fail(part, f"should keep {piece}, but never had it")
 
 
-def _are_ready(state: _RankState, pieces: Sequence[Piece]) -> bool:
+def _unpacked(program: Program, piece: Piece, contents: Contents) -> dict[int, Contents]:
+    """What a message brings for each shard. The tokens of a bundle belong to the pieces that it was packed from."""
+    bundle = program.bundles.get(piece.shard)
+    if bundle is None:
+        return {piece.shard: contents}
+    found: dict[int, Contents] = {}
+    at = 0
+    for shard, start, tokens in bundle.sources:
+        of_shard = found.setdefault(shard, Contents())
+        of_shard.update({start + i: contents[at + i] for i in range(tokens)})
+        at += tokens
+    return found
+
+
+def _are_ready(part: _PartState, pieces: Sequence[Piece]) -> bool:
     for piece in pieces:
-        if piece not in state.held:
-            _fail(state, f"needs {piece}, but neither has it nor has posted a receive for it")
-        for message in state.held[piece]:
+        if piece not in part.held:
+            _fail(part, f"needs {piece}, but neither has it nor has posted a receive for it")
+        for message in part.held[piece]:
             if message.batch.num_open:
                 return False
     return True
 
 
-def _combine(state: _RankState, piece: Piece, blocks: int) -> None:
-    before = state.results.get(piece, 0)
-    if before & blocks:
-        _fail(state, f"adds the blocks of shards {_bits(before & blocks)} to {piece} a second time")
-    state.results[piece] = before | blocks
+def _combine(part: _PartState, piece: Piece, contents: Contents) -> None:
+    if twice := part.results.setdefault(piece, Contents()).combine(contents):
+        _fail(part, f"adds the blocks of shards {_bits(twice)} to {piece} a second time")
 
 
-def _fail(state: _RankState, problem: str) -> NoReturn:
-    raise ScheduleError(f"{state.program}, step {state.index}: {problem}\n{_listing(state)}")
+def _fail(part: _PartState, problem: str) -> NoReturn:
+    raise ScheduleError(f"{part.program}, step {part.step}: {problem}\n{_listing(part)}")
 
 
-def _listing(state: _RankState) -> str:
-    markers = ["-->" if index == state.index else "   " for index in range(len(state.program.steps))]
-    steps = [f"{markers[index]} {index:3d}  {step}" for index, step in enumerate(state.program.steps)]
-    return "\n".join([f"rank {state.program.place.rank}:", *steps])
+def _listing(part: _PartState) -> str:
+    program = part.program
+    markers = ["-->" if index == part.step else "   " for index in range(len(program.steps))]
+    steps = [f"{markers[index]} {index:3d}  {step}" for index, step in enumerate(program.steps)]
+    return "\n".join([f"rank {program.first + program.place.rank}:", *steps])
 
 
 def _bits(blocks: int) -> list[int]:

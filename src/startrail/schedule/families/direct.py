@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,11 +86,11 @@ class Fetches:
         pairs = zip(to_digits(edge.sender, self.sizes), to_digits(edge.receiver, self.sizes), strict=True)
         return next(level for level, (a, b) in enumerate(pairs) if a != b)
 
-    def tokens_by_level(self, sender: int | None = None) -> tuple[int, ...]:
-        """The tokens sent over each level's links, by all ranks or by one."""
+    def tokens_by_level(self, sender: int | None = None, receiver: int | None = None) -> tuple[int, ...]:
+        """The tokens whose keys are sent over each level's links: all, or those of one sender or receiver."""
         tokens = [0] * len(self.sizes)
         for edge, runs in self.messages.items():
-            if sender is None or edge.sender == sender:
+            if sender in (None, edge.sender) and receiver in (None, edge.receiver):
                 tokens[self.level(edge)] += sum(count for _, count in runs)
         return tuple(tokens)
 
@@ -141,9 +142,8 @@ def _regions(owned: Sequence[Runs], needed: Sequence[Runs]) -> Iterator[tuple[in
     owners = sorted((start, start + count, rank) for rank, runs in enumerate(owned) for start, count in runs)
     active: set[int] = set()
     number = 0
-    for (position, change, rank), following in zip(edges, [*edges[1:], None], strict=True):
+    for (position, change, rank), (stop, *_) in pairwise(edges):
         (active.add if change > 0 else active.discard)(rank)
-        stop = following[0] if following else position
         if not active or stop == position:
             continue
         ranks = tuple(sorted(active))

@@ -100,30 +100,34 @@ class TextData:
         """Batch ``index``, from 0 without limit: after the last sequence the next epoch begins."""
         check_count("index", index, least=0)
         sequence, length = self._sequence, self._sequence.length
-        tokens = torch.zeros(self._batch, sequence.local, dtype=torch.long)
-        labels = torch.full_like(tokens, IGNORE)
+        rows = []
         for row in range(self._batch):
             epoch, place = divmod(index * self._batch + row, self.num_samples)
             stream, order = self._epoch_order(epoch)
             start = int(order[place]) * length
-            self._fill(tokens[row], labels[row], stream, start)
-            if self._packed:
+            if self._packed:  # one row only
                 ends = stream.ends_within(start, start + length - 1)
-                sequence = sequence.packed((0, *(end - start for end in ends), length))
+                sequence = sequence.sp.sequence(length, (0, *(end - start for end in ends), length))
+            rows.append(self._read(sequence, stream, start))
+        tokens, labels = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
         return TextBatch(tokens, labels, int((labels != IGNORE).sum()), sequence)
 
-    def _fill(self, tokens: Tensor, labels: Tensor, stream: Stream, window: int) -> None:
-        """Read one sequence. A rank's padding has the highest positions, so its real tokens come first."""
+    def _read(self, sequence: Sequence, stream: Stream, window: int) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and labels of the sequence that begins at ``window``."""
+        tokens = torch.zeros(sequence.local, dtype=torch.long)
+        labels = torch.full_like(tokens, IGNORE)
         filled = 0
-        for first, count in self._sequence.runs:
-            start = window + first
-            read = stream.read(start, min(start + count + 1, self.num_tokens))  # one more for the last label
-            tokens[filled : filled + count] = read[:count]
-            labels[filled : filled + len(read) - 1] = read[1:]
-            if self._packed:
-                for end in stream.ends_within(start, start + count):
-                    labels[filled + end - 1 - start] = IGNORE
+        for first, count in sequence.padded_runs:
+            if first < sequence.length:
+                start, real = window + first, min(count, sequence.length - first)
+                read = stream.read(start, min(start + real + 1, self.num_tokens))  # one more for the last label
+                tokens[filled : filled + real] = read[:real]
+                labels[filled : filled + len(read) - 1] = read[1:]
+                if self._packed:
+                    for end in stream.ends_within(start, start + real):
+                        labels[filled + end - 1 - start] = IGNORE
             filled += count
+        return tokens, labels
 
     def _epoch_order(self, epoch: int) -> tuple[Stream, Tensor]:
         """The stream of an epoch and the order of its windows. Cached: the next batch is almost always in the same
