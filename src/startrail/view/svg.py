@@ -95,7 +95,7 @@ def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0)
     top, legend = 64, _legend(drawing, height + 64, "".join(parts))
     words = ", then ".join(level.describe() for level in plan.levels)
     title = f"{plan} on {world} ranks" + (f" ({machine} nodes x ranks)" if machine.nodes > 1 else "")
-    width, total = max(width, 470.0), height + top + 24 * len(legend) + 8
+    width, total = max(width, 470.0), height + top + 24 * sum(line.startswith("<text") for line in legend) + 8
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:.0f} {total:.0f}" '
         f'width="{width:.0f}" height="{total:.0f}"><title>{escape(title)}</title><desc>{escape(words)}</desc>'

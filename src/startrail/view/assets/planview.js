@@ -174,6 +174,7 @@ class PlanView {
     this.summary.textContent =
       `${words}. ${secondsText(this.seconds)} predicted for forward and backward, ranks wait ` +
       `${(100 * this.waits).toFixed(0)} % of it; this ${this.pass} pass takes ${secondsText(result.seconds)}.` +
+      (this.mask.window !== null || this.mask.ends.length > 2 ? " Shown is the plan's own schedule; a sequence with zones, or a narrow window, sends less." : "") +
       (result.alone ? ` Rank ${result.ranks[0]} stands for all ${schedule.world} ranks: each runs the same program from its own place.` : "");
     this.inequality.textContent = this.inequalityText();
     const shares = schedule.numHeads;
