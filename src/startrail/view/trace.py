@@ -85,7 +85,7 @@ class EventRecorder:
             kind, text = "compute", str(event.block)
         else:
             kind, text, numbers = "finish", "", event.messages
-        received = [self._messages[part, number] for number in numbers]
+        received = [self._messages[part, number] for number in dict.fromkeys(numbers)]
         new = [message for message in received if (part, message.number) not in self._arrived]
         self._arrived.update((part, message.number) for message in new)
         arrivals = [self._name(part, message) for message in new]

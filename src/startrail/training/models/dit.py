@@ -159,12 +159,12 @@ def sample(
     ``guidance`` above 1 moves each velocity away from that without a class (classifier-free guidance)."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    patches, no_class = noise, torch.full_like(label, model.config.classes)
+    patches = noise
     for step in range(steps, 0, -1):
         time = torch.full((len(noise),), step / steps, dtype=torch.float64, device=noise.device)
         velocity = model(patches, positions, time, label, attention)
         if guidance != 1.0:
-            free = model(patches, positions, time, no_class, attention)
+            free = model(patches, positions, time, torch.full_like(label, model.config.classes), attention)
             velocity = free + guidance * (velocity - free)
         patches = patches - velocity / steps
     return patches
