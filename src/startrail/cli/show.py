@@ -27,6 +27,7 @@ EXAMPLES = {
     "startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8 --cluster a100-4x8": "",
 }
 MAX_RANKS = 8  # shown by default
+ASSUMED_HEADS, ASSUMED_KV_HEADS = 32, 8  # of a page
 ASSUMED_CLUSTER = "h100-8x8"  # for auto without a cluster; resized to --nodes and --ranks
 
 
@@ -112,8 +113,10 @@ def _page(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mas
     rank = (arguments.rank or [0])[0]
     _check_rank(rank, machine.world)
     name, cluster = _find_cluster(arguments)
-    heads = arguments.heads or max(32, plan.heads * plan.groups)
-    kv_heads = arguments.kv_heads or (heads if arguments.heads else plan.heads * plan.groups if heads != 32 else 8)
+    shares = plan.heads * plan.groups
+    heads = arguments.heads or (ASSUMED_HEADS if ASSUMED_HEADS % shares == 0 else shares)
+    grouped = not arguments.heads and heads == ASSUMED_HEADS and plan.groups == 1
+    kv_heads = arguments.kv_heads or (ASSUMED_KV_HEADS if grouped else heads)
     check_heads(heads, kv_heads)
     start = {
         "nodes": machine.nodes,

@@ -112,8 +112,7 @@ class PlanView {
 
   blocksOfStep(step) {
     const now = new Set();
-    const ranks = this.result.alone ? this.result.ranks : this.result.ranks;
-    for (const rank of ranks) {
+    for (const rank of this.result.ranks) {
       for (const { row, column } of this.doing(rank, step).blocks) now.add(row * this.schedule.numShards + column);
     }
     return now;
