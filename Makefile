@@ -71,7 +71,7 @@ bench-engine: setup    ## speed and memory of the engine on this machine
 train: setup           ## a small GPT on 8 local ranks: about two minutes on 2 cores (ARGS="--steps 50 --plan 1x8" ...)
 	$(BIN)/startrail train gpt-tiny $(ARGS)
 
-train-dit: setup       ## a small DiT on 8 local ranks, which paints a grid of images
+train-dit: setup       ## a small DiT on 4 local ranks, which paints a grid of digits
 	$(BIN)/startrail train dit-tiny $(ARGS)
 
 bench-memory: setup    ## peak memory of a rank in training against its estimate

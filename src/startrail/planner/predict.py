@@ -11,17 +11,19 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from startrail.planner.cluster import DTYPES, ClusterSpec
-from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Prices, Task, call_tasks
+from startrail.planner.pricing import ComputeTask, Mark, PostTask, PricedMessage, Prices, Task, call_tasks, tasks_of
 from startrail.planner.simulator import Path, Route, SimulatedPass, Simulator
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
+from startrail.schedule.walk import EventHook
 
 
 @dataclass(frozen=True)
@@ -159,19 +161,56 @@ def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int) -> Predi
 
 # --- all ranks
 
+Hooks = Callable[[int], EventHook]  # the hook of each rank
+
+
+def trace_prediction(cluster: ClusterSpec, plan: Plan, call: AttentionShape, hooks: Hooks) -> Prediction:
+    """Predict both passes with every rank simulated, and tell each rank's hook about its events, as the executor
+    does. The backward pass begins when the forward pass has ended."""
+    prices, start, passes = _prices(cluster, plan, call), 0.0, []
+    for pass_ in PASSES:
+        passes.append(_simulate_all_ranks(cluster, prices, pass_, None, hooks, start))
+        start += passes[-1].seconds
+    return Prediction(*passes)
+
 
 def _simulate_all_ranks(
-    cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None
+    cluster: ClusterSpec,
+    prices: Prices,
+    pass_: Pass,
+    order: Sequence[int] | None,
+    hooks: Hooks | None = None,
+    start: float = 0.0,
 ) -> SimulatedPass:
     world = cluster.world
-    tasks = [call_tasks(prices, world, place, pass_) for place in range(world)]
+    programs = [build_program.__wrapped__(prices.sizes.plan, world, place, pass_) for place in range(world)]
+    marks: list[list[Mark]] = [[] for _ in range(world)]
+    tasks = [tasks_of(program, prices, marks[rank] if hooks else None) for rank, program in enumerate(programs)]
     wires = _Wires(cluster, order or range(world))
     speeds = [wires.speed(place) for place in range(world)]
-    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False)
+    ends: list[list[float]] = [[0.0] for _ in range(world)]
+    on_task = (lambda rank, now: ends[rank].append(now)) if hooks else None
+    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
     seconds = simulator.run()
+    if hooks is not None:
+        for rank in range(world):
+            _tell(hooks(rank), programs[rank], tasks[rank], marks[rank], [start + end for end in ends[rank]])
     waiting = sum(rank.waiting for rank in simulator.ranks) / world
     sent = tuple(nbytes / world for nbytes in simulator.sent)
     return SimulatedPass(seconds, waiting, sent, wires.busiest(simulator.carried))
+
+
+def _tell(hook: EventHook, program: Program, tasks: list[Task], marks: list[Mark], ends: list[float]) -> None:
+    """Tell a hook about a rank's events. ``ends[n]`` is the time when the first n tasks had ended."""
+    before = ends[0]
+    for step, event, done, seconds in marks:
+        now = ends[done]
+        if seconds:  # part of a task, which shared cores may have slowed down
+            task = tasks[done]
+            assert isinstance(task, ComputeTask)
+            now += (ends[done + 1] - now) * seconds / task.seconds
+        hook(program, step, event, before, now)
+        before = now
 
 
 class _Wires:

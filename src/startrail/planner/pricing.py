@@ -23,7 +23,7 @@ from startrail.planner.cluster import ClusterSpec, Curve
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, Pass
-from startrail.schedule.walk import Await, Combine, Compute, Post, Prepare, Walker, handlers_of
+from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
 SAMPLED_SHARDS = 16  # shards whose work is compared under a window
@@ -126,13 +126,27 @@ class Prices:
         return 2 * nbytes / self.cluster.device.copy
 
 
-def tasks_of(program: Program, prices: Prices) -> list[Task]:
+class Mark(NamedTuple):
+    """When an event ends: after so many tasks, and so many seconds of the next one."""
+
+    step: int
+    event: Event | Finish
+    tasks: int
+    seconds: float
+
+
+def tasks_of(program: Program, prices: Prices, marks: list[Mark] | None = None) -> list[Task]:
+    """The tasks of a program. ``marks`` gets one entry per event, for traces."""
     pricing = _Pricing(program, prices)
     walker, handlers = Walker(program), handlers_of(pricing)
     for step in walker.steps():
         for event in step.events:
             handlers[type(event)](event)
+            if marks is not None:
+                marks.append(Mark(step.number, event, len(pricing.tasks), pricing.work))
     pricing.finish(walker)
+    if marks is not None:
+        marks.append(Mark(len(program.steps), Finish(walker.home), len(pricing.tasks), 0.0))
     return pricing.tasks
 
 
