@@ -28,7 +28,6 @@ from startrail.kernels import kernel_for
 from startrail.planner.cluster import (
     MIN_SHARE,
     ClusterSpec,
-    Curve,
     Device,
     LinkLevel,
     Rates,
@@ -36,6 +35,7 @@ from startrail.planner.cluster import (
     cluster_text,
     read_cluster,
 )
+from startrail.planner.kernels import Curve
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 
