@@ -46,10 +46,10 @@ def test_one_rank_stands_for_all(text, cluster):
     """Simulating all ranks and simulating one agree: exactly where lanes follow the nodes, else closely."""
     plan = Plan.parse(text)
     one, all_ = predict(cluster, plan, CALL), predict(cluster, plan, CALL, all_ranks=True)
-    within = 0.05 if text in ("star2", "star4", "2x8", "u8/2x1") else 0.01
-    assert one.seconds == pytest.approx(all_.seconds, rel=within)
-    if cluster is not PEERS or text != "u8/2x1":  # of whose messages some cross an adapter at each time, not all
-        assert one.busy[0] == pytest.approx(all_.busy[0], rel=within)
+    loose = text in ("star2", "star4", "2x8", "u8/2x1", "4x1/u2/1x2")
+    assert one.seconds == pytest.approx(all_.seconds, rel=0.05 if loose else 0.02)
+    if cluster is not PEERS or not loose:  # of their messages some cross an adapter at each time, not all
+        assert one.busy[0] == pytest.approx(all_.busy[0], rel=0.01)
 
 
 @pytest.mark.parametrize("cluster", [SMALL, find_cluster("h100-8x8@4x4"), PEERS], ids=str)

@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 
 from startrail.planner.kernels import Curve, KernelCurves, find_kernel, read_curve
-from startrail.planner.units import Table, check_keys, find_file, parse_quantity, read_file, short_repr
+from startrail.planner.units import Table, check_keys, find_file, parse_quantity, read_file, shipped, short_repr
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
@@ -308,9 +308,13 @@ def _rates(table: object, chip: str, where: str) -> Rates:
     peak, matmul = fields.quantity("peak", "flop/s"), fields.quantity("matmul", "flop/s")
     fp8 = fields.quantity("fp8", "flop/s") if "fp8" in fields.table else 0.0
     if by_kernel:
+        key = fields.choice("kernel", tuple(shipped("kernels")))
         if not chip:
-            raise ValueError(f"{where}: kernel = {fields.line('kernel')!r} needs the device's chip, such as 'H100'")
-        return Rates.of_kernel(peak, matmul, find_kernel(fields.line("kernel"), chip), fp8)
+            raise ValueError(f"{where}: kernel = {key!r} needs the device's chip, such as chip = 'H100'")
+        try:
+            return Rates.of_kernel(peak, matmul, find_kernel(key, chip), fp8)
+        except ValueError as error:
+            raise ValueError(f"{where}: chip = {short_repr(chip)}: {error}") from None
     return Rates(peak, matmul, *(read_curve(fields.table[key], f"{where}: {key}") for key in curves), None, fp8)
 
 

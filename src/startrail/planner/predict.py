@@ -249,6 +249,7 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
 def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
     """Ranks run in step, so a slow member slows all ranks: links and devices are as fast as the slowest. There is one
     link per level, followed by one per peer if the last level connects peers."""
+    prices.in_step = True
     tasks, paths = _representative(cluster, prices, pass_)
     levels = len(cluster.levels)
     capacity = [

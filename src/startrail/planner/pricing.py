@@ -59,7 +59,11 @@ Task = PostTask | WaitTask | ComputeTask
 
 
 class Prices:
-    """Seconds that each step of one attention call takes on a cluster, as ``engine`` launches it."""
+    """Seconds that each step of one attention call takes on a cluster, as ``engine`` launches it. ``in_step``: one rank
+    stands for all. Gradients of keys pass from rank to rank in the backward pass, so at every hop the ranks wait for
+    the slowest of them: a zigzag's blocks have equal areas, but add to more rows or to more keys."""
+
+    in_step = False
 
     def __init__(
         self,
@@ -81,6 +85,9 @@ class Prices:
         """One block: the kernel, and what adds its result to the row's (and the column's), or begins them."""
         if self.window is not None:
             return self._block_in_window(pass_, row, column, shards)
+        if self.in_step and row != column and pass_ is not FORWARD:
+            shapes = self._shape(1, 0, shards), self._shape(0, 1, shards)
+            return max(self._shaped(pass_, shape, new_row, new_key) for shape in shapes)
         return self._shaped(pass_, self._shape(row, column, shards), new_row, new_key)
 
     def _shape(self, row: int, column: int, shards: int) -> Shape | None:
