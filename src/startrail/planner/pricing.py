@@ -136,6 +136,8 @@ class Prices:
         if pass_ is not FORWARD:
             parts += [(field.shape[1] * self.batch * field.shape[3], keys, new_key) for field in sizes.fields("kv", 1)]
         stated = self.engine.merge if pass_ is FORWARD else self.engine.add
+        if stated is not None and self.cluster.world == sizes.plan.heads:
+            return 0.0  # one block only
         nbytes = 0.0
         for numbers, tokens, new in parts:
             if stated is not None:
@@ -246,7 +248,8 @@ class _Pricing:
     def pack(self, kind: str) -> float:
         """Copying a piece into a message: inputs as they are, results from their float32 sums."""
         nbytes = self.nbytes[kind]
-        return self.prices.touch(nbytes + (self.prices.wide[kind] if kind in RESULTS else nbytes))
+        from_sums = kind in RESULTS and self.prices.engine.merge is None
+        return self.prices.touch(nbytes + (self.prices.wide[kind] if from_sums else nbytes))
 
     def arrive(self, event: Await) -> None:
         self.wait(event.messages)
@@ -267,6 +270,8 @@ class _Pricing:
             priced.append(PricedMessage(message.send, message.lane, message.peer, nbytes, message.number))
         self.flush()
         self.tasks.append(PostTask(priced))
+        if not self.prices.engine.overlaps:
+            self.wait([message.number for message in priced])
 
     def prepare(self, event: Prepare) -> None:
         if event.piece.kind == "do":  # the stand-in for the row's output
