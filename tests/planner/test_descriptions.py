@@ -21,8 +21,8 @@ SILLY = [
 ]
 # Keys that accept some of them.
 TEXTS = ("name", "description")
-MAY_BE_0 = ("accuracy", "cores", "member", "max_window_layers", "zero")
-YES_OR_NO = ("duplex", "tied", "recompute", "use_sliding_window", "tie_word_embeddings")
+MAY_BE_0 = ("shared_hidden", "accuracy", "cores", "member", "max_window_layers", "zero")
+YES_OR_NO = ("repeat_attention", "offload", "offload_optimizer", "fp8", "tile_mlp", "duplex", "tied", "recompute", "use_sliding_window", "tie_word_embeddings")
 
 
 def fine(key: str, value: object) -> bool:
@@ -42,11 +42,13 @@ CLUSTER["levels"][0]["duplex"] = True
 CLUSTER["slow"] = [{"level": "node", "member": 1, "bandwidth": 0.5, "compute": 0.5}]
 MODEL = dict(
     description="small", kind="gpt", vocab=9, width=8, layers=4, heads=4, kv_heads=2, hidden=8, tied=True, window=4,
-    full_every=2,
+    full_every=2, head_dim=4, experts=8, active_experts=2, shared_hidden=16,
 )  # fmt: skip
 RUN = dict(
-    description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32", loss_chunk=64
-)
+    description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32", loss_chunk=64,
+    accumulate=2, tensor=2, repeat_attention=True, offload=True, offload_optimizer=True, states="bfloat16",
+    residual="bfloat16", fp8=True, tile_mlp=True,
+)  # fmt: skip
 CONFIG = dict(
     model_type="qwen2", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=96, vocab_size=100, head_dim=16, sliding_window=16, use_sliding_window=True, max_window_layers=1,
@@ -111,9 +113,9 @@ def test_times_and_reserves_may_be_0_as_they_are_by_default():
     assert (cluster.levels[0].latency, cluster.device.reserved, cluster.device.call) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", ["llama"], 7])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", "qwen3_next", ["llama"], 7])
 def test_models_other_than_plain_decoders_are_refused(kind):
-    with pytest.raises(ValueError, match=r"model_type = .* is not a supported decoder"):
+    with pytest.raises(ValueError, match=r"model_type = .* is not modelled"):
         from_hugging_face(CONFIG | {"model_type": kind}, "h", "config.json")
 
 

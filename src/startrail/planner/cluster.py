@@ -63,7 +63,8 @@ class Device:
     """``copy``: bytes/s of memory when tensors are copied or added. ``call``: seconds per kernel call, whatever its
     size. ``post``: seconds that a rank's thread needs per message. ``handle`` seconds and ``socket`` bytes/s: what a
     message costs a core in the background, on both sides (0: the hardware does it). ``start``: seconds to begin and end
-    an attention pass. ``chip``: its name in the tables of kernels."""
+    an attention pass. ``chip``: its name in the tables of kernels. ``host``: bytes/s to and from the host's
+    memory, if all devices use it at once."""
 
     name: str
     memory: float
@@ -76,6 +77,7 @@ class Device:
     start: float
     rates: dict[str, Rates]
     chip: str = ""
+    host: float = 25e9
 
     def of(self, dtype: str) -> Rates:
         if dtype not in self.rates:
@@ -179,6 +181,22 @@ class ClusterSpec:
             slow[one.level, member] = SlowMember(one.level, member, *shares)
         return replace(group, slow=tuple(slow.values()))
 
+    def joined(self, neighbours: int) -> ClusterSpec:
+        """Each rank stands for this many neighbours of the innermost level, which send the same at the same time: they
+        share the links that members share.
+
+        >>> [level.size for level in find_cluster("a100-4x8").joined(4).levels]
+        [4, 2]
+        """
+        if neighbours == 1:
+            return self
+        *outer, inner = self.levels
+        levels = [replace(one, bandwidth=one.bandwidth / (neighbours if one.shared else 1)) for one in outer]
+        levels.append(replace(inner, size=inner.size // neighbours))
+        slow = {(s.level, s.member // (neighbours if s.level == len(outer) else 1)): s for s in self.slow}
+        members = tuple(replace(s, member=member) for (_, member), s in slow.items())
+        return replace(self, levels=tuple(levels), slow=members)
+
     def with_kernel(self, key: str) -> ClusterSpec:
         """A copy whose device computes attention with another kernel in half precision.
 
@@ -279,7 +297,7 @@ def _level(table: object, where: str) -> LinkLevel:
 
 
 def _device(table: object, transport: str, where: str) -> Device:
-    known = ("name", "chip", "memory", "reserved", "copy", "socket", "handle", *OVERHEADS[transport], *DTYPES)
+    known = ("name", "chip", "memory", "reserved", "copy", "socket", "host", "handle", *OVERHEADS[transport], *DTYPES)
     fields = check_keys(table, known, ("name", "memory", "copy"), where)
     given = fields.table
     chip = fields.line("chip") if "chip" in given else ""
@@ -291,12 +309,13 @@ def _device(table: object, transport: str, where: str) -> Device:
         raise ValueError(f"{where}: reserved = {given['reserved']!r} leaves nothing of memory = {given['memory']!r}")
     name, copy = fields.line("name"), fields.quantity("copy", "bytes/s")
     socket = fields.quantity("socket", "bytes/s") if "socket" in given else 0.0
+    host = fields.quantity("host", "bytes/s") if "host" in given else 25e9  # PCIe 4.0 x16
     overheads = OVERHEADS[transport] | {"handle": "0 s"}
     seconds = {
         key: fields.quantity(key, "s", "0 s") if key in given else parse_quantity(default, "s")
         for key, default in overheads.items()
     }
-    return Device(name, memory, reserved, copy, socket=socket, rates=rates, chip=chip, **seconds)
+    return Device(name, memory, reserved, copy, socket=socket, rates=rates, chip=chip, host=host, **seconds)
 
 
 def _rates(table: object, chip: str, where: str) -> Rates:
@@ -338,6 +357,7 @@ def cluster_text(cluster: ClusterSpec, comment: str) -> str:
     lines += [f'reserved = "{device.reserved / 1e9:.3f} GB"'] if device.reserved else []
     lines += [f'copy = "{device.copy / 1e9:.3f} GB/s"']
     lines += [f'socket = "{device.socket / 1e9:.4f} GB/s"'] if device.socket else []
+    lines += [f'host = "{device.host / 1e9:.3f} GB/s"']
     for key in ("call", "post", "handle", "start"):
         lines += [f'{key} = "{getattr(device, key) * 1e6:.2f} us"']
     for dtype, rates in device.rates.items():

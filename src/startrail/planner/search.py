@@ -18,7 +18,7 @@ from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
-from startrail.planner.step import StepEstimate, Training
+from startrail.planner.step import HEADROOM, StepEstimate, Training
 from startrail.planner.units import count_text
 from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
@@ -123,7 +123,8 @@ def search(
     (True, True)
     """
     if memory is not None:
-        cluster = replace(cluster, device=replace(cluster.device, memory=memory + cluster.device.reserved))
+        whole = memory / (1 - HEADROOM) + cluster.device.reserved  # all of ``memory`` may be used
+        cluster = replace(cluster, device=replace(cluster.device, memory=whole))
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
@@ -160,8 +161,8 @@ def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int 
         yield training
         return
     for groups in divisors(gcd(run.batch, cluster.world)):
-        training = Training(cluster, model, run, groups)
         try:
+            training = Training(cluster, model, run, groups)
             if run.length >= training.group.world:
                 yield training
         except ValueError:
@@ -249,7 +250,7 @@ class _Search:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
-                    reason = f"needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
+                    reason = f"needs {memory.total / 1e9:.1f} GB, a plan may use {memory.limit / 1e9:.1f} GB"
             except ValueError as error:
                 reason = error.problem if isinstance(error, PlanError) else str(error)
         if reason:
@@ -336,7 +337,13 @@ def _least_step(training: Training, both: Bounded) -> float:
     """A lower bound on the time of a whole step."""
     seconds = training.outer_seconds + training.exposed_gather_seconds
     for call, layers in training.calls.items():
-        for bound, dense, (gathers, _) in zip(both[call], training.dense_seconds, training.fsdp_traffic, strict=True):
+        forward, backward = both[call]
+        if training.run.repeat_attention:
+            busy = tuple(map(sum, zip(forward.busy, backward.busy, strict=True)))
+            backward = Bound(forward.seconds + backward.seconds, busy)
+        for bound, dense, (gathers, _) in zip(
+            (forward, backward), training.dense_seconds, training.fsdp_traffic, strict=True
+        ):
             links = max(a + b for a, b in zip(bound.busy, gathers, strict=True))
-            seconds += layers * max(bound.seconds + dense, links)
+            seconds += training.run.accumulate * layers * max(bound.seconds + dense, training.offload_seconds, links)
     return seconds
