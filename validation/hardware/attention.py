@@ -58,9 +58,9 @@ class AttentionCase:
 
     def predicted(self, engines: Engines = ENGINES) -> float:
         """In the unit of the publication."""
-        return self._convert(self._predicted_seconds(engines))
+        return self._convert(self.predicted_seconds(engines))
 
-    def _predicted_seconds(self, engines: Engines) -> float:
+    def predicted_seconds(self, engines: Engines = ENGINES) -> float:
         engine = engines[self.engine]
         key = self.group, self.cluster.name, self.plan, engine
         if key not in _predictions:
@@ -124,6 +124,6 @@ def ratios(cases: list[AttentionCase], engines: Engines = ENGINES, of: list[Atte
     found = []
     for one, other in combinations(cases, 2):
         if one.same == other.same and (of is None or one in of or other in of):
-            published, predicted = other.seconds / one.seconds, other._predicted_seconds(engines) / one._predicted_seconds(engines)
-            found.append(Ratio(one, other, published, predicted))
+            predicted = other.predicted_seconds(engines) / one.predicted_seconds(engines)
+            found.append(Ratio(one, other, other.seconds / one.seconds, predicted))
     return found

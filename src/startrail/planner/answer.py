@@ -20,7 +20,7 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
-from startrail.planner.search import TIE_SHARE, DoesNotFitError, Row, SearchResult, search
+from startrail.planner.search import TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error, search
 from startrail.planner.units import Fields, count_text, read_file
 from startrail.planner.workload import Model, find_model, read_run
 
@@ -136,10 +136,10 @@ def _why(result: SearchResult) -> Iterator[str]:
     if cluster.slow:
         yield _about_slow_members(result)
     yield f"What would change the answer? {_what_if(result)}."
-    yield (
-        f"Times may be off by {cluster.accuracy:.0%} on {cluster}; its file says which figures are measured and which "
-        "are assumed. The order of plans is more certain than the times, because the same model predicts all of them."
-    )
+    error = expected_error(best.training)
+    yield f"Times may be off by {error.share:.0%}: {error.reason}."
+    if (kernel := cluster.device.of(result.run.dtype).kernel) is not None:
+        yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
 
 
 def _shape(row: Row) -> str:

@@ -52,10 +52,13 @@ class Memory:
         return f"{self.total / 2**20:,.1f} MiB per rank: {each}"
 
 
-def estimate_memory(job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0) -> Memory:
+def estimate_memory(
+    job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0, gathered: bool = False
+) -> Memory:
     """The peak of a rank of ``world``: in the backward pass of one block, recomputed or not.
 
-    ``gathered`` is everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice.
+    ``gathered``: attention gathers all keys and values instead of following the plan. Of the result, ``gathered`` is
+    everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice.
     """
     model, run, group = job.model, job.run, world // job.data_parallel // job.run.tensor
     batch, tensor = run.batch // job.data_parallel // run.accumulate, run.tensor
@@ -75,16 +78,19 @@ def estimate_memory(job: Job, plan: Plan, world: int, *, limit: float = inf, lib
     outputs = 0 if run.repeat_attention else run.itemsize * model.heads * model.head_dim + FLOAT_BYTES * model.heads
     hidden = 0 if run.tile_mlp else model.active_hidden
     saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * hidden
-    saved = run.itemsize * (SAVED_BY_WIDTH * model.width + saved_by_hidden) * tokens
+    width = (model.width + model.heads * model.head_dim) / 2  # of what attention and its projections hold
+    saved = run.itemsize * (SAVED_BY_WIDTH * width + saved_by_hidden) * tokens
     layers = (inputs + model.layers * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)
 
     # The peak is the block's own backward pass, attention's within it, or the loss.
-    by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * model.width
+    by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * width
     held = run.itemsize * (by_width + saved_by_hidden + IN_FLIGHT_BY_HIDDEN * hidden) * tokens
     pooled = max(sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
     inside = max(sizes.peak_bytes(pass_, group) - sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+    if gathered:  # keys and values of all ranks and a copy of them, and their gradients in float32 and a copy of those
+        pooled, inside = 0, 2 * group * sizes.nbytes("kv") + 2 * group * sizes.wide_bytes("kv")
     during = inside + run.itemsize * by_width * tokens
-    logits = 0 if model.modulated else LOGITS_COPIES * FLOAT_BYTES * min(run.loss_chunk, tokens) * model.vocab
+    logits = 0 if model.modulated else LOGITS_COPIES * run.itemsize * min(run.loss_chunk, tokens) * model.vocab
     peak = max(held, during, logits)
     in_attention = inside if peak == during else 0.0
     # Attention keeps pieces for the backward pass by ``keep``, and its inputs if heads are sharded.
@@ -92,7 +98,7 @@ def estimate_memory(job: Job, plan: Plan, world: int, *, limit: float = inf, lib
     kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
     kept = 0.0 if run.repeat_attention else model.layers * sum(sizes.nbytes(kind) * plan.groups for kind in kinds)
     return Memory(
-        states=(2.0 if run.offload_optimizer else 4.0) * DTYPES[run.states] * share,
+        states=0.0 if run.offload_states else 4.0 * DTYPES[run.states] * share,
         gathered=by_zero[run.zero] * DTYPES[run.gather],
         activations=layers + peak - in_attention,
         attention=pooled + in_attention,

@@ -12,21 +12,51 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.step import HEADROOM, StepEstimate, Training
-from startrail.planner.units import count_text
+from startrail.planner.units import count_text, read_file
 from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
+ERRORS = Path(__file__).parent / "errors.toml"
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
 Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
+
+
+class ExpectedError(NamedTuple):
+    """How far a prediction of one kind may be off, and the reason to think so."""
+
+    share: float
+    reason: str
+
+
+@lru_cache(maxsize=1)
+def _recorded_errors() -> dict[str, Any]:
+    return read_file(ERRORS)
+
+
+def expected_error(training: Training) -> ExpectedError:
+    """The error that nine in ten predictions of this kind had where it could be compared: in the lab, or on GPUs whose
+    kernels were published; else the ``accuracy`` that the cluster's file states."""
+    cluster, attention_only = training.cluster, training.model.hidden == 1
+    kind = "lab" if cluster.cores else "attention" if attention_only else "step"
+    known = cluster.cores or cluster.device.of(training.run.dtype).kernel is not None
+    if not known:
+        return ExpectedError(cluster.accuracy, f"the file of {cluster} states this accuracy; nothing was compared")
+    found = _recorded_errors()[kind]
+    what = {"lab": "predictions in the lab", "attention": "attention rates", "step": "training steps"}[kind]
+    published = "measured" if kind == "lab" else "published"
+    return ExpectedError(found["within"], f"nine in ten of {found['figures']} {published} {what} were within this")
 
 
 @dataclass(frozen=True)
@@ -44,11 +74,11 @@ class Row:
 
     @property
     def low(self) -> float:
-        return self.seconds * (1 - self.training.cluster.accuracy)
+        return self.seconds * (1 - expected_error(self.training).share)
 
     @property
     def high(self) -> float:
-        return self.seconds * (1 + self.training.cluster.accuracy)
+        return self.seconds * (1 + expected_error(self.training).share)
 
     @property
     def tokens_per_second(self) -> float:

@@ -156,7 +156,7 @@ class Training:
         logits = 6.0 * vocabulary * model.width * tokens / device.of(run.dtype).matmul
         logits += 6.0 * vocabulary * FLOAT_BYTES * tokens / device.copy
         own = model.parameters / (self.cluster.world if run.zero else run.tensor)
-        rate = device.host if run.offload_optimizer else device.copy
+        rate = device.host if run.offload_states else device.copy
         optimizer = OPTIMIZER_BYTES * DTYPES[run.states] / FLOAT_BYTES * own / rate
         return self._on_slowest_rank(run.accumulate * logits + optimizer)
 

@@ -28,7 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS, MAX_HEADS = 10_000, 2**16
 ZERO = (0, 2, 3)
 COUNTS = ("length", "batch", "loss_chunk", "accumulate")  # of a run; files may say 128k
-SWITCHES = ("recompute", "repeat_attention", "offload", "offload_optimizer", "fp8", "tile_mlp")
+SWITCHES = ("recompute", "repeat_attention", "offload", "offload_states", "fp8", "tile_mlp")
 # Hugging Face's decoders that the planner models, with a gated or a plain MLP. Others (state spaces, encoders, experts)
 # could be read without an error and would be counted wrongly.
 GATED = frozenset(
@@ -117,7 +117,7 @@ class Run:
 
     ``recompute``: layers keep their input and attention's output; with ``repeat_attention`` only their input, so that
     attention is computed again, as Hugging Face does. ``offload``: those inputs are in host memory;
-    ``offload_optimizer``: so are the optimizer's moments, which are updated there. ``states``: the dtype of parameters,
+    ``offload_states``: so are parameters, gradients and moments, and the optimizer runs there. ``states``: the dtype of parameters,
     gradients and moments; ``residual``: that of the layers' inputs (default: ``states``). ``fp8``: matrix products of
     layers in FP8. ``tile_mlp``: the MLP is computed in chunks of tokens."""
 
@@ -132,7 +132,7 @@ class Run:
     tensor: int = 1
     repeat_attention: bool = False
     offload: bool = False
-    offload_optimizer: bool = False
+    offload_states: bool = False
     states: str = "float32"
     residual: str = ""
     fp8: bool = False
