@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from startrail.planner import search
+from startrail.planner.rows import ERRORS
 from startrail.planner.units import read_file
 
 HEAD = """# Errors of predictions by kind, written by `make validate-hardware` (attention and step, on GPUs) and `make validate`
@@ -15,7 +15,7 @@ SHARE = 0.9
 
 
 def record(kind: str, errors: Sequence[float]) -> None:
-    path = search.ERRORS
+    path = ERRORS
     table: dict[str, Any] = read_file(path) if path.exists() else {}
     ordered = sorted(map(abs, errors))
     table[kind] = {"figures": len(ordered), "within": round(ordered[round(SHARE * (len(ordered) - 1))], 3)}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from startrail.planner.cluster import ClusterSpec, find_cluster
-from startrail.planner.gathered import predict_gathered
-from startrail.planner.implementations import ENGINES, Implementation
+from startrail.planner.peers.gathered import predict_gathered
+from startrail.planner.peers import ENGINES, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.units import parse_quantity, read_file
 from startrail.schedule.plan import Plan

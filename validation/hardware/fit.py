@@ -1,4 +1,4 @@
-"""``python -m validation.hardware.fit``: finds what `planner/implementations.py` says about other people's rings.
+"""``python -m validation.hardware.fit``: finds what `planner/peers/__init__.py` says about other people's rings.
 
 It reads ``fitting/`` only. Each engine's bytes per element (and whether its transfers overlap) are those of a coarse
 grid with the least mean error of figures and of ratios between plans on the same hardware.
@@ -13,7 +13,7 @@ from itertools import product
 from math import log
 from pathlib import Path
 
-from startrail.planner.implementations import ENGINES, Implementation
+from startrail.planner.peers import ENGINES, Implementation
 from validation.hardware.attention import AttentionCase, Engines, ratios, read_cases
 
 FITTING = Path(__file__).parent / "fitting"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from startrail.planner.cluster import find_cluster
-from startrail.planner.gathered import predict_gathered
-from startrail.planner.implementations import ENGINES, TRANSFORMER_ENGINE_GATHERED
+from startrail.planner.peers.gathered import predict_gathered
+from startrail.planner.peers import ENGINES, TRANSFORMER_ENGINE_GATHERED
 from startrail.planner.memory import estimate_memory
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.step import StepEstimate, Training

@@ -20,7 +20,8 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.predict import predict
-from startrail.planner.search import TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error, search
+from startrail.planner.rows import DoesNotFitError, Row, SearchResult, expected_error
+from startrail.planner.search import TIE_SHARE, search
 from startrail.planner.units import Fields, count_text, read_file
 from startrail.planner.workload import Model, find_model, read_run
 

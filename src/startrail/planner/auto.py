@@ -14,7 +14,8 @@ from typing import NamedTuple
 from startrail.planner.answer import seconds_text
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape
-from startrail.planner.search import DoesNotFitError, SearchResult, search, search_attention
+from startrail.planner.rows import DoesNotFitError, SearchResult
+from startrail.planner.search import search, search_attention
 from startrail.planner.topology import Machine
 from startrail.planner.units import MAX_COUNT, MAX_SIZE, Fields
 from startrail.planner.workload import Job

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from startrail.planner.cluster import DTYPES, ClusterSpec
-from startrail.planner.implementations import STARTRAIL, Implementation
+from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.planner.pricing import PostTask, PricedMessage, Prices, Task, call_tasks
 from startrail.planner.simulator import Path, Route, SimulatedPass, Simulator
 from startrail.schedule.places import divisors

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.implementations import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
+from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
 from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes

@@ -11,124 +11,25 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from math import gcd
-from pathlib import Path
-from typing import Any, NamedTuple
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
-from startrail.planner.step import HEADROOM, StepEstimate, Training
-from startrail.planner.units import count_text, read_file
+from startrail.planner.rows import DoesNotFitError, Row, SearchResult
+from startrail.planner.step import HEADROOM, Training
+from startrail.planner.units import count_text, plural
 from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
-ERRORS = Path(__file__).parent / "errors.toml"
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
+EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
+MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
 Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
-
-
-class ExpectedError(NamedTuple):
-    """How far a prediction of one kind may be off, and the reason to think so."""
-
-    share: float
-    reason: str
-
-
-@lru_cache(maxsize=1)
-def _recorded_errors() -> dict[str, Any]:
-    return read_file(ERRORS)
-
-
-def expected_error(training: Training) -> ExpectedError:
-    """The error that nine in ten predictions of this kind had where it could be compared: in the lab, or on GPUs whose
-    kernels were published; else the ``accuracy`` that the cluster's file states."""
-    cluster, attention_only = training.cluster, training.model.hidden == 1
-    kind = "lab" if cluster.cores else "attention" if attention_only else "step"
-    known = cluster.cores or cluster.device.of(training.run.dtype).kernel is not None
-    if not known:
-        return ExpectedError(cluster.accuracy, f"the file of {cluster} states this accuracy; nothing was compared")
-    found = _recorded_errors()[kind]
-    what = {"lab": "predictions in the lab", "attention": "attention rates", "step": "training steps"}[kind]
-    published = "measured" if kind == "lab" else "published"
-    return ExpectedError(found["within"], f"nine in ten of {found['figures']} {published} {what} were within this")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One simulated plan. ``role`` names the well-known ones: ring, star, USP, double ring, Ulysses."""
-
-    plan: Plan
-    training: Training
-    step: StepEstimate
-    role: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-    @property
-    def low(self) -> float:
-        return self.seconds * (1 - expected_error(self.training).share)
-
-    @property
-    def high(self) -> float:
-        return self.seconds * (1 + expected_error(self.training).share)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.training.run.length * self.training.run.batch / self.seconds
-
-    @property
-    def exposed(self) -> float:
-        """The share of a step spent waiting for communication."""
-        return max(0.0, 1 - self.step.compute / self.seconds)
-
-    @property
-    def mfu(self) -> float:
-        cluster = self.training.cluster
-        peak = cluster.device.of(self.training.run.dtype).peak * (cluster.cores or cluster.world)
-        return self.step.flops / self.seconds / peak
-
-    @property
-    def name(self) -> str:
-        groups = self.training.data_parallel
-        return str(self.plan) + (f" x {groups} data parallel" if groups > 1 else "")
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
-    cannot be used, with the reason. ``dropped`` counts plans that do not fit, by reason. ``bounded`` counts
-    combinations of levels with a bound, whatever their options."""
-
-    cluster: ClusterSpec
-    model: Model
-    run: Run
-    rows: tuple[Row, ...]
-    dropped: dict[str, int]
-    missing: tuple[WellKnown, ...]
-    bounded: int
-    simulated: int
-    possible_gain: float  # the share of the best time that a plan not simulated could save at most
-
-    @property
-    def best(self) -> Row:
-        return self.rows[0]
-
-
-class DoesNotFitError(ValueError):
-    """No plan fits the memory of a device. ``plan`` needs the least, ``needs`` says how much; ``problem`` is the
-    message without hints at what would fit."""
-
-    def __init__(self, problem: str, hints: Iterable[str], plan: Plan, needs: str) -> None:
-        super().__init__("; ".join([problem, *hints]))
-        self.problem, self.plan, self.needs = problem, plan, needs
 
 
 def search(
@@ -158,6 +59,7 @@ def search(
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
+    _check_primes(cluster)
     state = _Search(cluster, model, run, top, keep)
     for training in _trainings(cluster, model, run, data_parallel):
         state.bound_all(training)
@@ -180,6 +82,17 @@ def search_attention(
     model = Model("attention", *sizes, tied=True, causal=call.causal, windows=(call.window,) * layers)
     run = Run(call.length, call.batch, call.dtype, zero=0)
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
+
+
+def _check_primes(cluster: ClusterSpec) -> None:
+    outer = cluster.levels[0]
+    prime = next((size for size in divisors(outer.size)[1:] if len(divisors(size)) == 2 and size > MAX_PRIME), None)
+    if cluster.world > LARGE_WORLD and prime is not None:
+        near = next(n for n in range(outer.size, 0, -1) if all(p <= MAX_PRIME for p in divisors(n) if len(divisors(p)) == 2))
+        raise ValueError(
+            f"cluster {cluster}: {outer.size} {plural(outer.label)} have the prime factor {prime}, and rings that long "
+            f"cannot be simulated in parts; plan for {near} of them"
+        )
 
 
 def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
@@ -209,6 +122,7 @@ class _Search:
         self.dropped: Counter[str] = Counter()
         self.missing: list[WellKnown] = []
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
+        self.closest: tuple[float, Plan, float] | None = None  # of those, the fastest by its bound, and its excess
         self.rows: list[Row] = []
         self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
@@ -242,6 +156,9 @@ class _Search:
                 self.add(variant, training, both, ready=True)
                 continue
             least_of_all = at == 0  # without options nothing is kept
+            bound = _least_step(training, both)
+            if self.closest is None or bound < self.closest[0]:
+                self.closest = bound, variant, memory.total - memory.limit
             self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if least_of_all else 1
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
@@ -256,7 +173,8 @@ class _Search:
         while self.queue:
             bound, _, plan, training, ready = heapq.heappop(self.queue)
             full = len(worst_kept) == self.top
-            if full and (bound >= -worst_kept[0] or len(self.rows) >= limit):
+            enough = full and bound >= max(-worst_kept[0], -max(worst_kept) * (1 + TIE_SHARE))  # none can be tied
+            if enough or (full and len(self.rows) >= limit):
                 self.possible_gain = max(0.0, 1 - bound / -max(worst_kept))
                 break
             if not ready:
@@ -301,11 +219,12 @@ class _Search:
         return Row(plan, training, training.step(plan, predicted))
 
     def result(self) -> SearchResult:
-        """Fastest first. Ties go to the plan that sends least over the outermost links, then to the smallest teams and
-        the fewest groups, because predictions are least certain about the cost of waiting and of messages; then to the
-        plan that sends least inside, and then to the simplest."""
+        """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
+        all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
+        waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
         fastest = min(row.seconds for row in self.rows)
         tied = [row for row in self.rows if row.seconds <= fastest * (1 + TIE_SHARE)]
+        exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
         least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
 
         def rank(row: Row) -> tuple[object, ...]:
@@ -314,13 +233,15 @@ class _Search:
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
             simple = len(plan.levels) + (plan.keep != "none")
-            return 0, sent[0], plan.family.team(plan), plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
+            outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
+            return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
 
-        ranked = sorted(self.rows, key=rank)
+        ranked = _without_twins(sorted(self.rows, key=rank))
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
-        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts)
+        closest = self.closest and self.closest[1:]
+        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts, closest)
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:
@@ -359,8 +280,22 @@ class _Search:
         sizes = [level.size for level in cluster.levels]
         for factor in (2, 4, 8, 16, 32):
             if fits(cluster.resized([sizes[0] * factor, *sizes[1:]]), run):
-                yield f"{factor} times the {cluster.levels[0].label}s would fit"
+                yield f"{factor} times the {plural(cluster.levels[0].label)} would fit"
                 break
+
+
+def _without_twins(rows: list[Row]) -> list[Row]:
+    """Without plans that do the same as one before them over the same links, such as u4/1x2 and 1x2/u4."""
+    seen: set[tuple[object, ...]] = set()
+    kept = []
+    for row in rows:
+        sent = tuple(f"{nbytes:.4g}" for nbytes in row.step.sent)
+        options = row.plan.backward, row.plan.keep, row.plan.groups, row.plan.family.team(row.plan)
+        same = row.training.data_parallel, f"{row.seconds:.3g}", sent, row.plan.heads, options
+        if row.role or same not in seen:
+            kept.append(row)
+        seen.add(same)
+    return kept
 
 
 def _least_step(training: Training, both: Bounded) -> float:

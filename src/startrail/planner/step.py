@@ -16,6 +16,7 @@ from math import log2
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.memory import FLOAT_BYTES, Memory, estimate_memory
 from startrail.planner.predict import AttentionShape, Prediction
+from startrail.planner.units import count_text
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
 
@@ -53,7 +54,8 @@ class Training:
             raise ValueError(f"a batch of {run.batch} cannot be split over {self.data_parallel} groups{parts}")
         if inner % run.tensor or model.heads % run.tensor or model.kv_heads % run.tensor:
             heads = f"{model.heads} query and {model.kv_heads} key/value heads"
-            raise ValueError(f"tensor = {run.tensor} must divide {heads} and the {inner} {self.cluster.levels[-1].label}s")
+            devices = count_text(inner, self.cluster.levels[-1].label)
+            raise ValueError(f"tensor = {run.tensor} must divide {heads} and {devices}")
         if run.fp8 and not self.cluster.device.of(run.dtype).fp8:
             raise ValueError(f"fp8 = true: device {self.cluster.device.name} states no speed of FP8 products")
 

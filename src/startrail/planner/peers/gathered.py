@@ -2,7 +2,7 @@
 time of one attention call in closed form. It is no plan of ours, but what many people run.
 
 >>> from startrail.planner.cluster import find_cluster
->>> from startrail.planner.implementations import TRANSFORMER_ENGINE_GATHERED
+>>> from startrail.planner.peers import TRANSFORMER_ENGINE_GATHERED
 >>> call = AttentionShape(length=65536, batch=1, heads=64, kv_heads=8, head_dim=128, causal=True)
 >>> predicted = predict_gathered(find_cluster("h100-8x8@1x8"), call, TRANSFORMER_ENGINE_GATHERED)
 >>> 10e-3 < predicted.forward.seconds < 20e-3
@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.implementations import Implementation
+from startrail.planner.peers import Implementation
 from startrail.planner.predict import AttentionShape, Prediction
 from startrail.planner.pricing import Prices
 from startrail.planner.simulator import SimulatedPass
