@@ -27,10 +27,10 @@ def test_a_slow_node_is_named_with_advice(share, advice):
 def test_what_would_change_the_answer_is_a_new_search():
     """It is not limited to the rows of the first search."""
     cluster, model, run = find_cluster("a100-4x8"), find_model("gpt-7b"), Run(2**17)
-    why = ask(cluster, model, run.length, top=1, memory="30 GB").why
-    half = search(cluster, model, run, top=1, memory=15e9, known=False).best
+    why = ask(cluster, model, run.length, top=1, memory="26 GB").why
+    half = search(cluster, model, run, top=1, memory=13e9, known=False).best
     assert f"with half the memory, {half.name} becomes best (" in why
-    twice = search(cluster.faster(0, 2.0), model, run, top=1, memory=30e9, known=False).best
+    twice = search(cluster.faster(0, 2.0), model, run, top=1, memory=26e9, known=False).best
     assert f"With twice the bandwidth between nodes, {twice.name} becomes best (" in why
     assert "with half the memory, no plan fits: " in ask(cluster, model, 2 * run.length, top=1).why
 
@@ -53,7 +53,7 @@ def test_the_function_and_the_command_give_the_same_answer(capsys):
     assert main(["plan", "--cluster", "a100-4x8", "--model", "gpt-3b", "--length", "65536"]) == 0
     text = capsys.readouterr().out
     assert text == f"{answer}\n"
-    columns = "tokens/s", "MFU", "exposed", "GB/node", "GB/GPU"
+    columns = "tokens/s", "MFU", "exposed", "node GB/rank", "GPU GB/rank"
     for part in (*columns, " wins: ", "The runner-up", "twice the bandwidth between nodes"):
         assert part in text
 

@@ -67,14 +67,17 @@ def plan_for_heads(
     tokens = length or ASSUMED_TOKENS_PER_RANK * cluster.world
     dtype = _supported_dtype(cluster, "bfloat16")
     call = AttentionShape(tokens, 1, heads, kv_heads, head_dim or ASSUMED_HEAD_DIM, True, dtype)
-    what = f"forward + backward of {tokens} tokens{'' if length else ' (assumed)'}"
+    what = f"forward + backward of {tokens} tokens"
     limit = MEMORY_SHARE * (cluster.device.memory - cluster.device.reserved)
     try:
         found = search_attention(cluster, call, ASSUMED_LAYERS, limit)
     except DoesNotFitError as error:
         return _smallest(error, what)
     about = f"{heads}:{kv_heads} heads, one causal sequence; assuming {ASSUMED_LAYERS} layers whose attention uses at"
-    return _fastest(found, ASSUMED_LAYERS, what, f"{about} most half of the memory and keeps nothing")
+    about = f"{about} most half of the memory and keeps nothing"
+    if length is None:  # then a time would be that of another sequence
+        return Choice(found.best.plan, f"auto chose {found.best.plan} for {tokens} tokens, assumed: pass length= ({about})")
+    return _fastest(found, ASSUMED_LAYERS, what, about)
 
 
 def plan_for_job(cluster: ClusterSpec, job: Job) -> Choice:

@@ -91,7 +91,7 @@ class SearchResult:
     """``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
     cannot be used, with the reason. ``dropped`` counts plans that cannot be used, by reason. ``bounded`` counts
     combinations of levels with a bound, whatever their options. ``closest``: of the plans that need too much memory, the
-    fastest by its bound, and the bytes that it is over."""
+    fastest by its bound, and the bytes that it is over. ``peers``: Ring Attention as others run it."""
 
     cluster: ClusterSpec
     model: Model
@@ -103,6 +103,7 @@ class SearchResult:
     simulated: int
     possible_gain: float  # the share of the best time that a plan not simulated could save at most
     closest: tuple[Plan, float] | None = None
+    peers: tuple[Row, ...] = ()
 
     @property
     def best(self) -> Row:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
 from startrail.planner.cluster import ClusterSpec
+from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.rows import DoesNotFitError, Row, SearchResult
 from startrail.planner.step import HEADROOM, Training
@@ -25,6 +26,7 @@ from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
+YOURS = "yours"  # the role of plans that the user asks about
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
 EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
 MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
@@ -42,10 +44,11 @@ def search(
     data_parallel: int | None = None,
     keep: bool = True,
     known: bool = True,
+    compare: Sequence[Plan] = (),
 ) -> SearchResult:
     """The ``top`` best plans, and with ``known`` the well-known ones. Raises ``DoesNotFitError`` with what would fit if
     no plan does. ``data_parallel`` is the number of groups (default: the best). ``keep`` allows plans that keep
-    received pieces for the backward pass.
+    received pieces for the backward pass. ``compare`` are plans that become rows as well, with the role "yours".
 
     >>> from startrail.planner.cluster import find_cluster
     >>> from startrail.planner.workload import find_model
@@ -64,6 +67,8 @@ def search(
     for training in _trainings(cluster, model, run, data_parallel):
         state.bound_all(training)
     state.simulate_best(known)
+    for plan in compare:
+        state.add_well_known(WellKnown(YOURS, str(plan)), state.best_training(plan))
     return state.result()
 
 
@@ -124,6 +129,7 @@ class _Search:
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
         self.closest: tuple[float, Plan, float] | None = None  # of those, the fastest by its bound, and its excess
         self.rows: list[Row] = []
+        self.peers: list[Row] = []
         self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
     def add(self, plan: Plan, training: Training, both: Bounded, ready: bool) -> None:
@@ -190,6 +196,23 @@ class _Search:
         training = min(self.rows, key=lambda row: row.seconds).training
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
+        if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
+            self.add_peers(training)
+
+    def add_peers(self, training: Training) -> None:
+        """Ring Attention as others run it, if ours fits."""
+        for ring in [row for row in self.rows if row.role == "ring" and training.group.world > 1]:
+            for engine in RINGS:
+
+                def predicted(call: AttentionShape, plan: Plan = ring.plan, engine: Implementation = engine) -> Prediction:
+                    return predict(training.group, plan, call, engine=engine)
+
+                self.peers.append(Row(ring.plan, training, training.step(ring.plan, predicted), f"by {engine.name}"))
+
+    def best_training(self, plan: Plan) -> Training:
+        """That of the best row, or the one whose groups fit ``plan``."""
+        fitting = [row.training for row in self.rows if not plan.family.open_ended and row.training.group.world == plan.size]
+        return fitting[0] if fitting else min(self.rows, key=lambda row: row.seconds).training
 
     def add_well_known(self, known: WellKnown, training: Training) -> None:
         reason, plan = known.reason, Plan.parse(known.plan)
@@ -207,7 +230,9 @@ class _Search:
         same = [row for row in self.rows if row.plan == plan and row.training is training]
         for row in same:
             self.rows.remove(row)
-        self.rows.append(replace(same[0] if same else self.simulate(plan, training), role=known.role))
+        found = same[0] if same else self.simulate(plan, training)
+        role = f"{found.role} ({YOURS})" if found.role and known.role == YOURS else known.role
+        self.rows.append(replace(found, role=role))
 
     def simulate(self, plan: Plan, training: Training) -> Row:
         def predicted(call: AttentionShape) -> Prediction:
@@ -241,7 +266,7 @@ class _Search:
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
         closest = self.closest and self.closest[1:]
-        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts, closest)
+        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts, closest, tuple(self.peers))
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:

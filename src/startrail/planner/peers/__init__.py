@@ -38,3 +38,4 @@ ENGINES = {
         *(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_GATHERED),
     )
 }
+RINGS = (RING_FLASH_ATTENTION, TRANSFORMER_ENGINE)  # Ring Attention that people use instead of ours
