@@ -80,7 +80,7 @@ class Answer:
         notes += [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
         if result.closest is not None:
             plan, excess = result.closest
-            notes.append(f"of the plans that need too much memory, {plan} is the fastest: it needs {excess / 1e9:.1f} GB less")
+            notes.append(f"the fastest plan that needs too much memory is {plan}: {excess / 1e9:.1f} GB over the limit")
         notes.append(
             f"plans within {TIE_SHARE:.0%} of the fastest count as equal; among them, those that send less over the "
             "outermost links come first, unless transfers are hidden, then smaller teams and fewer groups"

@@ -12,7 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
@@ -28,6 +28,7 @@ from startrail.schedule.plan import Plan, PlanError
 
 YOURS = "yours"  # the role of plans that the user asks about
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
+TWIN_SHARE = 0.01  # plans of the same levels in another order whose times differ by less are one
 EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
 MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
@@ -108,13 +109,17 @@ def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int 
             raise ValueError(f"length {run.length} has fewer tokens than a group has ranks, {training.group.world}")
         yield training
         return
+    found, problem = False, None
     for groups in divisors(gcd(run.batch, cluster.world)):
         try:
             training = Training(cluster, model, run, groups)
             if run.length >= training.group.world:
+                found = True
                 yield training
-        except ValueError:
-            continue
+        except ValueError as error:
+            problem = problem or error
+    if not found and problem is not None:
+        raise problem
 
 
 class _Search:
@@ -310,16 +315,17 @@ class _Search:
 
 
 def _without_twins(rows: list[Row]) -> list[Row]:
-    """Without plans that do the same as one before them over the same links, such as u4/1x2 and 1x2/u4."""
-    seen: set[tuple[object, ...]] = set()
-    kept = []
+    """Without plans that do the same as one before them in another order of levels, such as u4/1x2 and 1x2/u4 inside a
+    node."""
+    kept: list[Row] = []
+    seen: dict[tuple[object, ...], float] = {}
     for row in rows:
-        sent = tuple(f"{nbytes:.4g}" for nbytes in row.step.sent)
-        options = row.plan.backward, row.plan.keep, row.plan.groups, row.plan.family.team(row.plan)
-        same = row.training.data_parallel, f"{row.seconds:.3g}", sent, row.plan.heads, options
-        if row.role or same not in seen:
+        plan = row.plan
+        options = plan.backward, plan.keep, plan.groups
+        same = row.training.data_parallel, tuple(sorted(map(str, plan.levels))), options
+        if row.role or abs(row.seconds / seen.get(same, inf) - 1) > TWIN_SHARE:
             kept.append(row)
-        seen.add(same)
+        seen.setdefault(same, row.seconds)
     return kept
 
 

@@ -51,7 +51,8 @@ class Training:
         run, model, inner = self.run, self.model, self.cluster.levels[-1].size
         if run.batch % (self.data_parallel * run.accumulate):
             parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
-            raise ValueError(f"a batch of {run.batch} cannot be split over {self.data_parallel} groups{parts}")
+            groups = count_text(self.data_parallel, "group")
+            raise ValueError(f"a batch of {run.batch} cannot be split over {groups}{parts}")
         if inner % run.tensor or model.heads % run.tensor or model.kv_heads % run.tensor:
             heads = f"{model.heads} query and {model.kv_heads} key/value heads"
             devices = count_text(inner, self.cluster.levels[-1].label)
