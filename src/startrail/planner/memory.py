@@ -95,7 +95,7 @@ def estimate_memory(
     in_attention = inside if peak == during else 0.0
     # Attention keeps pieces for the backward pass by ``keep``, and its inputs if heads are sharded.
     pieces = plan.family.kept(plan, plan.place(group, 0), 0) if plan.keep != "none" else []
-    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
+    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.keeps_exchanged else [])
     kept = 0.0 if run.repeat_attention else model.layers * sum(sizes.nbytes(kind) * plan.groups for kind in kinds)
     return Memory(
         states=0.0 if run.offload_states else 4.0 * DTYPES[run.states] * share,

@@ -149,7 +149,7 @@ class Sizes:
             moving = stated[f"{kind}<"] + 1 if world > 1 else 0
             total += moving * self.nbytes(kind) + (stated[kind] + 2) * self.wide_bytes(kind)
         if self.plan.heads > 1:  # parts to and from the other head ranks, and the pieces joined from them
-            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+            total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
         if pass_ is not FORWARD:  # placeholders for the rows' outputs
             total += (stated["do"] + 1) * self.wide_bytes("out")
         return total
@@ -162,7 +162,7 @@ class Sizes:
         total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
         total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
         if self.plan.heads > 1:
-            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+            total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
         return total
 
     def wide_bytes(self, kind: str) -> int:
