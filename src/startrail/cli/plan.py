@@ -6,15 +6,19 @@ import argparse
 import os
 import re
 from functools import partial
+from pathlib import Path
 
 from startrail.cli.options import Commands, add_command
 from startrail.planner.answer import plan
 from startrail.planner.cluster import DTYPES
 from startrail.planner.units import shipped, short_repr
+from startrail.view.plan_plot import plot_answer
 
 EXAMPLES = {
     "startrail plan --cluster a100-4x8 --model gpt-7b --length 512k": "the best plan, and the reason",
     "startrail plan --cluster h100-8x8@256x8 --model llama3-70b --length 1M --batch 4 --top 3": "",
+    "startrail plan --cluster h100-8x8 --model llama3-8b --max-length": "the longest sequence that fits",
+    "startrail plan --cluster h100-8x8 --model llama3-70b --gpus-for 1M --price 2.5": "the fewest GPUs, and the cost",
     "startrail plan --cluster my.toml --model config.json --length 128k --memory '60 GB' --json": "",
 }
 
@@ -38,7 +42,11 @@ def add(commands: Commands) -> None:
     option("--cluster", help="a name, NAME@SIZES with other sizes, or a .toml (default: STARTRAIL_CLUSTER)")
     option("--model", help="a name, a .toml, or a Hugging Face config.json")
     option("--length", help="tokens per sequence, such as 131072, 128k or 1M")
-    option("--batch", help="sequences per step, over all groups (default 1)")
+    option("--max-length", action="store_true", help="plan for the longest sequence that fits, instead of --length")
+    option("--gpus-for", metavar="LENGTH", help="plan for the fewest GPUs that fit this length")
+    option("--batch", help="sequences per step, over all groups; auto: as many as still add speed (default 1)")
+    option("--price", type=float, help="price of a GPU hour: adds the cost of a million tokens")
+    option("--plot", metavar="FILE", help="draw the time by part and tokens/s by length (.png, .svg)")
     option("--dtype", help=f"{', '.join(DTYPES)} (default bfloat16)")
     option("--memory", help="memory that a device may use, such as '60 GB' (default: all of it)")
     option("--zero", type=_whole_number, help="ZeRO level: 0, 2 or 3 (default 3)")
@@ -80,8 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{hint}")
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     options = dict(memory=arguments.memory, run=arguments.run_file, top=arguments.top, kernel=arguments.kernel)
+    if sum(map(bool, (arguments.length, arguments.max_length, arguments.gpus_for))) > 1:
+        raise ValueError("pass only one of --length, --max-length and --gpus-for")
+    options |= dict(price=arguments.price, max_length=arguments.max_length, gpus_for=bool(arguments.gpus_for))
+    length = arguments.gpus_for or arguments.length
     plans = [*arguments.plan, *(text for text in arguments.compare.split(";") if text.strip())]
-    answer = plan(cluster, arguments.model, arguments.length, compare=plans, **options, **settings)
+    answer = plan(cluster, arguments.model, length, compare=plans, **options, **settings)
+    if arguments.plot:
+        plot_answer(answer.result, Path(arguments.plot))
     print(answer.json() if arguments.json else answer)
     return 0
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
+from startrail.planner.operate import cost_per_million, longest_length, smallest_cluster, worthwhile_batch
 from startrail.planner.predict import predict
 from startrail.planner.rows import DoesNotFitError, Row, SearchResult, expected_error
 from startrail.planner.search import TIE_SHARE, YOURS, search
@@ -35,6 +36,7 @@ class Answer:
     reason as ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
 
     result: SearchResult
+    price: float | None = None  # per device and hour
 
     @property
     def best(self) -> str:
@@ -43,7 +45,7 @@ class Answer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        usable = [_as_data(row) for row in (*self.result.rows, *self.result.peers)]
+        usable = [_as_data(row, self.price) for row in (*self.result.rows, *self.result.peers)]
         unusable = dict.fromkeys(usable[0])  # None for every figure
         return usable + [
             unusable | {"plan": known.plan, "role": known.role, "why_not": known.reason}
@@ -57,7 +59,8 @@ class Answer:
     def table(self) -> str:
         sent = [f"{level.label} GB/rank" for level in self.result.cluster.levels if level.size > 1]
         head = ["plan", "", "step", "interval", "tokens/s", "MFU", "exposed", *sent, "memory/rank"]
-        lines = [head, *(_cells(row) for row in (*self.result.rows, *self.result.peers))]
+        head += [] if self.price is None else ["cost/M tokens"]
+        lines = [head, *(_cells(row, self.price) for row in (*self.result.rows, *self.result.peers))]
         missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.result.missing]
         # the reasons may be longer than their columns
         name, role = (max(len(line[at]) for line in [*lines, *missing]) for at in range(2))
@@ -122,7 +125,7 @@ def _warnings(result: SearchResult) -> Iterator[str]:
             yield f"with --gather {run.dtype}, {best.name} would take {seconds_text(faster)}"
 
 
-def _as_data(row: Row) -> dict[str, Any]:
+def _as_data(row: Row, price: float | None) -> dict[str, Any]:
     levels = row.training.cluster.levels
     return {
         "plan": str(row.plan),
@@ -136,6 +139,7 @@ def _as_data(row: Row) -> dict[str, Any]:
         "exposed": row.exposed,
         "bytes": {level.name: round(nbytes) for level, nbytes in zip(levels, row.step.sent, strict=True)},
         "memory": round(row.step.memory.total),
+        "cost": None if price is None else cost_per_million(row, price),
         "why_not": None,
     }
 
@@ -150,12 +154,13 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 1e-3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, price: float | None) -> list[str]:
     times = seconds_text(row.seconds), f"{seconds_text(row.low)} - {seconds_text(row.high)}"
     speed = f"{row.tokens_per_second:,.0f}", f"{row.mfu:.1%}", f"{row.exposed:.1%}"
     levels = row.training.cluster.levels
     sent = (f"{nbytes / 1e9:.3g}" for level, nbytes in zip(levels, row.step.sent, strict=True) if level.size > 1)
-    return [row.name, row.role, *times, *speed, *sent, f"{row.step.memory.total / 1e9:.1f} GB"]
+    cost = [] if price is None else [f"{cost_per_million(row, price):.3g}"]
+    return [row.name, row.role, *times, *speed, *sent, f"{row.step.memory.total / 1e9:.1f} GB", *cost]
 
 
 def _outermost(cluster: ClusterSpec) -> int:
@@ -179,10 +184,12 @@ def _why(result: SearchResult) -> Iterator[str]:
             f"Each rank sends {sent / 1e9:.3g} GB per step between {links}; Ring Attention sends "
             f"{ring.step.sent[outer] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
         )
-    stars = [row for row in result.rows if row.role.startswith("star") and row is not best]
+    stars = [row for row in (*result.rows, *result.too_large) if row.role.startswith("star") and row is not best]
     if stars:
         star = min(stars, key=lambda row: row.seconds)
-        yield f"The paper's schedule, {star.role}, takes {star.seconds / best.seconds:.2f}x as long."
+        would = "would take" if star in result.too_large else "takes"
+        fits = ", and does not fit" if star in result.too_large else ""
+        yield f"The paper's schedule, {star.role}, {would} {star.seconds / best.seconds:.2f}x as long{fits}."
     yield f"Ranks wait for transfers {best.exposed:.1%} of the step."
     for row in result.rows:
         if YOURS in row.role and row is not best:
@@ -296,21 +303,36 @@ def plan(
     top: int = 5,
     kernel: str | None = None,
     compare: Sequence[str] = (),
+    price: float | None = None,
+    max_length: bool = False,
+    gpus_for: bool = False,
     **settings: object,
 ) -> Answer:
     """The best plans for a model on a cluster. Both are names of shipped descriptions, or files.
 
     ``memory`` ("30 GB") limits the memory per device. ``kernel`` ("fa2", "fa3", "fa4", "cudnn") computes attention
     instead of the cluster's own. ``compare`` are plans of yours, which become rows whatever they cost. ``settings`` are
-    those of a ``Run`` (batch, dtype, recompute, zero, gather, ...), and take precedence over the file ``run``.
+    those of a ``Run`` (batch, dtype, recompute, zero, gather, ...), and take precedence over the file ``run``;
+    ``batch="auto"`` takes the batch after which more sequences add little. ``price`` per device and hour adds costs.
+    ``max_length`` plans for the longest sequence that fits, ``gpus_for`` for the fewest devices that fit the length.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top = {top!r} is not a whole number of at least 1")
     cluster, model = _described(cluster, model, kernel)
-    described = _read_settings(length, run, settings)
+    auto_batch = settings.get("batch") == "auto"
+    settings = settings | {"batch": None} if auto_batch else settings
+    described = _read_settings(2 * cluster.world if max_length else length, run, settings)
     limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
+    if price is not None and not 0 < price < 1e6:
+        raise ValueError(f"price = {price!r} is not a price per device and hour, such as 2.5")
+    if max_length:
+        described = replace(described, length=longest_length(cluster, model, described, limit))
+    if gpus_for:
+        cluster = smallest_cluster(cluster, model, described, limit)
+    if auto_batch:
+        described = replace(described, batch=worthwhile_batch(cluster, model, described, limit))
     plans = tuple(Plan.parse(text) for text in compare)
-    return Answer(search(cluster, model, described, top, limit, compare=plans))
+    return Answer(search(cluster, model, described, top, limit, compare=plans), price)
 
 
 def _described(cluster: str | ClusterSpec, model: str | Model, kernel: str | None) -> tuple[ClusterSpec, Model]:

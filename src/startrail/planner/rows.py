@@ -91,7 +91,8 @@ class SearchResult:
     """``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
     cannot be used, with the reason. ``dropped`` counts plans that cannot be used, by reason. ``bounded`` counts
     combinations of levels with a bound, whatever their options. ``closest``: of the plans that need too much memory, the
-    fastest by its bound, and the bytes that it is over. ``peers``: Ring Attention as others run it."""
+    fastest by its bound, and the bytes that it is over. ``peers``: Ring Attention as others run it.
+    ``too_large``: the paper's schedules that need too much memory."""
 
     cluster: ClusterSpec
     model: Model
@@ -104,6 +105,7 @@ class SearchResult:
     possible_gain: float  # the share of the best time that a plan not simulated could save at most
     closest: tuple[Plan, float] | None = None
     peers: tuple[Row, ...] = ()
+    too_large: tuple[Row, ...] = ()
 
     @property
     def best(self) -> Row:

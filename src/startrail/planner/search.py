@@ -57,9 +57,7 @@ def search(
     >>> found.best.plan.heads >= 4, found.best.seconds < found.rows[-1].seconds   # heads over the nodes
     (True, True)
     """
-    if memory is not None:
-        whole = memory / (1 - HEADROOM) + cluster.device.reserved  # all of ``memory`` may be used
-        cluster = replace(cluster, device=replace(cluster.device, memory=whole))
+    cluster = limit_memory(cluster, memory)
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
@@ -71,6 +69,14 @@ def search(
     for plan in compare:
         state.add_well_known(WellKnown(YOURS, str(plan)), state.best_training(plan))
     return state.result()
+
+
+def limit_memory(cluster: ClusterSpec, memory: float | None) -> ClusterSpec:
+    """A copy on whose devices plans may use ``memory`` bytes, all of them; the same without a limit."""
+    if memory is None:
+        return cluster
+    whole = memory / (1 - HEADROOM) + cluster.device.reserved
+    return replace(cluster, device=replace(cluster.device, memory=whole))
 
 
 def search_attention(
@@ -135,6 +141,7 @@ class _Search:
         self.closest: tuple[float, Plan, float] | None = None  # of those, the fastest by its bound, and its excess
         self.rows: list[Row] = []
         self.peers: list[Row] = []
+        self.too_large: list[Row] = []
         self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
     def add(self, plan: Plan, training: Training, both: Bounded, ready: bool) -> None:
@@ -166,14 +173,15 @@ class _Search:
             if memory.total <= memory.limit:
                 self.add(variant, training, both, ready=True)
                 continue
-            least_of_all = at == 0  # without options nothing is kept
             bound = _least_step(training, both)
             if self.closest is None or bound < self.closest[0]:
                 self.closest = bound, variant, memory.total - memory.limit
-            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if least_of_all else 1
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
-            if least_of_all:
+            # what options cannot save: without it the rest would be checked one by one
+            hopeless = at == 0 and memory.total - memory.attention - memory.kept > memory.limit
+            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if hopeless else 1
+            if hopeless:
                 return
 
     def simulate_best(self, known: bool) -> None:
@@ -227,6 +235,8 @@ class _Search:
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
                     reason = f"needs {memory.total / 1e9:.1f} GB, a plan may use {memory.limit / 1e9:.1f} GB"
+                    if known.role.startswith("star"):
+                        self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
                 reason = error.problem if isinstance(error, PlanError) else str(error)
         if reason:
@@ -271,7 +281,7 @@ class _Search:
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
         closest = self.closest and self.closest[1:]
-        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts, closest, tuple(self.peers))
+        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts, closest, tuple(self.peers), tuple(self.too_large))
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:
