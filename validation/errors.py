@@ -8,8 +8,8 @@ from typing import Any
 from startrail.planner.rows import ERRORS
 from startrail.planner.units import read_file
 
-HEAD = """# Errors of predictions by kind, written by `make validate-hardware` (attention and step, on GPUs) and `make validate`
-# (lab): nine in ten of so many figures were off by at most this share.
+HEAD = """# Errors of predictions by kind, written by `make validate-hardware` (attention and step, on GPUs) and
+# `make validate` (lab): nine in ten of so many figures were off by at most this share.
 """
 SHARE = 0.9
 
@@ -19,5 +19,7 @@ def record(kind: str, errors: Sequence[float]) -> None:
     table: dict[str, Any] = read_file(path) if path.exists() else {}
     ordered = sorted(map(abs, errors))
     table[kind] = {"figures": len(ordered), "within": round(ordered[round(SHARE * (len(ordered) - 1))], 3)}
-    sections = (f"\n[{name}]\nfigures = {found['figures']}\nwithin = {found['within']}\n" for name, found in table.items())
+    sections = (
+        f"\n[{name}]\nfigures = {found['figures']}\nwithin = {found['within']}\n" for name, found in table.items()
+    )
     path.write_text(HEAD + "".join(sections))

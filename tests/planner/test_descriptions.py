@@ -22,7 +22,18 @@ SILLY = [
 # Keys that accept some of them.
 TEXTS = ("name", "description")
 MAY_BE_0 = ("shared_hidden", "accuracy", "cores", "member", "max_window_layers", "zero")
-YES_OR_NO = ("repeat_attention", "offload", "offload_states", "fp8", "tile_mlp", "duplex", "tied", "recompute", "use_sliding_window", "tie_word_embeddings")
+YES_OR_NO = (
+    "repeat_attention",
+    "offload",
+    "offload_states",
+    "fp8",
+    "tile_mlp",
+    "duplex",
+    "tied",
+    "recompute",
+    "use_sliding_window",
+    "tie_word_embeddings",
+)
 
 
 def fine(key: str, value: object) -> bool:
@@ -45,8 +56,8 @@ MODEL = dict(
     full_every=2, head_dim=4, experts=8, active_experts=2, shared_hidden=16,
 )  # fmt: skip
 RUN = dict(
-    description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32", loss_chunk=64,
-    accumulate=2, tensor=2, repeat_attention=True, offload=True, offload_states=True, states="bfloat16",
+    description="short", length="8k", batch=2, dtype="bfloat16", recompute=True, zero=3, gather="float32",
+    loss_chunk=64, accumulate=2, tensor=2, repeat_attention=True, offload=True, offload_states=True, states="bfloat16",
     residual="bfloat16", fp8=True, tile_mlp=True,
 )  # fmt: skip
 CONFIG = dict(

@@ -1,6 +1,6 @@
 """``make validate-hardware``: predictions against figures published for real GPUs; a table, a plot and a verdict.
 
-It also records the errors that the planner quotes as intervals, of figures that may be fitted to. Nothing is fitted here.
+It also records the errors that the planner quotes as intervals, of figures that may be fitted to. It fits nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATES = {"fitting": (0.10, 0.25), "judging": (0.15, 0.35)}  # median and worst e
 STEPS, MEMORY = 0.10, 0.15
 NOT_PREDICTED = """
 Not predicted: MagiAttention's own schedule, which is no plan of ours; everything with packed documents or windows,
-because the planner prices dense masks only; and diffusers' inference steps, which are dominated by what is not attention.
+because the planner prices dense masks only; and diffusers' inference steps, in which attention is a small part.
 """
 REMARKS = """
 What is off, and why:
@@ -105,7 +105,10 @@ def judge_rest(cases: list[AttentionCase], steps: list[TrainingCase]) -> list[tu
             f"median error of {len(explained)} training steps {statistics.median(explained):.1%} (at most {STEPS:.0%})",
             statistics.median(explained) <= STEPS,
         ),
-        (f"worst error of {len(memory)} peaks of memory {max(memory):.1%} (at most {MEMORY:.0%})", max(memory) <= MEMORY),
+        (
+            f"worst error of {len(memory)} peaks of memory {max(memory):.1%} (at most {MEMORY:.0%})",
+            max(memory) <= MEMORY,
+        ),
     ]
 
 
@@ -144,10 +147,18 @@ def main() -> int:
     met = all(fine for _, fine in verdict)
     record("attention", [case.predicted() / case.published - 1 for case in cases])
     record("step", [case.off for case in steps if not case.unexplained])
-    text = ["# Predictions against figures published for real GPUs", "", f"{time.strftime('%Y-%m-%d')}. Others measured; "]
+    text = [
+        "# Predictions against figures published for real GPUs",
+        "",
+        f"{time.strftime('%Y-%m-%d')}. Others measured; ",
+    ]
     text[-1] += "nothing was run on a GPU here. `fitting/` and `judging/` name every source."
     text += ["", *(f"- {line}{'' if fine else ': NOT met'}" for line, fine in verdict)]
-    text += [f"- {'all targets met' if met else 'NOT all targets met'}", *NOT_PREDICTED.splitlines(), *REMARKS.splitlines()]
+    text += [
+        f"- {'all targets met' if met else 'NOT all targets met'}",
+        *NOT_PREDICTED.splitlines(),
+        *REMARKS.splitlines(),
+    ]
     text += ["", "![Predicted over published](scatter.png)", ""]
     text += ["## Ratios between plans on the same hardware that differ by more than 5 %", "", *ratio_lines(between)]
     text += ["", "For judging only:", "", *ratio_lines(judged_between), "", "## Attention", "", *attention_lines(cases)]

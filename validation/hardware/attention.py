@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from startrail.planner.cluster import ClusterSpec, find_cluster
-from startrail.planner.peers.gathered import predict_gathered
 from startrail.planner.peers import ENGINES, Implementation
+from startrail.planner.peers.gathered import predict_gathered
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.units import parse_quantity, read_file
 from startrail.schedule.plan import Plan
@@ -54,7 +54,9 @@ class AttentionCase:
             return 1 / value
         flops = {"forward": 4, "backward": 10, "both": 14}[self.passes]
         pairs = self.call.length**2 / (2 if self.call.causal else 1)
-        return flops * self.call.head_dim * self.call.heads * self.call.batch * pairs / self.cluster.world / value / 1e12
+        return (
+            flops * self.call.head_dim * self.call.heads * self.call.batch * pairs / self.cluster.world / value / 1e12
+        )
 
     def predicted(self, engines: Engines = ENGINES) -> float:
         """In the unit of the publication."""
@@ -119,7 +121,9 @@ class Ratio:
         return (self.predicted > 1) == (self.published > 1)
 
 
-def ratios(cases: list[AttentionCase], engines: Engines = ENGINES, of: list[AttentionCase] | None = None) -> list[Ratio]:
+def ratios(
+    cases: list[AttentionCase], engines: Engines = ENGINES, of: list[AttentionCase] | None = None
+) -> list[Ratio]:
     """Of all pairs of cases on the same hardware; with ``of``, only pairs in which one of those takes part."""
     found = []
     for one, other in combinations(cases, 2):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from startrail.planner.cluster import find_cluster
-from startrail.planner.peers.gathered import predict_gathered
-from startrail.planner.peers import ENGINES, TRANSFORMER_ENGINE_GATHERED
 from startrail.planner.memory import estimate_memory
+from startrail.planner.peers import ENGINES, TRANSFORMER_ENGINE_GATHERED
+from startrail.planner.peers.gathered import predict_gathered
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.step import StepEstimate, Training
 from startrail.planner.units import parse_quantity, read_file

@@ -22,8 +22,10 @@ EXAMPLES = {
     "startrail plan --cluster my.toml --model config.json --length 128k --memory '60 GB' --json": "",
 }
 
-SETTINGS = ("batch", "dtype", "recompute", "zero", "gather", "repeat_attention", "offload", "offload_states")
-SETTINGS += ("fp8", "states", "accumulate", "tensor")
+SETTINGS = (
+    *("batch", "dtype", "recompute", "zero", "gather", "repeat_attention", "offload", "offload_states"),
+    *("fp8", "states", "accumulate", "tensor"),
+)
 TEMPLATE = "h100-8x8"  # the cluster file to start from
 
 
@@ -68,7 +70,7 @@ def add(commands: Commands) -> None:
         "--run",
         dest="run_file",
         metavar="FILE",
-        help="a .toml with length and any of batch, dtype, zero, loss_chunk, ... (docs/planner.md); options override it",
+        help="a .toml with length, batch, dtype and the like (docs/planner.md); options override it",
     )
     option(
         "--top", type=_whole_number, default=5, help="plans to show, besides the well-known ones (default %(default)s)"

@@ -32,8 +32,9 @@ SUSPICIOUS_RATE = 150e9  # bytes/s per device between nodes: three times the fas
 
 @dataclass(frozen=True)
 class Answer:
-    """``rows`` are the plans as plain data, fastest first, then Ring Attention as others run it. The well-known plans that cannot be used come last, with the
-    reason as ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
+    """``rows`` are the plans as plain data, fastest first, then Ring Attention as others run it. The well-known plans
+    that cannot be used come last, with the reason as ``why_not`` and None for every figure. ``str(answer)`` is a table
+    and a paragraph."""
 
     result: SearchResult
     price: float | None = None  # per device and hour
@@ -107,7 +108,11 @@ def _run_text(run: Run) -> str:
     parts += [f"tensor parallelism over {run.tensor}"] if run.tensor > 1 else []
     parts += [f"in {run.accumulate} parts"] if run.accumulate > 1 else []
     parts += [f"states in {run.states}"] if run.states != "float32" else []
-    told = {"fp8": "linear layers in FP8", "offload": "layer inputs on the host", "offload_states": "states on the host"}
+    told = {
+        "fp8": "linear layers in FP8",
+        "offload": "layer inputs on the host",
+        "offload_states": "states on the host",
+    }
     return ", ".join(parts + [text for name, text in told.items() if getattr(run, name)])
 
 
@@ -284,7 +289,8 @@ def _about_slow_members(result: SearchResult) -> str:
         reason = error.problem if isinstance(error, DoesNotFitError) else error
         return f"{text}; the others alone cannot do it ({reason})."
     advice = "leave it out" if without.seconds < best.seconds else "keep it"
-    others = f"the other {outer.size - 1} {plural(outer.label)} alone take {seconds_text(without.seconds)} with {without.name}"
+    rest = f"the other {outer.size - 1} {plural(outer.label)}"
+    others = f"{rest} alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
 
 

@@ -76,7 +76,9 @@ def plan_for_heads(
     about = f"{heads}:{kv_heads} heads, one causal sequence; assuming {ASSUMED_LAYERS} layers whose attention uses at"
     about = f"{about} most half of the memory and keeps nothing"
     if length is None:  # then a time would be that of another sequence
-        return Choice(found.best.plan, f"auto chose {found.best.plan} for {tokens} tokens, assumed: pass length= ({about})")
+        return Choice(
+            found.best.plan, f"auto chose {found.best.plan} for {tokens} tokens, assumed: pass length= ({about})"
+        )
     return _fastest(found, ASSUMED_LAYERS, what, about)
 
 

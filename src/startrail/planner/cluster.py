@@ -54,8 +54,8 @@ class Rates:
     def of_kernel(cls, peak: float, matmul: float, kernel: KernelCurves, fp8: float = 0.0) -> Rates:
         """With ``forward`` and ``backward`` at full masks and the largest head dim up to 128."""
         dim = max(dim for name, mask, dim in kernel.curves if (name, mask) == ("backward", "full") and dim <= 128)
-        curves = (kernel.curves[name, "full", dim] for name in ("forward", "backward"))
-        return cls(peak, matmul, *curves, kernel, fp8)
+        forward, backward = (kernel.curves[name, "full", dim] for name in ("forward", "backward"))
+        return cls(peak, matmul, forward, backward, kernel, fp8)
 
 
 @dataclass(frozen=True)
@@ -320,9 +320,8 @@ def _device(table: object, transport: str, where: str) -> Device:
 
 def _rates(table: object, chip: str, where: str) -> Rates:
     """With the speeds of attention from a ``kernel`` for the device's ``chip``, or as curves of the file."""
-    required, curves = ("peak", "matmul"), ("forward", "backward")
     by_kernel = isinstance(table, Mapping) and "kernel" in table
-    required += ("kernel",) if by_kernel else curves
+    required = ("peak", "matmul", *(("kernel",) if by_kernel else ("forward", "backward")))
     fields = check_keys(table, (*required, *(() if by_kernel else ("kernel",)), "fp8"), required, where)
     peak, matmul = fields.quantity("peak", "flop/s"), fields.quantity("matmul", "flop/s")
     fp8 = fields.quantity("fp8", "flop/s") if "fp8" in fields.table else 0.0
@@ -334,7 +333,8 @@ def _rates(table: object, chip: str, where: str) -> Rates:
             return Rates.of_kernel(peak, matmul, find_kernel(key, chip), fp8)
         except ValueError as error:
             raise ValueError(f"{where}: chip = {short_repr(chip)}: {error}") from None
-    return Rates(peak, matmul, *(read_curve(fields.table[key], f"{where}: {key}") for key in curves), None, fp8)
+    forward, backward = (read_curve(fields.table[key], f"{where}: {key}") for key in ("forward", "backward"))
+    return Rates(peak, matmul, forward, backward, None, fp8)
 
 
 def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> SlowMember:

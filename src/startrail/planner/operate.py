@@ -50,7 +50,9 @@ def longest_length(cluster: ClusterSpec, model: Model, run: Run, memory: float |
         return fits(cluster, model, replace(run, length=steps * LENGTH_STEP))
 
     if not good(least):
-        raise ValueError(f"{model.name} does not fit cluster {cluster} with {least * LENGTH_STEP} tokens, nor with more")
+        raise ValueError(
+            f"{model.name} does not fit cluster {cluster} with {least * LENGTH_STEP} tokens, nor with more"
+        )
     high = 2 * least
     while high * LENGTH_STEP < MAX_COUNT and good(high):
         least, high = high, 2 * high

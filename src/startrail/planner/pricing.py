@@ -20,8 +20,8 @@ from typing import NamedTuple
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
 from startrail.planner.kernels import TILE_ROWS, occupancy
+from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass
@@ -81,7 +81,9 @@ class Prices:
         self._blocks: dict[tuple[object, ...], float] = {}
         self._chunks: dict[tuple[Pass, int], float] = {}  # seconds of two chunks, by their distance
 
-    def block(self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False) -> float:
+    def block(
+        self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False
+    ) -> float:
         """One block: the kernel, and what adds its result to the row's (and the column's), or begins them."""
         if self.window is not None:
             return self._block_in_window(pass_, row, column, shards)

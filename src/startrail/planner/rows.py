@@ -90,8 +90,8 @@ class Row:
 class SearchResult:
     """``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
     cannot be used, with the reason. ``dropped`` counts plans that cannot be used, by reason. ``bounded`` counts
-    combinations of levels with a bound, whatever their options. ``closest``: of the plans that need too much memory, the
-    fastest by its bound, and the bytes that it is over. ``peers``: Ring Attention as others run it.
+    combinations of levels with a bound, whatever their options. ``closest``: of the plans that need too much memory,
+    the fastest by its bound, and the bytes that it is over. ``peers``: Ring Attention as others run it.
     ``too_large``: the paper's schedules that need too much memory."""
 
     cluster: ClusterSpec

@@ -100,7 +100,9 @@ def _check_primes(cluster: ClusterSpec) -> None:
     outer = cluster.levels[0]
     prime = next((size for size in divisors(outer.size)[1:] if len(divisors(size)) == 2 and size > MAX_PRIME), None)
     if cluster.world > LARGE_WORLD and prime is not None:
-        near = next(n for n in range(outer.size, 0, -1) if all(p <= MAX_PRIME for p in divisors(n) if len(divisors(p)) == 2))
+        near = next(
+            n for n in range(outer.size, 0, -1) if all(p <= MAX_PRIME for p in divisors(n) if len(divisors(p)) == 2)
+        )
         raise ValueError(
             f"cluster {cluster}: {outer.size} {plural(outer.label)} have the prime factor {prime}, and rings that long "
             f"cannot be simulated in parts; plan for {near} of them"
@@ -217,14 +219,18 @@ class _Search:
         for ring in [row for row in self.rows if row.role == "ring" and training.group.world > 1]:
             for engine in RINGS:
 
-                def predicted(call: AttentionShape, plan: Plan = ring.plan, engine: Implementation = engine) -> Prediction:
+                def predicted(
+                    call: AttentionShape, plan: Plan = ring.plan, engine: Implementation = engine
+                ) -> Prediction:
                     return predict(training.group, plan, call, engine=engine)
 
                 self.peers.append(Row(ring.plan, training, training.step(ring.plan, predicted), f"by {engine.name}"))
 
     def best_training(self, plan: Plan) -> Training:
         """That of the best row, or the one whose groups fit ``plan``."""
-        fitting = [row.training for row in self.rows if not plan.family.open_ended and row.training.group.world == plan.size]
+        fitting = [
+            row.training for row in self.rows if not plan.family.open_ended and row.training.group.world == plan.size
+        ]
         return fitting[0] if fitting else min(self.rows, key=lambda row: row.seconds).training
 
     def add_well_known(self, known: WellKnown, training: Training) -> None:
@@ -281,7 +287,18 @@ class _Search:
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
         closest = self.closest and self.closest[1:]
-        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts, closest, tuple(self.peers), tuple(self.too_large))
+        return SearchResult(
+            self.cluster,
+            self.model,
+            self.run,
+            tuple(best),
+            dropped,
+            missing,
+            *counts,
+            closest,
+            tuple(self.peers),
+            tuple(self.too_large),
+        )
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:

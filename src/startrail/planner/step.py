@@ -96,7 +96,9 @@ class Training:
             layers *= parts
             forward, backward = attention.forward, attention.backward
             repeated = [forward] if self.run.repeat_attention else []
-            both = zip(((forward,), (backward, *repeated)), dense, self.tensor_exchanges, self.fsdp_traffic, strict=True)
+            both = zip(
+                ((forward,), (backward, *repeated)), dense, self.tensor_exchanges, self.fsdp_traffic, strict=True
+            )
             for passes, own, exchanged, (gathers, _) in both:
                 work = sum(each.seconds for each in passes) + own
                 links = (sum(busy) for busy in zip(*(each.busy for each in passes), gathers, strict=True))
@@ -182,8 +184,8 @@ class Training:
         return self._collective(forward * block), self._collective((backward + reduced) * block)
 
     def _collective(self, nbytes: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Gathering or reducing ``nbytes`` on every rank, by rings that cross every link of a member once. Of ``tensor``
-        neighbours each gathers its own part."""
+        """Gathering or reducing ``nbytes`` on every rank, by rings that cross every link of a member once. Of
+        ``tensor`` neighbours each gathers its own part."""
         cluster, world = self.cluster, self.cluster.world
         if world == 1 or not nbytes:
             return (0.0,) * len(cluster.levels), (0.0,) * len(cluster.levels)

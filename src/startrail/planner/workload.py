@@ -51,8 +51,8 @@ PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "ne
 class Model:
     """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: each layer's
     attention window, None for full attention. ``modulated``: a DiT, whose blocks have 6 x width² more parameters.
-    ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts`` compute a token, next to one of
-    width ``shared_hidden`` that computes all tokens."""
+    ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts`` compute a token, next to one
+    of width ``shared_hidden`` that computes all tokens."""
 
     name: str
     vocab: int
@@ -110,16 +110,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Run:
-    """How the model is trained. ``batch``: sequences per step, over all data-parallel groups; ``accumulate``: parts that
-    a group's sequences are computed in, one after the other. ``gather``: the dtype in which FSDP sends parameters and
-    gradients (default: ``dtype``). ``loss_chunk``: tokens per chunk of logits. ``tensor``: neighbouring ranks that share
-    the tokens of one rank and split heads and MLP (tensor parallelism).
+    """How the model is trained. ``batch``: sequences per step, over all data-parallel groups; ``accumulate``: parts in
+    which a group computes its sequences, one after the other. ``gather``: the dtype in which FSDP sends parameters and
+    gradients (default: ``dtype``). ``loss_chunk``: tokens per chunk of logits. ``tensor``: neighbouring ranks that hold
+    the tokens of one rank together and split heads and MLP (tensor parallelism).
 
     ``recompute``: layers keep their input and attention's output; with ``repeat_attention`` only their input, so that
     attention is computed again, as Hugging Face does. ``offload``: those inputs are in host memory;
-    ``offload_states``: so are parameters, gradients and moments, and the optimizer runs there. ``states``: the dtype of parameters,
-    gradients and moments; ``residual``: that of the layers' inputs (default: ``states``). ``fp8``: matrix products of
-    layers in FP8. ``tile_mlp``: the MLP is computed in chunks of tokens."""
+    ``offload_states``: so are parameters, gradients and moments, and the optimizer runs there. ``states``: the dtype of
+    parameters, gradients and moments; ``residual``: that of the layers' inputs (default: ``states``). ``fp8``: matrix
+    products of layers in FP8. ``tile_mlp``: the MLP is computed in chunks of tokens."""
 
     length: int
     batch: int = 1
@@ -277,10 +277,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     hidden, matrices = size("intermediate_size", "n_inner", default=4 * width), 2 if kind in PLAIN else 3
     experts = (0, 0, 0)
     if kind in MIXTURES:
-        hidden, names = size("moe_intermediate_size", default=hidden), MIXTURES[kind]
-        experts = _experts(fields, *names)
+        hidden, keys = size("moe_intermediate_size", default=hidden), MIXTURES[kind]
+        experts = _experts(fields, *keys)
         if not experts[0]:
-            raise ValueError(f"{where}: {names[0]!r} is missing")
+            raise ValueError(f"{where}: {keys[0]!r} is missing")
         shared = fields.integer("n_shared_experts", least=0) * hidden
         experts = (*experts[:2], experts[2] or shared)
     tied, windows = fields.boolean("tie_word_embeddings"), _windows(fields, layers, where)

@@ -27,7 +27,7 @@ from startrail.schedule.values import Merge, Pass, Piece, Step, Transfer
 
 
 def compose(place: Place, pass_: Pass, groups: Sequence[list[Step]], enters: tuple[str, ...]) -> tuple[Step, ...]:
-    """The steps of a whole pass from those of each group. ``enters``: the kinds that are exchanged before its blocks."""
+    """The steps of a whole pass from those of each group. ``enters``: the kinds that are exchanged before blocks."""
     if place.num_heads == 1:
         first = [post for body in groups for post in body[0].posts]
         bodies = [_with_first_posts(body, () if group else first) for group, body in enumerate(groups)]

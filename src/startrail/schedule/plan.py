@@ -27,7 +27,7 @@ from math import prod
 from startrail.schedule.families import FAMILIES
 from startrail.schedule.families.base import Family, Heads, Level
 from startrail.schedule.places import Place, divisors, factorizations
-from startrail.schedule.values import BACKWARD, FORWARD, Pass
+from startrail.schedule.values import FORWARD, Pass
 
 BACKWARDS = ("keys", "queries")
 KEEPS = ("none", "queries", "all")

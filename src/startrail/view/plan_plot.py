@@ -19,7 +19,12 @@ def parts_of(row: Row) -> dict[str, float]:
     layers = training.model.layers * training.run.accumulate * sum(training.dense_seconds)
     waiting = max(0.0, row.seconds - row.step.compute)
     attention = max(0.0, row.step.compute - layers - training.outer_seconds)
-    return {"attention": attention, "other layers": layers, "loss, optimizer": training.outer_seconds, "waiting": waiting}
+    return {
+        "attention": attention,
+        "other layers": layers,
+        "loss, optimizer": training.outer_seconds,
+        "waiting": waiting,
+    }
 
 
 def shown_rows(result: SearchResult) -> list[Row]:
@@ -46,7 +51,7 @@ def plot_answer(result: SearchResult, path: Path) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     bars.invert_yaxis()
     bars.set(xlabel="seconds per step")
-    bars.legend(fontsize=8)
+    bars.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.15))
     for row in (rows[0], *rows[SHOWN:]):
         points = [(length, speed) for length in LENGTHS if (speed := _tokens_per_second(row, length))]
         xs = [length * result.run.length for length, _ in points]

@@ -15,8 +15,9 @@ ZIGZAG, CONTIGUOUS, STRIPED = "zigzag", "contiguous", "striped"
 @dataclass(frozen=True)
 class Implementation:
     """``merge`` and ``add``: bytes moved per element of the output, and of the gradients, that each of several blocks
-    adds to. None counts those of our engine: it reads the block's result, and reads and writes the sum in float32; a first result is
-    only converted. ``layout``: how the sequence is cut. ``overlaps``: transfers run while blocks are computed."""
+    adds to. None counts those of our engine: it reads the block's result, and reads and writes the sum in float32; a
+    first result is only converted. ``layout``: how the sequence is cut. ``overlaps``: transfers run while blocks are
+    computed."""
 
     name: str
     merge: float | None = None

@@ -42,8 +42,8 @@ def predict_gathered(cluster: ClusterSpec, call: AttentionShape, engine: Impleme
 
 
 def collective(cluster: ClusterSpec, nbytes: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Gathering ``nbytes`` over all ranks by rings that use every link of a member: seconds that the links of each level
-    are busy, and bytes that a rank sends over them."""
+    """Gathering ``nbytes`` over all ranks by rings that use every link of a member: seconds that the links of each
+    level are busy, and bytes that a rank sends over them."""
     world, busy, sent = cluster.world, [], []
     for level, span in zip(cluster.levels, cluster.spans, strict=True):
         links = (1 if level.shared else span) * level.ways
