@@ -168,3 +168,23 @@ def test_every_curve_of_a_kernel_has_its_source():
         for curve in read_file(path)["curves"]:
             assert len(curve["source"]) > 10
             assert find_kernel(path.stem, curve["chip"]).curves[curve["pass"], curve["mask"], curve["head_dim"]]
+
+
+def test_all_missing_keys_are_named_at_once():
+    with pytest.raises(ValueError, match=re.escape("a.toml: device: 'name', 'memory', 'copy' are missing")):
+        read_cluster({"levels": CLUSTER["levels"], "device": {}}, "a", "a.toml")
+
+
+def test_a_cluster_without_overheads_gives_the_same_answer():
+    table = json.loads(json.dumps(read_file(shipped("clusters")["h100-8x8"])))
+    for key in ("call", "post", "start"):
+        del table["device"][key]
+    bare, whole = read_cluster(table, "h100-8x8", "a.toml"), find_cluster("h100-8x8")
+    assert bare == whole
+
+
+@pytest.mark.parametrize("name, text", [("deep.json", "[" * 100_000), ("deep.toml", "a = " + "[" * 100_000)])
+def test_a_deeply_nested_file_is_one_line(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_file(tmp_path / name)

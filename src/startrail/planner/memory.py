@@ -64,7 +64,7 @@ def estimate_memory(
     batch, tensor = run.batch // job.data_parallel // run.accumulate, run.tensor
     heads = model.heads // tensor, model.kv_heads // tensor, model.head_dim
     shape = AttentionShape(run.length, batch, *heads, model.causal, run.dtype)
-    # Tensor-parallel neighbours hold a share of a rank's tokens each, and compute all of them with a share of the heads.
+    # Tensor-parallel neighbours hold a share of a rank's tokens each, and compute all with a share of the heads.
     sizes, tokens = shape.sizes(plan, group), batch * shape.local(group) / tensor
 
     share = model.parameters / (world if run.zero else tensor)

@@ -22,8 +22,8 @@ from math import log, log2
 from startrail.planner.units import MAX_SIZE, check_keys, find_file, parse_quantity, read_file, short_repr
 
 MASKS, PASS_NAMES = ("full", "causal"), ("forward", "backward")
-# A kernel's programs each take TILE_ROWS rows of one head, and a GPU runs PROCESSORS of them at a time: on average, half
-# of the last wave is idle. The published curves have REFERENCE_PROGRAMS programs.
+# A kernel's programs each take TILE_ROWS rows of one head, and a GPU runs PROCESSORS of them at a time: on average,
+# half of the last wave is idle. The published curves have REFERENCE_PROGRAMS programs.
 TILE_ROWS, PROCESSORS, REFERENCE_PROGRAMS = 128, 132, 2048
 
 
