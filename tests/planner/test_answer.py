@@ -32,7 +32,7 @@ def test_what_would_change_the_answer_is_a_new_search():
     assert f"with half the memory, {half.name} becomes best (" in why
     twice = search(cluster.faster(0, 2.0), model, run, top=1, memory=26e9, known=False).best
     assert f"With twice the bandwidth between nodes, {twice.name} becomes best (" in why
-    assert "with half the memory, no plan fits: " in ask(cluster, model, 2 * run.length, top=1).why
+    assert "with half the memory, no plan fits: " in ask(cluster, model, 4 * run.length, top=1).why
 
 
 def test_rows_as_json(capsys):

@@ -109,8 +109,8 @@ def test_offload_and_narrow_states_save_memory_and_take_time():
 
 def test_a_batch_in_parts_needs_less_memory_and_gathers_more_often():
     whole, parts = step(Run(2**14, batch=4)), step(Run(2**14, batch=4, accumulate=4))
-    assert parts.memory.total < 0.6 * whole.memory.total and parts.sent > whole.sent
-    assert parts.seconds == pytest.approx(whole.seconds, rel=0.1)
+    assert parts.memory.activations < 0.3 * whole.memory.activations and parts.sent > whole.sent
+    assert whole.seconds < parts.seconds < 1.2 * whole.seconds
     with pytest.raises(ValueError, match="a batch of 4 cannot be split over 1 group in 3 parts"):
         step(Run(2**14, batch=4, accumulate=3))
 
