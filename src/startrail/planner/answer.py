@@ -3,7 +3,7 @@
 >>> answer = plan(cluster="a100-4x8", model="gpt-3b", length="128k")
 >>> row = answer.rows[0]
 >>> sorted(row)[:6]
-['bytes', 'data_parallel', 'exposed', 'high', 'low', 'memory']
+['bytes', 'cost', 'data_parallel', 'exposed', 'high', 'low']
 >>> "ring" in str(answer) and "would change the answer" in answer.why
 True
 """

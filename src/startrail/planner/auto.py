@@ -89,7 +89,7 @@ def plan_for_job(cluster: ClusterSpec, job: Job) -> Choice:
     >>> from startrail.planner.workload import Run, find_model
     >>> plan_for_job(find_cluster("a100-4x8"), Job(find_model("gpt-3b"), Run(length=131072))).reason
     ... # doctest: +ELLIPSIS
-    'auto chose ...: ... predicted for a step of gpt-3b with 1 x 131072 tokens, ... of 37.0 GB per device, ...'
+    'auto chose ...: ... predicted for a step of gpt-3b with 1 x 131072 tokens, ... of 33.3 GB per device, ...'
     """
     model, run = job.model, replace(job.run, dtype=_supported_dtype(cluster, job.run.dtype))
     about = f"a step of {model.name} with {run.batch} x {run.length} tokens"

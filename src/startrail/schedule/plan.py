@@ -129,6 +129,7 @@ class Plan:
     def entering(self, pass_: Pass) -> tuple[str, ...]:
         """The kinds that heads levels exchange before the blocks of a pass.
 
+        >>> from startrail.schedule.values import BACKWARD
         >>> Plan.parse("u4/1x8").entering(BACKWARD), Plan.parse("u4/1x8,exchange=twice").entering(BACKWARD)
         (('do',), ('q', 'kv', 'do'))
         """
