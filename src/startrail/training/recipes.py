@@ -139,7 +139,7 @@ class Recipe:
         else:
             model = Model(self.name, 0, *sizes, 4 * config.width, 2, False, False, windows, modulated=True)
         batch = self.batch * self.data_parallel
-        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, loss_chunk=self.loss_chunk)
+        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, "float32", self.loss_chunk)
         return Job(model, run, self.data_parallel)
 
     def check_world(self, world: int) -> None:

@@ -28,7 +28,6 @@ from startrail.kernels import kernel_for
 from startrail.planner.cluster import (
     MIN_SHARE,
     ClusterSpec,
-    Curve,
     Device,
     LinkLevel,
     Rates,
@@ -36,6 +35,7 @@ from startrail.planner.cluster import (
     cluster_text,
     read_cluster,
 )
+from startrail.planner.kernels import Curve
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 
@@ -283,8 +283,8 @@ def describe(
 
     matmul, call, forward, backward = typical("matmul"), typical("call"), curve("forward"), curve("backward")
     rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
-    times = dict(call=call, post=2 * call, handle=0.0, start=20 * call)
-    device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
+    times = call, 2 * call, 0.0, 0.0, 20 * call  # call, post, handle, socket, start
+    device = Device(name, memory, 0.0, typical("copy"), *times, {everyone[0]["dtype"]: rates})
     outliers = list(_outliers(everyone))
     load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}
     texts = (
