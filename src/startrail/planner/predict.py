@@ -1,7 +1,6 @@
 """Predicts the time of one attention call under a plan on a cluster, forward and backward, with the simulator.
 
->>> from startrail.planner.topology import shorter_rings
-from startrail.schedule.plan import Plan
+>>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.cluster import find_cluster
 >>> call = AttentionShape(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
 >>> cluster = find_cluster("a100-4x8")
