@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles everything again
 
-.PHONY: setup setup-bench validate validate-paper scaling test test-all lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
 
 setup: $(VENV)/ready
 
@@ -71,7 +71,7 @@ bench-engine: setup    ## speed and memory of the engine on this machine
 train: setup           ## a small GPT on 8 local ranks: about two minutes on 2 cores (ARGS="--steps 50 --plan 1x8" ...)
 	$(BIN)/startrail train gpt-tiny $(ARGS)
 
-train-dit: setup       ## a small DiT on 8 local ranks, which paints a grid of images
+train-dit: setup       ## a small DiT on 4 local ranks, which paints a grid of digits
 	$(BIN)/startrail train dit-tiny $(ARGS)
 
 bench-memory: setup    ## peak memory of a rank in training against its estimate
@@ -82,6 +82,9 @@ bench-train: setup     ## tokens/s and exposed communication in training, Ring A
 
 validate: setup-bench  ## predictions against the lab: validation/lab/results.md, scatter.png (10 minutes; ARGS=--quick: 2)
 	$(BIN)/python -m validation.lab $(ARGS)
+
+validate-hardware: setup-bench ## predictions against published figures of real GPUs: validation/hardware/results.md
+	$(BIN)/python -m validation.hardware
 
 validate-paper: setup  ## the paper's byte counts, and its Figure 7 as predicted: validation/paper/results.md
 	$(BIN)/python -m validation.paper

@@ -14,6 +14,7 @@ torch.set_num_threads(1)  # ranks are forked from this process, which must not h
 ROOT = Path(__file__).parent
 LAB = ("lab/", "bench/", "cli/test_lab.py")  # network namespaces: one test after the other
 SHARED = (
+    "view/",
     "integrations/test_families.py",
     "integrations/test_wrappers.py",
 )  # a fixture that takes long: one worker each
@@ -28,8 +29,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         path = _path(item)
         if path.startswith(LAB + SHARED):
-            item.add_marker(pytest.mark.xdist_group("lab" if path.startswith(LAB) else path))
+            item.add_marker(pytest.mark.xdist_group("lab" if path.startswith(LAB) else group_of(path)))
     items.sort(key=lambda item: next((n for n, start in enumerate(LONG) if _path(item).startswith(start)), len(LONG)))
+
+
+def group_of(path):
+    """Tests that share a fixture; the browser is one for all tests of pages."""
+    return "view" if path.startswith("view/") else path
 
 
 def _path(item):

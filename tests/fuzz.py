@@ -45,7 +45,7 @@ def random_case(seed: int) -> Case:
     plans = _variants(world, shared.choice([2, 3]))
     stars = [plan for plan in plans if plan.family is STAR]  # few among so many
     plan = shared.choice(stars if stars and shared.random() < 0.2 else plans)
-    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3]))
+    plan = replace(plan, groups=shared.choice([1, 1, 1, 2, 3])) if shared.random() < 0.95 else Plan.parse("direct")
     unit = lcm(plan.heads, rng.choice([1, 2, 3]))
     q_heads = unit * rng.choice([1, 2, 4])
     kv_heads = rng.choice([h for h in range(1, q_heads + 1) if q_heads % h == 0])
@@ -54,8 +54,11 @@ def random_case(seed: int) -> Case:
     while batch * q_heads * length**2 > MOST_PAIRS:
         length //= 2
     documents = None
-    if rng.random() < 0.4:
-        documents = (0, *sorted(rng.choices(range(length + 1), k=rng.choice([0, 1, 4, 15]))), length)
+    if rng.random() < 0.5:
+        kind = rng.choice(["some", "some", "ones", "giant"])  # one token each; one giant and many tiny documents
+        few = sorted(rng.choices(range(length + 1), k=rng.choice([0, 1, 4, 15])))
+        documents = {"some": (0, *few), "ones": range(length), "giant": (0, *range(length * 3 // 4, length))}[kind]
+        documents = (*documents, length)
     layer = random_layer(rng, length)
     return Case(
         plan=str(plan),
@@ -70,7 +73,7 @@ def random_case(seed: int) -> Case:
         causal=rng.random() < 0.6,
         window=rng.choice([None, None, 1, rng.randint(2, 50), rng.randint(51, 500)]),
         documents=documents,
-        layout=shared.choice(["zigzag", "zigzag", "contiguous"]),
+        layout=shared.choice(["zones", "zones", "zigzag", "contiguous"]),
         scale=rng.choice([None, None, 0.05, 0.7, 1.0]),
         value_dim=rng.choice([None, None, None, 1, 24]),
         sinks=rng.random() < 0.2,

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "launch": {"comm"},
     "integrations": API | {"api"},
     "diagnostics": API | {"api", "launch", "integrations"},
-    "training": API | {"api", "launch"},
+    "training": API | {"api", "launch", "view"},
     "lab": {"launch", "planner"},
 }
 WITHOUT_TORCH = ["schedule", "geometry", "routing", "planner", "view", "cli"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import predict
-from startrail.planner.search import Row
+from startrail.planner.rows import Row
 from startrail.planner.step import Training
 from startrail.planner.workload import Run, find_model
 from startrail.schedule.plan import Plan

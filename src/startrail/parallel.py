@@ -30,6 +30,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
+from startrail.schedule.walk import EventHook
 from startrail.sequence import Sequence
 
 MAX_TIMEOUT_SECONDS = 10**9  # timedelta overflows at a few times that
@@ -218,6 +219,11 @@ class SequenceParallel:
 
     def reset_counters(self) -> None:
         self._runtime.counters.reset()
+
+    def on_event(self, hook: EventHook | None) -> None:
+        """Call ``hook`` after every event of every pass on this rank; None ends that. On a GPU, times are those of the
+        host, which runs ahead. `startrail.view.trace.EventRecorder` is such a hook."""
+        self._runtime.counters.on_event = hook
 
     def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:
         """Bytes by level that each pass of a call with such shards sends, by closed form. Without ``v``, values have

@@ -80,7 +80,7 @@ def test_recipe_files(tmp_path):
         (["--heads", "7"], "width 128 is not a multiple of 7 heads"),
         (["--offload"], "offload moves the inputs of recomputed blocks: it needs recompute"),
         (["dit-tiny", "--length", "64"], "length applies to text only"),
-        (["dit-tiny", "--rows", "8"], "rows 8 = columns 16"),
+        (["dit-tiny", "--rows", "16"], "rows 16 = columns 8"),
         (["--layout", "spiral"], "layout 'spiral' is not one of"),
         (["--keep", "3"], "did you mean --keep-checkpoints?"),
         (["-x", "1"], "unrecognized arguments: -x"),

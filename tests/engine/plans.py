@@ -48,7 +48,7 @@ PLANS = {
         "u4/star2",
     ],
 }
-VARIANTS = ["keep=queries", "keep=all", "backward=queries", "groups=2", "keep=all,groups=2"]
+VARIANTS = ["keep=queries", "keep=all", "backward=queries", "groups=2", "keep=all,groups=2", "exchange=twice"]
 VARIED = {
     4: ["2x2", "star2", "2x1/u2", "u4", "u2/2x1"],
     8: ["2x4", "2x1/2x2", "star2/u2", "1x4/u2", "u2/2x2", "u2/1x2/u2", "u2/star2"],
@@ -56,7 +56,7 @@ VARIED = {
 OPTIONS = ["1x4", "2x2,keep=all", "u2/1x2", "2x1/u2,groups=2", "1x4,backward=queries", "star2"]  # for 4 ranks
 OTHERS = {  # for single tests
     2: ["1x2,keep=all"],
-    4: ["1x1/u4", "1x2/u2,keep=all", "1x2/u2,groups=2", "u2/1x2,keep=all"],
+    4: ["1x1/u4", "1x2/u2,keep=all", "1x2/u2,groups=2", "u2/1x2,keep=all", "u2/1x2,groups=2,exchange=twice"],
     8: ["1x2/u4", "star2/u2"],
 }
 
@@ -64,6 +64,7 @@ OTHERS = {  # for single tests
 def varied(world: int, variant: str) -> list[str]:
     """The plans of ``VARIED`` that support this variant."""
     plans = [plan for plan in VARIED[world] if not ("backward" in variant and ("star" in plan or plan == "u4"))]
+    plans = [plan for plan in plans if "exchange" not in variant or "u" in plan]
     return [f"{plan},{variant}" for plan in plans]
 
 

@@ -33,6 +33,7 @@ def test_every_shipped_cluster_can_be_read_and_written():
 
 
 GOOD = read_file(shipped("clusters")["a100-4x8"])
+GOOD["device"]["float32"] = dict.fromkeys(("peak", "matmul", "forward", "backward"), "19 TFLOP/s")
 
 
 def changed(path: str, value: object) -> dict:
@@ -67,10 +68,13 @@ def changed(path: str, value: object) -> dict:
         ("device", None, "'device' is missing"),
         ("device.memory", "lots", "device: memory = 'lots' is not an amount of memory"),
         ("device.reserved", "50 GB", "reserved = '50 GB' leaves nothing of memory = '40 GB'"),
-        ("device.bfloat16", None, "device: no rates"),
+        ("device", {"name": "x", "memory": "1 GB", "copy": "1 GB/s"}, "device: no rates"),
         ("device.bfloat16.matmul", "fast", "device.bfloat16: matmul = 'fast' is not a speed"),
+        ("device.bfloat16.kernel", "fa9", "device.bfloat16: kernel = 'fa9' is not one of cudnn, fa2, fa3, fa4"),
+        ("device.chip", "H101", "chip = 'H101': kernel fa2 has no speeds for chip 'H101'; it has A100, H100"),
+        ("device.chip", None, "kernel = 'fa2' needs the device's chip"),
         (
-            "device.bfloat16.forward",
+            "device.float32.forward",
             [[512, "1 TFLOP/s"], [128, "2 TFLOP/s"]],
             "128 is not a number of tokens larger than the one before",
         ),

@@ -6,6 +6,7 @@ import pytest
 
 from startrail.planner import predict as attention
 from startrail.planner.cluster import SlowMember, find_cluster
+from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.topology import Machine, link_bytes
 from startrail.schedule.plan import Plan
@@ -29,11 +30,13 @@ def test_two_ranks_that_exchange_keys_take_what_one_counts_by_hand():
     call = replace(CALL, batch=1)
     forward = predict(cluster, Plan.parse("1x2"), call).forward
     tokens = call.length // 2
-    speed = cluster.device.of("bfloat16").forward.at((tokens**2 / 2) ** 0.5)
-    block = 4 * tokens**2 / 2 * call.head_dim * call.heads / speed
+    kernel, flops = find_kernel("fa2", "A100"), 4 * tokens**2 / 2 * call.head_dim * call.heads
+    own = flops / (kernel.speed("forward", True, 64, tokens) * occupancy(call.heads * tokens / 128))
+    full = kernel.speed("forward", False, 64, (tokens**2 / 2) ** 0.5)
+    other = flops / (full * occupancy(call.heads * tokens / 256))  # rank 0: half the rows see the later shard
     transfer = 2 * tokens * call.heads * call.head_dim * 2 / cluster.levels[0].bandwidth
-    assert forward.seconds == pytest.approx(max(block, transfer) + block, rel=1e-6)
-    assert forward.waiting == pytest.approx(max(0.0, transfer - block), rel=1e-6, abs=1e-12)
+    assert forward.seconds == pytest.approx(max(own, transfer) + other, rel=1e-6)
+    assert forward.waiting == pytest.approx(max(0.0, transfer - own), rel=1e-6, abs=1e-12)
     assert forward.busy == pytest.approx((transfer, 0.0))
 
 
@@ -43,10 +46,21 @@ def test_one_rank_stands_for_all(text, cluster):
     """Simulating all ranks and simulating one agree: exactly where lanes follow the nodes, else closely."""
     plan = Plan.parse(text)
     one, all_ = predict(cluster, plan, CALL), predict(cluster, plan, CALL, all_ranks=True)
-    within = 0.05 if text in ("star2", "star4", "2x8", "u8/2x1") else 0.01
-    assert one.seconds == pytest.approx(all_.seconds, rel=within)
-    if cluster is not PEERS or text != "u8/2x1":  # of whose messages some cross an adapter at each time, not all
-        assert one.busy[0] == pytest.approx(all_.busy[0], rel=within)
+    loose = text in ("star2", "star4", "2x8", "u8/2x1", "4x1/u2/1x2")
+    assert one.seconds == pytest.approx(all_.seconds, rel=0.05 if loose else 0.02)
+    if cluster is not PEERS or not loose:  # of their messages some cross an adapter at each time, not all
+        assert one.busy[0] == pytest.approx(all_.busy[0], rel=0.01)
+
+
+@pytest.mark.parametrize("cluster", [SMALL, find_cluster("h100-8x8@4x4"), PEERS], ids=str)
+def test_one_rank_stands_for_all_where_an_exchange_spans_nodes(cluster):
+    """Of the messages of u16 over nodes of 4, each device's own adapter carries 12 of 15, not all."""
+    call = replace(CALL, heads=16, kv_heads=16)
+    one, all_ = predict(cluster, Plan.parse("u16"), call), predict(cluster, Plan.parse("u16"), call, all_ranks=True)
+    assert one.seconds == pytest.approx(all_.seconds, rel=0.01)
+    assert one.busy[0] == pytest.approx(all_.busy[0], rel=0.01)
+    nested = predict(cluster, Plan.parse("u4/u4"), call)
+    assert one.seconds == pytest.approx(nested.seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["1x64", "star2", "star4"])
@@ -65,7 +79,7 @@ def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
 def test_one_rank_stands_for_all_under_a_window(text, window, cluster):
     call, plan = replace(CALL, length=2**14, window=window), Plan.parse(text)
     one, all_ = predict(cluster, plan, call), predict(cluster, plan, call, all_ranks=True)
-    assert one.seconds == pytest.approx(all_.seconds, rel=0.1)
+    assert one.seconds == pytest.approx(all_.seconds, rel=0.15)  # the slowest rank differs from hop to hop
     assert one.sent == pytest.approx(all_.sent, rel=1e-6)
 
 
@@ -89,7 +103,7 @@ def test_one_rank_stands_for_all_on_shared_cores():
 def test_a_long_ring_goes_on_as_it_begins(text, window, monkeypatch):
     cluster, plan, call = find_cluster("h100-8x8"), Plan.parse(text), replace(CALL, length=2**16, window=window)
     whole = predict(cluster, plan, call)
-    monkeypatch.setattr(attention, "MAX_SHARDS", 16)
+    monkeypatch.setattr("startrail.planner.topology.MAX_SHARDS", 16)
     short = predict(cluster, plan, call)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01 if window is None else 0.05)
     assert short.sent == pytest.approx(whole.sent, rel=1e-6)

@@ -2,15 +2,22 @@ import pytest
 
 from startrail.schedule.families.nested import Rings
 from startrail.schedule.plan import Plan, plans_for, variants_of
-from startrail.schedule.program import build_program
+from startrail.schedule.program import build_program, closed_form
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD
+from startrail.schedule.values import FORWARD, PASSES
 
 
 @pytest.mark.parametrize(
     "text",
     ["1x16", "u8", "star4", "2x2/u8", "2x2/1x2/u4", "1x4/1x8", "star2/u4", "1x1", "u1", "u4/1x8", "u4/u8"]
-    + ["u2/2x2/u4", "u4/star2", "1x2/u4/2x1,keep=all", "u2/star2/u2,groups=2"]
+    + [
+        "u2/2x2/u4",
+        "u4/star2",
+        "u4/1x8,exchange=twice",
+        "u8,groups=2,exchange=twice",
+        "1x2/u4/2x1,keep=all",
+        "u2/star2/u2,groups=2",
+    ]
     + ["2x2/u8,keep=all", "4x4,backward=queries", "2x2,keep=queries,groups=2", "star2,keep=all,groups=3"],
 )
 def test_text_form_round_trips(text):
@@ -33,6 +40,9 @@ def test_defaults_are_not_written():
 @pytest.mark.parametrize(
     "text, message",
     [
+        ("1x8,exchange=twice", "exchange=twice keeps nothing, but there are no heads to exchange"),
+        ("u4/1x8,keep=all,exchange=twice", "exchange=twice keeps nothing, but keep=all keeps more"),
+        ("u4,exchange=thrice", "exchange='thrice' is not one of once, twice"),
         ("", "cannot read ''"),
         ("2x", "cannot read '2x'"),
         ("2x2/", "cannot read ''"),
@@ -133,3 +143,14 @@ def test_ranks_that_share_a_shard_are_adjacent_in_the_order_of_tokens():
             slots = [places[rank].slot for rank in place.shard_ranks(place.shard)]
             assert slots == list(range(slots[0], slots[0] + plan.heads))
             assert place.rank_of(place.shard) == place.head_rank(place.head) == place.rank
+
+
+def test_exchanging_again_sends_three_shards_more_and_keeps_nothing():
+    """Over K nodes, in shards of a node: 11(K-1)/K instead of 8(K-1)/K, and q, k and v of every layer are not kept."""
+    shards = dict(q=1, kv=2, out=1, do=1, dq=1, dkv=2)
+    for nodes in (2, 4, 8):
+        once, twice = (Plan.parse(f"u{nodes}{option}") for option in ("", ",exchange=twice"))
+        sent = [sum(sum(closed_form(plan, nodes, 0, pass_, shards)) for pass_ in PASSES) for plan in (once, twice)]
+        assert sent == pytest.approx([8 * (nodes - 1) / nodes, 11 * (nodes - 1) / nodes])
+        kept = [build_program(plan, nodes, 0, FORWARD).kept for plan in (once, twice)]
+        assert [len(pieces) for pieces in kept] == [2, 0]

@@ -12,8 +12,12 @@ import torch
 
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
+from startrail.planner.cluster import find_cluster
+from startrail.planner.predict import AttentionShape, trace_prediction
+from startrail.schedule.plan import Plan
 from startrail.training.display import Display
 from startrail.training.trainer import Trainer
+from startrail.view.trace import EventRecorder, chrome_trace, compare, read_trace
 from tests.helpers import FULL
 from tests.training.runs import CPU, DEADLINE, RecordingDisplay, dit, expected_plan, gpt, mismatches, reference, run
 
@@ -81,6 +85,27 @@ def test_a_step_sends_the_predicted_bytes_on_every_level(data, tmp_path):
         assert shown == chosen[plan]
         assert list(sent) == [f"level {level}" for level in range(len(shown.split("/")))]
         assert sent == predicted
+
+
+def test_a_run_leaves_a_page_and_a_trace_of_the_step_that_was_asked_for(data, tmp_path):
+    """The trace has the ranks of the first data-parallel group, and the labels of the prediction."""
+    recipe = gpt(data, tmp_path / "run", plan="1x2", data_parallel=2, length=64, steps=3, trace=2)
+
+    def on_rank(rank):
+        display, _ = run(recipe)
+        return display.notes
+
+    notes = run_local(on_rank, 4, deadline=DEADLINE)
+    assert notes[0][0].startswith(f"wrote {tmp_path / 'run' / 'trace.json'}: open it in https://ui.perfetto.dev")
+    assert "finished, step 3 of 3" in (tmp_path / "run" / "run.html").read_text()
+    measured = read_trace(tmp_path / "run" / "trace.json")
+    recorders = [EventRecorder(rank) for rank in range(2)]
+    call = AttentionShape(64, 1, 8, 4, 4, causal=True, dtype="float32")
+    trace_prediction(find_cluster("lab").resized([1, 2]), Plan.parse("1x2"), call, recorders.__getitem__)
+    predicted = tmp_path / "predicted.json"
+    predicted.write_text(json.dumps(chrome_trace([recorder.records for recorder in recorders], "predicted")))
+    assert "whole pass" in compare(read_trace(predicted), measured)  # raises unless the labels are the same
+    assert {slice_["args"]["call"] for slice_ in measured.slices[0]} == set(range(4))  # two layers, both passes
 
 
 def test_a_stop_on_one_rank_stops_all_and_any_plan_and_world_size_resumes(data, tmp_path):

@@ -93,3 +93,9 @@ def test_the_trials_cover_machines_plans_and_workloads():
     assert any(trial.slow_node for trial in trials)
     worlds = {shape: Machine.parse(shape).world for shape in PREDICTED | CALIBRATION}
     assert all((trial.work, worlds[shape]) in ALONE for shape in worlds for trial in (PREDICTED | CALIBRATION)[shape])
+
+
+def test_a_quick_run_judges_what_it_measured():
+    rows = [Compared.of(case, {}) for case in cases_of([record(*MEASURED[1])])]
+    exact = [replace(row, predicted=row.case.seconds) for row in rows]
+    assert Verdict(exact, least=1).met and not Verdict(exact).met

@@ -21,7 +21,8 @@ import startrail
 from startrail.bench.report.findings import measured_trial
 from startrail.lab.cluster import available
 from startrail.planner.topology import Machine
-from validation.lab.compare import Compared, Verdict, fit, scatter
+from validation.errors import record
+from validation.lab.compare import LEAST, Compared, Verdict, fit, scatter
 from validation.lab.model import Case, cases_of, with_choice
 from validation.lab.trials import ALONE, CALIBRATION, PREDICTED, QUICK
 
@@ -100,11 +101,13 @@ def main() -> int:
         rows.append(Compared.of(case, figures))
     if not rows:
         parser.error("no measurements to predict")
-    verdict = Verdict(rows, () if options.report else missing(plan, others))
+    verdict = Verdict(rows, () if options.report else missing(plan, others), least=1 if options.quick else LEAST)
     about = (
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, startrail {startrail.__version__}; forward + backward "
         "attention, float32, 16 heads x 32,\nranks of one thread that share two cores; medians, (n) repeats."
     )
+    if not options.quick and not options.report:
+        record("lab", [row.off for row in rows])
     text = verdict.text(about, figures)
     (options.out / "results.md").write_text(text)
     scatter(rows, options.out / "scatter.png")

@@ -9,7 +9,8 @@ from typing import Any
 
 from startrail.bench.cases import Contender, Trial, Workload, lab_cluster
 from startrail.bench.sizes import ring_bytes
-from startrail.planner.cluster import ClusterSpec, Curve
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.kernels import Curve
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.topology import Machine, rate_for

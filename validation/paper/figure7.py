@@ -28,12 +28,12 @@ measured.
 
 Where the two agree: on the A100 clusters, the better starC is predicted to gain about what the paper claims for GPT:
 star4 on 4x8, star2 on 2x16. Where they differ: on the H100 cluster, the predicted gain is larger than the claim. There
-every GPU has its own adapter, and Ring Attention's hop leaves a node over one of the eight: 34 MB in 0.75 ms, eight
-times the compute of a block at 64k tokens. A ring that spreads its hops over all adapters would be much closer. For the
-DiT, the predicted gain is smaller than the claim: at 512k tokens, Ring Attention's communication and compute are nearly
-balanced at the assumed speeds, so there is little to gain, and starC must gather and place keys before its first block,
-which nothing hides. A network slower than the stated 100 Gbit/s per node, or less overlap in the ring that the paper
-compares with, would bring the prediction to the claim.
+every GPU has its own adapter, and Ring Attention's hop leaves a node over one of the eight: 34 MB in 0.75 ms, ten or
+more times the compute of a block at 64k tokens with FlashAttention 3. A ring that spreads its hops over all adapters
+would be much closer. For the DiT, the predicted gain is smaller than the claim: at 512k tokens, Ring Attention's
+communication and compute are nearly balanced at the assumed speeds, so there is little to gain, and starC must gather
+and place keys before its first block, which nothing hides. A network slower than the stated 100 Gbit/s per node, or
+less overlap in the ring that the paper compares with, would bring the prediction to the claim.
 """
 
 

@@ -59,7 +59,7 @@ def sparse_works(length: int) -> list[SparseWork]:
 
 
 @dataclass
-class Row:
+class SparseRow:
     """One contender at one workload: the median of the slowest rank's seconds, and bytes sent by the busiest node."""
 
     machine: str
@@ -80,7 +80,7 @@ class Row:
 
 def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    rows: list[Row] = []
+    rows: list[SparseRow] = []
     for text in options.shapes:
         rows += measure_machine(Machine.parse(text), options)
     print(balance_table())
@@ -97,12 +97,12 @@ def run(options: argparse.Namespace) -> int:
     return int(any(row.problem.startswith("wrong") for row in rows))
 
 
-def measure_machine(machine: Machine, options: argparse.Namespace) -> list[Row]:
+def measure_machine(machine: Machine, options: argparse.Namespace) -> list[SparseRow]:
     works = sparse_works(options.length)
     data = {work: _Data.of(work) for work in works}
     dense = Workload(options.length, HEADS, HEADS, HEAD_DIM, causal=True)
     plan = OUTERMOST.get((str(machine), 16), (f"u{machine.nodes}/1x{machine.ranks_per_node}",))[0]
-    rows: list[Row] = []
+    rows: list[SparseRow] = []
     with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST_RATE}bit") as cluster:
         seconds = max(cluster.call(partial(_time_compute, options.length)))
         for pressure in options.pressures:
@@ -191,18 +191,18 @@ def _agree_all_right(problem: str) -> bool:
 
 def _rows(
     found: Sequence[dict[str, Any]], machine: Machine, pressure: float, work: SparseWork, rate: int, compute: float
-) -> list[Row]:
+) -> list[SparseRow]:
     rows = []
     for name in found[0]:
         results = [of_rank[name] for of_rank in found]
         problem = next((p for *_, p in results if p and not p.endswith("another rank")), results[0][2])
         seconds = None if problem else max(s for s, *_ in results)
         sent = max(b for _, b, _ in results)
-        rows.append(Row(str(machine), pressure, work.name, name, seconds, sent, rate, compute, problem))
+        rows.append(SparseRow(str(machine), pressure, work.name, name, seconds, sent, rate, compute, problem))
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SparseRow]) -> str:
     """One workload as a table: seconds, bound, speed over ring and over the best dense plan, bytes off a node."""
     first, by_name = rows[0], {row.contender: row.seconds for row in rows}
     lines = [

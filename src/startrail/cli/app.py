@@ -6,10 +6,24 @@ import sys
 from collections.abc import Sequence
 
 from startrail import __version__
-from startrail.cli import bench, check, doctor, export, lab, models, plan, show, train, verify
+from startrail.cli import (
+    bench,
+    check,
+    doctor,
+    export,
+    lab,
+    models,
+    plan,
+    recognise,
+    show,
+    simulate,
+    trace,
+    train,
+    verify,
+)
 from startrail.cli.options import Parser, UsageError, examples_text
 
-COMMANDS = (show, check, plan, doctor, verify, models, train, export, lab, bench)
+COMMANDS = (show, check, plan, simulate, doctor, verify, models, train, recognise, export, lab, bench, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,11 @@ import argparse
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
+from startrail.planner.topology import Machine
+from startrail.planner.units import parse_count
 from startrail.schedule.plan import Plan
 
 Commands = Any  # what argparse's add_subparsers returns: its class has no public name
@@ -95,3 +98,26 @@ def world_size(plan: Plan, ranks: int | None) -> int:
         raise ValueError(f"--ranks {ranks} must be at least 1")
     plan.check_world(ranks)
     return ranks
+
+
+def make_machine(ranks: int, nodes: int) -> Machine:
+    if ranks < 1 or nodes < 1 or ranks % nodes:
+        raise ValueError(f"--ranks {ranks} is not a multiple of --nodes {nodes}")
+    return Machine(nodes, ranks // nodes)
+
+
+def read_tokens(text: str) -> int:
+    """For argparse: a number of tokens such as 65536 or 64k."""
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file that the user asked for, and say so."""
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror}") from None
+    print(f"wrote {file} ({len(text.encode()) / 1e3:.0f} kB)")

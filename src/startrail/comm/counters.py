@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from startrail.schedule.walk import EventHook
+
 MAX_UNREAD = 512  # pairs of events that a stopwatch keeps
 
 
@@ -57,11 +59,13 @@ def _event(device: torch.device) -> torch.Event:
 
 @dataclass
 class Counters:
-    """Traffic per lane, the total time in attention, and the part of it spent waiting for transfers."""
+    """Traffic per lane, the total time in attention, and the part of it spent waiting for transfers. ``on_event`` is
+    told every event that the executor has handled, with its times on the host's clock; see `startrail.view.trace`."""
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     waiting: Stopwatch = field(default_factory=Stopwatch)
     total: Stopwatch = field(default_factory=Stopwatch)
+    on_event: EventHook | None = None
 
     def count_send(self, lane: str, nbytes: int) -> None:
         traffic = self.traffic.get(lane)

@@ -96,7 +96,9 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     dout, sinks, dlse = parts[3:]
     assert dout is not None
     if case.call_style == "expanded":  # padding included, as with a sum of the output
-        dout = dout[tuple(map(slice, case.repeated))].expand_as(dout)
+        whole = data.inputs[3]
+        assert whole is not None
+        dout = whole[tuple(map(slice, case.repeated))].expand_as(dout)
     wanted = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.call_style, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}

@@ -95,7 +95,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
     ctx.owner = _find(ctx.runtime)  # stays alive until the backward pass has run
-    qkv = () if ctx.owner.plan.heads > 1 else (q, k, v)
+    qkv = () if ctx.owner.plan.keeps_exchanged else (q, k, v)
     ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
 
 

@@ -5,6 +5,7 @@ Transfers are posted before the blocks that hide them and awaited when something
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from startrail.schedule.walk import (
     Await,
     Combine,
     Compute,
+    Finish,
     Message,
     Post,
     Prepare,
@@ -133,8 +135,13 @@ class PartRun:
         self.handlers.clear()
 
     def _handle(self, step: WalkStep) -> None:
+        hook, start = self.executor.counters.on_event, time.perf_counter()
         for event in step.events:
             self.handlers[type(event)](event)
+            if hook is not None:
+                end = time.perf_counter()
+                hook(self.program, step.number, event, start, end)
+                start = end
         for piece in self.program.last_uses[step.number]:
             self._release(piece)
         for buffer in self.released:
@@ -143,6 +150,7 @@ class PartRun:
 
     def finish(self) -> dict[str, tuple[Tensor, ...]]:
         """Local results in the user's layout and dtype. Every transfer of this part has ended when it returns."""
+        start = time.perf_counter()
         results = {kind: self.wire.local_results(kind, self.context.device) for kind in self.program.pass_.results}
         for piece in self.walk.results:
             local = results[piece.kind]
@@ -153,6 +161,8 @@ class PartRun:
                 self.wire.shares(target, piece)[0].copy_(source)
         for wait in self.open_sends:
             wait()
+        if (hook := self.executor.counters.on_event) is not None:
+            hook(self.program, len(self.walk.steps), Finish(self.walk.home), start, time.perf_counter())
         return results
 
     # --- inputs

@@ -3,7 +3,7 @@
 >>> answer = plan(cluster="a100-4x8", model="gpt-3b", length="128k")
 >>> row = answer.rows[0]
 >>> sorted(row)[:6]
-['bytes', 'data_parallel', 'exposed', 'high', 'low', 'memory']
+['bytes', 'cost', 'data_parallel', 'exposed', 'high', 'low']
 >>> "ring" in str(answer) and "would change the answer" in answer.why
 True
 """
@@ -11,26 +11,33 @@ True
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from startrail.planner.candidates import LARGE_WORLD
-from startrail.planner.cluster import ClusterSpec, find_cluster
+from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
+from startrail.planner.operate import cost_per_million, longest_length, smallest_cluster, worthwhile_batch
 from startrail.planner.predict import predict
-from startrail.planner.search import TIE_SHARE, DoesNotFitError, Row, SearchResult, search
-from startrail.planner.units import Fields, count_text, read_file
-from startrail.planner.workload import Model, find_model, read_run
+from startrail.planner.rows import DoesNotFitError, Row, SearchResult, expected_error
+from startrail.planner.search import TIE_SHARE, YOURS, search
+from startrail.planner.units import Fields, count_text, plural, read_file
+from startrail.planner.workload import Model, Run, find_model, read_run
+from startrail.schedule.plan import Plan
+
+SUSPICIOUS_RATE = 150e9  # bytes/s per device between nodes: three times the fastest adapters
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``rows`` are the plans as plain data, fastest first. The well-known plans that cannot be used come last, with the
-    reason as ``why_not`` and None for every figure. ``str(answer)`` is a table and a paragraph."""
+    """``rows`` are the plans as plain data, fastest first, then Ring Attention as others run it. The well-known plans
+    that cannot be used come last, with the reason as ``why_not`` and None for every figure. ``str(answer)`` is a table
+    and a paragraph."""
 
     result: SearchResult
+    price: float | None = None  # per device and hour
 
     @property
     def best(self) -> str:
@@ -39,7 +46,7 @@ class Answer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        usable = [_as_data(row) for row in self.result.rows]
+        usable = [_as_data(row, self.price) for row in (*self.result.rows, *self.result.peers)]
         unusable = dict.fromkeys(usable[0])  # None for every figure
         return usable + [
             unusable | {"plan": known.plan, "role": known.role, "why_not": known.reason}
@@ -51,9 +58,10 @@ class Answer:
 
     @property
     def table(self) -> str:
-        sent = [f"GB/{level.label}" for level in self.result.cluster.levels]
-        head = ["plan", "", "step", "interval", "tokens/s", "MFU", "exposed", *sent, "memory"]
-        lines = [head, *(_cells(row) for row in self.result.rows)]
+        sent = [f"{level.label} GB/rank" for level in self.result.cluster.levels if level.size > 1]
+        head = ["plan", "", "step", "interval", "tokens/s", "MFU", "exposed", *sent, "memory/rank"]
+        head += [] if self.price is None else ["cost/M tokens"]
+        lines = [head, *(_cells(row, self.price) for row in (*self.result.rows, *self.result.peers))]
         missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.result.missing]
         # the reasons may be longer than their columns
         name, role = (max(len(line[at]) for line in [*lines, *missing]) for at in range(2))
@@ -70,20 +78,59 @@ class Answer:
 
     def __str__(self) -> str:
         result = self.result
-        head = (
-            f"{result.model.name} ({result.model.parameters / 1e9:.1f}B parameters), {result.run.batch} x "
-            f"{result.run.length} tokens, {result.run.dtype}, ZeRO-{result.run.zero}, "
-            f"{'all but attention recomputed' if result.run.recompute else 'nothing recomputed'}, on {result.cluster}: "
-            f"{result.cluster.world} x {result.cluster.device.name}"
+        head = f"{_model_text(result.model)}, {_run_text(result.run)}, on {result.cluster}: "
+        head += f"{result.cluster.world} x {result.cluster.device.name}"
+        notes = [f"note: {text}" for text in _warnings(result)]
+        notes += [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
+        if result.closest is not None:
+            plan, excess = result.closest
+            notes.append(f"the fastest plan that needs too much memory is {plan}: {excess / 1e9:.1f} GB over the limit")
+        notes.append(
+            f"plans within {TIE_SHARE:.0%} of the fastest count as equal; among them, those that send less over the "
+            "outermost links come first, unless transfers are hidden, then smaller teams and fewer groups"
         )
-        notes = [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
         effort = f"{result.bounded} combinations of levels bounded, {count_text(result.simulated, 'plan')} simulated"
         if result.possible_gain > 0.005:
             effort += f"; no other plan can be more than {result.possible_gain:.1%} faster than the best"
         return "\n".join([head, "", self.table, "", *notes, effort, "", self.why])
 
 
-def _as_data(row: Row) -> dict[str, Any]:
+def _model_text(model: Model) -> str:
+    active = f", {model.active_parameters / 1e9:.1f}B active" if model.experts else ""
+    return f"{model.name} ({model.parameters / 1e9:.1f}B parameters{active})"
+
+
+def _run_text(run: Run) -> str:
+    """The run with every setting that is not a default."""
+    recomputed = "all but attention" if not run.repeat_attention else "everything"
+    parts = [f"{run.batch} x {run.length} tokens", run.dtype, f"ZeRO-{run.zero}"]
+    parts.append(f"{recomputed if run.recompute else 'nothing'} recomputed")
+    parts += [f"tensor parallelism over {run.tensor}"] if run.tensor > 1 else []
+    parts += [f"in {run.accumulate} parts"] if run.accumulate > 1 else []
+    parts += [f"states in {run.states}"] if run.states != "float32" else []
+    told = {
+        "fp8": "linear layers in FP8",
+        "offload": "layer inputs on the host",
+        "offload_states": "states on the host",
+    }
+    return ", ".join(parts + [text for name, text in told.items() if getattr(run, name)])
+
+
+def _warnings(result: SearchResult) -> Iterator[str]:
+    """What in the question may be a mistake, or would help."""
+    cluster, run, best = result.cluster, result.run, result.best
+    for level in cluster.levels[:-1]:
+        if level.bandwidth / (cluster.spans[0] if level.shared else 1) > SUSPICIOUS_RATE:
+            rate = level.bandwidth / 1e9
+            yield f"{rate:.0f} GB/s between {plural(level.label)} is more than adapters have; is it {rate:.0f} Gbit/s?"
+    if run.gather == "float32" and run.itemsize < DTYPES["float32"]:
+        narrow = replace(best.training, run=replace(run, gather=run.dtype))
+        faster = narrow.step(best.plan, lambda call: predict(narrow.group, best.plan, call)).seconds
+        if faster < 0.99 * best.seconds:
+            yield f"with --gather {run.dtype}, {best.name} would take {seconds_text(faster)}"
+
+
+def _as_data(row: Row, price: float | None) -> dict[str, Any]:
     levels = row.training.cluster.levels
     return {
         "plan": str(row.plan),
@@ -97,6 +144,7 @@ def _as_data(row: Row) -> dict[str, Any]:
         "exposed": row.exposed,
         "bytes": {level.name: round(nbytes) for level, nbytes in zip(levels, row.step.sent, strict=True)},
         "memory": round(row.step.memory.total),
+        "cost": None if price is None else cost_per_million(row, price),
         "why_not": None,
     }
 
@@ -111,35 +159,56 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 1e-3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, price: float | None) -> list[str]:
     times = seconds_text(row.seconds), f"{seconds_text(row.low)} - {seconds_text(row.high)}"
     speed = f"{row.tokens_per_second:,.0f}", f"{row.mfu:.1%}", f"{row.exposed:.1%}"
-    sent = (f"{nbytes / 1e9:.3g}" for nbytes in row.step.sent)
-    return [row.name, row.role, *times, *speed, *sent, f"{row.step.memory.total / 1e9:.1f} GB"]
+    levels = row.training.cluster.levels
+    sent = (f"{nbytes / 1e9:.3g}" for level, nbytes in zip(levels, row.step.sent, strict=True) if level.size > 1)
+    cost = [] if price is None else [f"{cost_per_million(row, price):.3g}"]
+    return [row.name, row.role, *times, *speed, *sent, f"{row.step.memory.total / 1e9:.1f} GB", *cost]
+
+
+def _outermost(cluster: ClusterSpec) -> int:
+    """The outermost level of several members."""
+    return next((at for at, level in enumerate(cluster.levels) if level.size > 1), len(cluster.levels) - 1)
 
 
 def _why(result: SearchResult) -> Iterator[str]:
     """The sentences of the paragraph."""
     best, cluster = result.best, result.cluster
-    sent = best.step.sent[0]
+    outer = _outermost(cluster)
+    sent, links = best.step.sent[outer], plural(cluster.levels[outer].label)
     yield f"{best.name} wins: {_shape(best)}."
-    ring = next((row for row in result.rows if row.role == "ring"), None)
+    fastest = min(result.rows, key=lambda row: row.seconds)
+    if fastest.seconds < 0.999 * best.seconds:
+        faster = 1 - fastest.seconds / best.seconds
+        yield f"{fastest.name} is predicted {faster:.1%} faster, which counts as equal, {_than(fastest, best)}."
+    ring = next((row for row in result.rows if row.role.startswith("ring")), None)
     if ring is not None and ring is not best and sent:
         yield (
-            f"Each rank sends {sent / 1e9:.3g} GB per step between {cluster.levels[0].label}s; Ring Attention sends "
-            f"{ring.step.sent[0] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
+            f"Each rank sends {sent / 1e9:.3g} GB per step between {links}; Ring Attention sends "
+            f"{ring.step.sent[outer] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
         )
+    stars = [row for row in (*result.rows, *result.too_large) if row.role.startswith("star") and row is not best]
+    if stars:
+        star = min(stars, key=lambda row: row.seconds)
+        would = "would take" if star in result.too_large else "takes"
+        fits = ", and does not fit" if star in result.too_large else ""
+        yield f"The paper's schedule, {star.role}, {would} {star.seconds / best.seconds:.2f}x as long{fits}."
     yield f"Ranks wait for transfers {best.exposed:.1%} of the step."
+    for row in result.rows:
+        if YOURS in row.role and row is not best:
+            yield f"Yours, {row.name}, {_compare(row, best)}."
     other = next((row for row in result.rows if row.plan.levels != best.plan.levels), None)
     if other is not None:
         yield f"The runner-up, {other.name}, {_compare(other, best)}."
     if cluster.slow:
         yield _about_slow_members(result)
     yield f"What would change the answer? {_what_if(result)}."
-    yield (
-        f"Times may be off by {cluster.accuracy:.0%} on {cluster}; its file says which figures are measured and which "
-        "are assumed. The order of plans is more certain than the times, because the same model predicts all of them."
-    )
+    error = expected_error(best.training)
+    yield f"Times may be off by {error.share:.0%}: {error.reason}."
+    if (kernel := cluster.device.of(result.run.dtype).kernel) is not None:
+        yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
 
 
 def _shape(row: Row) -> str:
@@ -153,12 +222,22 @@ def _shape(row: Row) -> str:
     return "; ".join(parts)
 
 
+def _than(fastest: Row, best: Row) -> str:
+    """Why a plan that is slightly faster does not come first."""
+    for level, least, sent in zip(best.training.cluster.levels, best.step.sent, fastest.step.sent, strict=True):
+        if sent > 1.02 * least and sent > 1e6:
+            return f"but sends {sent / 1e9:.3g} GB between {plural(level.label)}, not {least / 1e9:.3g} GB"
+    if fastest.plan.groups > best.plan.groups:
+        return f"but runs {fastest.plan.groups} groups, not {best.plan.groups}"
+    return "but has larger teams or more levels"
+
+
 def _compare(other: Row, best: Row) -> str:
     slower = other.seconds / best.seconds - 1
     text = f"is {slower:.1%} slower: it" if slower >= 0.001 else "is as fast, but"
     for level, least, sent in zip(best.training.cluster.levels, best.step.sent, other.step.sent, strict=True):
         if sent > 1.02 * least and sent > 1e6:
-            return f"{text} sends {sent / 1e9:.3g} GB between {level.label}s, not {least / 1e9:.3g} GB"
+            return f"{text} sends {sent / 1e9:.3g} GB between {plural(level.label)}, not {least / 1e9:.3g} GB"
     if other.exposed > best.exposed + 0.002:
         return f"{text} waits for transfers {other.exposed:.1%} of the step"
     if other.step.memory.total > 1.02 * best.step.memory.total:
@@ -169,13 +248,15 @@ def _compare(other: Row, best: Row) -> str:
 def _what_if(result: SearchResult) -> str:
     """The best plans with twice and half the bandwidth, and with half the memory."""
     cluster, best = result.cluster, result.best
+    outer = _outermost(cluster)
+    links = plural(cluster.levels[outer].label)
     texts = []
     for factor, change in ((2.0, "With twice the bandwidth"), (0.5, "with half the bandwidth")):
-        changed = cluster.faster(0, factor)
+        changed = cluster.faster(outer, factor)
         fastest, same = search(changed, result.model, result.run, top=1, known=False).best, _seconds_on(best, changed)
         tied = same <= (1 + TIE_SHARE) * fastest.seconds
         verdict = f"{best.name} stays best ({seconds_text(same)})" if tied else _becomes_best(fastest)
-        texts.append(f"{change} between {cluster.levels[0].label}s, {verdict}")
+        texts.append(f"{change} between {links}, {verdict}")
     verdict, half = f"{best.name} stays best", best.step.memory.limit / 2
     if best.step.memory.total > half:
         try:
@@ -208,7 +289,8 @@ def _about_slow_members(result: SearchResult) -> str:
         reason = error.problem if isinstance(error, DoesNotFitError) else error
         return f"{text}; the others alone cannot do it ({reason})."
     advice = "leave it out" if without.seconds < best.seconds else "keep it"
-    others = f"the other {outer.size - 1} {outer.label}s alone take {seconds_text(without.seconds)} with {without.name}"
+    rest = f"the other {outer.size - 1} {plural(outer.label)}"
+    others = f"{rest} alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
 
 
@@ -222,31 +304,52 @@ def plan(
     model: str | Model,
     length: int | str | None = None,
     *,
-    batch: int | str | None = None,
-    dtype: str | None = None,
     memory: str | None = None,
-    recompute: bool | None = None,
-    zero: int | None = None,
-    gather: str | None = None,
-    loss_chunk: int | str | None = None,
     run: str | None = None,
     top: int = 5,
+    kernel: str | None = None,
+    compare: Sequence[str] = (),
+    price: float | None = None,
+    max_length: bool = False,
+    gpus_for: bool = False,
+    **settings: object,
 ) -> Answer:
     """The best plans for a model on a cluster. Both are names of shipped descriptions, or files.
 
-    ``memory`` ("30 GB") limits the memory per device. ``run`` is a file with length, batch, dtype, recompute, zero,
-    gather and loss_chunk; arguments take precedence over the file.
+    ``memory`` ("30 GB") limits the memory per device. ``kernel`` ("fa2", "fa3", "fa4", "cudnn") computes attention
+    instead of the cluster's own. ``compare`` are plans of yours, which become rows whatever they cost. ``settings`` are
+    those of a ``Run`` (batch, dtype, recompute, zero, gather, ...), and take precedence over the file ``run``;
+    ``batch="auto"`` takes the batch after which more sequences add little. ``price`` per device and hour adds costs.
+    ``max_length`` plans for the longest sequence that fits, ``gpus_for`` for the fewest devices that fit the length.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top = {top!r} is not a whole number of at least 1")
+    cluster, model = _described(cluster, model, kernel)
+    auto_batch = settings.get("batch") == "auto"
+    settings = settings | {"batch": None} if auto_batch else settings
+    described = _read_settings(2 * cluster.world if max_length else length, run, settings)
+    limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
+    if price is not None and not 0 < price < 1e6:
+        raise ValueError(f"price = {price!r} is not a price per device and hour, such as 2.5")
+    if max_length:
+        described = replace(described, length=longest_length(cluster, model, described, limit))
+    if gpus_for:
+        cluster = smallest_cluster(cluster, model, described, limit)
+    if auto_batch:
+        described = replace(described, batch=worthwhile_batch(cluster, model, described, limit))
+    plans = tuple(Plan.parse(text) for text in compare)
+    return Answer(search(cluster, model, described, top, limit, compare=plans), price)
+
+
+def _described(cluster: str | ClusterSpec, model: str | Model, kernel: str | None) -> tuple[ClusterSpec, Model]:
     cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
-    model = find_model(model) if isinstance(model, str) else model
-    given = dict(length=length, batch=batch, dtype=dtype, recompute=recompute, zero=zero, gather=gather)
-    given["loss_chunk"] = loss_chunk
+    cluster = cluster if kernel is None else cluster.with_kernel(kernel)
+    return cluster, find_model(model) if isinstance(model, str) else model
+
+
+def _read_settings(length: int | str | None, run: str | None, settings: Mapping[str, object]) -> Run:
     table = read_file(Path(run)) if run is not None else {}
-    table |= {name: value for name, value in given.items() if value is not None}
+    table |= {name: value for name, value in {"length": length, **settings}.items() if value is not None}
     if "length" not in table:
         raise ValueError("length is missing: the tokens of a sequence, such as 131072 or 128k")
-    described = read_run(table, "the run" if run is None else run)
-    limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
-    return Answer(search(cluster, model, described, top, limit))
+    return read_run(table, "the run" if run is None else run)

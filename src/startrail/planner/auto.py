@@ -14,7 +14,8 @@ from typing import NamedTuple
 from startrail.planner.answer import seconds_text
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape
-from startrail.planner.search import DoesNotFitError, SearchResult, search, search_attention
+from startrail.planner.rows import DoesNotFitError, SearchResult
+from startrail.planner.search import search, search_attention
 from startrail.planner.topology import Machine
 from startrail.planner.units import MAX_COUNT, MAX_SIZE, Fields
 from startrail.planner.workload import Job
@@ -66,14 +67,19 @@ def plan_for_heads(
     tokens = length or ASSUMED_TOKENS_PER_RANK * cluster.world
     dtype = _supported_dtype(cluster, "bfloat16")
     call = AttentionShape(tokens, 1, heads, kv_heads, head_dim or ASSUMED_HEAD_DIM, True, dtype)
-    what = f"forward + backward of {tokens} tokens{'' if length else ' (assumed)'}"
+    what = f"forward + backward of {tokens} tokens"
     limit = MEMORY_SHARE * (cluster.device.memory - cluster.device.reserved)
     try:
         found = search_attention(cluster, call, ASSUMED_LAYERS, limit)
     except DoesNotFitError as error:
         return _smallest(error, what)
     about = f"{heads}:{kv_heads} heads, one causal sequence; assuming {ASSUMED_LAYERS} layers whose attention uses at"
-    return _fastest(found, ASSUMED_LAYERS, what, f"{about} most half of the memory and keeps nothing")
+    about = f"{about} most half of the memory and keeps nothing"
+    if length is None:  # then a time would be that of another sequence
+        return Choice(
+            found.best.plan, f"auto chose {found.best.plan} for {tokens} tokens, assumed: pass length= ({about})"
+        )
+    return _fastest(found, ASSUMED_LAYERS, what, about)
 
 
 def plan_for_job(cluster: ClusterSpec, job: Job) -> Choice:
@@ -83,7 +89,7 @@ def plan_for_job(cluster: ClusterSpec, job: Job) -> Choice:
     >>> from startrail.planner.workload import Run, find_model
     >>> plan_for_job(find_cluster("a100-4x8"), Job(find_model("gpt-3b"), Run(length=131072))).reason
     ... # doctest: +ELLIPSIS
-    'auto chose ...: ... predicted for a step of gpt-3b with 1 x 131072 tokens, ... of 37.0 GB per device, ...'
+    'auto chose ...: ... predicted for a step of gpt-3b with 1 x 131072 tokens, ... of 33.3 GB per device, ...'
     """
     model, run = job.model, replace(job.run, dtype=_supported_dtype(cluster, job.run.dtype))
     about = f"a step of {model.name} with {run.batch} x {run.length} tokens"

@@ -67,7 +67,7 @@ class Bounds:
         plan = prices.sizes.plan
         shards = self.world // plan.heads
         if self.call.window is None:
-            return plan.groups * shards * prices.block(pass_, 0, 0, 1) * self.slowness
+            return plan.groups * shards * prices.least_block(pass_, shards) * self.slowness
         return plan.groups * prices.kernel_bound(pass_, self.call.pairs / shards) * self.slowness
 
     def of_plan(self, plan: Plan) -> tuple[Bound, Bound]:

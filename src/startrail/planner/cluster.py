@@ -11,48 +11,51 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from math import log, prod
+from math import prod
 
-from startrail.planner.units import MAX_SIZE, Table, check_keys, find_file, parse_quantity, read_file, short_repr
+from startrail.planner.kernels import Curve, KernelCurves, find_kernel, read_curve
+from startrail.planner.units import Table, check_keys, find_file, parse_quantity, read_file, shipped, short_repr
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
+# A device's seconds per kernel call, message and pass if its file does not say: those of GPUs launched from Python, and
+# of CPU processes (lab.toml).
+OVERHEADS = {
+    "nccl": {"call": "10 us", "post": "15 us", "start": "60 us"},
+    "gloo": {"call": "150 us", "post": "80 us", "start": "1 ms"},
+}
 MAX_RANKS = 2**16
 MIN_SHARE = 0.001  # a slow member has at least this share of the others' speed
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Speed as a function of size: linear in log(size) between the points, constant outside them.
-
-    >>> Curve(((256, 100.0), (1024, 200.0))).at(512), Curve(((256, 100.0),)).at(1)
-    (150.0, 100.0)
-    """
-
-    points: tuple[tuple[float, float], ...]
-
-    def at(self, size: float) -> float:
-        if size <= self.points[0][0]:
-            return self.points[0][1]
-        for (x0, y0), (x1, y1) in pairwise(self.points):
-            if size <= x1:
-                return y0 + (log(size) - log(x0)) / (log(x1) - log(x0)) * (y1 - y0)
-        return self.points[-1][1]
-
-
-@dataclass(frozen=True)
 class Rates:
-    """FLOP/s of a device in one dtype. ``peak`` is the data sheet's, for MFU; ``forward`` and ``backward`` are
-    those of attention, as a function of the tokens along one side of a block."""
+    """FLOP/s of a device in one dtype. ``peak`` is the data sheet's, for MFU; ``fp8`` that of matrix products in FP8 (0
+    if unknown). ``forward`` and ``backward`` are those of attention, as a function of the tokens along one side of a
+    block; a ``kernel`` has them by mask and head dim as well, and takes precedence."""
 
     peak: float
     matmul: float
     forward: Curve
     backward: Curve
+    kernel: KernelCurves | None = None
+    fp8: float = 0.0
+
+    def speed(self, pass_name: str, causal: bool, head_dim: int, size: float) -> float:
+        """FLOP/s of attention on a block with ``size`` tokens per side."""
+        if self.kernel is not None:
+            return self.kernel.speed(pass_name, causal, head_dim, size)
+        return (self.forward if pass_name == "forward" else self.backward).at(size)
+
+    @classmethod
+    def of_kernel(cls, peak: float, matmul: float, kernel: KernelCurves, fp8: float = 0.0) -> Rates:
+        """With ``forward`` and ``backward`` at full masks and the largest head dim up to 128."""
+        dim = max(dim for name, mask, dim in kernel.curves if (name, mask) == ("backward", "full") and dim <= 128)
+        forward, backward = (kernel.curves[name, "full", dim] for name in ("forward", "backward"))
+        return cls(peak, matmul, forward, backward, kernel, fp8)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Device:
     """``copy``: bytes/s of memory when tensors are copied or added. ``call``: seconds per kernel call, whatever its
     size. ``post``: seconds that a rank's thread needs per message. ``handle`` seconds and ``socket`` bytes/s: what a
     message costs a core in the background, on both sides (0: the hardware does it). ``start``: seconds to begin and end
-    an attention pass."""
+    an attention pass. ``chip``: its name in the tables of kernels. ``host``: bytes/s to and from the host's
+    memory, if all devices use it at once."""
 
     name: str
     memory: float
@@ -72,6 +76,8 @@ class Device:
     socket: float
     start: float
     rates: dict[str, Rates]
+    chip: str = ""
+    host: float = 25e9
 
     def of(self, dtype: str) -> Rates:
         if dtype not in self.rates:
@@ -175,6 +181,37 @@ class ClusterSpec:
             slow[one.level, member] = SlowMember(one.level, member, *shares)
         return replace(group, slow=tuple(slow.values()))
 
+    def joined(self, neighbours: int) -> ClusterSpec:
+        """Each rank stands for this many neighbours of the innermost level, which send the same at the same time: they
+        share the links that members share.
+
+        >>> [level.size for level in find_cluster("a100-4x8").joined(4).levels]
+        [4, 2]
+        """
+        if neighbours == 1:
+            return self
+        *outer, inner = self.levels
+        levels = [replace(one, bandwidth=one.bandwidth / (neighbours if one.shared else 1)) for one in outer]
+        levels.append(replace(inner, size=inner.size // neighbours))
+        slow = {(s.level, s.member // (neighbours if s.level == len(outer) else 1)): s for s in self.slow}
+        members = tuple(replace(s, member=member) for (_, member), s in slow.items())
+        return replace(self, levels=tuple(levels), slow=members)
+
+    def with_kernel(self, key: str) -> ClusterSpec:
+        """A copy whose device computes attention with another kernel in half precision.
+
+        >>> find_cluster("h100-8x8").with_kernel("fa2").device.of("bfloat16").kernel.name
+        'FlashAttention 2'
+        """
+        if not self.device.chip:
+            raise ValueError(f"cluster {self}: its device names no chip, so that kernel {key!r} has no speeds for it")
+        kernel = find_kernel(key, self.device.chip)
+        rates = {
+            dtype: own if dtype == "float32" else Rates.of_kernel(own.peak, own.matmul, kernel, own.fp8)
+            for dtype, own in self.device.rates.items()
+        }
+        return replace(self, device=replace(self.device, rates=rates))
+
     def faster(self, level: int, factor: float) -> ClusterSpec:
         """A copy with ``factor`` times the bandwidth at one level."""
         levels = list(self.levels)
@@ -242,8 +279,8 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     _check_ranks([level.size for level in levels], where)
     if not isinstance(slow, list):
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
-    device = _device(table["device"], f"{where}: device")
     transport = fields.choice("transport", TRANSPORTS, "nccl")
+    device = _device(table["device"], transport, f"{where}: device")
     accuracy = fields.number("accuracy", least=0.0, most=0.9, default=0.25)
     cores = fields.integer("cores", least=0, most=MAX_RANKS)
     members = tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow))
@@ -259,12 +296,12 @@ def _level(table: object, where: str) -> LinkLevel:
     return LinkLevel(name, size, bandwidth, latency, links == "member", fields.boolean("duplex", True), links == "peer")
 
 
-def _device(table: object, where: str) -> Device:
-    times = ("call", "post", "handle", "start")
-    known = ("name", "memory", "reserved", "copy", "socket", *times, *DTYPES)
+def _device(table: object, transport: str, where: str) -> Device:
+    known = ("name", "chip", "memory", "reserved", "copy", "socket", "host", "handle", *OVERHEADS[transport], *DTYPES)
     fields = check_keys(table, known, ("name", "memory", "copy"), where)
     given = fields.table
-    rates = {dtype: _rates(given[dtype], f"{where}.{dtype}") for dtype in DTYPES if dtype in given}
+    chip = fields.line("chip") if "chip" in given else ""
+    rates = {dtype: _rates(given[dtype], chip, f"{where}.{dtype}") for dtype in DTYPES if dtype in given}
     if not rates:
         raise ValueError(f"{where}: no rates; add a table for at least one of {', '.join(DTYPES)}")
     memory, reserved = fields.quantity("memory", "bytes"), fields.quantity("reserved", "bytes", "0 B")
@@ -272,31 +309,32 @@ def _device(table: object, where: str) -> Device:
         raise ValueError(f"{where}: reserved = {given['reserved']!r} leaves nothing of memory = {given['memory']!r}")
     name, copy = fields.line("name"), fields.quantity("copy", "bytes/s")
     socket = fields.quantity("socket", "bytes/s") if "socket" in given else 0.0
-    seconds = {key: fields.quantity(key, "s", "0 s") for key in times}
-    return Device(name, memory, reserved, copy, socket=socket, rates=rates, **seconds)
+    host = fields.quantity("host", "bytes/s") if "host" in given else 25e9  # PCIe 4.0 x16
+    overheads = OVERHEADS[transport] | {"handle": "0 s"}
+    seconds = {
+        key: fields.quantity(key, "s", "0 s") if key in given else parse_quantity(default, "s")
+        for key, default in overheads.items()
+    }
+    return Device(name, memory, reserved, copy, socket=socket, rates=rates, chip=chip, host=host, **seconds)
 
 
-def _rates(table: object, where: str) -> Rates:
-    known = ("peak", "matmul", "forward", "backward")
-    fields = check_keys(table, known, known, where)
-    curves = (_curve(fields.table[key], f"{where}: {key}") for key in ("forward", "backward"))
-    return Rates(fields.quantity("peak", "flop/s"), fields.quantity("matmul", "flop/s"), *curves)
-
-
-def _curve(value: object, where: str) -> Curve:
-    pairs = [[1, value]] if isinstance(value, str) else value
-    if not isinstance(pairs, list) or not pairs or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
-        raise ValueError(f"{where} = {short_repr(value)} is neither a speed nor a list of [tokens, speed]")
-    points: list[tuple[float, float]] = []
-    for size, speed in pairs:
-        fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MAX_SIZE
-        if not fits or (points and size <= points[-1][0]):
-            raise ValueError(f"{where}: {short_repr(size)} is not a number of tokens larger than the one before")
+def _rates(table: object, chip: str, where: str) -> Rates:
+    """With the speeds of attention from a ``kernel`` for the device's ``chip``, or as curves of the file."""
+    by_kernel = isinstance(table, Mapping) and "kernel" in table
+    required = ("peak", "matmul", *(("kernel",) if by_kernel else ("forward", "backward")))
+    fields = check_keys(table, (*required, *(() if by_kernel else ("kernel",)), "fp8"), required, where)
+    peak, matmul = fields.quantity("peak", "flop/s"), fields.quantity("matmul", "flop/s")
+    fp8 = fields.quantity("fp8", "flop/s") if "fp8" in fields.table else 0.0
+    if by_kernel:
+        key = fields.choice("kernel", tuple(shipped("kernels")))
+        if not chip:
+            raise ValueError(f"{where}: kernel = {key!r} needs the device's chip, such as chip = 'H100'")
         try:
-            points.append((float(size), parse_quantity(speed, "flop/s")))
+            return Rates.of_kernel(peak, matmul, find_kernel(key, chip), fp8)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-    return Curve(tuple(points))
+            raise ValueError(f"{where}: chip = {short_repr(chip)}: {error}") from None
+    forward, backward = (read_curve(fields.table[key], f"{where}: {key}") for key in ("forward", "backward"))
+    return Rates(peak, matmul, forward, backward, None, fp8)
 
 
 def _slow(table: object, levels: tuple[LinkLevel, ...], where: str) -> SlowMember:
@@ -315,15 +353,19 @@ def cluster_text(cluster: ClusterSpec, comment: str) -> str:
     device, lines = cluster.device, [f"# {line}" for line in comment.splitlines()]
     lines += [f'transport = "{cluster.transport}"', f"accuracy = {cluster.accuracy:g}", f"cores = {cluster.cores}", ""]
     lines += ["[device]", f"name = {json.dumps(device.name)}", f'memory = "{device.memory / 1e9:.3f} GB"']
+    lines += [f"chip = {json.dumps(device.chip)}"] if device.chip else []
     lines += [f'reserved = "{device.reserved / 1e9:.3f} GB"'] if device.reserved else []
     lines += [f'copy = "{device.copy / 1e9:.3f} GB/s"']
     lines += [f'socket = "{device.socket / 1e9:.4f} GB/s"'] if device.socket else []
+    lines += [f'host = "{device.host / 1e9:.3f} GB/s"']
     for key in ("call", "post", "handle", "start"):
-        lines += [f'{key} = "{getattr(device, key) * 1e6:.2f} us"'] if getattr(device, key) else []
+        lines += [f'{key} = "{getattr(device, key) * 1e6:.2f} us"']
     for dtype, rates in device.rates.items():
         lines += ["", f"[device.{dtype}]", f'peak = "{rates.peak / 1e12:.4f} TFLOP/s"']
         lines += [f'matmul = "{rates.matmul / 1e12:.4f} TFLOP/s"']
-        for key in ("forward", "backward"):
+        lines += [f'fp8 = "{rates.fp8 / 1e12:.4f} TFLOP/s"'] if rates.fp8 else []
+        lines += [f'kernel = "{rates.kernel.key}"'] if rates.kernel is not None else []
+        for key in ("forward", "backward") if rates.kernel is None else ():
             points = (f'[{x:.0f}, "{y / 1e12:.5f} TFLOP/s"]' for x, y in getattr(rates, key).points)
             lines += [f"{key} = [{', '.join(points)}]"]
     for level in cluster.levels:

@@ -21,12 +21,13 @@ FLOAT_BYTES = 4  # per number of parameters, gradients, the optimizer's two mome
 SAVED_BY_WIDTH, IN_FLIGHT_BY_WIDTH = 5, 5
 SAVED_BY_HIDDEN, IN_FLIGHT_BY_HIDDEN = 2, 1.5  # saved: per matrix of the MLP that reads the block's input
 LOGITS_COPIES = 3  # of one chunk
+OFFLOADED_LAYERS = 2  # whose inputs are on the device at a time, on their way to or from the host
 LIBRARY_BYTES = 30 * 2**20  # of a CPU process: libraries, threads and connections once they are used; measured
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The peak of one rank in bytes. ``limit`` is what the device has for it."""
+    """The peak of one rank in bytes. ``limit`` is what it may use of the device."""
 
     states: float  # parameters, gradients, optimizer
     gathered: float  # whole parameters and gradients of FSDP
@@ -51,44 +52,57 @@ class Memory:
         return f"{self.total / 2**20:,.1f} MiB per rank: {each}"
 
 
-def estimate_memory(job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0) -> Memory:
+def estimate_memory(
+    job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0, gathered: bool = False
+) -> Memory:
     """The peak of a rank of ``world``: in the backward pass of one block, recomputed or not.
 
-    ``gathered`` is everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice.
+    ``gathered``: attention gathers all keys and values instead of following the plan. Of the result, ``gathered`` is
+    everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice.
     """
-    model, run, group = job.model, job.run, world // job.data_parallel
-    batch = run.batch // job.data_parallel
-    shape = AttentionShape(run.length, batch, model.heads, model.kv_heads, model.head_dim, model.causal, run.dtype)
-    sizes, tokens = shape.sizes(plan, group), batch * shape.local(group)
+    model, run, group = job.model, job.run, world // job.data_parallel // job.run.tensor
+    batch, tensor = run.batch // job.data_parallel // run.accumulate, run.tensor
+    heads = model.heads // tensor, model.kv_heads // tensor, model.head_dim
+    shape = AttentionShape(run.length, batch, *heads, model.causal, run.dtype)
+    # Tensor-parallel neighbours hold a share of a rank's tokens each, and compute all with a share of the heads.
+    sizes, tokens = shape.sizes(plan, group), batch * shape.local(group) / tensor
 
-    share = model.parameters / (world if run.zero else 1)
-    block = model.per_layer
-    by_zero = {0: 0, 2: model.parameters + 2 * block, 3: model.parameters - (model.layers - 2) * block + 2 * block}
+    share = model.parameters / (world if run.zero else tensor)
+    block = model.per_layer / tensor
+    parameters = model.parameters / tensor
+    by_zero = {0: 0, 2: parameters + 2 * block, 3: parameters - (model.layers - 2) * block + 2 * block}
 
     # Every layer keeps the block's input, attention's out and lse; without recomputation, its saved activations too.
-    by_layer = FLOAT_BYTES * model.width + run.itemsize * model.heads * model.head_dim + FLOAT_BYTES * model.heads
-    saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * model.hidden
-    saved = run.itemsize * (SAVED_BY_WIDTH * model.width + saved_by_hidden) * tokens
-    layers = model.layers * by_layer * tokens + (0 if run.recompute else (model.layers - 1) * saved)
+    kept_inputs = min(OFFLOADED_LAYERS, model.layers) if run.offload else model.layers
+    inputs = DTYPES[run.residual] * model.width * kept_inputs
+    outputs = 0 if run.repeat_attention else run.itemsize * model.heads * model.head_dim + FLOAT_BYTES * model.heads
+    hidden = 0 if run.tile_mlp else model.active_hidden
+    saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * hidden
+    width = (model.width + model.heads * model.head_dim) / 2  # of what attention and its projections hold
+    saved = run.itemsize * (SAVED_BY_WIDTH * width + saved_by_hidden) * tokens
+    layers = (inputs + model.layers * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)
 
     # The peak is the block's own backward pass, attention's within it, or the loss.
-    by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * model.width
-    held = run.itemsize * (by_width + saved_by_hidden + IN_FLIGHT_BY_HIDDEN * model.hidden) * tokens
+    by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * width
+    held = run.itemsize * (by_width + saved_by_hidden + IN_FLIGHT_BY_HIDDEN * hidden) * tokens
     pooled = max(sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
     inside = max(sizes.peak_bytes(pass_, group) - sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+    if gathered:  # keys and values of all ranks and a copy of them, and their gradients in float32 and a copy of those
+        pooled, inside = 0, 2 * group * sizes.nbytes("kv") + 2 * group * sizes.wide_bytes("kv")
     during = inside + run.itemsize * by_width * tokens
-    logits = 0 if model.modulated else LOGITS_COPIES * FLOAT_BYTES * min(run.loss_chunk, tokens) * model.vocab
+    logits = 0 if model.modulated else LOGITS_COPIES * run.itemsize * min(run.loss_chunk, tokens) * model.vocab
     peak = max(held, during, logits)
     in_attention = inside if peak == during else 0.0
     # Attention keeps pieces for the backward pass by ``keep``, and its inputs if heads are sharded.
     pieces = plan.family.kept(plan, plan.place(group, 0), 0) if plan.keep != "none" else []
-    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.heads > 1 else [])
+    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.keeps_exchanged else [])
+    kept = 0.0 if run.repeat_attention else model.layers * sum(sizes.nbytes(kind) * plan.groups for kind in kinds)
     return Memory(
-        states=4.0 * FLOAT_BYTES * share,
+        states=0.0 if run.offload_states else 4.0 * DTYPES[run.states] * share,
         gathered=by_zero[run.zero] * DTYPES[run.gather],
         activations=layers + peak - in_attention,
         attention=pooled + in_attention,
-        kept=model.layers * sum(sizes.nbytes(kind) * plan.groups for kind in kinds),
+        kept=kept,
         libraries=libraries,
         limit=limit,
     )

@@ -11,17 +11,24 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from startrail.planner.cluster import DTYPES, ClusterSpec
-from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Prices, Task, call_tasks
+from startrail.planner.peers import STARTRAIL, Implementation
+from startrail.planner.pricing import ComputeTask, Mark, PostTask, PricedMessage, Prices, Task, call_tasks, tasks_of
 from startrail.planner.simulator import Path, Route, SimulatedPass, Simulator
-from startrail.schedule.places import divisors
+from startrail.planner.topology import shorter_rings
 from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
+from startrail.schedule.walk import EventHook
+
+if TYPE_CHECKING:
+    from startrail.planner.topology import Scaled
 
 
 @dataclass(frozen=True)
@@ -81,75 +88,42 @@ class Prediction:
 
 
 def predict(
-    cluster: ClusterSpec, plan: Plan, call: AttentionShape, all_ranks: bool = False, order: Sequence[int] | None = None
+    cluster: ClusterSpec,
+    plan: Plan,
+    call: AttentionShape,
+    all_ranks: bool = False,
+    order: Sequence[int] | None = None,
+    engine: Implementation = STARTRAIL,
 ) -> Prediction:
     """Predict both passes. ``all_ranks`` simulates every rank; otherwise one stands for all. ``order``: the rank at
-    each place of the plan, if not the identity; it implies ``all_ranks``."""
-    if not all_ranks and order is None and (shorter := _shorter_rings(cluster, plan, call)):
-        return _extrapolate(*shorter)
-    prices = _prices(cluster, plan, call)
+    each place of the plan, if not the identity; it implies ``all_ranks``. ``engine``: who runs it."""
+    aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
+    if not all_ranks and order is None and (shorter := shorter_rings(cluster, plan, call, aligned)):
+        return _extrapolate(*shorter, engine)
+    prices = _prices(cluster, plan, call, engine)
     if all_ranks or order is not None:
         return Prediction(*(_simulate_all_ranks(cluster, prices, pass_, order) for pass_ in PASSES))
     return Prediction(*(_simulate_one_rank(cluster, prices, pass_) for pass_ in PASSES))
 
 
-def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prices:
-    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype)
+def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation) -> Prices:
+    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype, engine)
 
 
 # --- very long rings
 
-MAX_SHARDS = 1024  # longer rings are extrapolated from shorter ones
 MAX_UNSAMPLED_WORLD = 256  # in larger worlds, only some programs of a member are read
 INNER_SAMPLES = 3  # ranks or teams sampled between the first and the last of a member
-Scaled = tuple[ClusterSpec, Plan, AttentionShape]
 
 
-def _shorter_rings(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[Scaled, Scaled, int, int] | None:
-    """Two shorter rings, and the lengths of the second and of the whole ring as multiples of the first.
-
-    A ring of thousands of hops does the same at each hop, so two shorter rings with pieces of the same size define a
-    line to extrapolate. The window stays, so that it reaches as many blocks; one wider than the shorter sequence
-    shrinks with it. None if the ring is short enough, or cannot be shortened."""
-    shards = cluster.world // plan.heads
-    aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
-    limit = MAX_SHARDS if aligned else MAX_SHARDS // 4  # unaligned lanes need the programs of many ranks
-    rings: tuple[Scaled, Scaled, int, int] | None = None
-    for factor in divisors(cluster.levels[0].size)[1:] if shards > limit else ():
-        for times in (2, 3):
-            part = times * factor
-            wide = call.window is not None and 2 * call.window > call.length // part
-            first, second = (_shorten(cluster, plan, call, n, n if wide else 1) for n in (part, factor))
-            if first is not None and second is not None:
-                rings = first, second, times, part
-                break
-        if rings is not None and shards // factor <= limit:
-            break
-    return rings
-
-
-def _shorten(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int, narrower: int) -> Scaled | None:
-    """Divides the longest ring and the cluster by ``factor`` and the window by ``narrower``. None if not possible."""
-    outer, shorter = cluster.levels[0].size, plan.family.shorter(plan, factor)
-    if outer % factor or outer // factor < 2 or shorter is None:
-        return None
-    smaller = cluster.part(cluster.world // factor)
-    try:
-        shorter.check_world(smaller.world)
-    except ValueError:
-        return None
-    window = None if call.window is None else max(call.window // narrower, 1)
-    return smaller, shorter, replace(call, length=call.local(cluster.world) * smaller.world, window=window)
-
-
-def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int) -> Prediction:
+def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int, engine: Implementation) -> Prediction:
     """The line through two predictions, the second at ``times`` the first's length, evaluated at ``whole`` times it."""
 
     def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
         return tuple(x + (y - x) * (whole - 1) / (times - 1) for x, y in zip(xs, ys, strict=True))
 
     passes = []
-    priced = [(cluster, _prices(cluster, plan, call)) for cluster, plan, call in (first, second)]
+    priced = [(cluster, _prices(cluster, plan, call, engine)) for cluster, plan, call in (first, second)]
     for pass_ in PASSES:
         a, b = (_simulate_one_rank(cluster, prices, pass_) for cluster, prices in priced)
         seconds, waiting = line(a[:2], b[:2])
@@ -159,19 +133,56 @@ def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int) -> Predi
 
 # --- all ranks
 
+Hooks = Callable[[int], EventHook]  # the hook of each rank
+
+
+def trace_prediction(cluster: ClusterSpec, plan: Plan, call: AttentionShape, hooks: Hooks) -> Prediction:
+    """Predict both passes with every rank simulated, and tell each rank's hook about its events, as the executor
+    does. The backward pass begins when the forward pass has ended."""
+    prices, start, passes = _prices(cluster, plan, call, STARTRAIL), 0.0, []
+    for pass_ in PASSES:
+        passes.append(_simulate_all_ranks(cluster, prices, pass_, None, hooks, start))
+        start += passes[-1].seconds
+    return Prediction(*passes)
+
 
 def _simulate_all_ranks(
-    cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None
+    cluster: ClusterSpec,
+    prices: Prices,
+    pass_: Pass,
+    order: Sequence[int] | None,
+    hooks: Hooks | None = None,
+    start: float = 0.0,
 ) -> SimulatedPass:
     world = cluster.world
-    tasks = [call_tasks(prices, world, place, pass_) for place in range(world)]
+    programs = [build_program.__wrapped__(prices.sizes.plan, world, place, pass_) for place in range(world)]
+    marks: list[list[Mark]] = [[] for _ in range(world)]
+    tasks = [tasks_of(program, prices, marks[rank] if hooks else None) for rank, program in enumerate(programs)]
     wires = _Wires(cluster, order or range(world))
     speeds = [wires.speed(place) for place in range(world)]
-    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False)
+    ends: list[list[float]] = [[0.0] for _ in range(world)]
+    on_task = (lambda rank, now: ends[rank].append(now)) if hooks else None
+    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
     seconds = simulator.run()
+    if hooks is not None:
+        for rank in range(world):
+            _tell(hooks(rank), programs[rank], tasks[rank], marks[rank], [start + end for end in ends[rank]])
     waiting = sum(rank.waiting for rank in simulator.ranks) / world
     sent = tuple(nbytes / world for nbytes in simulator.sent)
     return SimulatedPass(seconds, waiting, sent, wires.busiest(simulator.carried))
+
+
+def _tell(hook: EventHook, program: Program, tasks: list[Task], marks: list[Mark], ends: list[float]) -> None:
+    """Tell a hook about a rank's events. ``ends[n]`` is the time when the first n tasks had ended."""
+    before = ends[0]
+    for step, event, done, seconds in marks:
+        now = ends[done]
+        if seconds:  # part of a task, which shared cores may have slowed down
+            task = tasks[done]
+            assert isinstance(task, ComputeTask)
+            now += (ends[done + 1] - now) * seconds / task.seconds
+        hook(program, step, event, before, now)
+        before = now
 
 
 class _Wires:
@@ -243,6 +254,7 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
 def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
     """Ranks run in step, so a slow member slows all ranks: links and devices are as fast as the slowest. There is one
     link per level, followed by one per peer if the last level connects peers."""
+    prices.in_step = True
     tasks, paths = _representative(cluster, prices, pass_)
     levels = len(cluster.levels)
     capacity = [
@@ -265,21 +277,24 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
     (Ring Attention over nodes) it is counted in the programs of a member's ranks."""
     world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
     known = _known_lanes(cluster, prices.sizes.plan)
-    if len(known) == len(prices.sizes.plan.levels):
-        tasks, counted = call_tasks(prices, world, prices.busiest, pass_), {}
-    else:
+    tasks, counted = call_tasks(prices, world, prices.busiest(pass_), pass_), {}
+    if len(known) < len(prices.sizes.plan.levels):
         sampled = _sampled_ranks(cluster, prices.sizes.plan)
-        member = [call_tasks(prices, world, rank, pass_) for rank in sampled]
-        sends = [[m for task in own if isinstance(task, PostTask) for m in task.messages if m.send] for own in member]
-        works = [sum(task.seconds for task in own if isinstance(task, ComputeTask)) for own in member]
-        chosen = max(range(len(member)), key=lambda rank: (len(sends[rank]), works[rank]))
-        tasks = member[chosen]
-        alike = [(rank, own) for rank, own in zip(sampled, sends, strict=True) if len(own) == len(sends[chosen])]
-        counted = {
-            message.number: _counted_path(cluster, [(rank, own[at].peer, sampled[rank]) for rank, own in alike])
-            for at, message in enumerate(sends[chosen])
-            if message.lane not in known
-        }
+        member = {rank: _sends(call_tasks(prices, world, rank, pass_)) for rank in sampled}
+        longest = max(map(len, member.values()))
+        sends = _sends(tasks)
+        if len(sends) != longest:  # in the first and last member, starC places some ranks at their own place
+            tasks = call_tasks(prices, world, next(rank for rank, own in member.items() if len(own) == longest), pass_)
+            sends = _sends(tasks)
+        alike = [(rank, own) for rank, own in member.items() if len(own) == longest]
+        posts: dict[tuple[int, int], list[int]] = {}  # positions of the messages that a post sends over one lane
+        for at, (post, message) in enumerate(sends):
+            posts.setdefault((post, message.lane), []).append(at)
+        for positions in posts.values():
+            if sends[positions[0]][1].lane not in known:
+                pairs = [[(rank, own[at][1].peer, sampled[rank]) for rank, own in alike] for at in positions]
+                for at, path in zip(positions, _counted_paths(cluster, pairs), strict=True):
+                    counted[sends[at][1].number] = path
 
     def route(_: int, message: PricedMessage) -> Path:
         links, latency, shares = known[message.lane] if message.lane in known else counted[message.number]
@@ -306,7 +321,8 @@ LaneRoute = tuple[tuple[tuple[int, float], ...], float, tuple[float, ...]]  # li
 
 def _full_path(cluster: ClusterSpec, stride: int) -> LaneRoute:
     levels = cluster.crossed(0, stride) if stride < cluster.world else ()
-    return _lane_route(cluster, {at: float(cluster.spans[at]) for at in levels}, dict.fromkeys(levels, 1.0))
+    alike = dict.fromkeys(levels, 1.0)
+    return _lane_route(cluster, {at: float(cluster.spans[at]) for at in levels}, alike, alike)
 
 
 def _sampled_ranks(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
@@ -329,22 +345,44 @@ def _sampled_ranks(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
     return {first + unit * team + at % team: weight * team for at, (unit, weight) in enumerate(weights.items())}
 
 
-def _counted_path(cluster: ClusterSpec, pairs: Sequence[tuple[int, int, float]]) -> LaneRoute:
-    """The route of messages that a member's ranks send at the same time, as (rank, peer, number of such messages)."""
-    crossing: dict[int, dict[int, float]] = {}
-    for rank, peer, number in pairs:
-        for at in cluster.crossed(rank, peer):
-            members = crossing.setdefault(at, {})
-            members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + number
-    total = sum(number for *_, number in pairs)
-    shares = {at: sum(members.values()) / total for at, members in crossing.items()}
-    return _lane_route(cluster, {at: max(members.values()) for at, members in crossing.items()}, shares)
+def _sends(tasks: list[Task]) -> list[tuple[int, PricedMessage]]:
+    """The messages that a rank sends, each with the number of its post."""
+    posts = (task for task in tasks if isinstance(task, PostTask))
+    return [(at, message) for at, post in enumerate(posts) for message in post.messages if message.send]
 
 
-def _lane_route(cluster: ClusterSpec, crossing: dict[int, float], shares: dict[int, float]) -> LaneRoute:
-    """``crossing``: messages of a member that cross each level at the same time; ``shares``: as a share of all."""
+def _counted_paths(cluster: ClusterSpec, posts: Sequence[Sequence[tuple[int, int, float]]]) -> list[LaneRoute]:
+    """The routes of the messages that one post sends over a lane. For each of them, the ranks of a member that send it,
+    as (rank, peer, number of such ranks). A device's own link carries those of its messages that cross the level: of a
+    ring's hops all on the last device, of an exchange's the same share on every device."""
+    own: dict[int, dict[int, float]] = {}  # by level and rank: messages of the post that cross
+    for pairs in posts:
+        for rank, peer, _ in pairs:
+            for at in cluster.crossed(rank, peer):
+                by_rank = own.setdefault(at, {})
+                by_rank[rank] = by_rank.get(rank, 0.0) + 1.0
+    busiest = {at: max(by_rank.values()) / len(posts) for at, by_rank in own.items()}
+    paths = []
+    for pairs in posts:
+        crossing: dict[int, dict[int, float]] = {}
+        for rank, peer, number in pairs:
+            for at in cluster.crossed(rank, peer):
+                members = crossing.setdefault(at, {})
+                members[rank // cluster.spans[at]] = members.get(rank // cluster.spans[at], 0.0) + number
+        total = sum(number for *_, number in pairs)
+        shares = {at: sum(members.values()) / total for at, members in crossing.items()}
+        most = {at: max(members.values()) for at, members in crossing.items()}
+        paths.append(_lane_route(cluster, most, shares, busiest))
+    return paths
+
+
+def _lane_route(
+    cluster: ClusterSpec, crossing: dict[int, float], shares: dict[int, float], own: dict[int, float]
+) -> LaneRoute:
+    """``crossing``: messages of a member that cross each level at the same time; ``shares``: as a share of all;
+    ``own``: those of one device, per message that it sends."""
     links = tuple(
-        (at, (number if cluster.levels[at].shared else 1.0) * (1 if cluster.levels[at].duplex else 2))
+        (at, (number if cluster.levels[at].shared else own[at]) * (1 if cluster.levels[at].duplex else 2))
         for at, number in crossing.items()
     )
     latency = max((cluster.levels[at].latency for at in crossing), default=0.0)

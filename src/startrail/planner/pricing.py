@@ -13,21 +13,24 @@ the executor line by line.
 
 from __future__ import annotations
 
-from functools import cached_property
+from bisect import bisect_left, bisect_right
 from math import sqrt
 from typing import NamedTuple
 
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
-from startrail.planner.cluster import ClusterSpec, Curve
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.kernels import TILE_ROWS, occupancy
+from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD, Pass
-from startrail.schedule.walk import Await, Combine, Compute, Post, Prepare, Walker, handlers_of
+from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass
+from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
 SAMPLED_SHARDS = 16  # shards whose work is compared under a window
-MERGE_COPIES = 1.5  # a merge reads a partial result, and reads and writes the sum
+WIDE = 4  # bytes per element of sums
+Shape = tuple[int, int, bool]  # rows, keys, causal
 
 
 class PricedMessage(NamedTuple):
@@ -56,36 +59,106 @@ Task = PostTask | WaitTask | ComputeTask
 
 
 class Prices:
-    """Seconds that each step of one attention call takes on a cluster."""
+    """Seconds that each step of one attention call takes on a cluster, as ``engine`` launches it. ``in_step``: one rank
+    stands for all. Gradients of keys pass from rank to rank in the backward pass, so at every hop the ranks wait for
+    the slowest of them: a zigzag's blocks have equal areas, but add to more rows or to more keys."""
 
-    def __init__(self, cluster: ClusterSpec, sizes: Sizes, causal: bool, window: int | None, dtype: str) -> None:
-        self.cluster, self.sizes, self.causal, self.window, self.dtype = cluster, sizes, causal, window, dtype
-        self._whole: dict[Pass, float] = {}  # seconds of a block without a window: all blocks are equal in zigzag
+    in_step = False
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        sizes: Sizes,
+        causal: bool,
+        window: int | None,
+        dtype: str,
+        engine: Implementation = STARTRAIL,
+    ) -> None:
+        self.cluster, self.sizes, self.causal, self.window, self.engine = cluster, sizes, causal, window, engine
+        self.rates = cluster.device.of(dtype)
+        self.batch, self.heads, _, _ = sizes.fields("q", sizes.tokens)[0].shape  # of one group
+        self.wide = {kind: sizes.wide_bytes(kind) for kind in KINDS}
+        self._blocks: dict[tuple[object, ...], float] = {}
         self._chunks: dict[tuple[Pass, int], float] = {}  # seconds of two chunks, by their distance
 
-    def block(self, pass_: Pass, row: int, column: int, shards: int) -> float:
+    def block(
+        self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False
+    ) -> float:
+        """One block: the kernel, and what adds its result to the row's (and the column's), or begins them."""
         if self.window is not None:
             return self._block_in_window(pass_, row, column, shards)
-        if pass_ not in self._whole:
-            area = self.sizes.tokens**2 / (2 if self.causal else 1)
-            self._whole[pass_] = self.kernel(pass_, area) if area else 0.0
-        return self._whole[pass_]
+        if self.in_step and row != column and pass_ is not FORWARD:
+            shapes = self._shape(1, 0, shards), self._shape(0, 1, shards)
+            return max(self._shaped(pass_, shape, new_row, new_key) for shape in shapes)
+        return self._shaped(pass_, self._shape(row, column, shards), new_row, new_key)
 
-    def kernel(self, pass_: Pass, area: float) -> float:
-        """Seconds of one kernel call over ``area`` visible pairs."""
-        return area * self.flops_per_pair(pass_) / self.speeds(pass_).at(sqrt(area)) + self.cluster.device.call
+    def _shape(self, row: int, column: int, shards: int) -> Shape | None:
+        """The visible rectangle of a block: one tile in every layout. None if nothing is visible."""
+        tokens = self.sizes.tokens
+        if not self.causal:
+            return tokens, tokens, False
+        if row == column or shards == 1 or self.engine.layout == STRIPED:
+            return tokens, tokens, True
+        if self.engine.layout == CONTIGUOUS:
+            return (tokens, tokens, False) if row > column else None
+        half = -(-tokens // 2)  # zigzag: all rows see the first half of an earlier shard, half the rows a later one
+        return (tokens, half, False) if row > column else (half, tokens, False)
+
+    def _shaped(self, pass_: Pass, shape: Shape | None, new_row: bool, new_key: bool) -> float:
+        key = pass_, shape, new_row, new_key
+        if key not in self._blocks:
+            self._blocks[key] = 0.0
+            if shape is not None and shape[0] * shape[1]:
+                rows, keys, causal = shape
+                area = rows * keys / (2 if causal else 1)
+                seconds = self.kernel(pass_, area, rows, causal)
+                self._blocks[key] = seconds + self.accumulate(pass_, rows, keys, new_row, new_key)
+        return self._blocks[key]
+
+    def least_block(self, pass_: Pass, shards: int) -> float:
+        """No block of a rank takes less."""
+        both = range(min(shards, 2))
+        shapes = {self._shape(row, column, shards) for row in both for column in both}
+        return min(self._shaped(pass_, shape, first, first) for shape in shapes for first in (False, True))
+
+    def kernel(self, pass_: Pass, area: float, rows: float, causal: bool = False) -> float:
+        """Seconds of one kernel call over ``area`` visible pairs of ``rows`` queries."""
+        side, share = sqrt(area), 1.0
+        if self.rates.kernel is not None:
+            side = sqrt(2 * area) if causal else side
+            share = occupancy(self.batch * self.heads * rows / TILE_ROWS)
+        speed = self.rates.speed(pass_.name, causal, self.sizes.head_dim, side) * share
+        return area * self.flops_per_pair(pass_) / speed + self.cluster.device.call
+
+    def accumulate(self, pass_: Pass, rows: float, keys: float, new_row: bool, new_key: bool) -> float:
+        """Seconds to add a block's results to ``rows`` rows of a shard and, in the backward pass, to ``keys`` keys."""
+        sizes = self.sizes
+        by_row = self.batch * self.heads * (sizes.out_dim if pass_ is FORWARD else sizes.head_dim)
+        parts = [(by_row, rows, new_row)]
+        if pass_ is not FORWARD:
+            parts += [(field.shape[1] * self.batch * field.shape[3], keys, new_key) for field in sizes.fields("kv", 1)]
+        stated = self.engine.merge if pass_ is FORWARD else self.engine.add
+        if stated is not None and self.cluster.world == sizes.plan.heads:
+            return 0.0  # one block only
+        nbytes = 0.0
+        for numbers, tokens, new in parts:
+            if stated is not None:
+                nbytes += numbers * tokens * stated
+            elif new and tokens == sizes.tokens:  # converted, unless it has the dtype of the sum
+                nbytes += numbers * tokens * (0 if sizes.itemsize == WIDE else sizes.itemsize + WIDE)
+            else:  # a new sum for all tokens begins with zeros
+                nbytes += numbers * (tokens * (sizes.itemsize + 2 * WIDE) + (sizes.tokens * WIDE if new else 0))
+        return self.touch(nbytes) + len(parts) * self.cluster.device.call
 
     def kernel_bound(self, pass_: Pass, area: float) -> float:
         """A lower bound for ``area`` visible pairs in any number of kernel calls."""
-        return area * self.flops_per_pair(pass_) / max(speed for _, speed in self.speeds(pass_).points)
+        curves = [self.rates.forward if pass_ is FORWARD else self.rates.backward]
+        if self.rates.kernel is not None:
+            curves = [curve for (name, *_), curve in self.rates.kernel.curves.items() if name == pass_.name]
+        return area * self.flops_per_pair(pass_) / (max(curve.peak for curve in curves) * occupancy(1e9))
 
     def flops_per_pair(self, pass_: Pass) -> float:
-        batch, heads, *_ = self.sizes.fields("q", self.sizes.tokens)[0].shape  # of one group
-        return (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * batch * heads
-
-    def speeds(self, pass_: Pass) -> Curve:
-        rates = self.cluster.device.of(self.dtype)
-        return rates.forward if pass_ is FORWARD else rates.backward
+        return (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * self.batch * self.heads
 
     def _block_in_window(self, pass_: Pass, row: int, column: int, shards: int) -> float:
         """Under a window, the price of two zigzag chunks depends only on their distance."""
@@ -103,36 +176,68 @@ class Prices:
             start = (abs(distance) + 1) * tokens
             runs = ((start, tokens),), ((start - distance * tokens, tokens),)
             tiles = tiles_of(Mask(self.causal, self.window), *runs)
-            self._chunks[pass_, distance] = sum(self.kernel(pass_, tile.area) for tile in tiles)
+            self._chunks[pass_, distance] = sum(
+                self.kernel(pass_, tile.area, tile.q1 - tile.q0)
+                + self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, False, False)
+                for tile in tiles
+            )
         return self._chunks[pass_, distance]
 
-    @cached_property
-    def busiest(self) -> int:
-        """The rank with the most work, which the others wait for. Under a window ranks differ: the number of blocks
-        near the diagonal depends on the rank's place. In large worlds only a sample of the shards is compared."""
+    def busiest(self, pass_: Pass) -> int:
+        """The rank with the most work, which the others wait for: the blocks of a zigzag have equal areas, but add to
+        all of a row or to half of it, and under a window their number depends on the rank's place. Only a sample of
+        the shards is compared."""
         plan, world = self.sizes.plan, self.cluster.world
-        if self.window is None:
+        shards = world // plan.heads
+        if shards == 1 or (self.window is None and not self.causal):
             return 0
-        slots, shards = plan.slots(world), world // plan.heads
+        slots = plan.slots(world)
 
         def work(shard: int) -> float:
             grid = plan.family.grid(plan, plan.place(world, slots.index(shard * plan.heads)))
             rows, columns = grid or ((), ())
-            return sum(self.block(FORWARD, row, column, shards) for row in rows for column in columns)
+            if self.window is not None:
+                return sum(self.block(pass_, row, column, shards) for row in rows for column in columns)
+            ordered = sorted(columns)
+            before = sum(bisect_left(ordered, row) for row in rows)
+            after = sum(len(ordered) - bisect_right(ordered, row) for row in rows)
+            return before * self.block(pass_, 1, 0, shards) + after * self.block(pass_, 0, 1, shards)
 
-        return slots.index(max(range(0, shards, -(-shards // SAMPLED_SHARDS)), key=work) * plan.heads)
+        if self.window is None:
+            sample = dict.fromkeys((0, shards // 2, shards - 1))
+        else:
+            sample = dict.fromkeys(range(0, shards, -(-shards // SAMPLED_SHARDS)))
+        return slots.index(max(sample, key=work) * plan.heads)
+
+    def touch(self, nbytes: float) -> float:
+        """Seconds to read and write this many bytes in all."""
+        return nbytes / self.cluster.device.copy
 
     def copy(self, nbytes: float) -> float:
-        return 2 * nbytes / self.cluster.device.copy
+        return self.touch(2 * nbytes)
 
 
-def tasks_of(program: Program, prices: Prices) -> list[Task]:
+class Mark(NamedTuple):
+    """When an event ends: after so many tasks, and so many seconds of the next one."""
+
+    step: int
+    event: Event | Finish
+    tasks: int
+    seconds: float
+
+
+def tasks_of(program: Program, prices: Prices, marks: list[Mark] | None = None) -> list[Task]:
+    """The tasks of a program. ``marks`` gets one entry per event, for traces."""
     pricing = _Pricing(program, prices)
     walker, handlers = Walker(program), handlers_of(pricing)
     for step in walker.steps():
         for event in step.events:
             handlers[type(event)](event)
+            if marks is not None:
+                marks.append(Mark(step.number, event, len(pricing.tasks), pricing.work))
     pricing.finish(walker)
+    if marks is not None:
+        marks.append(Mark(len(program.steps), Finish(walker.home), len(pricing.tasks), 0.0))
     return pricing.tasks
 
 
@@ -143,6 +248,7 @@ class _Pricing:
         self.program, self.prices, self.device = program, prices, prices.cluster.device
         self.nbytes, self.copy = prices.sizes.by_kind, prices.copy
         self.tasks: list[Task] = []
+        self.begun: set[tuple[str, int, int]] = set()  # results that blocks or merges have added to
         self.work = self.device.start / 2
 
     def flush(self) -> None:
@@ -155,6 +261,12 @@ class _Pricing:
             self.flush()
             self.tasks.append(WaitTask(messages))
 
+    def pack(self, kind: str) -> float:
+        """Copying a piece into a message: inputs as they are, results from their float32 sums."""
+        nbytes = self.nbytes[kind]
+        from_sums = kind in RESULTS and self.prices.engine.merge is None
+        return self.prices.touch(nbytes + (self.prices.wide[kind] if from_sums else nbytes))
+
     def arrive(self, event: Await) -> None:
         self.wait(event.messages)
         if event.in_parts:
@@ -162,33 +274,56 @@ class _Pricing:
 
     def post(self, event: Post) -> None:
         exchanged = sum(self.nbytes[piece.kind] for piece in event.exchanged)
-        if exchanged:
-            self.work += self.copy(exchanged)
+        self.work += sum(self.pack(piece.kind) for piece in event.exchanged)
         part, priced = exchanged / self.program.place.num_heads, []
         for message in event.messages:
             nbytes = part if message.head is not None else self.nbytes[message.pieces[0].kind]
             if message.packs:
-                self.work += self.copy(nbytes)
+                piece = message.pieces[0]
+                self.work += self.pack(piece.kind)
+                self.begun.discard((piece.kind, piece.shard, piece.group))  # a sent result is no longer ours
             self.work += self.device.post
             priced.append(PricedMessage(message.send, message.lane, message.peer, nbytes, message.number))
         self.flush()
         self.tasks.append(PostTask(priced))
+        if not self.prices.engine.overlaps:
+            self.wait([message.number for message in priced])
 
     def prepare(self, event: Prepare) -> None:
         if event.piece.kind == "do":  # the stand-in for the row's output
             self.work += self.device.call + self.copy(self.nbytes["do"])
 
     def compute(self, event: Compute) -> None:
-        row, column, _ = event.block
-        self.work += self.prices.block(self.program.pass_, row, column, self.program.place.num_shards)
+        row, column, group = event.block
+        if self.program.pass_ is FORWARD:
+            new_row, new_key = self.begin("out", row, group), False
+        else:
+            new_row, new_key = self.begin("dq", row, group), self.begin("dkv", column, group)
+        shards = self.program.place.num_shards
+        self.work += self.prices.block(self.program.pass_, row, column, shards, new_row, new_key)
+
+    def begin(self, kind: str, shard: int, group: int) -> bool:
+        """True if no block or merge has added to this result yet."""
+        key = kind, shard, group
+        if key in self.begun:
+            return False
+        self.begun.add(key)
+        return True
 
     def combine(self, event: Combine) -> None:
+        """Reads the partial result, and reads and writes the sum, which begins with zeros."""
         self.wait([event.message])
-        self.work += self.device.call + MERGE_COPIES * self.copy(self.nbytes[event.piece.kind])
+        kind, shard, group = event.piece
+        wide = self.prices.wide[kind]
+        nbytes = self.nbytes[kind] + 2 * wide + (wide if self.begin(kind, shard, group) else 0)
+        launches = 2 if kind == "dkv" else 1  # one per tensor; out and lse are merged at once
+        self.work += launches * self.device.call + self.prices.touch(nbytes)
 
     def finish(self, walker: Walker) -> None:
         self.wait(walker.home)
-        self.work += self.copy(sum(self.nbytes[kind] * self.program.plan.groups for kind in self.program.pass_.results))
+        over_heads = self.program.place.num_heads > 1  # then the sums were packed, and arrive in the wire's dtype
+        for kind in self.program.pass_.results:
+            self.work += self.program.plan.groups * (self.copy(self.nbytes[kind]) if over_heads else self.pack(kind))
         self.wait(walker.sends)
         self.work += self.device.start / 2
         self.flush()

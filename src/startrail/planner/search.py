@@ -10,95 +10,29 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from math import gcd
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import gcd, inf
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
 from startrail.planner.cluster import ClusterSpec
+from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
-from startrail.planner.step import StepEstimate, Training
-from startrail.planner.units import count_text
+from startrail.planner.rows import DoesNotFitError, Row, SearchResult
+from startrail.planner.step import HEADROOM, Training
+from startrail.planner.units import count_text, plural
 from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
+YOURS = "yours"  # the role of plans that the user asks about
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
+TWIN_SHARE = 0.01  # plans of the same levels in another order whose times differ by less are one
+EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
+MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
 Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
-
-
-@dataclass(frozen=True)
-class Row:
-    """One simulated plan. ``role`` names the well-known ones: ring, star, USP, double ring, Ulysses."""
-
-    plan: Plan
-    training: Training
-    step: StepEstimate
-    role: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-    @property
-    def low(self) -> float:
-        return self.seconds * (1 - self.training.cluster.accuracy)
-
-    @property
-    def high(self) -> float:
-        return self.seconds * (1 + self.training.cluster.accuracy)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.training.run.length * self.training.run.batch / self.seconds
-
-    @property
-    def exposed(self) -> float:
-        """The share of a step spent waiting for communication."""
-        return max(0.0, 1 - self.step.compute / self.seconds)
-
-    @property
-    def mfu(self) -> float:
-        cluster = self.training.cluster
-        peak = cluster.device.of(self.training.run.dtype).peak * (cluster.cores or cluster.world)
-        return self.step.flops / self.seconds / peak
-
-    @property
-    def name(self) -> str:
-        groups = self.training.data_parallel
-        return str(self.plan) + (f" x {groups} data parallel" if groups > 1 else "")
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """``rows`` are the best plans, fastest first, and the well-known ones. ``missing`` are the well-known plans that
-    cannot be used, with the reason. ``dropped`` counts plans that do not fit, by reason. ``bounded`` counts
-    combinations of levels with a bound, whatever their options."""
-
-    cluster: ClusterSpec
-    model: Model
-    run: Run
-    rows: tuple[Row, ...]
-    dropped: dict[str, int]
-    missing: tuple[WellKnown, ...]
-    bounded: int
-    simulated: int
-    possible_gain: float  # the share of the best time that a plan not simulated could save at most
-
-    @property
-    def best(self) -> Row:
-        return self.rows[0]
-
-
-class DoesNotFitError(ValueError):
-    """No plan fits the memory of a device. ``plan`` needs the least, ``needs`` says how much; ``problem`` is the
-    message without hints at what would fit."""
-
-    def __init__(self, problem: str, hints: Iterable[str], plan: Plan, needs: str) -> None:
-        super().__init__("; ".join([problem, *hints]))
-        self.problem, self.plan, self.needs = problem, plan, needs
 
 
 def search(
@@ -111,10 +45,11 @@ def search(
     data_parallel: int | None = None,
     keep: bool = True,
     known: bool = True,
+    compare: Sequence[Plan] = (),
 ) -> SearchResult:
     """The ``top`` best plans, and with ``known`` the well-known ones. Raises ``DoesNotFitError`` with what would fit if
     no plan does. ``data_parallel`` is the number of groups (default: the best). ``keep`` allows plans that keep
-    received pieces for the backward pass.
+    received pieces for the backward pass. ``compare`` are plans that become rows as well, with the role "yours".
 
     >>> from startrail.planner.cluster import find_cluster
     >>> from startrail.planner.workload import find_model
@@ -122,16 +57,26 @@ def search(
     >>> found.best.plan.heads >= 4, found.best.seconds < found.rows[-1].seconds   # heads over the nodes
     (True, True)
     """
-    if memory is not None:
-        cluster = replace(cluster, device=replace(cluster.device, memory=memory + cluster.device.reserved))
+    cluster = limit_memory(cluster, memory)
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
+    _check_primes(cluster)
     state = _Search(cluster, model, run, top, keep)
     for training in _trainings(cluster, model, run, data_parallel):
         state.bound_all(training)
     state.simulate_best(known)
+    for plan in compare:
+        state.add_well_known(WellKnown(YOURS, str(plan)), state.best_training(plan))
     return state.result()
+
+
+def limit_memory(cluster: ClusterSpec, memory: float | None) -> ClusterSpec:
+    """A copy on whose devices plans may use ``memory`` bytes, all of them; the same without a limit."""
+    if memory is None:
+        return cluster
+    whole = memory / (1 - HEADROOM) + cluster.device.reserved
+    return replace(cluster, device=replace(cluster.device, memory=whole))
 
 
 def search_attention(
@@ -151,6 +96,19 @@ def search_attention(
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
 
 
+def _check_primes(cluster: ClusterSpec) -> None:
+    outer = cluster.levels[0]
+    prime = next((size for size in divisors(outer.size)[1:] if len(divisors(size)) == 2 and size > MAX_PRIME), None)
+    if cluster.world > LARGE_WORLD and prime is not None:
+        near = next(
+            n for n in range(outer.size, 0, -1) if all(p <= MAX_PRIME for p in divisors(n) if len(divisors(p)) == 2)
+        )
+        raise ValueError(
+            f"cluster {cluster}: {outer.size} {plural(outer.label)} have the prime factor {prime}, and rings that long "
+            f"cannot be simulated in parts; plan for {near} of them"
+        )
+
+
 def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
     """With ``data_parallel`` groups, or with every number of groups that batch and cluster allow."""
     if data_parallel is not None:
@@ -159,13 +117,17 @@ def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int 
             raise ValueError(f"length {run.length} has fewer tokens than a group has ranks, {training.group.world}")
         yield training
         return
+    found, problem = False, None
     for groups in divisors(gcd(run.batch, cluster.world)):
-        training = Training(cluster, model, run, groups)
         try:
+            training = Training(cluster, model, run, groups)
             if run.length >= training.group.world:
+                found = True
                 yield training
-        except ValueError:
-            continue
+        except ValueError as error:
+            problem = problem or error
+    if not found and problem is not None:
+        raise problem
 
 
 class _Search:
@@ -178,7 +140,10 @@ class _Search:
         self.dropped: Counter[str] = Counter()
         self.missing: list[WellKnown] = []
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
+        self.closest: tuple[float, Plan, float] | None = None  # of those, the fastest by its bound, and its excess
         self.rows: list[Row] = []
+        self.peers: list[Row] = []
+        self.too_large: list[Row] = []
         self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
     def add(self, plan: Plan, training: Training, both: Bounded, ready: bool) -> None:
@@ -210,11 +175,15 @@ class _Search:
             if memory.total <= memory.limit:
                 self.add(variant, training, both, ready=True)
                 continue
-            least_of_all = at == 0  # without options nothing is kept
-            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if least_of_all else 1
+            bound = _least_step(training, both)
+            if self.closest is None or bound < self.closest[0]:
+                self.closest = bound, variant, memory.total - memory.limit
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
-            if least_of_all:
+            # what options cannot save: without it the rest would be checked one by one
+            hopeless = at == 0 and memory.total - memory.attention - memory.kept > memory.limit
+            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if hopeless else 1
+            if hopeless:
                 return
 
     def simulate_best(self, known: bool) -> None:
@@ -225,7 +194,8 @@ class _Search:
         while self.queue:
             bound, _, plan, training, ready = heapq.heappop(self.queue)
             full = len(worst_kept) == self.top
-            if full and (bound >= -worst_kept[0] or len(self.rows) >= limit):
+            enough = full and bound >= max(-worst_kept[0], -max(worst_kept) * (1 + TIE_SHARE))  # none can be tied
+            if enough or (full and len(self.rows) >= limit):
                 self.possible_gain = max(0.0, 1 - bound / -max(worst_kept))
                 break
             if not ready:
@@ -241,6 +211,27 @@ class _Search:
         training = min(self.rows, key=lambda row: row.seconds).training
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
+        if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
+            self.add_peers(training)
+
+    def add_peers(self, training: Training) -> None:
+        """Ring Attention as others run it, if ours fits."""
+        for ring in [row for row in self.rows if row.role == "ring" and training.group.world > 1]:
+            for engine in RINGS:
+
+                def predicted(
+                    call: AttentionShape, plan: Plan = ring.plan, engine: Implementation = engine
+                ) -> Prediction:
+                    return predict(training.group, plan, call, engine=engine)
+
+                self.peers.append(Row(ring.plan, training, training.step(ring.plan, predicted), f"by {engine.name}"))
+
+    def best_training(self, plan: Plan) -> Training:
+        """That of the best row, or the one whose groups fit ``plan``."""
+        fitting = [
+            row.training for row in self.rows if not plan.family.open_ended and row.training.group.world == plan.size
+        ]
+        return fitting[0] if fitting else min(self.rows, key=lambda row: row.seconds).training
 
     def add_well_known(self, known: WellKnown, training: Training) -> None:
         reason, plan = known.reason, Plan.parse(known.plan)
@@ -249,7 +240,9 @@ class _Search:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
-                    reason = f"needs {memory.total / 1e9:.1f} GB, a device has {memory.limit / 1e9:.1f} GB"
+                    reason = f"needs {memory.total / 1e9:.1f} GB, a plan may use {memory.limit / 1e9:.1f} GB"
+                    if known.role.startswith("star"):
+                        self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
                 reason = error.problem if isinstance(error, PlanError) else str(error)
         if reason:
@@ -258,7 +251,9 @@ class _Search:
         same = [row for row in self.rows if row.plan == plan and row.training is training]
         for row in same:
             self.rows.remove(row)
-        self.rows.append(replace(same[0] if same else self.simulate(plan, training), role=known.role))
+        found = same[0] if same else self.simulate(plan, training)
+        role = f"{found.role} ({YOURS})" if found.role and known.role == YOURS else known.role
+        self.rows.append(replace(found, role=role))
 
     def simulate(self, plan: Plan, training: Training) -> Row:
         def predicted(call: AttentionShape) -> Prediction:
@@ -270,11 +265,12 @@ class _Search:
         return Row(plan, training, training.step(plan, predicted))
 
     def result(self) -> SearchResult:
-        """Fastest first. Ties go to the plan that sends least over the outermost links, then to the smallest teams and
-        the fewest groups, because predictions are least certain about the cost of waiting and of messages; then to the
-        plan that sends least inside, and then to the simplest."""
+        """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
+        all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
+        waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
         fastest = min(row.seconds for row in self.rows)
         tied = [row for row in self.rows if row.seconds <= fastest * (1 + TIE_SHARE)]
+        exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
         least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
 
         def rank(row: Row) -> tuple[object, ...]:
@@ -283,13 +279,26 @@ class _Search:
             plan = row.plan
             sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
             simple = len(plan.levels) + (plan.keep != "none")
-            return 0, sent[0], plan.family.team(plan), plan.groups, sent[1:], simple, row.step.memory.total, row.seconds
+            outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
+            return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
 
-        ranked = sorted(self.rows, key=rank)
+        ranked = _without_twins(sorted(self.rows, key=rank))
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
-        return SearchResult(self.cluster, self.model, self.run, tuple(best), dropped, missing, *counts)
+        closest = self.closest and self.closest[1:]
+        return SearchResult(
+            self.cluster,
+            self.model,
+            self.run,
+            tuple(best),
+            dropped,
+            missing,
+            *counts,
+            closest,
+            tuple(self.peers),
+            tuple(self.too_large),
+        )
 
     def nothing_fits(self) -> ValueError:
         if self.least is None:
@@ -328,15 +337,36 @@ class _Search:
         sizes = [level.size for level in cluster.levels]
         for factor in (2, 4, 8, 16, 32):
             if fits(cluster.resized([sizes[0] * factor, *sizes[1:]]), run):
-                yield f"{factor} times the {cluster.levels[0].label}s would fit"
+                yield f"{factor} times the {plural(cluster.levels[0].label)} would fit"
                 break
+
+
+def _without_twins(rows: list[Row]) -> list[Row]:
+    """Without plans that do the same as one before them in another order of levels, such as u4/1x2 and 1x2/u4 inside a
+    node."""
+    kept: list[Row] = []
+    seen: dict[tuple[object, ...], float] = {}
+    for row in rows:
+        plan = row.plan
+        options = plan.backward, plan.keep, plan.groups
+        same = row.training.data_parallel, tuple(sorted(map(str, plan.levels))), options
+        if row.role or abs(row.seconds / seen.get(same, inf) - 1) > TWIN_SHARE:
+            kept.append(row)
+        seen.setdefault(same, row.seconds)
+    return kept
 
 
 def _least_step(training: Training, both: Bounded) -> float:
     """A lower bound on the time of a whole step."""
     seconds = training.outer_seconds + training.exposed_gather_seconds
     for call, layers in training.calls.items():
-        for bound, dense, (gathers, _) in zip(both[call], training.dense_seconds, training.fsdp_traffic, strict=True):
+        forward, backward = both[call]
+        if training.run.repeat_attention:
+            busy = tuple(map(sum, zip(forward.busy, backward.busy, strict=True)))
+            backward = Bound(forward.seconds + backward.seconds, busy)
+        for bound, dense, (gathers, _) in zip(
+            (forward, backward), training.dense_seconds, training.fsdp_traffic, strict=True
+        ):
             links = max(a + b for a, b in zip(bound.busy, gathers, strict=True))
-            seconds += layers * max(bound.seconds + dense, links)
+            seconds += training.run.accumulate * layers * max(bound.seconds + dense, training.offload_seconds, links)
     return seconds

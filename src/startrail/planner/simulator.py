@@ -82,7 +82,8 @@ class _SimulatedRank:
 
 class Simulator:
     """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank,
-    relative to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives."""
+    relative to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives;
+    ``on_task`` is told the rank and the time when a task ends, in the order of the rank's tasks."""
 
     def __init__(
         self,
@@ -92,8 +93,10 @@ class Simulator:
         route: Route,
         speeds: Sequence[float],
         alone: bool,
+        on_task: Callable[[int, float], None] | None = None,
     ) -> None:
         self.cluster, self.capacity, self.route, self.alone = cluster, capacity, route, alone
+        self.on_task = on_task
         self.ranks = [
             _SimulatedRank(own, number, speed) for number, (own, speed) in enumerate(zip(tasks, speeds, strict=True))
         ]
@@ -134,7 +137,7 @@ class Simulator:
 
     def advance(self, rank: _SimulatedRank) -> None:
         """Run the rank's next tasks, up to one that takes time."""
-        rank.at += 1
+        self.end_task(rank)
         while rank.at < len(rank.tasks):
             task = rank.tasks[rank.at]
             if isinstance(task, ComputeTask):
@@ -148,7 +151,12 @@ class Simulator:
                     return
             else:
                 self.post(rank, task)
-            rank.at += 1
+            self.end_task(rank)
+
+    def end_task(self, rank: _SimulatedRank) -> None:
+        if self.on_task is not None and rank.at >= 0:
+            self.on_task(rank.number, self.now)
+        rank.at += 1
 
     def arrive(self, rank: _SimulatedRank, number: int) -> None:
         rank.done.add(number)

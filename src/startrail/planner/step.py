@@ -16,13 +16,15 @@ from math import log2
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.memory import FLOAT_BYTES, Memory, estimate_memory
 from startrail.planner.predict import AttentionShape, Prediction
+from startrail.planner.units import count_text
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
 
 # Numbers per token that the forward pass of a block reads and writes outside its matrix products: norms, rotation and
 # residual sums by width, the gate by hidden.
 TOUCHED_BY_WIDTH, TOUCHED_BY_HIDDEN = 16, 5
-OPTIMIZER_BYTES = 40  # that AdamW and clipping read and write per parameter
+OPTIMIZER_BYTES = 40  # that AdamW and clipping read and write per parameter, with float32 states
+HEADROOM = 0.1  # the share of a device's memory that a plan must leave free: estimates err by as much
 
 
 @dataclass(frozen=True)
@@ -46,27 +48,37 @@ class Training:
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.run.batch % self.data_parallel:
-            raise ValueError(f"a batch of {self.run.batch} cannot be split over {self.data_parallel} groups")
+        run, model, inner = self.run, self.model, self.cluster.levels[-1].size
+        if run.batch % (self.data_parallel * run.accumulate):
+            parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
+            groups = count_text(self.data_parallel, "group")
+            raise ValueError(f"a batch of {run.batch} cannot be split over {groups}{parts}")
+        if inner % run.tensor or model.heads % run.tensor or model.kv_heads % run.tensor:
+            heads = f"{model.heads} query and {model.kv_heads} key/value heads"
+            devices = count_text(inner, self.cluster.levels[-1].label)
+            raise ValueError(f"tensor = {run.tensor} must divide {heads} and {devices}")
+        if run.fp8 and not self.cluster.device.of(run.dtype).fp8:
+            raise ValueError(f"fp8 = true: device {self.cluster.device.name} states no speed of FP8 products")
 
     @cached_property
     def group(self) -> ClusterSpec:
-        return self.cluster.part(self.cluster.world // self.data_parallel)
+        """One group's part of the cluster. With tensor parallelism, each rank of it stands for ``tensor`` devices."""
+        return self.cluster.part(self.cluster.world // self.data_parallel).joined(self.run.tensor)
 
     @cached_property
     def batch(self) -> int:
-        """Sequences of one group."""
-        return self.run.batch // self.data_parallel
+        """Sequences of one group that are computed together."""
+        return self.run.batch // self.data_parallel // self.run.accumulate
 
     @cached_property
     def local_tokens(self) -> int:
-        """Tokens per rank."""
-        return self.batch * self.call(None).local(self.cluster.world // self.data_parallel)
+        """Tokens per rank of a group."""
+        return self.batch * self.call(None).local(self.group.world)
 
     def call(self, window: int | None) -> AttentionShape:
         model, run = self.model, self.run
         window = None if window is None or window >= run.length else window
-        heads = model.heads, model.kv_heads, model.head_dim
+        heads = model.heads // run.tensor, model.kv_heads // run.tensor, model.head_dim
         return AttentionShape(run.length, self.batch, *heads, model.causal, run.dtype, window)
 
     @cached_property
@@ -78,31 +90,62 @@ class Training:
         """One step with attention as ``predicted``."""
         seconds, compute = self.outer_seconds + self.exposed_gather_seconds, self.outer_seconds
         sent = [0.0] * len(self.cluster.levels)
-        forward, backward = self.dense_seconds
+        dense, parts = self.dense_seconds, self.run.accumulate
         for call, layers in self.calls.items():
             attention = predicted(call)
-            own = attention.forward.seconds + forward, attention.backward.seconds + backward
-            busy = attention.forward.busy, attention.backward.busy
-            for part, links, (gathers, _) in zip(own, busy, self.fsdp_traffic, strict=True):
-                seconds += layers * max(part, *(a + b for a, b in zip(links, gathers, strict=True)))
-            compute += layers * (sum(own) - attention.waiting)
-            for level, nbytes in enumerate(attention.sent):
-                sent[level] += layers * nbytes
+            layers *= parts
+            forward, backward = attention.forward, attention.backward
+            repeated = [forward] if self.run.repeat_attention else []
+            both = zip(
+                ((forward,), (backward, *repeated)), dense, self.tensor_exchanges, self.fsdp_traffic, strict=True
+            )
+            for passes, own, exchanged, (gathers, _) in both:
+                work = sum(each.seconds for each in passes) + own
+                links = (sum(busy) for busy in zip(*(each.busy for each in passes), gathers, strict=True))
+                seconds += layers * max(work, self.offload_seconds, *links)
+                compute += layers * (work - sum(each.waiting for each in passes) - exchanged)
+                for each in passes:
+                    for level, nbytes in enumerate(each.sent):
+                        sent[level] += layers * nbytes
+            for level in range(len(sent)):
                 sent[level] += layers * sum(by_level[level] for _, by_level in self.fsdp_traffic)
         return StepEstimate(seconds, compute, tuple(sent), self.flops, self.memory(plan))
 
+    @cached_property
+    def offload_seconds(self) -> float:
+        """Seconds per layer and pass that the inputs of a layer take to or from the host."""
+        if not self.run.offload:
+            return 0.0
+        nbytes = DTYPES[self.run.residual] * self.model.width * self.local_tokens / self.run.tensor
+        return nbytes / self.cluster.device.host
+
+    @cached_property
+    def tensor_exchanges(self) -> tuple[float, float]:
+        """Seconds of one layer's forward and backward pass for tensor parallelism: activations are gathered before
+        attention and the MLP and scattered after them. Nothing hides them."""
+        tensor, link = self.run.tensor, self.cluster.levels[-1]
+        if tensor == 1:
+            return 0.0, 0.0
+        moved = self.run.itemsize * self.model.width * self.local_tokens * (tensor - 1) / tensor
+        seconds = 4 * (moved / (link.bandwidth * min(link.ways, tensor - 1)) + link.latency)
+        return seconds, (2 if self.run.recompute else 1) * seconds
+
     def memory(self, plan: Plan) -> Memory:
         device, job = self.cluster.device, Job(self.model, self.run, self.data_parallel)
-        return estimate_memory(job, plan, self.cluster.world, limit=device.memory - device.reserved)
+        limit = (device.memory - device.reserved) * (1 - HEADROOM)
+        return estimate_memory(job, plan, self.cluster.world, limit=limit)
 
     @cached_property
     def dense_seconds(self) -> tuple[float, float]:
-        """Seconds of one layer without attention, forward and backward."""
+        """Seconds of one layer without attention, forward and backward, with tensor parallelism's exchanges."""
         model, run, device = self.model, self.run, self.cluster.device
-        products = 2.0 * (model.projections + model.mlp) * self.local_tokens / device.of(run.dtype).matmul
-        touched = TOUCHED_BY_WIDTH * model.width + TOUCHED_BY_HIDDEN * model.hidden
-        forward = products + touched * run.itemsize * self.local_tokens / device.copy
-        return self._on_slowest_rank(forward), self._on_slowest_rank((3 if run.recompute else 2) * forward)
+        rates, tokens = device.of(run.dtype), self.local_tokens / run.tensor
+        products = 2.0 * (model.projections + model.mlp) * tokens / (rates.fp8 if run.fp8 else rates.matmul)
+        touched = TOUCHED_BY_WIDTH * model.width + TOUCHED_BY_HIDDEN * model.active_hidden
+        forward = products + touched * run.itemsize * tokens / device.copy
+        backward = (3 if run.recompute else 2) * forward
+        one, other = self.tensor_exchanges
+        return self._on_slowest_rank(forward) + one, self._on_slowest_rank(backward) + other
 
     def _on_slowest_rank(self, seconds: float) -> float:
         """Ranks wait for the slowest of them, and share cores if there are fewer cores than ranks."""
@@ -114,11 +157,13 @@ class Training:
     def outer_seconds(self) -> float:
         """Loss and optimizer."""
         model, run, device = self.model, self.run, self.cluster.device
-        vocabulary = 1 if model.modulated else model.vocab
-        logits = 6.0 * vocabulary * model.width * self.local_tokens / device.of(run.dtype).matmul
-        logits += 6.0 * vocabulary * FLOAT_BYTES * self.local_tokens / device.copy
-        optimizer = OPTIMIZER_BYTES * model.parameters / (self.cluster.world if run.zero else 1) / device.copy
-        return self._on_slowest_rank(logits + optimizer)
+        vocabulary, tokens = 1 if model.modulated else model.vocab, self.local_tokens / run.tensor
+        logits = 6.0 * vocabulary * model.width * tokens / device.of(run.dtype).matmul
+        logits += 6.0 * vocabulary * FLOAT_BYTES * tokens / device.copy
+        own = model.parameters / (self.cluster.world if run.zero else run.tensor)
+        rate = device.host if run.offload_states else device.copy
+        optimizer = OPTIMIZER_BYTES * DTYPES[run.states] / FLOAT_BYTES * own / rate
+        return self._on_slowest_rank(run.accumulate * logits + optimizer)
 
     @cached_property
     def flops(self) -> float:
@@ -133,28 +178,31 @@ class Training:
     def fsdp_traffic(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
         """For the forward and the backward pass of a layer: the seconds that FSDP keeps the links of each level busy,
         and the bytes that a rank sends over them."""
-        block = self.model.per_layer * DTYPES[self.run.gather]
+        block = self.model.per_layer * DTYPES[self.run.gather] / self.run.tensor
         forward, backward = {0: (0, 0), 2: (1, 0), 3: (1, 1)}[self.run.zero]  # ZeRO-2 gathers parameters once
         reduced = 1 if self.run.zero else 2  # reduce-scatter, or all-reduce
         return self._collective(forward * block), self._collective((backward + reduced) * block)
 
     def _collective(self, nbytes: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Gathering or reducing ``nbytes`` over all ranks, by rings that cross every link of a member once."""
+        """Gathering or reducing ``nbytes`` on every rank, by rings that cross every link of a member once. Of
+        ``tensor`` neighbours each gathers its own part."""
         cluster, world = self.cluster, self.cluster.world
         if world == 1 or not nbytes:
             return (0.0,) * len(cluster.levels), (0.0,) * len(cluster.levels)
-        moved = nbytes * (world - 1) / world
+        tensor = self.run.tensor
+        moved = nbytes * (world - tensor) / world
         seconds, sent = [], []
         for level, span in zip(cluster.levels, cluster.spans, strict=True):
-            links = (1 if level.shared else span) * level.ways
+            links = (1 if level.shared else span) * level.ways / (min(tensor, span))
             slowest = min((s.bandwidth for s in cluster.slow if cluster.levels[s.level] is level), default=1.0)
             hops = level.latency * log2(max(level.size, 2))
             seconds.append((moved / (links * level.bandwidth * slowest) + hops) if level.size > 1 else 0.0)
-            sent.append(moved / span if level.size > 1 else 0.0)
+            sent.append(moved * min(tensor, span) / span if level.size > 1 else 0.0)
         return tuple(seconds), tuple(sent)
 
     @cached_property
     def exposed_gather_seconds(self) -> float:
         """FSDP's traffic that no layer hides: the first block, and parameters outside of blocks, with gradients."""
         exposed = self.model.per_layer + 2 * self.model.outside if self.run.zero else 0
-        return max(self._collective(DTYPES[self.run.gather] * exposed)[0])
+        nbytes = DTYPES[self.run.gather] * exposed / self.run.tensor
+        return self.run.accumulate * max(self._collective(nbytes)[0])

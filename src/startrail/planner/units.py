@@ -58,6 +58,7 @@ _KINDS = {
 }
 MAX_COUNT = 2**40  # tokens or sequences
 MAX_SIZE = 2**24  # of a model's or a cluster's dimensions
+MAX_FILE = 2**20  # characters
 
 
 def short_repr(value: object) -> str:
@@ -75,7 +76,15 @@ def count_text(number: int, noun: str) -> str:
     >>> count_text(1, "plan"), count_text(2, "node")
     ('1 plan', '2 nodes')
     """
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{number} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """
+    >>> plural("node"), plural("box"), plural("GPU"), plural("switch")
+    ('nodes', 'boxes', 'GPUs', 'switches')
+    """
+    return noun + ("es" if noun.endswith(("s", "x", "z", "ch", "sh")) else "s")
 
 
 def parse_quantity(value: object, unit: str, least: float | None = None) -> float:
@@ -173,9 +182,8 @@ def check_keys(table: object, known: Iterable[str], required: Iterable[str], whe
     for key in table:
         if key not in known:
             raise ValueError(f"{where}: no key {short_repr(key)}{suggestion(str(key), known, 'known keys:')}")
-    for key in required:
-        if key not in table:
-            raise ValueError(f"{where}: {key!r} is missing")
+    if missing := [repr(key) for key in required if key not in table]:
+        raise ValueError(f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     fields = Fields(table, where)
     if "description" in table:
         fields.line("description")
@@ -199,11 +207,15 @@ def find_file(name: str, folder: str, what: str) -> Path:
 
 def read_file(path: Path) -> dict[str, Any]:
     try:
-        return parse_text(path.read_text(), path)
+        with path.open() as file:  # a device such as /dev/zero has no end
+            text = file.read(MAX_FILE + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not a text file") from None
+    if len(text) > MAX_FILE:
+        raise ValueError(f"{path}: longer than the {MAX_FILE} characters that a description may have")
+    return parse_text(text, path)
 
 
 def parse_text(text: str, path: Path) -> dict[str, Any]:
@@ -211,6 +223,8 @@ def parse_text(text: str, path: Path) -> dict[str, Any]:
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
     if not isinstance(table, dict):
         raise ValueError(f"{path}: not a table of keys")
     return table

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from startrail.planner.cluster import DTYPES
@@ -21,13 +22,13 @@ from startrail.planner.units import (
     find_file,
     read_file,
     short_repr,
-    suggestion,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LAYERS, MAX_HEADS = 10_000, 2**16
 ZERO = (0, 2, 3)
-COUNTS = ("length", "batch", "loss_chunk")  # of a run; files may say 128k
+COUNTS = ("length", "batch", "loss_chunk", "accumulate")  # of a run; files may say 128k
+SWITCHES = ("recompute", "repeat_attention", "offload", "offload_states", "fp8", "tile_mlp")
 # Hugging Face's decoders that the planner models, with a gated or a plain MLP. Others (state spaces, encoders, experts)
 # could be read without an error and would be counted wrongly.
 GATED = frozenset(
@@ -35,13 +36,23 @@ GATED = frozenset(
     + ("olmo3", "cohere", "cohere2", "granite", "glm", "glm4", "smollm3", "exaone4", "seed_oss", "helium", "stablelm")
     + ("hunyuan_v1_dense", "ernie4_5")
 )
+# Mixtures of experts in all layers, with their keys for experts, active experts and the width of a shared one. (GLM's
+# first layers are plain; counting them as mixtures changes its parameters by about 1 %.)
+MIXTURES = {
+    "mixtral": ("num_local_experts", "num_experts_per_tok", ""),
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", ""),
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", ""),
+}
 PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "nemotron", "arcee", "apertus"))
 
 
 @dataclass(frozen=True)
 class Model:
     """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: each layer's
-    attention window, None for full attention. ``modulated``: a DiT, whose blocks have 6 x width² more parameters."""
+    attention window, None for full attention. ``modulated``: a DiT, whose blocks have 6 x width² more parameters.
+    ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts`` compute a token, next to one
+    of width ``shared_hidden`` that computes all tokens."""
 
     name: str
     vocab: int
@@ -56,6 +67,9 @@ class Model:
     causal: bool
     windows: tuple[int | None, ...]
     modulated: bool = False
+    experts: int = 0
+    active_experts: int = 0
+    shared_hidden: int = 0
 
     @property
     def projections(self) -> int:
@@ -63,13 +77,21 @@ class Model:
         return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
+    def active_hidden(self) -> int:
+        """The width of what computes one token in an MLP."""
+        return (self.active_experts if self.experts else 1) * self.hidden + self.shared_hidden
+
+    @property
     def mlp(self) -> int:
-        return self.matrices * self.width * self.hidden
+        """Parameters of an MLP that compute one token."""
+        return self.matrices * self.width * self.active_hidden
 
     @property
     def per_layer(self) -> int:
         """Parameters of one layer."""
-        return self.projections + self.mlp + (6 * self.width**2 if self.modulated else 0)
+        mlp = self.matrices * self.width * ((self.experts or 1) * self.hidden + self.shared_hidden)
+        router = self.experts * self.width
+        return self.projections + mlp + router + (6 * self.width**2 if self.modulated else 0)
 
     @property
     def outside(self) -> int:
@@ -80,28 +102,58 @@ class Model:
     def parameters(self) -> int:
         return self.layers * self.per_layer + self.outside
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute one token."""
+        return self.layers * (self.projections + self.mlp) + self.outside
+
 
 @dataclass(frozen=True)
 class Run:
-    """How the model is trained. ``batch``: sequences per step, over all data-parallel groups. ``gather``: the dtype in
-    which FSDP sends parameters and gradients. ``loss_chunk``: tokens per chunk of logits."""
+    """How the model is trained. ``batch``: sequences per step, over all data-parallel groups; ``accumulate``: parts in
+    which a group computes its sequences, one after the other. ``gather``: the dtype in which FSDP sends parameters and
+    gradients (default: ``dtype``). ``loss_chunk``: tokens per chunk of logits. ``tensor``: neighbouring ranks that hold
+    the tokens of one rank together and split heads and MLP (tensor parallelism).
+
+    ``recompute``: layers keep their input and attention's output; with ``repeat_attention`` only their input, so that
+    attention is computed again, as Hugging Face does. ``offload``: those inputs are in host memory;
+    ``offload_states``: so are parameters, gradients and moments, and the optimizer runs there. ``states``: the dtype of
+    parameters, gradients and moments; ``residual``: that of the layers' inputs (default: ``states``). ``fp8``: matrix
+    products of layers in FP8. ``tile_mlp``: the MLP is computed in chunks of tokens."""
 
     length: int
     batch: int = 1
     dtype: str = "bfloat16"
     recompute: bool = True
     zero: int = 3
-    gather: str = "float32"
+    gather: str = ""
     loss_chunk: int = 1024
+    accumulate: int = 1
+    tensor: int = 1
+    repeat_attention: bool = False
+    offload: bool = False
+    offload_states: bool = False
+    states: str = "float32"
+    residual: str = ""
+    fp8: bool = False
+    tile_mlp: bool = False
 
     def __post_init__(self) -> None:
+        for name, other in (("gather", self.dtype), ("residual", self.states)):
+            if getattr(self, name) == "":
+                object.__setattr__(self, name, other)
         fields = Fields(vars(self))
         for name in COUNTS:
             fields.integer(name, most=MAX_COUNT)
-        for name in ("dtype", "gather"):
+        fields.integer("tensor", most=MAX_HEADS)
+        for name in ("dtype", "gather", "states", "residual"):
             fields.choice(name, tuple(DTYPES))
-        fields.boolean("recompute")
+        for name in SWITCHES:
+            fields.boolean(name)
         fields.choice("zero", ZERO)
+        for name in ("repeat_attention", "offload"):
+            if getattr(self, name) and not self.recompute:
+                raise ValueError(f"{name} = true needs recompute = true: layers that keep everything repeat nothing")
 
     @property
     def itemsize(self) -> int:
@@ -128,10 +180,13 @@ class Job:
 
 
 def read_run(table: Table, where: str) -> Run:
-    known = ("description", "length", "batch", "dtype", "recompute", "zero", "gather", "loss_chunk")
+    known = ("description", *(field.name for field in dataclass_fields(Run)))
     fields = check_keys(table, known, ("length",), where)
     values = {key: value for key, value in table.items() if key != "description"}
     values |= {key: fields.count(key) for key in COUNTS if key in values}
+    for key in ("gather", "residual"):
+        if key in values:
+            fields.choice(key, tuple(DTYPES))
     try:
         return Run(**values)
     except ValueError as error:
@@ -149,14 +204,17 @@ def find_model(name: str) -> Model:
 
 def read_model(table: Table, name: str, where: str) -> Model:
     required = ("width", "layers", "heads", "hidden")
-    known = ("description", "kind", "vocab", "kv_heads", "tied", "window", "full_every", *required)
+    moe = ("experts", "active_experts", "shared_hidden")
+    known = ("description", "kind", "vocab", "kv_heads", "head_dim", "tied", "window", "full_every", *moe, *required)
     fields = check_keys(table, known, ("kind", *required), where)
     most = {"layers": MAX_LAYERS, "heads": MAX_HEADS}
     width, layers, heads, hidden = (fields.integer(key, most=most.get(key, MAX_SIZE)) for key in required)
     kind = fields.choice("kind", ("gpt", "dit"))
     kv_heads, tied = fields.integer("kv_heads", default=heads), fields.boolean("tied")
-    if width % heads:
+    if width % heads and "head_dim" not in table:
         raise ValueError(f"{where}: width = {width} is not a multiple of heads = {heads}")
+    head_dim = fields.integer("head_dim", default=max(width // heads, 1), most=MAX_HEADS)
+    experts = _experts(fields, *moe)
     if heads % kv_heads:
         raise ValueError(f"{where}: heads = {heads} is not a multiple of kv_heads = {kv_heads}")
     window = fields.integer("window", most=MAX_COUNT) if "window" in table else None
@@ -165,8 +223,16 @@ def read_model(table: Table, name: str, where: str) -> Model:
     vocab = fields.integer("vocab", least=0)
     if kind == "gpt" and not vocab:
         raise ValueError(f"{where}: 'vocab' is missing")
-    sizes = vocab, width, layers, heads, kv_heads, width // heads, hidden, 3 if kind == "gpt" else 2
-    return Model(name, *sizes, tied=tied, causal=kind == "gpt", windows=windows, modulated=kind == "dit")
+    sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, 3 if kind == "gpt" else 2
+    return Model(name, *sizes, tied, kind == "gpt", windows, kind == "dit", *experts)
+
+
+def _experts(fields: Fields, total: str, active: str, shared: str) -> tuple[int, int, int]:
+    """Experts, active experts and the width of shared ones, by their keys; zeros for a plain MLP."""
+    if total not in fields.table:
+        return 0, 0, 0
+    experts = fields.integer(total)
+    return experts, fields.integer(active, most=experts), fields.integer(shared, least=0)
 
 
 def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model:
@@ -183,15 +249,16 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         if not isinstance(config, Mapping):
             raise ValueError(f"{where}: text_config = {short_repr(config)} is not a table of keys")
     config = {key: value for key, value in config.items() if value is not None}
-    unsupported = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), "mixtures of experts are")
-    unsupported |= {"kv_lora_rank": "latent attention is", "linear_num_key_heads": "linear attention is"}
-    for key, what in unsupported.items():
+    for key, what in {"kv_lora_rank": "latent attention is", "linear_num_key_heads": "linear attention is"}.items():
         if config.get(key):
             raise ValueError(f"{where}: {key} = {short_repr(config[key])}: {what} not supported")
     fields, kind = Fields(config, where), config.get("model_type", "")
-    if not isinstance(kind, str) or kind not in GATED | PLAIN:
-        names = suggestion(str(kind), sorted(GATED | PLAIN), "choose from")
-        raise ValueError(f"{where}: model_type = {short_repr(kind)} is not a supported decoder{names}")
+    if not isinstance(kind, str) or kind not in GATED | PLAIN | MIXTURES.keys():
+        names = ", ".join(sorted(GATED | PLAIN | MIXTURES.keys()))
+        raise ValueError(f"{where}: model_type = {short_repr(kind)} is not modelled; the planner knows {names}")
+    counted = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), "")
+    if counted and kind not in MIXTURES:
+        raise ValueError(f"{where}: {counted} = {short_repr(config[counted])}: experts of {kind} are not supported")
 
     def size(*keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         key = next((key for key in keys if key in config), None)
@@ -207,10 +274,18 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     if width % heads and "head_dim" not in config:
         raise ValueError(f"{where}: hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
     head_dim, vocab = size("head_dim", default=width // heads), size("vocab_size")
-    hidden, matrices = size("intermediate_size", "n_inner", default=4 * width), 3 if kind in GATED else 2
+    hidden, matrices = size("intermediate_size", "n_inner", default=4 * width), 2 if kind in PLAIN else 3
+    experts = (0, 0, 0)
+    if kind in MIXTURES:
+        hidden, keys = size("moe_intermediate_size", default=hidden), MIXTURES[kind]
+        experts = _experts(fields, *keys)
+        if not experts[0]:
+            raise ValueError(f"{where}: {keys[0]!r} is missing")
+        shared = fields.integer("n_shared_experts", least=0) * hidden
+        experts = (*experts[:2], experts[2] or shared)
     tied, windows = fields.boolean("tie_word_embeddings"), _windows(fields, layers, where)
     sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, matrices
-    return Model(name, *sizes, tied=tied, causal=True, windows=windows)
+    return Model(name, *sizes, tied, True, windows, False, *experts)
 
 
 def _windows(fields: Fields, layers: int, where: str) -> tuple[int | None, ...]:

@@ -84,7 +84,7 @@ def route_of(
     for zone, start in layout.zones_of(rank):
         inner = plan.inside(zone.level)
         of_zone = replace(sizes, plan=inner, local=zone.tokens)
-        keep_own, member = plan.heads > 1, rank - zone.first
+        keep_own, member = plan.keeps_exchanged, rank - zone.first
         plan_bytes = direct_bytes = None
         if not inner.family.by_mask:
             plan_bytes = _plan_bytes(of_zone, zone.size)

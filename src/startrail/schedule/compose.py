@@ -26,16 +26,16 @@ from startrail.schedule.places import Place
 from startrail.schedule.values import Merge, Pass, Piece, Step, Transfer
 
 
-def compose(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> tuple[Step, ...]:
-    """The steps of a whole pass from those of each group."""
+def compose(place: Place, pass_: Pass, groups: Sequence[list[Step]], enters: tuple[str, ...]) -> tuple[Step, ...]:
+    """The steps of a whole pass from those of each group. ``enters``: the kinds that are exchanged before blocks."""
     if place.num_heads == 1:
         first = [post for body in groups for post in body[0].posts]
         bodies = [_with_first_posts(body, () if group else first) for group, body in enumerate(groups)]
         steps = _sequence(place, (), bodies)
     elif exchange_is_far(place):
-        steps = _far(place, pass_, groups)
+        steps = _far(place, pass_, groups, enters)
     else:
-        steps = _near(place, pass_, groups)
+        steps = _near(place, pass_, groups, enters)
     return tuple(step for step in steps if step != Step())
 
 
@@ -46,27 +46,27 @@ def exchange_is_far(place: Place) -> bool:
     return not shards or heads[0] < shards[0]
 
 
-def _near(place: Place, pass_: Pass, groups: Sequence[list[Step]]) -> list[Step]:
+def _near(place: Place, pass_: Pass, groups: Sequence[list[Step]], enters: tuple[str, ...]) -> list[Step]:
     """Pieces that need no exchange are posted first. One kind is exchanged at a time, so that the others do not delay
     the first. The rank waits for its own results at the very end."""
     steps = []
     for group, body in enumerate(groups):
         posts = body[0].posts
-        steps.append(Step(tuple(post for post in posts if post.piece.kind not in pass_.enters)))
-        for kind in pass_.enters:
+        steps.append(Step(tuple(post for post in posts if post.piece.kind not in enters)))
+        for kind in enters:
             steps.append(Step(heads_exchange(place, [Piece(kind, place.shard, group)])))
             steps.append(Step(tuple(post for post in posts if post.piece.kind == kind)))
     return steps + _sequence(place, pass_.results, [_with_first_posts(body, ()) for body in groups])
 
 
-def _far(place: Place, pass_: Pass, bodies: Sequence[list[Step]]) -> list[Step]:
+def _far(place: Place, pass_: Pass, bodies: Sequence[list[Step]], enters: tuple[str, ...]) -> list[Step]:
     """Results are posted after the inputs of the next group, so as not to delay them, and overlap with its blocks. All
     results of a group are one exchange."""
 
     def own(kinds: Sequence[str], group: int) -> tuple[Piece, ...]:
         return tuple(Piece(kind, place.shard, group) for kind in kinds)
 
-    entering = [own(pass_.enters, group) for group in range(len(bodies))]
+    entering = [own(enters, group) for group in range(len(bodies))]
     steps, results = [Step(heads_exchange(place, entering[0]))], Step()
     for group, body in enumerate(bodies):
         following = entering[group + 1] if group + 1 < len(bodies) else ()

@@ -27,10 +27,12 @@ from math import prod
 from startrail.schedule.families import FAMILIES
 from startrail.schedule.families.base import Family, Heads, Level
 from startrail.schedule.places import Place, divisors, factorizations
+from startrail.schedule.values import FORWARD, Pass
 
 BACKWARDS = ("keys", "queries")
 KEEPS = ("none", "queries", "all")
-OPTIONS = ("backward", "keep", "groups")
+EXCHANGES = ("once", "twice")
+OPTIONS = ("backward", "keep", "groups", "exchange")
 
 
 class PlanError(ValueError):
@@ -47,13 +49,15 @@ class Plan:
 
     ``backward`` selects the payload of the ring in the backward pass. ``keep`` selects the received pieces that the
     forward pass keeps, so that the backward pass need not receive them again. ``groups`` is the number of parts that
-    the heads (or the batch) are split into; they run one after the other.
+    the heads (or the batch) are split into; they run one after the other. ``exchange``: what heads levels exchange in
+    the forward pass is kept for the backward pass (``once``), or exchanged again (``twice``), which keeps nothing.
     """
 
     levels: tuple[Level, ...] = (Heads(1),)
     backward: str = ""
     keep: str = "none"
     groups: int = 1
+    exchange: str = "once"
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -68,6 +72,11 @@ class Plan:
             raise ValueError(f"backward={self.backward!r} is not one of {', '.join(BACKWARDS)}")
         if self.keep not in KEEPS:
             raise ValueError(f"keep={self.keep!r} is not one of {', '.join(KEEPS)}")
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange={self.exchange!r} is not one of {', '.join(EXCHANGES)}")
+        if self.exchange == "twice" and (self.heads == 1 or self.keep != "none"):
+            reason = f"keep={self.keep} keeps more" if self.heads > 1 else "there are no heads to exchange"
+            raise ValueError(f"plan {self}: exchange=twice keeps nothing, but {reason}")
         if self.backward not in self.family.backwards:
             forms = " or ".join(f"backward={form}" for form in self.family.backwards)
             raise ValueError(f"plan {self}: {self.shard_levels[0]} has one backward form, {forms}")
@@ -94,7 +103,7 @@ class Plan:
         return "/".join(map(str, self.levels))
 
     def __str__(self) -> str:
-        default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1}
+        default = {"backward": self.family.backwards[0], "keep": "none", "groups": 1, "exchange": "once"}
         options = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != default[name]]
         return ",".join([self.body, *options])
 
@@ -111,6 +120,21 @@ class Plan:
     def heads(self) -> int:
         """The number of ranks that the heads are split over."""
         return prod(level.size for level in self.head_levels)
+
+    @property
+    def keeps_exchanged(self) -> bool:
+        """True if the forward pass keeps its own inputs as heads levels exchanged them."""
+        return self.heads > 1 and self.exchange == "once"
+
+    def entering(self, pass_: Pass) -> tuple[str, ...]:
+        """The kinds that heads levels exchange before the blocks of a pass.
+
+        >>> from startrail.schedule.values import BACKWARD
+        >>> Plan.parse("u4/1x8").entering(BACKWARD), Plan.parse("u4/1x8,exchange=twice").entering(BACKWARD)
+        (('do',), ('q', 'kv', 'do'))
+        """
+        again = self.exchange == "twice" and pass_ is not FORWARD
+        return FORWARD.enters + pass_.enters if again else pass_.enters
 
     @cached_property
     def family(self) -> Family:
@@ -184,7 +208,8 @@ class Plan:
             return self
         inner = Plan((Heads(1),) * level + self.levels[level:])
         backward = self.backward if inner.shard_levels else inner.backward
-        return replace(inner, backward=backward, keep=self.keep)
+        exchange = self.exchange if inner.heads > 1 else inner.exchange
+        return replace(inner, backward=backward, keep=self.keep, exchange=exchange)
 
     def zone_levels(self, world: int) -> list[tuple[int, tuple[int, ...]]]:
         """Every level at which ranks can share tokens, from all ranks to single ones: the number of levels outside, and
@@ -246,7 +271,9 @@ def _plans(world: int, num_levels: int, num_heads: int) -> Iterator[Plan]:
 
 
 def variants_of(plan: Plan) -> Iterator[Plan]:
-    """``plan`` with every backward form and every ``keep`` that it allows."""
+    """``plan`` with every backward form and every ``keep`` that it allows, and with heads exchanged twice."""
+    if plan.heads > 1:
+        yield replace(plan, exchange="twice")
     for keep in KEEPS:
         yield replace(plan, keep=keep)
     for backward in plan.family.backwards[1:] if plan.shard_levels else ():

@@ -94,12 +94,12 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0
     bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
     kept = [piece for group in groups for piece in plan.family.kept(plan, place, group)]
     own = _pieces_of(plan, place.shard, FORWARD.enters)
-    inputs = _pieces_of(plan, place.shard, pass_.enters)
-    if plan.heads > 1 or keep_own:  # exchanged pieces are kept too: the backward pass exchanges only gradients
+    inputs = _pieces_of(plan, place.shard, plan.entering(pass_))
+    if plan.keeps_exchanged or keep_own:  # exchanged pieces are kept too: the backward pass exchanges only gradients
         kept = own + kept
-    elif pass_ is not FORWARD:
+    elif pass_ is not FORWARD and plan.heads == 1:
         inputs += own
-    steps = compose(place, pass_, bodies)
+    steps = compose(place, pass_, bodies, plan.entering(pass_))
     if first:
         steps = tuple(step.shifted(first) for step in steps)
     return Program(plan, place, pass_, steps, tuple(inputs), tuple(kept), first)
@@ -149,7 +149,7 @@ def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> tuple[fl
     """The closed form for the rank at ``place``."""
     whole = {kind: size * plan.groups for kind, size in sizes.items()}
     of_shards = iter(plan.family.traffic(plan, place, pass_, whole))
-    exchanged = sum(whole[kind] for kind in pass_.exchanged)
+    exchanged = sum(whole[kind] for kind in plan.entering(pass_) + pass_.results)
     lanes, shared_by = [], 1  # parts for ranks that differ at an outer heads level use that level's lane
     for size, heads in zip(place.sizes, place.by_heads, strict=True):
         if heads:

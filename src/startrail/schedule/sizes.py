@@ -144,14 +144,14 @@ class Sizes:
         for kind in pass_.inputs:
             total += (stated[kind] + (1 if world > 1 else 0)) * self.nbytes(kind)
             if self._narrow != self._wide:  # kernels may compute in a wider dtype than the wire dtype
-                total += (stated[kind] + 1) * self._wide_bytes(kind)
+                total += (stated[kind] + 1) * self.wide_bytes(kind)
         for kind in pass_.results:
             moving = stated[f"{kind}<"] + 1 if world > 1 else 0
-            total += moving * self.nbytes(kind) + (stated[kind] + 2) * self._wide_bytes(kind)
+            total += moving * self.nbytes(kind) + (stated[kind] + 2) * self.wide_bytes(kind)
         if self.plan.heads > 1:  # parts to and from the other head ranks, and the pieces joined from them
-            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+            total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
         if pass_ is not FORWARD:  # placeholders for the rows' outputs
-            total += (stated["do"] + 1) * self._wide_bytes("out")
+            total += (stated["do"] + 1) * self.wide_bytes("out")
         return total
 
     def pooled_bytes(self, pass_: Pass, world: int) -> int:
@@ -162,10 +162,11 @@ class Sizes:
         total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
         total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
         if self.plan.heads > 1:
-            total += sum(2 * self.nbytes(kind) for kind in pass_.exchanged)
+            total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
         return total
 
-    def _wide_bytes(self, kind: str) -> int:
+    def wide_bytes(self, kind: str) -> int:
+        """Bytes of a whole piece in the dtype of accumulators."""
         return sum(prod(field.shape) for field in self.fields(kind, self.tokens)) * self._wide
 
 

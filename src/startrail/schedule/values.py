@@ -124,10 +124,6 @@ class Pass:
     inputs: tuple[str, ...]
     results: tuple[str, ...]
 
-    @property
-    def exchanged(self) -> tuple[str, ...]:
-        return self.enters + self.results
-
     def needs(self, block: Block) -> list[Piece]:
         return _pieces(self.inputs, block)
 

@@ -84,6 +84,16 @@ class Combine(NamedTuple):
 Event = Await | Post | Prepare | Compute | Combine
 
 
+class Finish(NamedTuple):
+    """After the last step: store the results, and wait for whatever is still in flight. Only traces name it."""
+
+    messages: list[int]  # those that bring the rank's own results over heads
+
+
+# Called after an event was handled: the program, the step, the event, and the seconds at which it began and ended.
+EventHook = Callable[[Program, int, Event | Finish, float, float], None]
+
+
 class WalkStep(NamedTuple):
     program: Program
     number: int
@@ -98,10 +108,11 @@ class WalkStep(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """``results`` are the pieces that the caller gets at the end."""
+    """``results`` are the pieces that the caller gets at the end; the messages in ``home`` bring their parts."""
 
     steps: list[WalkStep]
     results: list[Piece]
+    home: list[int]
 
 
 class Visitor(Protocol):
@@ -132,7 +143,7 @@ def handlers_of(visitor: Visitor) -> Handlers:
 def walk_of(program: Program) -> Walk:
     """The walk of a program, computed once."""
     walker = Walker(program)
-    return Walk(list(walker.steps()), walker.results)
+    return Walk(list(walker.steps()), walker.results, walker.home)
 
 
 class Walker:

@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "on_nan": ("stop", "skip"),
 }
 CURVE = ("steps", "warmup", "learning_rate", "final_rate")  # the fields that decide the learning rate of a step
-MAY_BE_ZERO = ("evaluate_every", "evaluate_batches", "save_every", "sample", "warmup")
+MAY_BE_ZERO = ("evaluate_every", "evaluate_batches", "save_every", "sample", "trace", "warmup")
 
 
 def _field(default: Any, meaning: str) -> Any:
@@ -50,7 +50,7 @@ class Recipe:
 
     name: str
     config: GPTConfig | DiTConfig
-    data: str = _field("", "text: stdlib, a folder, a file or a glob; images: photos or a folder")
+    data: str = _field("", "text: stdlib, a folder, a file or a glob; images: digits, photos or a folder")
     length: int | None = _field(None, "context length of text in tokens (an image has rows x columns)")
     tokenizer: str | None = _field(None, "a Hugging Face tokenizers file (default: bytes)")
     packed: bool = _field(False, "pack several documents, masked from each other, into a context")
@@ -82,6 +82,8 @@ class Recipe:
     out: str = _field("", "output folder for checkpoints, metrics and samples")
     wait_minutes: float = _field(10.0, "minutes to wait for a rank that hangs before the run ends")
     tensorboard: bool = _field(False, "also write TensorBoard events to out")
+    guidance: float = _field(2.0, "classifier-free guidance of generated images (1: none)")
+    trace: int = _field(0, "the step whose attention to trace into out/trace.json, for Perfetto (0: none)")
     sample: int = _field(120, "tokens of text, or sampler steps of images, to generate at the end (0: none)")
 
     def __post_init__(self) -> None:
@@ -137,7 +139,7 @@ class Recipe:
         else:
             model = Model(self.name, 0, *sizes, 4 * config.width, 2, False, False, windows, modulated=True)
         batch = self.batch * self.data_parallel
-        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, loss_chunk=self.loss_chunk)
+        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, "float32", self.loss_chunk)
         return Job(model, run, self.data_parallel)
 
     def check_world(self, world: int) -> None:
@@ -249,8 +251,9 @@ RECIPES = {
             learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
-            "dit-tiny", replace(DIT_CONFIGS["dit-tiny"], layers=3), batch=16, plan="2x2/u2", steps=160, zero=2,
-            recompute=False, learning_rate=5e-3, warmup=20, evaluate_every=40, sample=40,
+            "dit-tiny", replace(DIT_CONFIGS["dit-tiny"], layers=2, rows=8, columns=8), data="digits", batch=32, ranks=4,
+            plan="2x1/u2", steps=600, zero=0, recompute=False, learning_rate=4e-3, warmup=20, evaluate_every=100,
+            sample=40,
         ),
         Recipe("gpt-3b", GPT_CONFIGS["gpt-3b"], learning_rate=1.6e-4, **_LONG),
         Recipe("gpt-7b", GPT_CONFIGS["gpt-7b"], learning_rate=1.2e-4, **_LONG),

@@ -29,7 +29,9 @@ from startrail.training.recipes import Recipe
 
 PROMPT_TOKENS = 64
 TEMPERATURE = 0.8
-GRID_IMAGES = 8
+GRID_COLUMNS, GRID_ROWS = 10, 10  # a column per class
+GRID_SIDE = 64  # pixels per image of the grid, at least
+WITHOUT_CLASS = 0.1  # of the training images, whose class is hidden for classifier-free guidance
 
 
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -142,9 +144,16 @@ class ImageTask(Task):
         batch = (self.held_out if held_out else self.data).batch(index)
         noise, time = self._noise("held-out" if held_out else "train", batch.first, len(batch.labels))
         counted = int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
-        tensors = batch.patches, noise, time, batch.labels, batch.real
+        labels = batch.labels if held_out else self._with_hidden_classes(batch.labels, batch.first)
+        tensors = batch.patches, noise, time, labels, batch.real
         patches, noise, time, labels, real = (tensor.to(self.device) for tensor in tensors)
         return NoisyImages(patches, noise, time, labels, real, counted, batch.sequence)
+
+    def _with_hidden_classes(self, labels: Tensor, first: int) -> Tensor:
+        """The class ``config.classes`` means none."""
+        numbers = range(first, first + len(labels))
+        draws = [torch.rand((), generator=generator_of(self.recipe.seed, "class", number)) for number in numbers]
+        return labels.where(torch.stack(draws) >= WITHOUT_CLASS, self.config.classes)
 
     def _noise(self, purpose: str, first: int, count: int) -> tuple[Tensor, Tensor]:
         seed = generator_of(self.recipe.seed, purpose).initial_seed()
@@ -160,20 +169,22 @@ class ImageTask(Task):
         return f"{self.data.describe()}; the loss is the squared error of the velocity, predicted as 0 at first"
 
     def show(self, model: DiT, folder: Path) -> str:
-        """Generate a grid of images, one per class in turn."""
-        noise, _ = self._noise("grid", 0, GRID_IMAGES)
-        labels = torch.arange(GRID_IMAGES, device=self.device) % self.data.num_classes
+        """Generate a grid of images; the classes take turns in each row."""
+        number = GRID_COLUMNS * GRID_ROWS
+        noise, _ = self._noise("grid", 0, number)
+        labels = torch.arange(number, device=self.device) % self.data.num_classes
         positions, attention = self.sequence.positions(self.device), self.sequence.attention
         with self.autocast():
-            patches = sample(model, noise.to(self.device), labels, positions, attention, self.recipe.sample)
+            options = self.recipe.sample, self.recipe.guidance
+            patches = sample(model, noise.to(self.device), labels, positions, attention, *options)
         patches = self.sequence.unshard(patches, 1).cpu()
         images = unpatchify(patches, self.config.patch, self.config.rows, self.config.columns)
-        zoom = max(1, 128 // images.shape[-1])  # enlarge small images for viewing
+        zoom = max(1, GRID_SIDE // images.shape[-1])  # enlarge small images for viewing
         images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
         path = folder / "samples.png"
         if dist.get_rank() == 0:
-            save_grid(images, path, 4)
-        return f"{GRID_IMAGES} new images, {self.recipe.sample} Euler steps each: {path}"
+            save_grid(images, path, GRID_COLUMNS)
+        return f"{number} new images, {self.recipe.sample} Euler steps each, guidance {self.recipe.guidance:g}: {path}"
 
 
 def make_task(recipe: Recipe, sp: SequenceParallel, device: torch.device) -> TextTask | ImageTask:

@@ -6,8 +6,11 @@ and gradients therefore equal those of one process, whatever the plan, the numbe
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from startrail._compat import load_dynamo
+from startrail.comm.gather import gather_texts
 from startrail.launch.heartbeat import Heartbeat
 from startrail.launch.signals import Stop
 from startrail.parallel import SequenceParallel
@@ -30,7 +34,9 @@ from startrail.training.collectives import check_same_data, max_over_ranks, rais
 from startrail.training.display import Display, Summary
 from startrail.training.metrics import MetricsFile
 from startrail.training.recipes import Recipe
+from startrail.training.report import RunPage
 from startrail.training.tasks import compute_dtype, make_task
+from startrail.view.trace import EventRecorder, Record, chrome_trace
 
 load_dynamo()
 
@@ -71,6 +77,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
         self.begin = self.checkpoints.prepare(round(self.expected.checkpoint) * (self.world if recipe.zero else 1))
         self.metrics_file = self._open_metrics()
+        self.page = RunPage(recipe, self.sp.plan, self.world, self.description, self.expected.total)
         if device.type == "cpu":
             memory.return_large_blocks()
         self.baseline = memory.resident_bytes() if device.type == "cpu" else 0  # the program without a model
@@ -100,7 +107,8 @@ class Trainer:
         done, stopped = self.begin, not self._evaluate(self.begin, held_out)
         while done < recipe.steps and not stopped:
             step, start = done, time.perf_counter()
-            loss, norm, sums = self._step(step)
+            with self._traced(step + 1):
+                loss, norm, sums = self._step(step)
             seconds = time.perf_counter() - start
             seconds_spent, done = seconds_spent + seconds, step + 1
             waited += sums["waiting"] / self.world
@@ -130,6 +138,8 @@ class Trainer:
                     metrics["held_out"] = held_out[done]
             self.metrics_file.write(metrics)
             self.display.step(metrics)
+            if self.lead and self.page.is_due:
+                self._write_page(memory.peak_bytes(self.device) - self.baseline)
             if sums["failed"]:
                 raise_together(self.metrics_file.problem, TrainingError)
                 self.checkpoints.wait()
@@ -141,6 +151,8 @@ class Trainer:
         peak = max_over_ranks(memory.peak_bytes(self.device) - self.baseline)
         finished = done == recipe.steps
         sample = self._sample() if finished and not stopped and recipe.sample else ""
+        if self.lead:
+            self._write_page(peak, sample, "finished" if finished else "stopped")
         self.display.finish(
             Summary(
                 done=done,
@@ -158,6 +170,40 @@ class Trainer:
             )
         )
         return finished
+
+    def _write_page(self, peak: float, sample: str = "", state: str = "running") -> None:
+        self.page.write(peak, sample, state)
+        if self.page.problem:
+            self.display.note(self.page.problem)
+
+    @contextmanager
+    def _traced(self, step: int) -> Iterator[None]:
+        """Trace the attention of ``recipe.trace``'s step on the ranks of the first data-parallel group."""
+        if step != self.recipe.trace:
+            yield
+            return
+        recorder = EventRecorder(self.sp.rank)
+        dist.barrier()
+        origin = time.perf_counter()  # clocks of several nodes differ
+        self.sp.on_event(recorder)
+        try:
+            yield
+        finally:
+            self.sp.on_event(None)
+        records = [record._replace(start=record.start - origin, end=record.end - origin) for record in recorder.records]
+        texts = gather_texts(json.dumps([self.data_rank, self.sp.rank, records]))
+        if self.lead:
+            found = [json.loads(text) for text in texts]
+            by_rank = [
+                [Record(*entry) for entry in own] for group, _, own in sorted(found, key=lambda f: f[:2]) if not group
+            ]
+            title = f"{self.sp.plan} on {self.sp.world} ranks: {self.recipe.name}, step {step}, measured"
+            path = self.folder / "trace.json"
+            try:
+                path.write_text(json.dumps(chrome_trace(by_rank, title)), "utf-8")
+                self.display.note(f"wrote {path}: open it in https://ui.perfetto.dev or compare it (startrail trace)")
+            except OSError as error:
+                self.display.note(f"{path} could not be written: {error.strerror}")
 
     def _save_finite(self, step: int) -> str:
         """Save the parameters after ``step`` steps, since the next one failed, unless they are not finite themselves.

@@ -16,8 +16,12 @@ step  rank 0       rank 1
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
+from startrail.geometry.layout import zigzag
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import tiles_of
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program, lane_names, stated_pieces
 from startrail.schedule.values import INPUTS, Pass, Piece
@@ -26,12 +30,33 @@ MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 CELL_WIDTH = 56  # characters per rank; longer lines are wrapped
 
 
-def fitting(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], columns: int) -> int:
+Seen = Callable[[int, int], bool]  # True if a query of one shard sees a key of another
+
+
+def sees(plan: Plan, world: int, mask: Mask, length: int) -> Seen:
+    """Which blocks have visible pairs, in the zigzag layout.
+
+    >>> seen = sees(Plan.parse("1x4"), 4, Mask(causal=True, window=8), 64)
+    >>> [column for column in range(4) if seen(0, column)]
+    [0, 1]
+    """
+    mask.check_length(length)
+    layout = zigzag(plan.slots(world), length)
+    place = plan.place(world, 0)
+    runs = [layout.runs(*place.shard_ranks(shard)) for shard in range(place.num_shards)]
+    return cache(lambda row, column: bool(tiles_of(mask, runs[row], runs[column])))
+
+
+def _everything(row: int, column: int) -> bool:
+    return True
+
+
+def fitting(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], columns: int, seen: Seen = _everything) -> int:
     """The number of ``ranks`` that fit side by side in ``columns`` characters; at least one."""
     width = 4
     for shown, rank in enumerate(ranks):
         program = build_program(plan, world, rank, pass_)
-        width += 2 + _width(rank, _cells(program, len(program.steps)))
+        width += 2 + _width(rank, _cells(program, len(program.steps), seen))
         if width > columns:
             return max(shown, 1)
     return len(ranks)
@@ -41,10 +66,11 @@ def _width(rank: int, cells: list[list[str]]) -> int:
     return max(len(f"rank {rank}"), *(len(line) for cell in cells for line in cell))
 
 
-def show(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int]) -> str:
+def show(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], seen: Seen = _everything) -> str:
+    """The grid. Blocks without visible pairs (``seen``) are left out, since they are not computed."""
     programs = [build_program(plan, world, rank, pass_) for rank in ranks]
     steps = max(len(program.steps) for program in programs)
-    columns = [_cells(program, steps) for program in programs]
+    columns = [_cells(program, steps, seen) for program in programs]
     widths = [_width(rank, column) for rank, column in zip(ranks, columns, strict=True)]
     header = "step  " + "  ".join(f"rank {rank}".ljust(width) for rank, width in zip(ranks, widths, strict=True))
     lines = [*_summary(programs[0]), "", header]
@@ -74,7 +100,7 @@ def _summary(program: Program) -> list[str]:
     ]
 
 
-def _cells(program: Program, steps: int) -> list[list[str]]:
+def _cells(program: Program, steps: int, seen: Seen) -> list[list[str]]:
     """Lines of text for every step of one rank."""
     own, cells = program.place.shard, []
     held = [piece for piece in program.given if piece.shard != own]
@@ -87,11 +113,11 @@ def _cells(program: Program, steps: int) -> list[list[str]]:
         lines = [f"hold {' '.join(map(str, held))}"] if held else []
         if sends := [f"{post.piece}>{post.peer}" for post in step.posts if post.send]:
             lines.append("send " + " ".join(sends))
-        if step.blocks:
-            lines.append("compute " + " ".join(map(str, step.blocks)))
+        if blocks := [str(block) for block in step.blocks if seen(block.row, block.column)]:
+            lines.append("compute " + " ".join(blocks))
         if step.merges:
             lines.append("merge " + " ".join(map(str, step.merges)))
-        cells.append([part for line in lines or ["receive"] for part in _wrap(line)])
+        cells.append([part for line in lines or ["receive" if step.posts else "idle"] for part in _wrap(line)])
         in_flight += [p.piece for p in step.posts if not p.send and p.piece.kind in INPUTS and p.piece.shard != own]
         held = [piece for piece in held if piece not in done]
     return cells + [[""]] * (steps - len(cells))

@@ -113,7 +113,7 @@ class _AllGather(torch.autograd.Function):
         return got.sum(0)
 
 
-class _Attention(torch.autograd.Function):
+class _KernelAttention(torch.autograd.Function):
     """Attention of own queries to all keys, on the engine's kernel."""
 
     @staticmethod
@@ -139,7 +139,7 @@ def _gathered(work: SparseWork, plan: str, heads: int) -> Contender:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layers = ((_AllGather.apply(k), _AllGather.apply(v), tiles) for tiles in visible)
-        return _sum([_Attention.apply(q, keys, values, tiles) for keys, values, tiles in layers])
+        return _sum([_KernelAttention.apply(q, keys, values, tiles) for keys, values, tiles in layers])
 
     return partial(_part, layout), attend
 

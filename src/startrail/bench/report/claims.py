@@ -113,7 +113,7 @@ def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) ->
     return f"{where}, ring measured at {measured:.1f}x its compute", lines, counts
 
 
-def _best_of_ours(lines: Sequence[Line], roles: Sequence[str] = OURS) -> Line | None:
+def best_of_ours(lines: Sequence[Line], roles: Sequence[str] = OURS) -> Line | None:
     """The fastest plan of ours among those that were repeated most: a single fast repeat proves nothing."""
     most = max((line.repeats for line in lines if line.role in roles), default=0)
     return best((line for line in lines if line.repeats == most), *roles)
@@ -123,7 +123,7 @@ def _with_ours(trials: Sequence[Json]) -> Iterator[tuple[Json, list[Line], Line]
     """Each trial that has a plan of ours, its lines, and the best plan of ours."""
     for trial in trials:
         lines = lines_of(trial)
-        if ours := _best_of_ours(lines):
+        if ours := best_of_ours(lines):
             yield trial, lines, ours
 
 
@@ -142,7 +142,7 @@ def _shown(text: str, findings: Sequence[str]) -> Claim:
 def _ratio_claim(trials: Sequence[Json], target: Target, mask: str) -> Claim:
     where, lines, judged = _judged(trials, target.machine, mask, target.pressure)
     text = f"{where}: {target.name}"
-    ours, theirs = _best_of_ours(lines, target.ours), best(lines, target.other)
+    ours, theirs = best_of_ours(lines, target.ours), best(lines, target.other)
     if ours is None or theirs is None:
         return Claim(text)
     ratio = theirs.seconds / ours.seconds
@@ -153,7 +153,7 @@ def _ratio_claim(trials: Sequence[Json], target: Target, mask: str) -> Claim:
 def _share_claim(trials: Sequence[Json], machine: str, least: float, mask: str) -> Claim:
     where, lines, judged = _judged(trials, machine, mask, STEEPEST)
     text = f"{where}: best plan of ours reaches >= {least:.0%} of its bound"
-    ours = _best_of_ours(lines)
+    ours = best_of_ours(lines)
     if ours is None:
         return Claim(text)
     found = f"{ours.share_of_bound:.0%} ({ours.plan}: {ours.seconds:.3f} s, bound {ours.bound:.3f} s)"

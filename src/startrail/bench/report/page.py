@@ -1,8 +1,7 @@
-"""The report: a self-contained HTML page, its data as JSON, and the plots."""
+"""The report: a self-contained HTML page, and its data as JSON."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import platform
@@ -20,7 +19,9 @@ from startrail.bench.cases import BOUND_BY_LINKS, OURS, Workload
 from startrail.bench.peers.contenders import DISCLOSURES
 from startrail.bench.report.claims import Claim, claims
 from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
-from startrail.bench.report.plots import pictures
+from startrail.bench.report.plots import pictures, throughput
+from startrail.bench.report.questions import against, bounds, fastest, headline_trial, result_sentence
+from startrail.view.plots import page_text
 
 EMULATED = (
     "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
@@ -37,19 +38,10 @@ WHO = (
     "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run on links "
     "for ring at 8x its compute. Ulysses and DeepSpeed need as many heads as ranks and run where heads suffice."
 )
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --bad: #c0392b; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
-.wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
-.yes { color: var(--good); font-weight: 600; } .no { color: var(--bad); font-weight: 600; }
-tr.ours td:first-child { font-weight: 600; }
-img { max-width: 100%; height: auto; background: white; } figure { margin: 1rem 0; }
-figcaption, .note { font-size: .85rem; opacity: .8; }
-"""
+STYLE = """<style>
+.yes { color: var(--c2); font-weight: 600; } .no { color: var(--c1); font-weight: 600; }
+tr.ours td:first-child { font-weight: 600; } .result { font-size: 1.1rem; font-weight: 600; }
+</style>"""
 GROWING = ("ring, textbook", "USP", "star4", "nested", "nested, keep")
 COLUMNS = (
     ("contender", "name, and the plan if it runs on our engine"),
@@ -109,74 +101,81 @@ def _git(*arguments: str) -> str:
 
 
 def write(report: Json, folder: Path) -> None:
-    """report.json, report.html and the pictures."""
+    """report.json and report.html."""
     folder.mkdir(parents=True, exist_ok=True)
     verdicts = claims(report)
     recorded = {**report, "claims": [vars(claim) for claim in verdicts]}
     folder.joinpath("report.json").write_text(json.dumps(recorded, indent=1))
-    made = pictures(report)
-    for name, (png, _) in made.items():
-        folder.joinpath(name).write_bytes(png)
-    folder.joinpath("report.html").write_text(page(report, verdicts, made))
+    folder.joinpath("report.html").write_text(page(report, verdicts), "utf-8")
 
 
-def page(report: Json, verdicts: Sequence[Claim], made: dict[str, tuple[bytes, str]]) -> str:
-    meta = report["meta"]
+def page(report: Json, verdicts: Sequence[Claim]) -> str:
+    """The result, its picture, a table per question, every trial; then the claims that this run could check."""
+    meta, trials = report["meta"], report["trials"]
     summary = (
         f"{meta['cores']} cores of {meta['processor']}, torch {meta['torch']}, startrail {meta['startrail']} at "
         f"{meta['commit'][:10] or 'no commit'}, {meta['date']}, {meta['seconds'] / 60:.1f} minutes."
     )
     legend = "; ".join(f"<b>{escape(name)}</b>: {escape(meaning)}" for name, meaning in COLUMNS)
+    headline = headline_trial(trials)
+    first = throughput(headline) if headline is not None else ""
     blocks = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>StarTrail benchmark</title><style>{STYLE}</style></head><body>",
+        STYLE,
         "<h1>StarTrail: sequence-parallel attention, measured side by side</h1>",
+        f"<p class='result'>{escape(result_sentence(trials))}</p>",
+        first,
         f"<p>{escape(summary)}</p>",
-        f"<p class='note'>{escape(EMULATED)}</p>" if any(map(is_emulated, report["trials"])) else "",
-        "<h2>Claims</h2>",
-        f"<p class='note'>{escape(JUDGED)}</p>",
-        _claims_table(verdicts),
-        "<h2>Plots</h2>" if made else "",
-        *(_figure(png, caption) for png, caption in made.values()),
+        f"<p class='note'>{escape(EMULATED)}</p>" if any(map(is_emulated, trials)) else "",
+        "<h2>Which plan is fastest here?</h2>",
+        fastest(trials),
+        "<h2>How close to the bound?</h2>",
+        "<p class='note'>The bound is the larger of compute alone and bytes over rate.</p>",
+        bounds(trials),
+        "<h2>Against whom?</h2>",
+        against(trials),
         "<h2>How costs grow</h2>",
-        _growth(report["trials"]),
+        _growth(trials),
+        *(picture for picture in pictures(report) if picture != first),
         "<h2>Every trial</h2><p class='note'>Attention forward + backward with random cotangents, float32, unless a "
         "training step is named. Every contender's results, gradients included, were checked against one process "
         "before it was timed. Repeats are interleaved. The link rate is chosen so that textbook Ring Attention's bytes "
         "take the stated multiple of the compute time as first measured.</p>",
         f"<p class='note'>{legend}.</p>",
-        *(_trial(trial) for trial in report["trials"]),
+        *(_trial(trial) for trial in trials),
         "<h2>Left out</h2>",
         f"<p class='note'>{escape(WHO)}</p>",
         _left_out(report),
         "<h2>What each contender is</h2><ul>",
         *(f"<li><b>{escape(way)}</b>: {escape(text)}</li>" for way, text in DISCLOSURES.items()),
-        "</ul><h2>Machine and versions</h2><div class='wide'><table>",
+        "</ul>",
+        *_claims_section([claim for claim in verdicts if claim.found != Claim("").found]),
+        "<h2>Machine and versions</h2><div class='wide'><table>",
         *(f"<tr><td>{escape(k)}</td><td class='text'>{escape(_plain(v))}</td></tr>" for k, v in meta.items()),
-        "</table></div></body></html>",
+        "</table></div>",
     ]
-    return "\n".join(blocks)
+    return page_text("StarTrail benchmark", blocks)
 
 
 def _plain(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _claims_table(verdicts: Sequence[Claim]) -> str:
+def _claims_section(verdicts: Sequence[Claim]) -> list[str]:
+    """The claims that this run measured."""
+    if not verdicts:
+        return []
     words = {True: "<span class='yes'>met</span>", False: "<span class='no'>not met</span>", None: "–"}
     rows = [
         f"<tr><td class='text'>{escape(claim.text)}</td><td>{words[claim.met]}</td>"
         f"<td class='text'>{escape(claim.found)}</td></tr>"
         for claim in verdicts
     ]
-    return f"<div class='wide'><table><tr><th>claim</th><th></th><th>found</th></tr>{''.join(rows)}</table></div>"
-
-
-def _figure(png: bytes, caption: str) -> str:
-    data = base64.b64encode(png).decode()
-    image = f"<img alt='{escape(caption)}' src='data:image/png;base64,{data}'>"
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+    head = "<tr><th>claim</th><th></th><th>found</th></tr>"
+    return [
+        "<h2>Claims that were checked</h2>",
+        f"<p class='note'>{escape(JUDGED)}</p>",
+        f"<div class='wide'><table>{head}{''.join(rows)}</table></div>",
+    ]
 
 
 def _trial(trial: Json) -> str:
@@ -224,7 +223,7 @@ def _growth(trials: Sequence[Json]) -> str:
                 ranks, place = trial["nodes"] * trial["ranks_per_node"], (*GROWING, line.name).index(line.name)
                 rows.append((place, ranks, trial["machine"], work.batch * work.length, line.bytes_measured, line))
     if not rows:
-        return "<p>Not measured in this run.</p>"
+        return ""
     columns = ("contender", "machine", "ranks", "tokens", "link MB", "link kB per token", "s", "exposed s")
     head = "".join(f"<th>{name}</th>" for name in columns)
     body = "".join(

@@ -40,7 +40,7 @@ REPEATS = 5
 LOOP = 20  # calls between two events on a GPU
 LAUNCHES = 200
 MORE_ROUNDS = 2  # of measurements while there are outliers, which may be chance; the best of each rank counts
-LOAD_SECONDS = 0.3  # over which that is measured
+LOAD_SECONDS = 0.3  # over which a machine's load is measured
 Progress = Callable[[str, float], None]
 
 

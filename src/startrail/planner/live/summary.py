@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from startrail.planner.cluster import MIN_SHARE, ClusterSpec, Curve, Device, LinkLevel, Rates, SlowMember
+from startrail.planner.cluster import MIN_SHARE, ClusterSpec, Device, LinkLevel, Rates, SlowMember
+from startrail.planner.kernels import Curve
 from startrail.planner.topology import Machine
 
 OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
@@ -49,8 +50,8 @@ def describe(
     rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
     on_gpu = transport == "nccl"
     post = typical("post") if on_gpu and len(everyone) > 1 else 2 * call
-    times = dict(call=call, post=post, handle=0.0, start=(6 if on_gpu else 20) * call)
-    device = Device(name, memory, 0.0, typical("copy"), socket=0.0, rates={everyone[0]["dtype"]: rates}, **times)
+    times = call, post, 0.0, 0.0, (6 if on_gpu else 20) * call  # call, post, handle, socket, start
+    device = Device(name, memory, 0.0, typical("copy"), *times, {everyone[0]["dtype"]: rates})
     outliers = list(find_outliers(everyone))
     load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}
     texts = (

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.sequence import Sequence
+from startrail.training.data.digits import NUM_DIGITS, draw_digit
 from startrail.training.data.seeds import generator_of
 from startrail.training.data.sources import check_count, check_split, find_files, held_out, names_of
 from startrail.training.models.dit import patchify
@@ -45,6 +46,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SMALLEST_CROP = 0.5  # of the shorter side
 HELD_OUT_STRIP = 4  # the right quarter of every image is held out if there are too few images
 CACHED_IMAGES = 32  # all photos of both splits, shrunk to the size that the smallest crop needs
+DRAWN_SAMPLES = {"train": 50_000, "held-out": 5_000}
 GAP = 2  # pixels between the images of a grid
 
 
@@ -64,8 +66,8 @@ class ImageData:
     are the tokens of ``sequence``.
 
     ``source`` is a folder whose subfolders are the classes; a folder without subfolders, a file or a glob, which is one
-    class; or ``"photos"``: ten photographs from the package scikit-image, each one class. Every epoch uses every image
-    once, in a new order.
+    class; ``"photos"``: ten photographs from the package scikit-image, each one class; or ``"digits"``: drawn digits
+    (see `digits`), neither cropped nor flipped. Every epoch uses every image once, in a new order.
 
     ``split`` is ``"train"`` or ``"held-out"``: a twentieth of the images, or if there are fewer than 20, the right
     quarter of each.
@@ -90,6 +92,11 @@ class ImageData:
         side = size // patch
         if sequence.length != side**2:
             raise ValueError(f"an image has {side} x {side} = {side**2} patches, the sequence {sequence.length} tokens")
+        self._source, self._sequence, self._split = source, sequence, split
+        self._size, self._patch, self._batch, self._seed = size, patch, batch, seed
+        if source == "digits":
+            self.num_classes, self.num_samples = NUM_DIGITS, DRAWN_SAMPLES[split]
+            return
         _require_pillow()
         files, labels = _classes(source)
         self.num_classes = 1 + max(labels)
@@ -101,8 +108,6 @@ class ImageData:
         ]
         self._strip = "all" if chosen else split
         self.num_samples = len(self._images)
-        self._source, self._sequence, self._split = source, sequence, split
-        self._size, self._patch, self._batch, self._seed = size, patch, batch, seed
 
     def batch(self, index: int) -> ImageBatch:
         """Batch ``index``, from 0 without limit."""
@@ -114,7 +119,9 @@ class ImageData:
         return ImageBatch(patches, torch.tensor(labels), real, self._sequence, first)
 
     def _sample(self, number: int) -> tuple[Tensor, int]:
-        """A crop (3, size, size) in [-1, 1], and its class."""
+        """A crop or drawing (3, size, size) in [-1, 1], and its class."""
+        if self._source == "digits":
+            return draw_digit(self._seed, self._split, number % self.num_samples, self._size)
         epoch, place = divmod(number, self.num_samples)
         path, label = self._images[int(_order(self.num_samples, self._seed, epoch)[place])]
         image = _load(path, self._strip, int(self._size / SMALLEST_CROP))
@@ -126,11 +133,18 @@ class ImageData:
 
     def digest(self) -> int:
         """A hash of the names and sizes of some files."""
+        if self._source == "digits":
+            return zlib.crc32(repr(("digits", self._seed, self.num_samples)).encode())
         files = [file for file, _ in self._images[:: max(1, self.num_samples // 1024)]]
         return zlib.crc32(repr([names_of(files), *(file.stat().st_size for file in files)]).encode())
 
     def describe(self) -> str:
         """One line: the images, the classes and the sequence length."""
+        if self._source == "digits":
+            return (
+                f"digits, {self._split}: {self.num_samples:,} drawings of {self._size} x {self._size} pixels, "
+                f"{self.num_classes} classes, {self._sequence.length:,} patches"
+            )
         which = {"all": "", "train": " (left three quarters)", "held-out": " (right quarter)"}[self._strip]
         return (
             f"{self._source}, {self._split}: {self.num_samples:,} images{which}, {self.num_classes:,} classes, "
@@ -167,6 +181,25 @@ def save_grid(images: Tensor, path: str | Path, columns: int) -> None:
         Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), bytes(pixels.flatten().tolist())).save(path, "PNG")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_grid(path: str | Path, columns: int, size: int) -> Tensor:
+    """The images of a grid that ``save_grid`` wrote, shrunk to ``size`` pixels, (n, 3, size, size) in [-1, 1]."""
+    _require_pillow()
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            pixels = _pixels(file.convert("RGB")).float() / 127.5 - 1
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    side, left = divmod(pixels.shape[2] + GAP, columns)
+    rows, rest = divmod(pixels.shape[1] + GAP, side)
+    if left or rest or side - GAP < size:
+        raise ValueError(f"{path} is not a grid of {columns} square images per row")
+    tiles = F.pad(pixels, (0, GAP, 0, GAP)).unflatten(2, (columns, side)).unflatten(1, (rows, side))
+    images = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)[..., : side - GAP, : side - GAP]
+    return F.interpolate(images, (size, size), mode="area")
 
 
 @lru_cache(2)

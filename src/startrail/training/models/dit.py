@@ -31,7 +31,7 @@ class DiT(nn.Module):
         width = config.width
         self.patches_in = nn.Linear(config.patch_dim, width)
         self.time = nn.Sequential(nn.Linear(2 * TIME_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
-        self.label = nn.Embedding(config.classes, width)
+        self.label = nn.Embedding(config.classes + 1, width)  # the last one stands for no class
         self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.layers))
         self.modulation = nn.Linear(width, 2 * width)
         self.patches_out = nn.Linear(width, config.patch_dim)
@@ -47,8 +47,8 @@ class DiT(nn.Module):
         modulations and the last projection start at zero, so every block starts as the identity."""
         if parameter.dim() == 1 or "modulation" in name or "patches_out" in name:
             nn.init.zeros_(parameter)
-        elif "label" in name or "time" in name:
-            nn.init.normal_(parameter, std=0.02)
+        elif "label" in name:
+            nn.init.normal_(parameter)  # as large as the time's part of the condition, or classes are learned late
         else:
             nn.init.xavier_uniform_(parameter)
 
@@ -146,12 +146,25 @@ def flow_matching_loss(
 
 
 @torch.no_grad()
-def sample(model: DiT, noise: Tensor, label: Tensor, positions: Tensor, attention: Attention, steps: int) -> Tensor:
-    """Generate patches (this rank's, if sharded) with ``steps`` equal Euler steps from noise at time 1 to time 0."""
+def sample(
+    model: DiT,
+    noise: Tensor,
+    label: Tensor,
+    positions: Tensor,
+    attention: Attention,
+    steps: int,
+    guidance: float = 1.0,
+) -> Tensor:
+    """Generate patches (this rank's, if sharded) with ``steps`` equal Euler steps from noise at time 1 to time 0.
+    ``guidance`` above 1 moves each velocity away from that without a class (classifier-free guidance)."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     patches = noise
     for step in range(steps, 0, -1):
         time = torch.full((len(noise),), step / steps, dtype=torch.float64, device=noise.device)
-        patches = patches - model(patches, positions, time, label, attention) / steps
+        velocity = model(patches, positions, time, label, attention)
+        if guidance != 1.0:
+            free = model(patches, positions, time, torch.full_like(label, model.config.classes), attention)
+            velocity = free + guidance * (velocity - free)
+        patches = patches - velocity / steps
     return patches

@@ -1,0 +1,103 @@
+"""Questions of people who run clusters: the longest sequence that fits, the devices that a length needs, the batch that
+is worth its memory, and what a million tokens cost.
+
+>>> from startrail.planner.cluster import find_cluster
+>>> from startrail.planner.workload import find_model
+>>> longest = longest_length(find_cluster("a100-4x8"), find_model("gpt-7b"), Run(length=1))
+>>> longest % 1024, 2**19 < longest < 2**20
+(0, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from startrail.planner.candidates import options_of, plans_on
+from startrail.planner.cluster import MAX_RANKS, ClusterSpec
+from startrail.planner.rows import DoesNotFitError, Row
+from startrail.planner.search import limit_memory, search
+from startrail.planner.step import Training
+from startrail.planner.units import MAX_COUNT
+from startrail.planner.workload import Model, Run
+from startrail.schedule.plan import Plan
+
+LENGTH_STEP = 1024
+BATCH_GAIN = 0.02  # tokens/s that twice the batch must add
+MAX_BATCH = 1024
+
+
+def fits(cluster: ClusterSpec, model: Model, run: Run) -> bool:
+    """True if some plan fits the memory, with one group of all ranks."""
+    training = Training(cluster, model, run)
+    for plan in plans_on(training.group, model.heads // run.tensor):
+        for variant in options_of(plan) if isinstance(plan, Plan) else ():
+            try:
+                memory = training.memory(variant)
+            except ValueError:
+                continue  # its groups divide neither heads nor batch
+            if memory.total <= memory.limit:
+                return True
+    return False
+
+
+def longest_length(cluster: ClusterSpec, model: Model, run: Run, memory: float | None = None) -> int:
+    """The most tokens per sequence that fit, in steps of 1024. Raises ``ValueError`` if none do."""
+    cluster = limit_memory(cluster, memory)
+    least = -(-max(LENGTH_STEP, 2 * cluster.world) // LENGTH_STEP)  # in steps
+
+    def good(steps: int) -> bool:
+        return fits(cluster, model, replace(run, length=steps * LENGTH_STEP))
+
+    if not good(least):
+        raise ValueError(
+            f"{model.name} does not fit cluster {cluster} with {least * LENGTH_STEP} tokens, nor with more"
+        )
+    high = 2 * least
+    while high * LENGTH_STEP < MAX_COUNT and good(high):
+        least, high = high, 2 * high
+    while high - least > 1:
+        middle = (least + high) // 2
+        least, high = (middle, high) if good(middle) else (least, middle)
+    return least * LENGTH_STEP
+
+
+def sizes_upwards(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """The cluster with 1, 2, 3, 4, 6, 8, 12 ... of its outermost members."""
+    inside = [level.size for level in cluster.levels[1:]]
+    bare = replace(cluster, slow=())
+    for number in sorted({base << power for base in (1, 3) for power in range(17)}):
+        if number * cluster.spans[0] <= MAX_RANKS:
+            resized = bare.resized([number, *inside])
+            yield replace(resized, name=f"{cluster.name.partition('@')[0]}@{'x'.join(map(str, [number, *inside]))}")
+
+
+def smallest_cluster(cluster: ClusterSpec, model: Model, run: Run, memory: float | None = None) -> ClusterSpec:
+    """The fewest members that fit the run. Raises ``ValueError`` if no number does."""
+    for sized in sizes_upwards(limit_memory(cluster, memory)):
+        if run.length >= 2 * sized.world and fits(sized, model, run):
+            return sized
+    raise ValueError(f"{model.name} with {run.length} tokens fits no number of {cluster.levels[0].label} members")
+
+
+def worthwhile_batch(cluster: ClusterSpec, model: Model, run: Run, memory: float | None = None) -> int:
+    """The batch after which twice as many sequences no longer add 2 % of tokens/s, or no longer fit."""
+    best: Row | None = None
+    batch = 1
+    while batch <= MAX_BATCH:
+        try:
+            row = search(cluster, model, replace(run, batch=batch), 1, memory, known=False).best
+        except DoesNotFitError:
+            if best is None:
+                raise
+            break
+        if best is not None and row.tokens_per_second < (1 + BATCH_GAIN) * best.tokens_per_second:
+            break
+        best, batch = row, 2 * batch
+    assert best is not None
+    return best.training.run.batch
+
+
+def cost_per_million(row: Row, price: float) -> float:
+    """Of a million tokens, at ``price`` per device and hour."""
+    return price * row.training.cluster.world / 3600 / row.tokens_per_second * 1e6

@@ -1,0 +1,61 @@
+"""Predictions against published figures: all targets are met, and nothing is fitted to the figures for judging."""
+
+import ast
+from pathlib import Path
+
+from startrail.planner.cluster import find_cluster
+from startrail.planner.peers import ENGINES
+from startrail.planner.rows import expected_error
+from startrail.planner.step import Training
+from startrail.planner.workload import Run, find_model
+from tests.helpers import ROOT
+from validation.hardware import __main__ as hardware
+from validation.hardware import fit
+
+FOLDER = ROOT / "validation" / "hardware"
+
+
+def test_predictions_meet_every_target():
+    cases, judged = fit.fitting_cases(), list(hardware.read_cases(hardware.JUDGING / "attention.toml"))
+    steps = list(hardware.read_training(fit.FITTING / "training.toml"))
+    verdict = hardware.judge_attention("fitting", cases, hardware.ratios(cases))
+    verdict += hardware.judge_attention("judging", judged, hardware.ratios([*cases, *judged], of=judged))
+    verdict += hardware.judge_rest(cases, steps)
+    assert [line for line, met in verdict if not met] == []
+    assert len(verdict) == 9
+
+
+def test_fitting_cannot_read_the_figures_for_judging(monkeypatch):
+    """They are in another folder, which neither the code that fits nor the planner names or opens."""
+    opened = []
+
+    def guarded(self, *args, before=Path.open, **options):
+        opened.append(self)
+        assert "judging" not in self.parts, f"{self} was opened"
+        return before(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", guarded)
+    fit.fit("Transformer Engine, all-gather")
+    assert fit.FITTING / "attention.toml" in opened
+    for path in [FOLDER / "fit.py", FOLDER / "attention.py", *(ROOT / "src" / "startrail" / "planner").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        assert not any("judging" in text for text in texts), path
+
+
+def test_what_is_said_about_gathering_is_what_the_figures_give():
+    """The other engines take longer to fit: ``python -m validation.hardware.fit``."""
+    stated = ENGINES["Transformer Engine, all-gather"]
+    assert fit.fit(stated.name) == stated
+
+
+def test_intervals_come_from_measured_errors():
+    model, run = find_model("gpt-3b"), Run(65536)
+    error = expected_error(Training(find_cluster("a100-4x8"), model, run))
+    assert error.share < 0.2 and "published training steps" in error.reason
+    error = expected_error(Training(find_cluster("lab"), model, Run(65536, dtype="float32")))
+    assert "measured predictions in the lab" in error.reason
+    error = expected_error(Training(find_cluster("mi300x"), model, run))  # no published kernel
+    assert error.share == 0.3 and "nothing was compared" in error.reason

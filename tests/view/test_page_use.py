@@ -1,0 +1,212 @@
+"""Using the page in a real browser: by mouse, by keyboard, on a phone, with links, and with mistakes."""
+
+import json
+
+import pytest
+
+from tests.view.browser import TEXT, choose, click, errors, open_page, state, wait_for
+
+
+def test_choosing_stepping_playing_and_comparing(browser, page):
+    open_page(browser, page)
+    browser.get_log("performance")
+    choose(browser, "nodes", 2)
+    choose(browser, "ranks", 4)
+    choose(browser, "plan", "2x1/1x4")
+    choose(browser, "versus", "1x8")
+    titles = [title.text for title in browser.find_elements("css selector", "#views h2")]
+    assert titles == ["2x1/1x4", "1x8"]
+    said = browser.execute_script(TEXT, "comparison")
+    assert "takes" in said and "between nodes instead of" in said
+    click(browser, "ahead")
+    click(browser, "ahead")
+    click(browser, "back")
+    assert browser.execute_script("return startrail.step") == 1
+    assert "step 1 of" in browser.execute_script(TEXT, "where")
+    wait_for(browser, "location.hash.includes('step=1')")
+    click(browser, "play")
+    wait_for(browser, "startrail.step >= 3")
+    click(browser, "play")
+    stopped = browser.execute_script("return startrail.step")
+    assert browser.execute_script("return startrail.playing") is False
+    browser.execute_script(
+        "const s = document.getElementById('scrub'); s.value = 5; s.dispatchEvent(new Event('input'))"
+    )
+    assert browser.execute_script("return startrail.step") == 5 != stopped
+    assert errors(browser) == []
+
+
+def test_a_click_on_a_cell_says_who_when_and_over_which_links(browser, page):
+    open_page(browser, page, state(nodes=2, ranks=4, plan="1x8", versus="", length=8192))
+    canvas = browser.find_element("css selector", "canvas.matrix")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    from selenium.webdriver import ActionChains
+
+    side = canvas.size["height"]
+    unit = (side - 18) / 16  # 16 chunks and the edge with the labels
+    x, y = 18 + 2.5 * unit - canvas.size["width"] / 2, 18 + 6.5 * unit - side / 2  # chunk 6 sees chunk 2
+    ActionChains(browser).move_to_element_with_offset(canvas, x, y).click().perform()
+    said = browser.execute_script("return document.querySelector('.details').textContent")
+    assert "Queries 3072 to 3583 (shard 6), keys 1024 to 1535 (shard 2)" in said
+    assert "Rank 6 computes it in step 4, from" in said
+    assert "rank 3 to rank 4 between nodes, level 0" in said and "rank 5 to rank 6 within the node" in said
+    assert "cell=6-2" in browser.execute_script("return startrail.link()")
+    browser.execute_script("startrail.change({cell: '2-6'})")
+    assert "nothing is computed" in browser.execute_script("return document.querySelector('.details').textContent")
+
+
+def test_a_link_restores_the_view_and_can_be_copied_as_command_and_python(browser, page):
+    parts = dict(
+        nodes=2, ranks=2, plan="u2/1x2", versus="star2", mask="window", window=300, heads=8, kv=2, dim=64, length=4096,
+        step=2, rank=3, cell="3-2", cluster="h100-8x8", outer=3,
+    )  # fmt: skip
+    parts["pass"] = "backward"
+    open_page(browser, page, state(**parts))
+    now = browser.execute_script("return startrail.state")
+    assert {name: now[name] for name in parts} == {name: str(value) for name, value in parts.items()}
+    assert browser.execute_script("return startrail.cluster.levels[0].bandwidth") == 3e9
+    url = browser.execute_script("return startrail.link()")
+    picture = browser.execute_script("return document.querySelector('canvas.timeline').toDataURL()")
+    browser.get("about:blank")
+    browser.get(url)
+    wait_for(browser, "window.startrail")
+    assert browser.execute_script("return document.querySelector('canvas.timeline').toDataURL()") == picture
+    command = browser.execute_script("return startrail.command()")
+    assert command == (
+        "startrail show u2/1x2 --nodes 2 --ranks 4 --heads 8 --kv-heads 2 --head-dim 64 --length 4096 "
+        "--cluster h100-8x8 --window 300 --direction backward --html page.html"
+    )
+    code = browser.execute_script("return startrail.python()")
+    compile(code, "copied", "exec")
+    assert 'SequenceParallel("u2/1x2")' in code and "causal=True, window=300" in code
+    click(browser, "copy-link")
+    wait_for(browser, "document.getElementById('copied').textContent")
+    assert browser.execute_script("return startrail.copied") == url
+
+
+@pytest.mark.parametrize(
+    "fragment, said",
+    [
+        (state(nodes=2, ranks=2, plan="u4", heads=6, kv=6), "that 4 divides, and there are 6. These fit: 1x4, 2x2"),
+        (state(nodes=2, ranks=2, plan="3x3"), "plans for 2 nodes of 2 ranks on this page. These fit: 1x4"),
+        (state(nodes=3), "3 nodes are not on this page; it has 1, 2, 4, 8, 128"),
+        (state(heads=12, kv=5), "12 query heads are not a multiple of 5 KV heads; 1, 2, 3, 4, 6, 12 would fit"),
+        (state(length=4096, mask="documents", documents="1000,2000"), "sum to 3000, but the sequence has 4096"),
+        (state(length="ten"), "length = ten is not a whole number"),
+        (state(rank=99), "Rank 99 is not one of 0 to 31"),
+        (state(colour="red"), "unknown setting colour"),
+        (state(outer=-1), "A link of -1 GB/s does not work"),
+        (state(cluster="mine"), "Cluster mine is not on this page"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_explained_with_what_would_fit(browser, page, fragment, said):
+    open_page(browser, page, fragment)
+    assert said in browser.execute_script(TEXT, "problem")
+    assert errors(browser) == []
+
+
+def test_keyboard_only(browser, page):
+    from selenium.webdriver import ActionChains, Keys
+
+    open_page(browser, page, state(nodes=2, ranks=2, plan="1x4", versus="", length=4096))
+
+    def press(*keys):
+        for key in keys:
+            ActionChains(browser).send_keys(key).perform()
+
+    focus = "return document.activeElement.id || document.activeElement.name || document.activeElement.className"
+    seen = []
+    for _ in range(30):
+        press(Keys.TAB)
+        seen.append(browser.execute_script(focus))
+        if seen[-1] == "ahead":
+            press(Keys.ENTER)
+            assert browser.execute_script("return startrail.step") == 1
+        if seen[-1] == "machine":
+            press(Keys.ARROW_RIGHT)
+            assert browser.execute_script("return startrail.views[0].rank") == 1
+        if seen[-1] == "matrix":
+            press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+            assert browser.execute_script("return startrail.state.cell") == "2-1"
+        if seen[-1] == "timeline":
+            press(Keys.ARROW_RIGHT, " ")
+            assert browser.execute_script("return [startrail.step, startrail.playing]") == [2, True]
+            press(" ")
+            break
+    assert {"nodes", "plan", "versus", "back", "play", "ahead", "scrub", "machine", "matrix", "timeline"} <= set(seen)
+    labels = browser.execute_script(
+        "return [...document.querySelectorAll('canvas')].map((c) => c.getAttribute('aria-label'))"
+    )
+    assert all(len(label) > 40 for label in labels)
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('input, select, button')].filter((field) => "
+        "!(field.labels && field.labels.length) && !field.ariaLabel && !field.textContent.trim())"
+        ".map((field) => field.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_phone_width_dark_and_light(browser, page):
+    backs = []
+    try:
+        for scheme in ("light", "dark"):
+            browser.execute_cdp_cmd(
+                "Emulation.setDeviceMetricsOverride",
+                {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True},
+            )
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            open_page(browser, page)
+            width, inner = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            assert width <= inner == 390
+            backs.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+            contrast = browser.execute_script(
+                "const of = (name) => cssColour(name).match(/[0-9a-f]{2}/g).map((x) => (parseInt(x, 16) / 255) ** 2.2);"
+                "const light = (name) => of(name).reduce((t, x, i) => t + x * [0.2126, 0.7152, 0.0722][i], 0.05);"
+                "return ['--text', '--quiet', '--accent', '--near', '--far'].map((name) => {"
+                "const [a, b] = [light(name), light('--back')]; return Math.max(a, b) / Math.min(a, b)})"
+            )
+            assert min(contrast) > 3.5 and contrast[1] > 4.5, contrast
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert backs[0] != backs[1]
+    assert errors(browser) == []
+
+
+def test_no_request_leaves_the_page(browser, page):
+    browser.get_log("performance")
+    open_page(browser, page)
+    choose(browser, "plan", "u4/1x8")
+    click(browser, "ahead")
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert asked and all(url.startswith(("file://", "data:", "about:")) for url in asked), asked
+
+
+def test_large_worlds_open_fast_and_play_smoothly(browser, page):
+    """About 0.7 s on two idle cores; the limit leaves room for a busy machine. Frames are timed as script time."""
+    open_page(browser, page, state(nodes=8, ranks=8, plan="u8/1x8", versus="1x64", heads=64, cluster="h100-8x8"))
+    assert browser.execute_script("return startrail.opened") < 4000
+    script = """
+        const times = [];
+        for (let at = 0; at < 60; at++) {
+          const start = performance.now();
+          for (const view of startrail.views) view.frame(3 + at / 60);
+          times.push(performance.now() - start);
+        }
+        return times.sort((a, b) => a - b)[30];
+    """
+    assert browser.execute_script(script) < 16
+    click(browser, "play")
+    wait_for(browser, "startrail.frames.length > 20")
+    click(browser, "play")
+    assert errors(browser) == []
+    open_page(
+        browser, page, state(nodes=128, ranks=8, plan="2x64/u8", versus="1x1024", length="4m", cluster="h100-8x8")
+    )
+    assert browser.execute_script("return startrail.opened") < 8000
+    assert "Rank 512 stands for all 1024 ranks" in browser.execute_script(
+        "return startrail.views[0].summary.textContent"
+    )
+    assert browser.execute_script(TEXT, "problem") == "" and errors(browser) == []

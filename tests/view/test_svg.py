@@ -1,0 +1,87 @@
+"""Drawings and text grids: what they show is what the plan does."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from startrail.cli import main
+from startrail.geometry.mask import Mask
+from startrail.planner.topology import Machine
+from startrail.schedule.plan import Plan, plans_for
+from startrail.schedule.values import BACKWARD, FORWARD
+from startrail.view import sees, show
+from startrail.view.svg import grids_of, svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def shapes(text, kind):
+    return [each for each in ElementTree.fromstring(text).iter() if kind in each.get("class", "").split()]
+
+
+@pytest.mark.parametrize("plan", list(plans_for(16, max_levels=2))[::3], ids=str)
+def test_every_rank_is_drawn_once_and_no_two_overlap(plan):
+    text = svg(plan, Machine(4, 4))
+    ranks = [(float(each.get("cx")), float(each.get("cy")), float(each.get("r"))) for each in shapes(text, "rank")]
+    assert len(ranks) == 16
+    for at, (x, y, r) in enumerate(ranks):
+        assert all((x - a) ** 2 + (y - b) ** 2 > (2 * r) ** 2 for a, b, _ in ranks[:at])
+    box = [float(number) for number in ElementTree.fromstring(text).get("viewBox").split()]
+    assert all(r <= x <= box[2] - r and r <= y <= box[3] - r for x, y, r in ranks)
+
+
+def test_rings_teams_heads_and_links_between_nodes_are_told_apart():
+    ring = svg(Plan.parse("1x8"), Machine(2, 4))
+    assert (len(shapes(ring, "near")), len(shapes(ring, "far"))) == (6 + 1, 2 + 1)  # with the legend's
+    nested = svg(Plan.parse("2x4"), Machine(1, 8))
+    assert len(shapes(nested, "team")) == 4 + 1 and len(shapes(nested, "near")) == 8 + 1
+    heads = svg(Plan.parse("u2/1x4"), Machine(2, 4))
+    assert len([each for each in shapes(heads, "far") if "heads" in each.get("class")]) == 1 + 1
+    assert "between nodes" in heads and "between nodes" not in nested
+    (star,) = grids_of(Plan.parse("star2"), 16)
+    assert (star.rings, star.places) == (4, 4)  # C² sub-rings of P/C² ranks
+    with pytest.raises(ValueError, match="at most 1024 ranks, not 2048"):
+        svg(Plan.parse("1x2048"), Machine(1, 2048))
+
+
+def test_the_matrix_shows_only_cells_with_visible_pairs():
+    def cells(mask):
+        return len(shapes(svg(Plan.parse("1x4"), Machine(1, 4), mask, 64), "cell"))
+
+    assert cells(Mask()) == 64  # 8 x 8 chunks
+    assert cells(Mask(causal=True)) == 36
+    assert cells(Mask(causal=True, window=8)) == 15  # the diagonal and the chunk before it
+    assert cells(Mask(causal=True, documents=(0, 16, 64))) == 3 + 21
+
+
+def test_the_text_grid_leaves_out_blocks_that_the_mask_hides():
+    plan, mask = Plan.parse("1x4"), Mask(causal=True, window=8)
+    seen = sees(plan, 4, mask, 64)
+    for pass_ in (FORWARD, BACKWARD):
+        found = set(re.findall(r"\b(\d)x(\d)\b", show(plan, 4, pass_, range(4), seen).split("\n\n")[1]))
+        assert found == {(str(row), str(column)) for row in range(4) for column in range(4) if seen(row, column)}
+    assert not seen(0, 2) and seen(3, 3)
+
+
+def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
+    drawing, page = tmp_path / "plan.svg", tmp_path / "page.html"
+    options = ["--nodes", "2", "--documents", "3000,1000,96", "--svg", str(drawing), "--html", str(page)]
+    assert main(["show", "u2/1x4", *options]) == 0
+    assert f"wrote {drawing}" in capsys.readouterr().out
+    assert drawing.read_text().startswith("<svg") and page.read_text().startswith("<!doctype html>")
+    assert main(["show", "1x4", "--window", "4096"]) == 0
+    assert "mask: causal, window 4096, 16384 tokens; blocks without visible pairs" in capsys.readouterr().out
+    for wrong, said in (
+        (["1x4", "--documents", "10,x"], "--documents '10,x' is not a list of lengths, such as 3000,1000,96"),
+        (["1x4", "--documents", "10,20", "--length", "64"], "--documents sum to 30 tokens, but --length is 64"),
+        (["1x4", "--full", "--window", "3"], "--full cannot be combined with --window or --documents"),
+        (["1x4", "--window", "0"], "window=0 must be at least 1"),
+        (["1x4", "--nodes", "3", "--svg", str(drawing)], "--ranks 4 is not a multiple of --nodes 3"),
+        (["1x4", "--html", str(tmp_path / "no" / "x.html")], "No such file or directory"),
+        (["1x4", "--html", str(page), "--rank", "4"], "--rank 4 is not in a world of 4"),
+        (["1x4", "--nodes", "2", "--cluster", "pcie-8", "--html", str(page)], "do not describe 2 nodes of 2 ranks"),
+        (["u1", "--html", str(page)], "a page needs at least 2 ranks"),
+    ):
+        assert main(["show", *wrong]) == 2
+        assert said in capsys.readouterr().err
