@@ -18,6 +18,7 @@ import startrail
 from startrail import _compat
 from startrail.comm import lanes, transfers
 from startrail.comm import process_groups as groups
+from startrail.comm.timing import TIMING
 from startrail.comm.watchdog import watch
 from startrail.engine.batch import BatchGeometry
 from startrail.kernels import cpu
@@ -78,6 +79,32 @@ def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
         assert poisoned, "every row of the output is NaN"
         assert not finite, "and so are weights that were updated from it"
         assert depth == 0
+
+
+def test_check_raises_on_a_rank_that_the_others_have_given_up(monkeypatch):
+    """It does not join them without an error: what it has queued meanwhile is NaN."""
+    monkeypatch.setattr(TIMING, "slow_wait", 0.2)
+
+    def on_rank(rank):
+        store = _compat.default_store()
+        sp = startrail.SequenceParallel("1x2", timeout=3)
+        sequence = sp.sequence(32)
+        with LazyStream():
+            weight = torch.eye(8).requires_grad_()
+            for _ in range(2):
+                _, grad = step(sequence, weight)
+            sp.check()
+            if rank == 1:
+                store.wait(["given up"])
+                _, grad = step(sequence, weight)
+            text = error_of(sp.check)
+            store.set("given up", "1")
+        return text, grad.isnan().any().item(), is_exact(sp)
+
+    for rank, (text, lost, exact) in enumerate(run_local(on_rank, 2, deadline=60)):
+        assert text.startswith(f"PeerError: global rank {rank}: nothing computed since the last check may be"), text
+        assert lost == (rank == 1)
+        assert exact, "both go on together"
 
 
 def is_exact(sp):

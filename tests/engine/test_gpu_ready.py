@@ -205,10 +205,12 @@ class FusedInTorch:
 
 @pytest.mark.parametrize("plans, world", [(("1x6", "2x3", "3x1/u2"), 6)])
 def test_results_that_wait_for_each_other_are_exact(plans, world, cuda_backend, monkeypatch):
-    """As on a GPU: up to four of a row, while others of its rows are added, sent or received."""
+    """As on a GPU: up to four of a row, while others of its rows are added, sent or received. A narrow window brings
+    gradients of some rows only, in bundles."""
     monkeypatch.setattr(accumulate, "fused_on", lambda device: FusedInTorch)
     shape = dict(world=world, length=384, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
     cases = [Case(plan, **shape, causal=causal) for plan in plans for causal in (True, False)]
+    cases += [Case(plan, **shape, causal=True, window=60) for plan in plans]
     wrong = [text for report in check_cases(cases) for text in report.verdict()]
     assert not wrong, "\n".join(wrong)
 
@@ -360,11 +362,13 @@ def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels
     monkeypatch.setattr(groups, "make_group", recorded)
     with fake_world(8):
         runtime = startrail.SequenceParallel(plan)._runtime
-        runtime.executor_on(torch.device("cpu"))
+        runtime.executor_on(torch.device("cpu")).lanes.open_direct(0)
         q = torch.empty(1, 8, 16, 8)
         op_key = runtime.make_sequence(Boundaries((0, 8 * 16))).op_key
-        context = runtime._context(FORWARD, q, q, q, op_key, AttentionCall(Mask(causal=True)), None)
-    assert (made, context.kernel.sm_margin) == (channels, margin)
+        masks = Mask(causal=True), Mask(causal=True, window=2)  # the second one fetches keys directly
+        contexts = [runtime._context(FORWARD, q, q, q, op_key, AttentionCall(mask), None) for mask in masks]
+    assert made == [*channels, *[32] * len(channels)]
+    assert [context.kernel.sm_margin for context in contexts] == [margin, 0]
 
 
 class Recorded:

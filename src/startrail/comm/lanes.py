@@ -268,8 +268,6 @@ class Lanes:
                 works[target] = start()
             for target in works:
                 while not is_done(works[target]):
-                    if self.aborted:
-                        raise RuntimeError(self.aborted)
                     if time.monotonic() > end:
                         raise RuntimeError("timed out")
                     time.sleep(TIMING.poll)

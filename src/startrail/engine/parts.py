@@ -15,7 +15,6 @@ from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Costs
 from startrail.routing.route import ZoneRoute
-from startrail.schedule.program import Program
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Pass
 
@@ -46,11 +45,10 @@ def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wi
     return Wire(route.sizes, dtype, wire_dtype, chunk, places)
 
 
-def sm_margin(programs: Sequence[Program]) -> int:
-    """The multiprocessors that transfers hold while blocks are computed. Direct lanes are not counted: all that they
-    carry is on its way at the start of a pass, and few blocks run beside it."""
-    levels = len(programs[0].place.sizes)
-    return HIDDEN_CHANNELS * sum(lane < levels for lane in hidden_lanes(programs))
+def sm_margin(parts: Sequence[PassPart]) -> int:
+    """The multiprocessors that transfers hold while blocks are computed. Direct lanes are not counted: what they carry
+    is small, and on its way at the start of a pass."""
+    return HIDDEN_CHANNELS * len(hidden_lanes([part.program for part in parts if part.direct_level is None]))
 
 
 def inputs_of(part: PassPart, inputs: Inputs) -> Inputs:
