@@ -15,13 +15,15 @@ from startrail.planner.topology import Machine
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.view import fitting, sees, show
+from startrail.view import fitting, show, show_batch
 from startrail.view.page import html_page
 from startrail.view.svg import svg
 
 EXAMPLES = {
     "startrail show 2x2": "the schedule of 4 ranks, step by step",
     "startrail show star2 --ranks 16 --rank 5": "one rank of the paper's schedule",
+    "startrail show u2/1x4 --window 64": "what a layer with a window runs instead, and why",
+    "startrail show direct --ranks 8 --window 64": "each rank fetches just the keys that it sees",
     "startrail show u4/1x8 --nodes 4 --html page.html": "a page that plays it, next to other plans",
     "startrail show 2x4 --nodes 2 --window 512 --svg 2x4.svg": "a drawing for documents and slides",
     "startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8 --cluster a100-4x8": "",
@@ -62,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     for rank in ranks:
         _check_rank(rank, world)
     pass_ = next(pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
-    sparse = arguments.window is not None or arguments.documents is not None
-    options = {"seen": sees(plan, world, mask, length)} if sparse else {}
+    columns = shutil.get_terminal_size((120, 24)).columns
+    if arguments.window is not None or arguments.documents is not None or plan.family.by_mask:
+        print(show_batch(plan, world, mask, length, pass_, ranks, 10**6 if arguments.rank else columns))
+        print(f"\nmask: {mask}, {length} tokens; blocks without visible pairs are left out")
+        return 0
     if not arguments.rank:
-        columns = shutil.get_terminal_size((120, 24)).columns
-        ranks = ranks[: fitting(plan, world, pass_, ranks, columns, **options)]
-    print(show(plan, world, pass_, ranks, **options))
-    if sparse:
-        print(f"mask: {mask}, {length} tokens; blocks without visible pairs are left out")
+        ranks = ranks[: fitting(plan, world, pass_, ranks, columns)]
+    print(show(plan, world, pass_, ranks))
     if not arguments.rank and world > len(ranks):
         print(f"... and {world - len(ranks)} more ranks; choose with --rank")
     return 0

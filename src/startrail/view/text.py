@@ -16,12 +16,8 @@ step  rank 0       rank 1
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 
-from startrail.geometry.layout import zigzag
-from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import tiles_of
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program, lane_names, stated_pieces
 from startrail.schedule.values import INPUTS, Pass, Piece
@@ -33,29 +29,18 @@ CELL_WIDTH = 56  # characters per rank; longer lines are wrapped
 Seen = Callable[[int, int], bool]  # True if a query of one shard sees a key of another
 
 
-def sees(plan: Plan, world: int, mask: Mask, length: int) -> Seen:
-    """Which blocks have visible pairs, in the zigzag layout.
-
-    >>> seen = sees(Plan.parse("1x4"), 4, Mask(causal=True, window=8), 64)
-    >>> [column for column in range(4) if seen(0, column)]
-    [0, 1]
-    """
-    mask.check_length(length)
-    layout = zigzag(plan.slots(world), length)
-    place = plan.place(world, 0)
-    runs = [layout.runs(*place.shard_ranks(shard)) for shard in range(place.num_shards)]
-    return cache(lambda row, column: bool(tiles_of(mask, runs[row], runs[column])))
-
-
 def _everything(row: int, column: int) -> bool:
     return True
 
 
-def fitting(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], columns: int, seen: Seen = _everything) -> int:
+def fitting(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], columns: int) -> int:
     """The number of ``ranks`` that fit side by side in ``columns`` characters; at least one."""
+    return columns_that_fit((build_program(plan, world, rank, pass_) for rank in ranks), ranks, columns)
+
+
+def columns_that_fit(programs: Iterable[Program], ranks: Sequence[int], columns: int, seen: Seen = _everything) -> int:
     width = 4
-    for shown, rank in enumerate(ranks):
-        program = build_program(plan, world, rank, pass_)
+    for shown, (program, rank) in enumerate(zip(programs, ranks, strict=True)):
         width += 2 + _width(rank, _cells(program, len(program.steps), seen))
         if width > columns:
             return max(shown, 1)
@@ -66,21 +51,26 @@ def _width(rank: int, cells: list[list[str]]) -> int:
     return max(len(f"rank {rank}"), *(len(line) for cell in cells for line in cell))
 
 
-def show(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int], seen: Seen = _everything) -> str:
-    """The grid. Blocks without visible pairs (``seen``) are left out, since they are not computed."""
+def show(plan: Plan, world: int, pass_: Pass, ranks: Sequence[int]) -> str:
+    """A plan's schedule."""
     programs = [build_program(plan, world, rank, pass_) for rank in ranks]
+    return "\n".join([*_summary(programs[0]), "", *grid(programs, ranks)])
+
+
+def grid(programs: Sequence[Program], ranks: Sequence[int], seen: Seen = _everything) -> list[str]:
+    """The lines of a grid. Blocks without visible pairs (``seen``) are left out, since they are not computed."""
     steps = max(len(program.steps) for program in programs)
     columns = [_cells(program, steps, seen) for program in programs]
     widths = [_width(rank, column) for rank, column in zip(ranks, columns, strict=True)]
     header = "step  " + "  ".join(f"rank {rank}".ljust(width) for rank, width in zip(ranks, widths, strict=True))
-    lines = [*_summary(programs[0]), "", header]
+    lines = [header]
     for index in range(steps):
         cells = [column[index] for column in columns]
         for line in range(max(map(len, cells))):
             texts = [cell[line] if line < len(cell) else "" for cell in cells]
             label = f"{index:4d}  " if line == 0 else " " * 6
             lines.append(label + "  ".join(text.ljust(w) for text, w in zip(texts, widths, strict=True)))
-    return "\n".join(line.rstrip() for line in lines)
+    return [line.rstrip() for line in lines]
 
 
 def _summary(program: Program) -> list[str]:
