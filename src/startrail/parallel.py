@@ -55,7 +55,9 @@ class SequenceParallel:
     the sequence axis. ``wire_dtype`` is the dtype of messages (default: that of the inputs); sums are always kept in
     float32 or wider. ``layout`` says which tokens a rank owns: ``zones`` keeps each packed document on as few ranks as
     can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. ``sparse=False`` always uses the
-    plan, also where a mask is so narrow that fetching just the visible keys (`direct`) sends fewer bytes.
+    plan, also where a mask is so narrow that fetching just the visible keys (`direct`) sends fewer bytes. Set
+    ``windows`` if most layers have windows or chunks: tokens are then laid out so that neighbours share a node, which
+    such layers need; layers that see everything are then cut into more and smaller blocks.
     ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
     ``check_every_call`` compares the arguments of all ranks on every call, not only on the first with a signature or a
     sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
@@ -66,7 +68,7 @@ class SequenceParallel:
         plan: Plan | str = "auto", group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, *,
         heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, length: int | None = None,
         job: Job | None = None, cluster: str | None = None, layout: str = "zones",
-        sparse: bool = True, wire_dtype: torch.dtype | None = None, timeout: float | None = None,
+        sparse: bool = True, windows: bool = False, wire_dtype: torch.dtype | None = None, timeout: float | None = None,
         check_every_call: bool | None = None,
     ) -> None:  # fmt: skip
         check_layout(layout)
@@ -97,6 +99,8 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         settings = Settings(self.plan, layout, wire_dtype, limit, check_every_call, bool(sparse))
         self._runtime = Runtime(settings, ranks, self.rank)
+        if windows:
+            self.expect_windows()
         self._name = op.register(self._runtime)
 
     def _auto_plan(
@@ -154,6 +158,11 @@ class SequenceParallel:
         except ValueError as error:
             self._runtime.refuse(str(error))
         return Sequence(self, self._runtime.make_sequence(boundaries))
+
+    def expect_windows(self) -> None:
+        """Lay out sequences as with ``windows=True``. All ranks must call it, before the first sequence is made; after
+        that it does nothing. ``integrations.transformers.attach`` calls it if most layers have a window or chunks."""
+        self._runtime.expect_windows()
 
     def explain(
         self, length: int, documents: Tensor | SequenceOf[int] | None = None, *, heads: int,

@@ -202,7 +202,7 @@ class Lanes:
         """Make the lanes that programs of the plan ``direct`` use, unless they exist: the lane of each level from
         ``level`` on connects all ranks that differ only there and further in. All of these ranks call it."""
         levels = len(self.place.sizes)
-        for number in range(level, levels):
+        for number in range(level, levels if not self.aborted else level):  # the pass itself will raise
             lane = levels + number
             if lane in self.direct or self.place.sizes[number] == 1:
                 continue

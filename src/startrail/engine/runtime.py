@@ -100,6 +100,10 @@ class Runtime:
 
     # --- sequences
 
+    def expect_windows(self) -> None:
+        levels = self._zone_levels
+        self._zone_levels = levels if self._num_made else [level.in_rank_order() for level in levels]
+
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
         with self._lock:  # data loaders make sequences in their own threads
             index = counter_of(boundaries)
@@ -153,8 +157,7 @@ class Runtime:
         return dtype if self.world == 1 else self.settings.wire_dtype or dtype
 
     def kept_bytes(self, sizes: Sizes) -> int:
-        """An upper bound of what a forward pass keeps, whatever the documents and the mask: what the plan keeps if all
-        ranks share all tokens, and some room between the pieces."""
+        """What a forward pass keeps at most: what the plan keeps if all ranks share all tokens, and some room."""
         pieces = () if self.plan.family.by_mask else self._program(FORWARD).kept
         return sizes.kept_bytes(pieces) + MAX_PARTS * len(pieces) * ALIGN
 
@@ -164,8 +167,7 @@ class Runtime:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """out, lse, the bytes kept for the backward pass, the call's number, and the largest logits that this rank
-        computed."""
+        """out, lse, the bytes kept for the backward pass, the call's number, and this rank's largest logits."""
         with self._exclusive_call():
             self._digests.count_forward()
             context = self._context(FORWARD, q, k, v, op_key, call, None)

@@ -22,13 +22,11 @@ DISTRIBUTIONS: dict[str, list[tuple[int, float]]] = {
 }  # fmt: skip
 
 
-def document_lengths(name: str, total: int, seed: int = 0, longest: int | None = None) -> list[int]:
-    """Lengths drawn from a distribution until they add up to ``total`` tokens; the last one is cut. With ``longest``,
-    lengths are scaled so that the longest possible document has that many tokens."""
+def document_lengths(name: str, total: int, seed: int = 0, scale: float = 1.0) -> list[int]:
+    """Lengths drawn from a distribution, times ``scale``, until they add up to ``total`` tokens; the last is cut."""
     if name not in DISTRIBUTIONS:
         raise ValueError(f"distribution {name!r} is not one of {', '.join(DISTRIBUTIONS)}")
     points, chance, lengths = DISTRIBUTIONS[name], random.Random(seed), []
-    scale = 1.0 if longest is None else longest / points[-1][0]
     while total:
         share = 100 * chance.random()
         (low, before), (high, after) = next(pair for pair in pairwise(points) if share <= pair[1][1])

@@ -41,6 +41,10 @@ class ZoneLevel(NamedTuple):
     level: int
     slots: tuple[int, ...]
 
+    def in_rank_order(self) -> ZoneLevel:
+        """The same ranks with neighbouring tokens on neighbouring ranks, and so mostly on one node."""
+        return ZoneLevel(self.level, tuple(range(len(self.slots))))
+
 
 class PackedDocument(NamedTuple):
     tokens: int

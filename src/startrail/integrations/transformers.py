@@ -160,6 +160,8 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
         raise ValueError(f"the model is already attached to {model._startrail.sp}; detach(model) first")
     warn_if_untested()
     _check_config(model)
+    if _is_mostly_narrow(model):
+        sp.expect_windows()
     attached = Attached(sp)
     _copy_configs(model)
     for name, module in model.named_modules():
@@ -188,6 +190,15 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     if is_checkpointing(model):
         model.gradient_checkpointing_enable()
     return model
+
+
+def _is_mostly_narrow(model: PreTrainedModel) -> bool:
+    """True if more layers have a window or chunks than not."""
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention" * bool(getattr(config, "sliding_window", None))
+    ]
+    return 2 * sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds) > len(kinds)
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

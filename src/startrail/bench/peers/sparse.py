@@ -194,12 +194,13 @@ def _llama3(work: SparseWork, plan: str, heads: int) -> Contender:
 
 
 @cache
-def _engine(plan: str, layout: str, sparse: bool) -> SequenceParallel:
-    return SequenceParallel(plan, layout=layout, sparse=sparse)
+def _engine(plan: str, layout: str, sparse: bool, windows: bool) -> SequenceParallel:
+    return SequenceParallel(plan, layout=layout, sparse=sparse, windows=windows)
 
 
 def _ours(layout: str, sparse: bool, work: SparseWork, plan: str, heads: int) -> Contender:
-    sequence = _engine(plan, layout, sparse).sequence(work.length, work.documents or None)
+    windows = sparse and any(work.windows)
+    sequence = _engine(plan, layout, sparse, windows).sequence(work.length, work.documents or None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _sum([sequence.attention(q, k, v, causal=True, window=window) for window in work.windows])
