@@ -2,12 +2,13 @@
 
 import json
 import zlib
+from functools import cache
 
 import pytest
 
 from startrail.geometry.layout import zigzag
 from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import tiles_of
+from startrail.geometry.tiles import segments_of, tiles_of
 from startrail.planner import predict as predictions
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import find_cluster
@@ -60,37 +61,49 @@ def test_programs_on_the_page_are_those_of_the_builders(browser, page):
 
 
 class VisiblePrices(Prices):
-    """Prices each block by its visible pairs, as the page does for windows and documents."""
+    """Prices each block by its visible pairs, and by the rows and keys that they lie in, as the page does for windows
+    and documents."""
 
     mask: Mask
 
-    def block(self, pass_, row, column, shards):
+    def block(self, pass_, row, column, shards, new_row=False, new_key=False):
+        pairs, rows, keys = self.seen(row, column, shards)
+        if not pairs:
+            return 0.0
+        kernel = self.kernel(pass_, pairs, rows, row == column)
+        return kernel + self.accumulate(pass_, rows, keys, new_row, new_key)
+
+    @cache  # noqa: B019 (the instance lives as long as one test)
+    def seen(self, row, column, shards):
         layout = zigzag(range(shards), self.sizes.tokens * shards)
-        area = sum(tile.area for tile in tiles_of(self.mask, layout.runs(row), layout.runs(column)))
-        return self.kernel(pass_, area) if area else 0.0
+        runs = layout.runs(row), layout.runs(column)
+        segments = segments_of(self.mask, *runs)
+        keys = {key for s in segments for key in range(s.low, s.high + s.dhigh * (s.rows - 1))}
+        return sum(tile.area for tile in tiles_of(self.mask, *runs)), sum(s.rows for s in segments), len(keys)
 
 
+# with head dims between, below and above those that kernels have speeds for
 TIMED = [
-    ("a100-4x8", "4x8", "1x32"), ("a100-4x8", "4x8", "star2"), ("a100-4x8", "4x8", "u4/2x4"),
-    ("a100-4x8", "4x8", "2x2/u8"), ("boxes-10gbe", "2x8", "2x1/4x2"), ("lab", "4x4", "star4"),
-    ("lab", "4x4", "u4/1x4"), ("mi300x", "2x8", "4x4"), ("h100-8x8", "128x8", "1x1024"),
-    ("h100-8x8", "128x8", "2x64/u8"),
+    ("a100-4x8", "4x8", "1x32", 96), ("a100-4x8", "4x8", "star2", 64), ("a100-4x8", "4x8", "u4/2x4", 16),
+    ("a100-4x8", "4x8", "2x2/u8", 128), ("boxes-10gbe", "2x8", "2x1/4x2", 64), ("lab", "4x4", "star4", 64),
+    ("lab", "4x4", "u4/1x4", 64), ("mi300x", "2x8", "4x4", 64), ("b200", "2x8", "u16", 96),
+    ("h100-8x8", "128x8", "1x1024", 256), ("h100-8x8", "128x8", "32x32", 80), ("a100-cloud", "128x8", "2x64/u8", 64),
 ]  # fmt: skip
 
 
-def expected_times(cluster, plan, length, name, mask):
-    call = AttentionShape(length, 1, 32, 8, 64, name != "full", page_dtype(cluster))
+def expected_times(cluster, plan, length, dim, name, mask):
+    call = AttentionShape(length, 1, 32, 8, dim, name != "full", page_dtype(cluster))
     if name in ("causal", "full"):
         found = predict(cluster, plan, call, all_ranks=cluster.world <= 64)
-        return [[one.seconds, one.waiting, *one.sent] for one in (found.forward, found.backward)]
+        return [[one.seconds, one.waiting, *one.sent, *one.busy] for one in (found.forward, found.backward)]
     prices = VisiblePrices(cluster, call.sizes(plan, cluster.world), True, None, call.dtype)
     prices.mask = mask
     simulated = [predictions._simulate_all_ranks(cluster, prices, pass_, None) for pass_ in PASSES]
-    return [[one.seconds, one.waiting, *one.sent] for one in simulated]
+    return [[one.seconds, one.waiting, *one.sent, *one.busy] for one in simulated]
 
 
-@pytest.mark.parametrize("cluster, shape, plan", TIMED)
-def test_predicted_times_are_the_planners(browser, page, cluster, shape, plan):
+@pytest.mark.parametrize("cluster, shape, plan, dim", TIMED)
+def test_predicted_times_are_the_planners(browser, page, cluster, shape, plan, dim):
     machine, spec = Machine.parse(shape), fit_cluster(find_cluster(cluster), Machine.parse(shape))
     length = 512 * machine.world
     documents = [length // 2, length // 8, length // 4 + 100, length // 8 - 100]
@@ -102,7 +115,7 @@ def test_predicted_times_are_the_planners(browser, page, cluster, shape, plan):
         const view = startrail.views[0];
         return ['forward', 'backward'].map((pass) => {
           const one = startrail.simulated(view.schedule, view.prices, pass);
-          return [one.seconds, one.waiting, ...one.sent];
+          return [one.seconds, one.waiting, ...one.sent, ...one.busy];
         });
     """
     for name, mask in masks.items():
@@ -110,12 +123,13 @@ def test_predicted_times_are_the_planners(browser, page, cluster, shape, plan):
             continue
         fragment = state(
             cluster=cluster, nodes=machine.nodes, ranks=machine.ranks_per_node, plan=plan, versus="", heads=32, kv=8,
-            dim=64, length=length, mask=name, window=1000, documents=",".join(map(str, documents)),
+            dim=dim, length=length, mask=name, window=1000, documents=",".join(map(str, documents)),
         )  # fmt: skip
         open_page(browser, page, fragment)
         assert browser.execute_script(TEXT, "problem") == ""
         found = browser.execute_script(script)
-        for one, other in zip(found, expected_times(spec, Plan.parse(plan), length, name, mask), strict=True):
+        expected = expected_times(spec, Plan.parse(plan), length, dim, name, mask)
+        for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-9, abs=1e-9 * other[0]), name
 
 
@@ -128,7 +142,8 @@ def test_totals_equal_the_closed_form_for_every_plan_and_mask(browser, page):
           (total, {value, kinds}) => total + value * kinds.reduce((sum, kind) => sum + view.prices.sizes[kind], 0), 0));
         const rows = [...view.table.querySelectorAll('tbody tr')];
         const same = rows.map(({children}) => children[3].textContent === children[4].textContent);
-        return [view.counted(pass, rank), view.closedForm(pass, rank), formula, view.prices.sizes, same];
+        const sizes = Object.fromEntries(KINDS.map((kind) => [kind, view.prices.sizes[kind]]));
+        return [view.counted(pass, rank), view.closedForm(pass, rank), formula, sizes, same];
     """
     checked = 0
     for shape in ("2x4", "4x4"):
@@ -152,13 +167,22 @@ def test_totals_equal_the_closed_form_for_every_plan_and_mask(browser, page):
     assert checked >= 30
 
 
-def test_a_plan_that_is_not_on_offer_is_added(browser, tmp_path):
+@pytest.mark.parametrize("text", ["2x3/u2,keep=all,groups=2", "2x3/u2,exchange=twice"])
+def test_a_plan_that_is_not_on_offer_is_added(browser, tmp_path, text):
     path = tmp_path / "page.html"
-    plan = Plan.parse("2x3/u2,keep=all,groups=2")
+    plan = Plan.parse(text)
     path.write_text(html_page({"nodes": "3", "ranks": "4", "plan": str(plan), "versus": "1x12"}, plan), "utf-8")
     open_page(browser, path)
     assert browser.execute_script(TEXT, "problem") == ""
     assert [view.text for view in browser.find_elements("css selector", "#views h2")] == [str(plan), "1x12"]
+    script = """
+        Object.assign(startrail.state, {pass: 'backward'});
+        startrail.apply();
+        const rows = [...startrail.views[0].table.querySelectorAll('tbody tr')];
+        return rows.map(({children}) => [children[3].textContent, children[4].textContent]);
+    """
+    rows = browser.execute_script(script)
+    assert len(rows) == 2 and all(formula == counted for formula, counted in rows), rows
 
 
 def test_every_machine_on_offer_has_ring_and_ulysses():

@@ -93,10 +93,10 @@ def test_a_link_restores_the_view_and_can_be_copied_as_command_and_python(browse
         (state(heads=12, kv=5), "12 query heads are not a multiple of 5 KV heads; 1, 2, 3, 4, 6, 12 would fit"),
         (state(length=4096, mask="documents", documents="1000,2000"), "sum to 3000, but the sequence has 4096"),
         (state(length="ten"), "length = ten is not a whole number"),
-        (state(rank=99), "Rank 99 is not one of 0 to 31"),
-        (state(colour="red"), "unknown setting colour"),
+        (state(plan="1x32", rank=99), "Rank 99 is not one of 0 to 31"),
+        (state(plan="1x32", colour="red"), "unknown setting colour"),
         (state(outer=-1), "A link of -1 GB/s does not work"),
-        (state(cluster="mine"), "Cluster mine is not on this page"),
+        (state(plan="1x32", cluster="mine"), "Cluster mine is not on this page"),
     ],
 )  # fmt: skip
 def test_bad_input_is_explained_with_what_would_fit(browser, page, fragment, said):
@@ -156,7 +156,7 @@ def test_phone_width_dark_and_light(browser, page):
             )
             media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-            open_page(browser, page)
+            open_page(browser, page, state(plan="1x4/u8"))
             width, inner = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
             assert width <= inner == 390
             backs.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
@@ -176,7 +176,7 @@ def test_phone_width_dark_and_light(browser, page):
 
 def test_no_request_leaves_the_page(browser, page):
     browser.get_log("performance")
-    open_page(browser, page)
+    open_page(browser, page, state(plan="1x32"))
     choose(browser, "plan", "u4/1x8")
     click(browser, "ahead")
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -206,7 +206,7 @@ def test_large_worlds_open_fast_and_play_smoothly(browser, page):
         browser, page, state(nodes=128, ranks=8, plan="2x64/u8", versus="1x1024", length="4m", cluster="h100-8x8")
     )
     assert browser.execute_script("return startrail.opened") < 8000
-    assert "Rank 512 stands for all 1024 ranks" in browser.execute_script(
+    assert "Rank 0 stands for all 1024 ranks, as it has the most work" in browser.execute_script(
         "return startrail.views[0].summary.textContent"
     )
     assert browser.execute_script(TEXT, "problem") == "" and errors(browser) == []

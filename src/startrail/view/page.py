@@ -14,7 +14,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
+from startrail.planner.cluster import DTYPES, ClusterSpec, Rates, find_cluster
+from startrail.planner.kernels import PASS_NAMES, PROCESSORS, REFERENCE_PROGRAMS, TILE_ROWS
 from startrail.planner.topology import Machine
 from startrail.planner.units import shipped
 from startrail.schedule.families.base import Heads
@@ -105,18 +106,26 @@ def cluster_data(cluster: ClusterSpec) -> dict[str, Any]:
     dtype = page_dtype(cluster)
     times = ("copy", "call", "post", "handle", "socket", "start")
     rates = device.of(dtype)
+    programs = {"rows": TILE_ROWS, "processors": PROCESSORS, "reference": REFERENCE_PROGRAMS}
+    occupancy = None if rates.kernel is None else programs
     fields = ("name", "size", "bandwidth", "latency", "shared", "duplex", "peer")
     return {
         "levels": [{name: getattr(level, name) for name in fields} for level in cluster.levels],
         "transport": cluster.transport,
         "cores": cluster.cores,
         "itemsize": DTYPES[dtype],
-        "device": {
-            **{name: getattr(device, name) for name in times},
-            "forward": rates.forward.points,
-            "backward": rates.backward.points,
-        },
+        "device": {name: getattr(device, name) for name in times} | {"speeds": _speeds(rates), "occupancy": occupancy},
     }
+
+
+def _speeds(rates: Rates) -> dict[str, dict[str, dict[int, Any]]]:
+    """Points of attention's speed by pass, mask and head dim. A device without a kernel has one curve per pass."""
+    if rates.kernel is None:
+        return {name: {"full": {1: getattr(rates, name).points}} for name in PASS_NAMES}
+    speeds: dict[str, dict[str, dict[int, Any]]] = {name: {} for name in PASS_NAMES}
+    for (name, mask, dim), curve in rates.kernel.curves.items():
+        speeds[name].setdefault(mask, {})[dim] = curve.points
+    return speeds
 
 
 def page_dtype(cluster: ClusterSpec) -> str:

@@ -62,8 +62,8 @@ class MachineFigure {
     const rows = Math.ceil(shown / columns), left = (width - side * columns) / 2;
     const height = rows * side + (nodes > shown ? 22 : 4);
     const radius = Math.max(6, Math.min(20, (side * 0.25 * Math.PI) / Math.max(perNode, 3) - 1));
-    const middle = Math.floor(nodes / 2);
-    const names = Array.from({ length: shown }, (_, at) => (nodes > shown ? (middle - shown / 2 + at) % nodes : at));
+    const first = nodes > shown ? Math.floor(view.result.ranks[0] / perNode) - shown / 2 : 0; // around the rank that stands for all
+    const names = Array.from({ length: shown }, (_, at) => (first + at + nodes) % nodes);
     const boxes = names.map((node, at) => ({ node, x: left + (at % columns) * side, y: Math.floor(at / columns) * side, side }));
     const places = new Map();
     for (const box of boxes) {

@@ -50,19 +50,40 @@ class PageMask {
     return total;
   }
 
+  // The queries of [q0, q1) that see a key of [k0, k1), and the keys that they see, or null. Each is one interval.
+  reach(q0, q1, k0, k1) {
+    [q1, k1] = [Math.min(q1, this.length), Math.min(k1, this.length)];
+    const from = firstOf(q0, q1, (query) => this.visible(query)[1] > k0);
+    const until = firstOf(from, q1, (query) => this.visible(query)[0] >= k1);
+    if (from >= until || k0 >= k1) return null;
+    return { rows: [from, until], keys: [Math.max(k0, this.visible(from)[0]), Math.min(k1, this.visible(until - 1)[1])] };
+  }
+
   // Does a query of [q0, q1) see a key of [k0, k1)? "none", "all" or "some".
   seen(q0, q1, k0, k1) {
     [q1, k1] = [Math.min(q1, this.length), Math.min(k1, this.length)];
     if (q0 >= q1 || k0 >= k1) return "none";
-    let low = q0, high = q1; // the first query whose interval ends after k0
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.visible(middle)[1] > k0) high = middle;
-      else low = middle + 1;
-    }
-    if (low === q1 || this.visible(low)[0] >= k1) return "none";
+    if (!this.reach(q0, q1, k0, k1)) return "none";
     return this.visible(q1 - 1)[0] <= k0 && this.visible(q0)[1] >= k1 ? "all" : "some";
   }
+}
+
+// The first of low .. high - 1 that passes a test, which all after it pass too; high if none does.
+function firstOf(low, high, passes) {
+  while (low < high) {
+    const middle = Math.floor((low + high) / 2);
+    if (passes(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+// Numbers in at least one of some intervals, at most two.
+function unionSize(intervals) {
+  const sizes = intervals.reduce((total, [from, until]) => total + until - from, 0);
+  if (intervals.length < 2) return sizes;
+  const [[a, b], [c, d]] = intervals;
+  return sizes - Math.max(0, Math.min(b, d) - Math.max(a, c));
 }
 
 // The sum of min(first + slope * t, limit) for t = 0 .. rows - 1; slope is 0 or 1.
@@ -100,5 +121,15 @@ class PageLayout {
       for (const k of this.chunks(column)) total += mask.pairs(...this.range(q), ...this.range(k));
     }
     return total;
+  }
+
+  // Visible pairs of a block, and how many rows and keys they lie in.
+  seen(mask, row, column) {
+    const pairs = this.pairs(mask, row, column), sides = [row, column].map((shard) => this.chunks(shard));
+    if (!pairs) return { pairs, rows: 0, keys: 0 };
+    const reached = sides[0].map((q) => sides[1].map((k) => mask.reach(...this.range(q), ...this.range(k))));
+    const byKeys = [0, 1].map((at) => reached.map((pair) => pair[at]));
+    const count = (pairs, side) => pairs.reduce((total, pair) => total + unionSize(pair.filter(Boolean).map((one) => one[side])), 0);
+    return { pairs, rows: count(reached, "rows"), keys: count(byKeys, "keys") };
   }
 }

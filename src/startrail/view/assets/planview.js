@@ -174,7 +174,7 @@ class PlanView {
       `${words}. ${secondsText(this.seconds)} predicted for forward and backward, ranks wait ` +
       `${(100 * this.waits).toFixed(0)} % of it; this ${this.pass} pass takes ${secondsText(result.seconds)}.` +
       (this.mask.window !== null || this.mask.ends.length > 2 ? " Shown is the plan's own schedule; a sequence with zones, or a narrow window, sends less." : "") +
-      (result.alone ? ` Rank ${result.ranks[0]} stands for all ${schedule.world} ranks: each runs the same program from its own place.` : "");
+      (result.alone ? ` Rank ${result.ranks[0]} stands for all ${schedule.world} ranks, as it has the most work: each runs the same program from its own place.` : "");
     this.inequality.textContent = this.inequalityText();
     const shares = schedule.numHeads;
     this.headShare.textContent = shares > 1
@@ -193,12 +193,12 @@ class PlanView {
   // Can the transfers between nodes be hidden? The busiest link's seconds against a rank's compute.
   inequalityText() {
     const { cluster, result } = this, compute = result.seconds - result.waiting;
-    const level = cluster.levels[0], perLink = level.shared ? spansOf(cluster)[0] : 1;
-    const bytes = result.sent[0] * perLink, link = bytes / level.bandwidth;
+    const level = cluster.levels[0], link = result.busy[0], bytes = link * level.bandwidth, ranks = spansOf(cluster)[0];
     if (!bytes || cluster.levels.length < 2) return "Nothing leaves a node.";
     const verdict = link > compute ? ">" : "≤";
     const meaning = link > compute ? "so transfers between nodes cannot be hidden" : "so transfers between nodes can be hidden";
-    const what = perLink > 1 ? `${bytesText(result.sent[0])} × ${perLink} ranks` : bytesText(bytes);
+    const evenly = level.shared && Math.abs(result.sent[0] * ranks - bytes) < 1e-6 * bytes;
+    const what = evenly ? `${bytesText(result.sent[0])} × ${ranks} ranks` : `${bytesText(bytes)} over the busiest link`;
     return `${what} / ${(level.bandwidth / 1e9).toPrecision(3)} GB/s = ${secondsText(link)} ${verdict} ${secondsText(compute)} of work per rank, ${meaning}.`;
   }
 
@@ -221,15 +221,14 @@ class PlanView {
   // The closed form of a level as terms {text, value, kinds}.
   terms(pass, lane) {
     const { schedule } = this, level = schedule.levels[lane], forward = pass === "forward";
-    const entering = forward ? ["q", "kv", "out"] : ["do", "dq", "dkv"];
+    const used = (kinds) => kinds.filter((kind) => schedule.closed(pass, this.rank)[lane][KINDS.indexOf(kind)]);
     const groups = schedule.groups, times = groups > 1 ? `${groups}·` : "";
     if (schedule.by_heads[lane]) {
       let over = 1;
       for (let at = 0; at <= lane; at++) if (schedule.by_heads[at]) over *= schedule.sizes[at];
       const size = schedule.sizes[lane];
-      return size > 1 ? [{ text: `${times}(${size}−1)/${over}`, value: (groups * (size - 1)) / over, kinds: entering }] : [];
+      return size > 1 ? [{ text: `${times}(${size}−1)/${over}`, value: (groups * (size - 1)) / over, kinds: used(KINDS) }] : [];
     }
-    const used = (kinds) => kinds.filter((kind) => schedule.closed(pass, this.rank)[lane][KINDS.indexOf(kind)]);
     const keep = (schedule.plan.match(/keep=(\w+)/) || [])[1];
     if (schedule.isStar) {
       const team = level[0], shards = schedule.numShards, hops = shards / team ** 2;

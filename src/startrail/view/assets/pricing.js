@@ -2,8 +2,10 @@
 // Sizes and prices, after schedule/sizes.py and planner/pricing.py. A test compares the times with the Python planner's.
 
 const FLOPS = { forward: 4, backward: 10 };
-const MERGE_COPIES = 1.5;
+const WIDE = 4; // bytes per element of sums
+const SAMPLED_SHARDS = 16;
 const RESULTS = { forward: ["out"], backward: ["dq", "dkv"] };
+const ALL_RESULTS = Object.values(RESULTS).flat();
 
 // Bytes of a whole piece of every kind. Throws an Error with the equation that fails.
 function sizesOf(schedule, { heads, kvHeads, headDim, itemsize }, layout) {
@@ -17,14 +19,15 @@ function sizesOf(schedule, { heads, kvHeads, headDim, itemsize }, layout) {
     throw new Error(`plan ${schedule.plan}: groups=${groups} does not divide the heads of a rank`);
   }
   const rows = (heads / share) * layout.tokens, keys = ((kvHeads * copies) / share) * layout.tokens;
-  const wide = Math.max(itemsize, 4);
+  const wide = Math.max(itemsize, WIDE);
   const item = (kind) => (schedule.sums.includes(kind) ? wide : itemsize);
   const query = (kind) => rows * headDim * item(kind);
   const key = (kind) => 2 * keys * headDim * item(kind);
   return {
     q: query("q"), dq: query("dq"), kv: key("kv"), dkv: key("dkv"),
     out: rows * wide + query("out"), do: 2 * rows * wide + query("do"),
-    headsPerRank: heads / share, copies,
+    wide: { out: rows * (1 + headDim) * wide, dq: rows * headDim * wide, dkv: 2 * keys * headDim * wide }, // as sums
+    headsPerRank: heads / share, keyHeadsPerRank: (kvHeads * copies) / share,
   };
 }
 
@@ -37,6 +40,16 @@ function curveAt(points, size) {
   return points[points.length - 1][1];
 }
 
+// FLOP/s by head dim (planner/kernels): between two linear in their logarithm, outside them that of the nearest.
+function speedByDim(curves, headDim, size) {
+  if (!curves) return null;
+  const dims = Object.keys(curves).map(Number).sort((a, b) => a - b);
+  const low = dims.findLast((dim) => dim <= headDim) ?? dims[0];
+  const high = dims.find((dim) => dim >= headDim) ?? dims[dims.length - 1];
+  const [least, most] = [low, high].map((dim) => curveAt(curves[dim], size));
+  return low === high ? least : least + ((most - least) * Math.log2(headDim / low)) / Math.log2(high / low);
+}
+
 class PagePrices {
   constructor(cluster, schedule, call, mask) {
     this.cluster = cluster;
@@ -46,34 +59,113 @@ class PagePrices {
     this.layout = new PageLayout(schedule, call.length);
     this.sizes = sizesOf(schedule, call, this.layout);
     this.headDim = call.headDim;
-    this.areas = new Map();
+    this.itemsize = call.itemsize;
+    this.plain = mask.window === null && mask.ends.length === 2; // neither window nor documents
+    this.inStep = false; // one rank stands for all: every hop takes as long as the slowest rank's
+    this.seen = new Map();
+    this.blocks = new Map();
+  }
+
+  // Reading and writing this many bytes in all.
+  touch(bytes) {
+    return bytes / this.device.copy;
   }
 
   copy(bytes) {
-    return (2 * bytes) / this.device.copy;
+    return this.touch(2 * bytes);
   }
 
-  // Visible pairs that a block is priced by. Without window and documents all blocks are equal in zigzag.
-  area(row, column) {
-    const { mask, layout } = this;
-    if (mask.window === null && mask.ends.length === 2) return layout.tokens ** 2 / (mask.causal ? 2 : 1);
-    const key = row * this.schedule.numShards + column;
-    if (!this.areas.has(key)) this.areas.set(key, layout.pairs(mask, row, column));
-    return this.areas.get(key);
+  // Copying a piece into a message: inputs as they are, results from their sums.
+  pack(kind) {
+    return this.touch(this.sizes[kind] + (ALL_RESULTS.includes(kind) ? this.sizes.wide[kind] : this.sizes[kind]));
   }
 
-  block(pass, row, column) {
-    const area = this.area(row, column);
-    if (!area) return 0;
-    const flops = area * FLOPS[pass] * this.headDim * this.sizes.headsPerRank;
-    return flops / curveAt(this.device[pass], Math.sqrt(area)) + this.device.call;
+  speed(pass, causal, size) {
+    const { speeds } = this.device, [mask, other] = causal ? ["causal", "full"] : ["full", "causal"];
+    const of = (which, name) => speedByDim(speeds[which][name], this.headDim, size);
+    const own = of(pass, mask);
+    if (own !== null) return own;
+    const alike = of("forward", mask), known = of("forward", other); // as much slower as in the forward pass
+    return of(pass, other) * (alike && known ? alike / known : 1);
+  }
+
+  kernel(pass, area, rows, causal) {
+    const { occupancy, call } = this.device, heads = this.sizes.headsPerRank;
+    let side = Math.sqrt(area), share = 1;
+    if (occupancy) {
+      const { rows: tile, processors, reference } = occupancy, idle = (programs) => 1 + processors / (2 * programs);
+      if (causal) side = Math.sqrt(2 * area);
+      share = idle(reference) / idle(Math.max((heads * rows) / tile, 1));
+    }
+    return (area * FLOPS[pass] * this.headDim * heads) / (this.speed(pass, causal, side) * share) + call;
+  }
+
+  // Adding a block's results to rows of a shard and, in the backward pass, to keys; a new sum is converted or zeroed.
+  accumulate(pass, rows, keys, newRow, newKey) {
+    const { sizes, headDim, itemsize, layout } = this, parts = [[sizes.headsPerRank, rows, newRow]];
+    if (pass === "backward") parts.push([sizes.keyHeadsPerRank, keys, newKey], [sizes.keyHeadsPerRank, keys, newKey]);
+    let bytes = 0;
+    for (const [heads, tokens, isNew] of parts) {
+      let each = tokens * (itemsize + 2 * WIDE) + (isNew ? layout.tokens * WIDE : 0);
+      if (isNew && tokens === layout.tokens) each = itemsize === WIDE ? 0 : tokens * (itemsize + WIDE);
+      bytes += heads * headDim * each;
+    }
+    return this.touch(bytes) + parts.length * this.device.call;
+  }
+
+  // What a block's kernel computes: visible pairs, and the rows and keys that they lie in.
+  shape(row, column) {
+    const { mask, layout } = this, tokens = layout.tokens, key = row * this.schedule.numShards + column;
+    if (!this.plain) {
+      if (!this.seen.has(key)) this.seen.set(key, { ...layout.seen(mask, row, column), causal: row === column });
+      return this.seen.get(key);
+    }
+    if (!mask.causal) return { pairs: tokens ** 2, rows: tokens, keys: tokens, causal: false };
+    if (row === column) return { pairs: tokens ** 2 / 2, rows: tokens, keys: tokens, causal: true };
+    const half = Math.ceil(tokens / 2); // all rows see half of an earlier shard, half the rows all of a later one
+    const [rows, keys] = row > column ? [tokens, half] : [half, tokens];
+    return { pairs: rows * keys, rows, keys, causal: false };
+  }
+
+  block(pass, row, column, newRow, newKey) {
+    if (this.plain && this.inStep && row !== column && pass === "backward") {
+      return Math.max(this.shaped(pass, 1, 0, newRow, newKey), this.shaped(pass, 0, 1, newRow, newKey));
+    }
+    return this.shaped(pass, row, column, newRow, newKey);
+  }
+
+  shaped(pass, row, column, newRow, newKey) {
+    const { pairs, rows, keys, causal } = this.shape(row, column), key = `${[pass, pairs, rows, keys, causal, newRow, newKey]}`;
+    if (!pairs) return 0;
+    if (!this.blocks.has(key)) {
+      this.blocks.set(key, this.kernel(pass, pairs, rows, causal) + this.accumulate(pass, rows, keys, newRow, newKey));
+    }
+    return this.blocks.get(key);
+  }
+
+  // The rank with the most work among a sample of the shards; it stands for all.
+  busiest(pass) {
+    const { schedule } = this, shards = schedule.numShards, step = Math.ceil(shards / SAMPLED_SHARDS);
+    if (shards === 1 || (this.plain && !this.mask.causal)) return 0;
+    const sample = this.plain ? [0, Math.floor(shards / 2), shards - 1] : [];
+    if (!this.plain) for (let shard = 0; shard < shards; shard += step) sample.push(shard);
+    const work = (shard) => {
+      const events = schedule.events(pass, schedule.rankOf(shard, 0)).flat();
+      const blocks = events.filter(([type, , , group]) => type === COMPUTE && group === 0);
+      if (!this.plain) return blocks.reduce((total, [, row, column]) => total + this.block(pass, row, column, false, false), 0);
+      const before = blocks.filter(([, row, column]) => column < row).length;
+      const after = blocks.filter(([, row, column]) => column > row).length;
+      return before * this.block(pass, 1, 0, false, false) + after * this.block(pass, 0, 1, false, false);
+    };
+    const most = sample.map((shard) => [work(shard), shard]).reduce((a, b) => (b[0] > a[0] ? b : a));
+    return schedule.rankOf(most[1], 0);
   }
 
   // One rank's tasks: {post: messages}, {wait: numbers} or {seconds, parts}, each with its step.
   tasks(pass, rank) {
     const { device, sizes, schedule } = this;
     const program = schedule.program(pass, rank);
-    const tasks = [];
+    const tasks = [], begun = new Set(); // results that blocks or merges have added to
     let parts = [], at = 0;
     const work = (seconds, label) => parts.push({ seconds, step: at, ...label });
     const flush = () => {
@@ -86,6 +178,11 @@ class PagePrices {
       flush();
       tasks.push({ wait: numbers, step: at, piece });
     };
+    const begin = (kind, shard, group) => {
+      const text = pieceText({ kind, shard, group }), isNew = !begun.has(text);
+      begun.add(text);
+      return isNew;
+    };
     work(device.start / 2, { other: "start" });
     program.steps.forEach((step, index) => {
       at = index;
@@ -94,11 +191,16 @@ class PagePrices {
           wait(event.numbers, event.piece);
           if (event.inParts) work(this.copy(sizes[event.piece.kind]), { other: `join ${pieceText(event.piece)}` });
         } else if (event.type === POST) {
-          const exchanged = event.exchanged.reduce((total, piece) => total + sizes[piece.kind], 0);
-          if (exchanged) work(this.copy(exchanged), { other: "split by heads" });
+          const sum = (price) => event.exchanged.reduce((total, { kind }) => total + price(kind), 0);
+          const exchanged = sum((kind) => sizes[kind]);
+          if (exchanged) work(sum((kind) => this.pack(kind)), { other: "split by heads" });
           for (const message of event.messages) {
-            message.bytes = message.overHeads ? exchanged / schedule.numHeads : sizes[message.pieces[0].kind];
-            if (message.packs) work(this.copy(message.bytes), { other: `pack ${pieceText(message.pieces[0])}` });
+            const [piece] = message.pieces;
+            message.bytes = message.overHeads ? exchanged / schedule.numHeads : sizes[piece.kind];
+            if (message.packs) {
+              work(this.pack(piece.kind), { other: `pack ${pieceText(piece)}` });
+              begun.delete(pieceText(piece)); // a sent result is no longer ours
+            }
             work(device.post, { other: "post" });
           }
           flush();
@@ -106,16 +208,20 @@ class PagePrices {
         } else if (event.type === PREPARE) {
           if (event.piece.kind === "do") work(device.call + this.copy(sizes.do), { other: "prepare" });
         } else if (event.type === COMPUTE) {
-          work(this.block(pass, event.row, event.column), { block: event });
+          const { row, column, group } = event, forward = pass === "forward";
+          const newRow = begin(forward ? "out" : "dq", row, group), newKey = !forward && begin("dkv", column, group);
+          work(this.block(pass, row, column, newRow, newKey), { block: event });
         } else {
           wait([event.message], event.piece);
-          work(device.call + MERGE_COPIES * this.copy(sizes[event.piece.kind]), { merge: event.piece });
+          const { kind, shard, group } = event.piece, wide = sizes.wide[kind];
+          const bytes = sizes[kind] + 2 * wide + (begin(kind, shard, group) ? wide : 0);
+          work((kind === "dkv" ? 2 : 1) * device.call + this.touch(bytes), { merge: event.piece });
         }
       }
     });
     wait(program.home);
-    const results = RESULTS[pass].reduce((total, kind) => total + sizes[kind] * schedule.groups, 0);
-    work(this.copy(results), { other: "store results" });
+    const store = (kind) => (schedule.numHeads > 1 ? this.copy(sizes[kind]) : this.pack(kind));
+    work(RESULTS[pass].reduce((total, kind) => total + schedule.groups * store(kind), 0), { other: "store results" });
     wait(program.sends);
     work(device.start / 2, { other: "end" });
     flush();

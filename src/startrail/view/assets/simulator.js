@@ -368,77 +368,105 @@ class Wires {
   }
 }
 
-// One rank stands for all: how many messages of its member share each link at the same time.
-function aloneRoute(cluster, schedule, pass, rank) {
-  const spans = spansOf(cluster), inner = cluster.levels[cluster.levels.length - 1], last = cluster.levels.length - 1;
-  const laneRoute = (crossing, shares) => ({
+// The rank that stands for all, and the routes of its messages: how many messages share each link at the same time.
+// That is known for lanes whose ranks are all behind the same link or all behind different ones. For others it is
+// counted in the programs of the middle member's ranks.
+function representative(cluster, schedule, prices, pass) {
+  const spans = spansOf(cluster), last = cluster.levels.length - 1, inner = cluster.levels[last];
+  const laneRoute = (crossing, shares, own) => ({
     links: [...crossing].map(([at, number]) => {
       const level = cluster.levels[at];
-      return [at, (level.shared ? number : 1) * (level.duplex ? 1 : 2)];
+      return [at, (level.shared ? number : own.get(at)) * (level.duplex ? 1 : 2)];
     }),
     latency: Math.max(0, ...[...crossing.keys()].map((at) => cluster.levels[at].latency)),
     levels: cluster.levels.map((_, at) => shares.get(at) || 0),
   });
-  const known = new Map();
+  const known = new Map(), counted = new Map();
   schedule.sizes.forEach((size, lane) => {
     const stride = schedule.sizes.slice(lane + 1).reduce((a, b) => a * b, 1);
     if (!spans.every((span) => stride % span === 0 || span % (stride * size) === 0)) return;
     const levels = stride < cluster.world ? crossed(cluster, 0, stride) : [];
-    known.set(lane, laneRoute(new Map(levels.map((at) => [at, spans[at]])), new Map(levels.map((at) => [at, 1]))));
+    const alike = new Map(levels.map((at) => [at, 1]));
+    known.set(lane, laneRoute(new Map(levels.map((at) => [at, spans[at]])), alike, alike));
   });
-  const member = Math.floor(rank / spans[0]) * spans[0];
-  const programs = [];
+  let rank = prices.busiest(pass);
   if (known.size < schedule.sizes.length) {
-    for (let at = 0; at < spans[0]; at++) programs.push([member + at, sendsOf(schedule.program(pass, member + at))]);
-  }
-  const counted = new Map();
-  const own = sendsOf(schedule.program(pass, rank));
-  own.forEach((message, at) => {
-    if (known.has(message.lane)) return;
-    const crossing = new Map(), shares = new Map();
-    for (const [from, sends] of programs) {
-      for (const level of crossed(cluster, from, sends[at].peer)) {
-        if (!crossing.has(level)) crossing.set(level, new Map());
-        const members = crossing.get(level), index = Math.floor(from / spans[level]);
-        members.set(index, (members.get(index) || 0) + 1);
+    const first = Math.floor(cluster.levels[0].size / 2) * spans[0], sendsBy = (from) => sendsOf(schedule.program(pass, from));
+    const member = Array.from({ length: spans[0] }, (_, at) => [first + at, sendsBy(first + at)]);
+    const longest = Math.max(...member.map(([, own]) => own.length));
+    const alike = member.filter(([, own]) => own.length === longest); // starC leaves some ranks at their own place
+    if (sendsBy(rank).length !== longest) rank = alike[0][0];
+    const sends = sendsBy(rank);
+    let position = 0;
+    for (const { messages } of schedule.program(pass, rank).steps.flat().filter((event) => event.messages)) {
+      const lanes = new Map(); // positions of the messages that a post sends over one lane
+      for (const { lane } of messages.filter((message) => message.send)) lanes.set(lane, [...(lanes.get(lane) || []), position++]);
+      for (const [lane, positions] of lanes) {
+        if (known.has(lane)) continue;
+        const pairs = positions.map((at) => alike.map(([from, own]) => [from, own[at].peer]));
+        const paths = countedPaths(cluster, spans, pairs);
+        positions.forEach((at, index) => counted.set(sends[at].number, laneRoute(...paths[index])));
       }
     }
-    for (const [level, members] of crossing) {
-      shares.set(level, [...members.values()].reduce((a, b) => a + b, 0) / programs.length);
-    }
-    counted.set(message.number, laneRoute(new Map([...crossing].map(([at, m]) => [at, Math.max(...m.values())])), shares));
-  });
-  return (_, message) => {
+  }
+  const route = (_, message) => {
     const path = known.get(message.lane) || counted.get(message.number);
     if (!inner.peer || !path.links.length || path.links[path.links.length - 1][0] !== last) return path;
     const links = [...path.links.slice(0, -1), [last + 1 + (message.peer % inner.size), path.links[path.links.length - 1][1]]];
     return { ...path, links };
   };
+  return { rank, route };
+}
+
+// For each message that a post sends over a lane, by level: how many of a member cross it, which share of all that is,
+// and how many of one device's messages cross it. `posts`: for each message, [rank, peer] of the ranks that send it.
+function countedPaths(cluster, spans, posts) {
+  const crossings = (pairs, index) => {
+    const counts = new Map();
+    for (const [from, peer] of pairs) {
+      for (const level of crossed(cluster, from, peer)) {
+        if (!counts.has(level)) counts.set(level, new Map());
+        const by = counts.get(level), key = index(from, level);
+        by.set(key, (by.get(key) || 0) + 1);
+      }
+    }
+    return counts;
+  };
+  const over = (counts, of) => new Map([...counts].map(([level, by]) => [level, of([...by.values()])]));
+  const own = over(crossings(posts.flat(), (from) => from), (numbers) => Math.max(...numbers) / posts.length);
+  return posts.map((pairs) => {
+    const counts = crossings(pairs, (from, level) => Math.floor(from / spans[level]));
+    const shares = over(counts, (numbers) => numbers.reduce((a, b) => a + b, 0) / pairs.length);
+    return [over(counts, (numbers) => Math.max(...numbers)), shares, own];
+  });
 }
 
 const sendsOf = (program) => program.steps.flat().flatMap((event) => (event.messages || []).filter((m) => m.send));
 
 const MOST_SIMULATED = 64; // ranks; in larger worlds one rank stands for all
 
-// Simulates one pass. `ranks` are those that were simulated.
+// Simulates one pass. `ranks` are those that were simulated, `busy` the seconds of each level's busiest link.
 function simulate(cluster, schedule, prices, pass) {
   const world = schedule.world, alone = world > MOST_SIMULATED;
-  let simulator, ranks;
+  let simulator, ranks, firsts; // firsts: the first link of each level
+  prices.inStep = alone;
   if (alone) {
-    const rank = Math.floor(cluster.levels[0].size / 2) * spansOf(cluster)[0];
+    const { rank, route } = representative(cluster, schedule, prices, pass);
     const capacity = cluster.levels.map((level) => level.bandwidth);
     const inner = cluster.levels[cluster.levels.length - 1];
     if (inner.peer) for (let at = 0; at < inner.size; at++) capacity.push(inner.bandwidth);
-    ranks = [rank];
-    const route = aloneRoute(cluster, schedule, pass, rank);
+    [ranks, firsts] = [[rank], cluster.levels.map((_, at) => at)];
     simulator = new PageSimulator(cluster, [prices.tasks(pass, rank)], capacity, route, true);
   } else {
     ranks = Array.from({ length: world }, (_, rank) => rank);
     const wires = new Wires(cluster);
+    firsts = wires.first;
     const tasks = ranks.map((rank) => prices.tasks(pass, rank));
     simulator = new PageSimulator(cluster, tasks, wires.capacity, (rank, message) => wires.route(rank, message), false);
   }
   const seconds = simulator.run();
   const waiting = simulator.ranks.reduce((total, rank) => total + rank.waiting, 0) / ranks.length;
-  return { seconds, waiting, ranks, alone, simulator, sent: simulator.sent.map((bytes) => bytes / ranks.length) };
+  const sent = simulator.sent.map((bytes) => bytes / ranks.length);
+  const busy = firsts.map((first, at) => simulator.busy.slice(first, firsts[at + 1]).reduce((a, b) => Math.max(a, b)));
+  return { seconds, waiting, ranks, alone, simulator, sent, busy };
 }
