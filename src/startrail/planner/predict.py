@@ -151,13 +151,9 @@ def trace_prediction(cluster: ClusterSpec, plan: Plan, call: AttentionShape, hoo
 
 
 def _simulate_all_ranks(
-    cluster: ClusterSpec,
-    prices: Prices,
-    pass_: Pass,
-    order: Sequence[int] | None,
-    hooks: Hooks | None = None,
+    cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None, hooks: Hooks | None = None,
     start: float = 0.0,
-) -> SimulatedPass:
+) -> SimulatedPass:  # fmt: skip
     world = cluster.world
     programs = [build_program.__wrapped__(prices.sizes.plan, world, place, pass_) for place in range(world)]
     marks: list[list[Mark]] = [[] for _ in range(world)]
@@ -172,11 +168,9 @@ def _simulate_all_ranks(
 
 
 def simulate_tasks(
-    cluster: ClusterSpec,
-    tasks: Sequence[list[Task]],
-    order: Sequence[int] | None = None,
+    cluster: ClusterSpec, tasks: Sequence[list[Task]], order: Sequence[int] | None = None,
     on_task: Callable[[int, float], None] | None = None,
-) -> SimulatedPass:
+) -> SimulatedPass:  # fmt: skip
     """Play the tasks of all ranks."""
     world = cluster.world
     wires = _Wires(cluster, order or range(world))
