@@ -1,6 +1,6 @@
 """Prices the plans that a search found for their documents and windows, and ranks them again.
 
-The search bounds and simulates plans as if every layer saw everything. Its best plans and the well-known ones are
+The search takes a window only for less arithmetic, and knows no documents. Its best plans and the well-known ones are
 simulated once more, with the programs that run.
 """
 
