@@ -36,7 +36,10 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
     for at, (shape, trials) in enumerate(plan.items()):
         machine = Machine.parse(shape)
         show(f"{shape} ({at + 1} of {len(plan)}): asking the planner")
-        trials = [with_choice(machine, trial, ALONE[trial.work, machine.world]) for trial in trials]
+        trials = [
+            trial if trial.work.is_sparse else with_choice(machine, trial, ALONE[trial.work, machine.world])
+            for trial in trials
+        ]
 
         def progress(number: int, text: str, shape: str = shape, at: int = at, trials: list[Any] = trials) -> None:
             show(f"{shape} ({at + 1} of {len(plan)}), trial {number + 1} of {len(trials)}: {text}")

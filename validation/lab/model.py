@@ -13,6 +13,7 @@ from startrail.planner.cluster import ClusterSpec
 from startrail.planner.kernels import Curve
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
+from startrail.planner.sparse.predict import predict_sparse
 from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan
 
@@ -51,9 +52,8 @@ class Case:
     @property
     def call(self) -> AttentionShape:
         work = self.work
-        return AttentionShape(
-            work.length, work.batch, work.q_heads, work.kv_heads, work.head_dim, work.causal, "float32"
-        )
+        sizes = work.length, work.batch, work.q_heads, work.kv_heads, work.head_dim
+        return AttentionShape(*sizes, work.causal, "float32", work.window, work.documents)
 
 
 def cases_of(trials: list[Json]) -> list[Case]:
@@ -87,6 +87,8 @@ def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
 
 def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     cluster, plan = cluster_of(case, figures), Plan.parse(case.plan)
+    if case.work.is_sparse:
+        return predict_sparse(cluster, plan, case.call)
     order = case.machine.interleaved() if case.across else None
     return predict(cluster, plan, case.call, all_ranks=True, order=order)
 

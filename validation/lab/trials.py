@@ -1,19 +1,24 @@
 """The trials: some to fit the lab's figures on, and others, on other machines, to predict.
 
 Ring Attention communicates 4, 8 or 16 times as long as it computes. Two cores that also compute cannot emulate links
-faster than about 400 Mbit/s, or 2 Gbit/s over all nodes: the trial would measure the emulation.
+faster than about 400 Mbit/s, or 2 Gbit/s over all nodes: the trial would measure the emulation. A window or documents
+leave little to compute, so there the links are slower: Ring Attention would communicate 16 or 64 times as long.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from startrail.bench.cases import Contender, Trial, Workload
+from startrail.geometry.distributions import document_lengths
 
 MHA = Workload(length=960, q_heads=16, kv_heads=16, head_dim=32, causal=True, batch=4)
 FULL = replace(MHA, length=768, causal=False)
 GQA = replace(MHA, length=1280, kv_heads=2)
 GQA_FULL = replace(FULL, length=1024, kv_heads=2)
+WINDOW = replace(MHA, length=1920, window=48)
+PACKED = replace(MHA, length=1920, documents=(0, *accumulate(document_lengths("pretraining", 1920, 1, longest=1920))))
 
 # Seconds of compute alone on the machine that lab.toml describes, by work and ranks: the planner chooses before any
 # measurement and must assume the rate of the links.
@@ -40,10 +45,14 @@ PREDICTED = {
         trial(FULL, 8.0, "1x16 star4 1x4/u4 2x2/u4,keep=all u4/1x4,groups=2"),
         trial(GQA, 4.0, "1x16 1x4/u4 2x2/u4 u4/2x2"),
         trial(MHA, 4.0, "1x16 1x4/u4 2x2/u4,keep=all u4/u4"),
+        trial(WINDOW, 64.0, "1x4/1x4 u4/1x4"),
+        trial(PACKED, 16.0, "1x4/1x4 u4/u4"),
     ],
     "4x8": [
         trial(MHA, 8.0, "1x32 star4 1x4/u8 2x2/u8 u4/u2/1x4,keep=all,groups=2"),
         trial(FULL, 4.0, "1x4/u8 2x2/u8,keep=all u4/u2/1x4,keep=all,groups=2 u4/2x4"),
+        trial(WINDOW, 64.0, "1x4/1x8 u4/2x4"),
+        trial(PACKED, 16.0, "1x4/u8 u4/u2/1x4"),
         trial(FULL, 8.0, "star4 2x2/u8 u4/u2/1x4,keep=all,groups=2", slow_node=True),
     ],
     "8x4": [
@@ -55,4 +64,4 @@ PREDICTED = {
         trial(FULL, 16.0, "1x16/u2 4x4/u2,keep=all u16/1x2,keep=all,groups=2"),
     ],
 }
-QUICK = {"2x4": CALIBRATION["2x4"][:1], "4x4": PREDICTED["4x4"][:1]}
+QUICK = {"2x4": CALIBRATION["2x4"][:1], "4x4": [PREDICTED["4x4"][0], PREDICTED["4x4"][-1]]}

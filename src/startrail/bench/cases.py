@@ -22,6 +22,7 @@ class Workload:
     """Forward + backward attention over one sequence, float32, with random cotangents; or a whole training step.
 
     ``model`` is empty for attention alone, or ``gpt`` or ``dit``: then the sizes are those of each of its ``layers``.
+    ``window`` and ``documents`` (cu_seqlens) make attention alone sparse.
     """
 
     length: int
@@ -32,10 +33,22 @@ class Workload:
     batch: int = 1
     model: str = ""
     layers: int = 1
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "documents", tuple(self.documents))  # a list if it comes from a file
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.window is not None or bool(self.documents)
 
     @property
     def mask(self) -> str:
-        return "causal" if self.causal else "full"
+        parts = ["causal" if self.causal else "full"]
+        parts += [] if self.window is None else [f"window {self.window}"]
+        parts += [f"{len(self.documents) - 1} documents"] if self.documents else []
+        return ", ".join(parts)
 
     @property
     def name(self) -> str:

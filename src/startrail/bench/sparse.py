@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure_machine(machine: Machine, options: argparse.Namespace) -> list[SparseRow]:
-    works = sparse_works(options.length)
+    works = [work for work in sparse_works(options.length) if options.only in work.name]
     data = {work: _Data.of(work) for work in works}
     dense = Workload(options.length, HEADS, HEADS, HEAD_DIM, causal=True)
     plan = OUTERMOST.get((str(machine), 16), (f"u{machine.nodes}/1x{machine.ranks_per_node}",))[0]

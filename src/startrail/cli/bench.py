@@ -122,6 +122,7 @@ def _add_sparse(benchmarks: Commands) -> None:
     option("--shapes", nargs="+", default=["4x8", "8x4"], metavar="NxR", help="nodes x ranks (default 4x8 8x4)")
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0], help="(default 24 8)")
     option("--length", type=int, default=4096, help="tokens (default %(default)s)")
+    option("--only", default="", metavar="TEXT", help="workloads whose name contains this, such as layers")
     option("--repeats", type=int, default=5, help="of our sparse plan; the others run once (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from startrail.cli.options import Commands, add_command
+from startrail.geometry.distributions import DISTRIBUTIONS
 from startrail.planner.answer import plan
 from startrail.planner.cluster import DTYPES
 from startrail.planner.units import shipped, short_repr
@@ -19,12 +20,13 @@ EXAMPLES = {
     "startrail plan --cluster h100-8x8@256x8 --model llama3-70b --length 1M --batch 4 --top 3": "",
     "startrail plan --cluster h100-8x8 --model llama3-8b --max-length": "the longest sequence that fits",
     "startrail plan --cluster h100-8x8 --model llama3-70b --gpus-for 1M --price 2.5": "the fewest GPUs, and the cost",
+    "startrail plan --cluster h100-8x8 --model llama3-8b --length 512k --documents pretraining": "",
     "startrail plan --cluster my.toml --model config.json --length 128k --memory '60 GB' --json": "",
 }
 
 SETTINGS = (
     *("batch", "dtype", "recompute", "zero", "gather", "repeat_attention", "offload", "offload_states"),
-    *("fp8", "states", "accumulate", "tensor"),
+    *("fp8", "states", "accumulate", "tensor", "documents"),
 )
 TEMPLATE = "h100-8x8"  # the cluster file to start from
 
@@ -62,6 +64,11 @@ def add(commands: Commands) -> None:
     option("--states", help="dtype of parameters, gradients and moments (default float32)")
     option("--accumulate", help="parts that a group's sequences are computed in, one after the other (default 1)")
     option("--tensor", type=_whole_number, help="neighbouring GPUs that split heads and MLP (default 1)")
+    option(
+        "--documents",
+        metavar="FILE",
+        help=f"packed documents: a file of lengths, repeated to fill a sequence, or {' or '.join(DISTRIBUTIONS)}",
+    )
     option("--kernel", help=f"kernel that computes attention: {', '.join(shipped('kernels'))} (default: the cluster's)")
     option("--plan", action="append", default=[], help="also price this plan, and say why it lost; may be repeated")
     option("--compare", default="", help="the same for several plans: '1x32; u4/1x8'")

@@ -20,13 +20,14 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
 from startrail.planner.operate import cost_per_million, longest_length, smallest_cluster, worthwhile_batch
-from startrail.planner.predict import predict
 from startrail.planner.rows import DoesNotFitError, Row, SearchResult, expected_error
 from startrail.planner.search import TIE_SHARE, YOURS, search
+from startrail.planner.sparse.advice import LEAST_PRICED, price_row, price_sparse
 from startrail.planner.units import Fields, count_text, plural, read_file
 from startrail.planner.workload import Model, Run, find_model, read_run
 from startrail.schedule.plan import Plan
 
+COMPARED = 3  # of the best plans, if each takes long to price
 SUSPICIOUS_RATE = 150e9  # bytes/s per device between nodes: three times the fastest adapters
 
 
@@ -80,7 +81,8 @@ class Answer:
         result = self.result
         head = f"{_model_text(result.model)}, {_run_text(result.run)}, on {result.cluster}: "
         head += f"{result.cluster.world} x {result.cluster.device.name}"
-        notes = [f"note: {text}" for text in _warnings(result)]
+        notes = [f"what runs: {'; '.join(result.runs)}"] if result.runs else []
+        notes += [f"note: {text}" for text in _warnings(result)]
         notes += [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
         if result.closest is not None:
             plan, excess = result.closest
@@ -90,6 +92,8 @@ class Answer:
             "outermost links come first, unless transfers are hidden, then smaller teams and fewer groups"
         )
         effort = f"{result.bounded} combinations of levels bounded, {count_text(result.simulated, 'plan')} simulated"
+        if result.runs:
+            effort += "; the best of them without documents and windows were simulated again with them"
         if result.possible_gain > 0.005:
             effort += f"; no other plan can be more than {result.possible_gain:.1%} faster than the best"
         return "\n".join([head, "", self.table, "", *notes, effort, "", self.why])
@@ -125,7 +129,7 @@ def _warnings(result: SearchResult) -> Iterator[str]:
             yield f"{rate:.0f} GB/s between {plural(level.label)} is more than adapters have; is it {rate:.0f} Gbit/s?"
     if run.gather == "float32" and run.itemsize < DTYPES["float32"]:
         narrow = replace(best.training, run=replace(run, gather=run.dtype))
-        faster = narrow.step(best.plan, lambda call: predict(narrow.group, best.plan, call)).seconds
+        faster = price_row(replace(best, training=narrow)).seconds
         if faster < 0.99 * best.seconds:
             yield f"with --gather {run.dtype}, {best.name} would take {seconds_text(faster)}"
 
@@ -207,6 +211,8 @@ def _why(result: SearchResult) -> Iterator[str]:
     yield f"What would change the answer? {_what_if(result)}."
     error = expected_error(best.training)
     yield f"Times may be off by {error.share:.0%}: {error.reason}."
+    if result.runs:
+        yield "None of those had packed documents or windows."
     if (kernel := cluster.device.of(result.run.dtype).kernel) is not None:
         yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
 
@@ -253,12 +259,19 @@ def _what_if(result: SearchResult) -> str:
     texts = []
     for factor, change in ((2.0, "With twice the bandwidth"), (0.5, "with half the bandwidth")):
         changed = cluster.faster(outer, factor)
-        fastest, same = search(changed, result.model, result.run, top=1, known=False).best, _seconds_on(best, changed)
+        if result.runs:
+            fastest = min((price_row(row, changed) for row in result.rows[:COMPARED]), key=lambda row: row.seconds)
+        else:
+            fastest = search(changed, result.model, result.run, top=1, known=False).best
+        same = price_row(best, changed).seconds
         tied = same <= (1 + TIE_SHARE) * fastest.seconds
         verdict = f"{best.name} stays best ({seconds_text(same)})" if tied else _becomes_best(fastest)
         texts.append(f"{change} between {links}, {verdict}")
     verdict, half = f"{best.name} stays best", best.step.memory.limit / 2
-    if best.step.memory.total > half:
+    if best.step.memory.total > half and result.runs:
+        fitting = [row for row in result.rows if row.step.memory.total <= half]
+        verdict = _becomes_best(fitting[0]) if fitting else "none of these plans fits"
+    elif best.step.memory.total > half:
         try:
             verdict = _becomes_best(search(cluster, result.model, result.run, top=1, memory=half, known=False).best)
         except DoesNotFitError as error:
@@ -273,14 +286,15 @@ def _becomes_best(row: Row) -> str:
 def _about_slow_members(result: SearchResult) -> str:
     """The cost of slow members, and whether to leave one out."""
     cluster, best = result.cluster, result.best
-    healthy = _seconds_on(best, replace(cluster, slow=()))
+    healthy = price_row(best, replace(cluster, slow=())).seconds
     named = ", ".join(
         f"{cluster.levels[slow.level].label} {slow.member} (bandwidth {slow.bandwidth:.0%}, compute {slow.compute:.0%})"
         for slow in cluster.slow
     )
     text = f"All ranks wait for {named}: at full speed, a step would take {seconds_text(healthy)}"
     outer = cluster.levels[0]
-    if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or cluster.world > LARGE_WORLD:
+    too_large = cluster.world > LARGE_WORLD or result.runs
+    if len(cluster.slow) > 1 or cluster.slow[0].level or outer.size < 2 or too_large:
         return f"{text}."
     smaller = replace(cluster, slow=()).resized([outer.size - 1, *(level.size for level in cluster.levels[1:])])
     try:
@@ -292,11 +306,6 @@ def _about_slow_members(result: SearchResult) -> str:
     rest = f"the other {outer.size - 1} {plural(outer.label)}"
     others = f"{rest} alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
-
-
-def _seconds_on(row: Row, cluster: ClusterSpec) -> float:
-    training = replace(row.training, cluster=cluster)
-    return training.step(row.plan, lambda call: predict(training.group, row.plan, call)).seconds
 
 
 def plan(
@@ -318,7 +327,7 @@ def plan(
 
     ``memory`` ("30 GB") limits the memory per device. ``kernel`` ("fa2", "fa3", "fa4", "cudnn") computes attention
     instead of the cluster's own. ``compare`` are plans of yours, which become rows whatever they cost. ``settings`` are
-    those of a ``Run`` (batch, dtype, recompute, zero, gather, ...), and take precedence over the file ``run``;
+    those of a ``Run`` (batch, dtype, recompute, zero, documents, ...), and take precedence over the file ``run``;
     ``batch="auto"`` takes the batch after which more sequences add little. ``price`` per device and hour adds costs.
     ``max_length`` plans for the longest sequence that fits, ``gpus_for`` for the fewest devices that fit the length.
     """
@@ -328,6 +337,7 @@ def plan(
     auto_batch = settings.get("batch") == "auto"
     settings = settings | {"batch": None} if auto_batch else settings
     described = _read_settings(2 * cluster.world if max_length else length, run, settings)
+    documents, described = described.documents, replace(described, documents=())
     limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
     if price is not None and not 0 < price < 1e6:
         raise ValueError(f"price = {price!r} is not a price per device and hour, such as 2.5")
@@ -338,7 +348,9 @@ def plan(
     if auto_batch:
         described = replace(described, batch=worthwhile_batch(cluster, model, described, limit))
     plans = tuple(Plan.parse(text) for text in compare)
-    return Answer(search(cluster, model, described, top, limit, compare=plans), price)
+    sparse = documents or any(model.windows)
+    found = search(cluster, model, described, max(top, LEAST_PRICED) if sparse else top, limit, compare=plans)
+    return Answer(price_sparse(found, replace(described, documents=documents), top), price)
 
 
 def _described(cluster: str | ClusterSpec, model: str | Model, kernel: str | None) -> tuple[ClusterSpec, Model]:

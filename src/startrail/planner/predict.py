@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention call of one layer: sizes, mask and dtype."""
+    """One attention call of one layer: sizes, mask and dtype. ``documents`` are cu_seqlens, () for a single one."""
 
     length: int
     batch: int
@@ -43,6 +44,7 @@ class AttentionShape:
     causal: bool
     dtype: str = "bfloat16"
     window: int | None = None
+    documents: tuple[int, ...] = ()
 
     def local(self, world: int) -> int:
         """Tokens per rank in the zigzag layout."""
@@ -58,8 +60,10 @@ class AttentionShape:
         >>> AttentionShape(4, 1, 1, 1, 1, causal=True).pairs, AttentionShape(4, 1, 1, 1, 1, causal=True, window=2).pairs
         (10, 7)
         """
-        window = min(self.window or self.length, self.length)
-        causal_pairs = window * self.length - window * (window - 1) // 2  # a token itself and the window - 1 before it
+        causal_pairs = 0
+        for start, stop in pairwise(self.documents or (0, self.length)):
+            window = min(self.window or self.length, stop - start)
+            causal_pairs += window * (stop - start) - window * (window - 1) // 2  # itself and the window - 1 before it
         return causal_pairs if self.causal else 2 * causal_pairs - self.length
 
 
@@ -147,26 +151,32 @@ def trace_prediction(cluster: ClusterSpec, plan: Plan, call: AttentionShape, hoo
 
 
 def _simulate_all_ranks(
-    cluster: ClusterSpec,
-    prices: Prices,
-    pass_: Pass,
-    order: Sequence[int] | None,
-    hooks: Hooks | None = None,
+    cluster: ClusterSpec, prices: Prices, pass_: Pass, order: Sequence[int] | None, hooks: Hooks | None = None,
     start: float = 0.0,
-) -> SimulatedPass:
+) -> SimulatedPass:  # fmt: skip
     world = cluster.world
     programs = [build_program.__wrapped__(prices.sizes.plan, world, place, pass_) for place in range(world)]
     marks: list[list[Mark]] = [[] for _ in range(world)]
     tasks = [tasks_of(program, prices, marks[rank] if hooks else None) for rank, program in enumerate(programs)]
-    wires = _Wires(cluster, order or range(world))
-    speeds = [wires.speed(place) for place in range(world)]
     ends: list[list[float]] = [[0.0] for _ in range(world)]
     on_task = (lambda rank, now: ends[rank].append(now)) if hooks else None
-    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
-    seconds = simulator.run()
+    simulated = simulate_tasks(cluster, tasks, order, on_task)
     if hooks is not None:
         for rank in range(world):
             _tell(hooks(rank), programs[rank], tasks[rank], marks[rank], [start + end for end in ends[rank]])
+    return simulated
+
+
+def simulate_tasks(
+    cluster: ClusterSpec, tasks: Sequence[list[Task]], order: Sequence[int] | None = None,
+    on_task: Callable[[int, float], None] | None = None,
+) -> SimulatedPass:  # fmt: skip
+    """Play the tasks of all ranks."""
+    world = cluster.world
+    wires = _Wires(cluster, order or range(world))
+    speeds = [wires.speed(place) for place in range(world)]
+    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
+    seconds = simulator.run()
     waiting = sum(rank.waiting for rank in simulator.ranks) / world
     sent = tuple(nbytes / world for nbytes in simulator.sent)
     return SimulatedPass(seconds, waiting, sent, wires.busiest(simulator.carried))

@@ -24,7 +24,7 @@ from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass
+from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
@@ -121,18 +121,23 @@ class Prices:
         shapes = {self._shape(row, column, shards) for row in both for column in both}
         return min(self._shaped(pass_, shape, first, first) for shape in shapes for first in (False, True))
 
-    def kernel(self, pass_: Pass, area: float, rows: float, causal: bool = False) -> float:
-        """Seconds of one kernel call over ``area`` visible pairs of ``rows`` queries."""
-        side, share = sqrt(area), 1.0
+    def kernel(self, pass_: Pass, area: float, rows: float, causal: bool = False, parts: int = 1) -> float:
+        """Seconds of one kernel call over ``area`` visible pairs of ``rows`` queries, in ``parts`` of similar size that
+        do not see each other."""
+        side, share = sqrt(area / parts), 1.0
         if self.rates.kernel is not None:
-            side = sqrt(2 * area) if causal else side
+            side = sqrt(2 * area / parts) if causal else side
             share = occupancy(self.batch * self.heads * rows / TILE_ROWS)
         speed = self.rates.speed(pass_.name, causal, self.sizes.head_dim, side) * share
         return area * self.flops_per_pair(pass_) / speed + self.cluster.device.call
 
-    def accumulate(self, pass_: Pass, rows: float, keys: float, new_row: bool, new_key: bool) -> float:
-        """Seconds to add a block's results to ``rows`` rows of a shard and, in the backward pass, to ``keys`` keys."""
+    def accumulate(
+        self, pass_: Pass, rows: float, keys: float, new_row: bool, new_key: bool, all_keys: int | None = None
+    ) -> float:
+        """Seconds to add a block's results to ``rows`` rows of a shard and, in the backward pass, to ``keys`` keys of a
+        shard, or of a bundle of ``all_keys``."""
         sizes = self.sizes
+        whole = [sizes.tokens, *2 * [sizes.tokens if all_keys is None else all_keys]]
         by_row = self.batch * self.heads * (sizes.out_dim if pass_ is FORWARD else sizes.head_dim)
         parts = [(by_row, rows, new_row)]
         if pass_ is not FORWARD:
@@ -141,13 +146,13 @@ class Prices:
         if stated is not None and self.cluster.world == sizes.plan.heads:
             return 0.0  # one block only
         nbytes = 0.0
-        for numbers, tokens, new in parts:
+        for (numbers, tokens, new), every in zip(parts, whole, strict=False):
             if stated is not None:
                 nbytes += numbers * tokens * stated
-            elif new and tokens == sizes.tokens:  # converted, unless it has the dtype of the sum
+            elif new and tokens == every:  # converted, unless it has the dtype of the sum
                 nbytes += numbers * tokens * (0 if sizes.itemsize == WIDE else sizes.itemsize + WIDE)
             else:  # a new sum for all tokens begins with zeros
-                nbytes += numbers * (tokens * (sizes.itemsize + 2 * WIDE) + (sizes.tokens * WIDE if new else 0))
+                nbytes += numbers * (tokens * (sizes.itemsize + 2 * WIDE) + (every * WIDE if new else 0))
         return self.touch(nbytes) + len(parts) * self.cluster.device.call
 
     def kernel_bound(self, pass_: Pass, area: float) -> float:
@@ -228,7 +233,8 @@ class Mark(NamedTuple):
 
 def tasks_of(program: Program, prices: Prices, marks: list[Mark] | None = None) -> list[Task]:
     """The tasks of a program. ``marks`` gets one entry per event, for traces."""
-    pricing = _Pricing(program, prices)
+    pricing = ProgramPricing(program, prices, [])
+    pricing.work = prices.cluster.device.start / 2
     walker, handlers = Walker(program), handlers_of(pricing)
     for step in walker.steps():
         for event in step.events:
@@ -236,20 +242,24 @@ def tasks_of(program: Program, prices: Prices, marks: list[Mark] | None = None) 
             if marks is not None:
                 marks.append(Mark(step.number, event, len(pricing.tasks), pricing.work))
     pricing.finish(walker)
+    pricing.work += prices.cluster.device.start / 2
+    pricing.flush()
     if marks is not None:
         marks.append(Mark(len(program.steps), Finish(walker.home), len(pricing.tasks), 0.0))
     return pricing.tasks
 
 
-class _Pricing:
-    """Turns the events of a walk into tasks. Compute time accumulates until the next post or wait."""
+class ProgramPricing:
+    """Turns the events of a walk into tasks. Compute time accumulates until the next post or wait. Programs that run
+    in turns add to the same ``tasks``: each then adds ``number`` to those of its messages, and ``lane`` to its lanes.
+    """
 
-    def __init__(self, program: Program, prices: Prices) -> None:
+    def __init__(self, program: Program, prices: Prices, tasks: list[Task], number: int = 0, lane: int = 0) -> None:
         self.program, self.prices, self.device = program, prices, prices.cluster.device
         self.nbytes, self.copy = prices.sizes.by_kind, prices.copy
-        self.tasks: list[Task] = []
+        self.tasks, self.number, self.lane = tasks, number, lane
         self.begun: set[tuple[str, int, int]] = set()  # results that blocks or merges have added to
-        self.work = self.device.start / 2
+        self.work = 0.0
 
     def flush(self) -> None:
         if self.work:
@@ -259,13 +269,22 @@ class _Pricing:
     def wait(self, messages: list[int]) -> None:
         if messages:
             self.flush()
-            self.tasks.append(WaitTask(messages))
+            self.tasks.append(WaitTask([self.number + message for message in messages]))
 
-    def pack(self, kind: str) -> float:
+    def share(self, piece: Piece) -> float:
+        """The tokens of a bundle, as a share of those of a shard."""
+        bundle = self.program.bundles.get(piece.shard)
+        return 1 if bundle is None else bundle.tokens / self.prices.sizes.tokens
+
+    def bytes_of(self, piece: Piece) -> int:
+        bundle, nbytes = self.program.bundles.get(piece.shard), self.nbytes[piece.kind]
+        return nbytes if bundle is None else nbytes // self.prices.sizes.tokens * bundle.tokens
+
+    def pack(self, piece: Piece) -> float:
         """Copying a piece into a message: inputs as they are, results from their float32 sums."""
-        nbytes = self.nbytes[kind]
+        kind, nbytes = piece.kind, self.nbytes[piece.kind]
         from_sums = kind in RESULTS and self.prices.engine.merge is None
-        return self.prices.touch(nbytes + (self.prices.wide[kind] if from_sums else nbytes))
+        return self.prices.touch(nbytes + (self.prices.wide[kind] if from_sums else nbytes)) * self.share(piece)
 
     def arrive(self, event: Await) -> None:
         self.wait(event.messages)
@@ -274,20 +293,21 @@ class _Pricing:
 
     def post(self, event: Post) -> None:
         exchanged = sum(self.nbytes[piece.kind] for piece in event.exchanged)
-        self.work += sum(self.pack(piece.kind) for piece in event.exchanged)
+        self.work += sum(self.pack(piece) for piece in event.exchanged)
         part, priced = exchanged / self.program.place.num_heads, []
         for message in event.messages:
-            nbytes = part if message.head is not None else self.nbytes[message.pieces[0].kind]
+            piece = message.pieces[0]
+            nbytes = part if message.head is not None else self.bytes_of(piece)
             if message.packs:
-                piece = message.pieces[0]
-                self.work += self.pack(piece.kind)
+                self.work += self.pack(piece)
                 self.begun.discard((piece.kind, piece.shard, piece.group))  # a sent result is no longer ours
             self.work += self.device.post
-            priced.append(PricedMessage(message.send, message.lane, message.peer, nbytes, message.number))
+            number, lane = self.number + message.number, self.lane + message.lane
+            priced.append(PricedMessage(message.send, lane, message.peer, nbytes, number))
         self.flush()
         self.tasks.append(PostTask(priced))
         if not self.prices.engine.overlaps:
-            self.wait([message.number for message in priced])
+            self.wait([message.number for message in event.messages])
 
     def prepare(self, event: Prepare) -> None:
         if event.piece.kind == "do":  # the stand-in for the row's output
@@ -311,21 +331,26 @@ class _Pricing:
         return True
 
     def combine(self, event: Combine) -> None:
-        """Reads the partial result, and reads and writes the sum, which begins with zeros."""
+        """Reads the partial result, and reads and writes the sum, which begins with zeros. A bundle is added to the
+        sums of all pieces that its tokens came from."""
         self.wait([event.message])
         kind, shard, group = event.piece
-        wide = self.prices.wide[kind]
-        nbytes = self.nbytes[kind] + 2 * wide + (wide if self.begin(kind, shard, group) else 0)
-        launches = 2 if kind == "dkv" else 1  # one per tensor; out and lse are merged at once
+        wide, bundle = self.prices.wide[kind], self.program.bundles.get(shard)
+        into = [shard] if bundle is None else list(dict.fromkeys(source.shard for source in bundle.sources))
+        nbytes = (self.nbytes[kind] + 2 * wide) * self.share(event.piece)
+        for each in into:
+            if self.begin(kind, each, group):
+                nbytes += wide * self.share(event.piece._replace(shard=each))
+        launches = len(into) * (2 if kind == "dkv" else 1)  # one per tensor; out and lse are merged at once
         self.work += launches * self.device.call + self.prices.touch(nbytes)
 
     def finish(self, walker: Walker) -> None:
         self.wait(walker.home)
         over_heads = self.program.place.num_heads > 1  # then the sums were packed, and arrive in the wire's dtype
         for kind in self.program.pass_.results:
-            self.work += self.program.plan.groups * (self.copy(self.nbytes[kind]) if over_heads else self.pack(kind))
+            own = Piece(kind, self.program.place.shard, 0)
+            self.work += self.program.plan.groups * (self.copy(self.nbytes[kind]) if over_heads else self.pack(own))
         self.wait(walker.sends)
-        self.work += self.device.start / 2
         self.flush()
 
 

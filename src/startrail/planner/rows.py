@@ -92,7 +92,8 @@ class SearchResult:
     cannot be used, with the reason. ``dropped`` counts plans that cannot be used, by reason. ``bounded`` counts
     combinations of levels with a bound, whatever their options. ``closest``: of the plans that need too much memory,
     the fastest by its bound, and the bytes that it is over. ``peers``: Ring Attention as others run it.
-    ``too_large``: the paper's schedules that need too much memory."""
+    ``too_large``: the paper's schedules that need too much memory. ``runs``: what runs with the best plan, by kind of
+    layer, if documents or windows decide it."""
 
     cluster: ClusterSpec
     model: Model
@@ -106,6 +107,7 @@ class SearchResult:
     closest: tuple[Plan, float] | None = None
     peers: tuple[Row, ...] = ()
     too_large: tuple[Row, ...] = ()
+    runs: tuple[str, ...] = ()
 
     @property
     def best(self) -> Row:

@@ -265,24 +265,7 @@ class _Search:
         return Row(plan, training, training.step(plan, predicted))
 
     def result(self) -> SearchResult:
-        """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
-        all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
-        waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
-        fastest = min(row.seconds for row in self.rows)
-        tied = [row for row in self.rows if row.seconds <= fastest * (1 + TIE_SHARE)]
-        exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
-        least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
-
-        def rank(row: Row) -> tuple[object, ...]:
-            if row not in tied:
-                return 1, row.seconds
-            plan = row.plan
-            sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
-            simple = len(plan.levels) + (plan.keep != "none")
-            outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
-            return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
-
-        ranked = _without_twins(sorted(self.rows, key=rank))
+        ranked = ranked_rows(self.rows)
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
@@ -339,6 +322,27 @@ class _Search:
             if fits(cluster.resized([sizes[0] * factor, *sizes[1:]]), run):
                 yield f"{factor} times the {plural(cluster.levels[0].label)} would fit"
                 break
+
+
+def ranked_rows(rows: list[Row]) -> list[Row]:
+    """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
+    all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
+    waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
+    fastest = min(row.seconds for row in rows)
+    tied = [row for row in rows if row.seconds <= fastest * (1 + TIE_SHARE)]
+    exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
+    least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
+
+    def rank(row: Row) -> tuple[object, ...]:
+        if row not in tied:
+            return 1, row.seconds
+        plan = row.plan
+        sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
+        simple = len(plan.levels) + (plan.keep != "none")
+        outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
+        return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
+
+    return _without_twins(sorted(rows, key=rank))
 
 
 def _without_twins(rows: list[Row]) -> list[Row]:

@@ -79,7 +79,7 @@ class Training:
         model, run = self.model, self.run
         window = None if window is None or window >= run.length else window
         heads = model.heads // run.tensor, model.kv_heads // run.tensor, model.head_dim
-        return AttentionShape(run.length, self.batch, *heads, model.causal, run.dtype, window)
+        return AttentionShape(run.length, self.batch, *heads, model.causal, run.dtype, window, run.document_ends)
 
     @cached_property
     def calls(self) -> dict[AttentionShape, int]:

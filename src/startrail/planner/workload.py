@@ -13,6 +13,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from startrail.planner.cluster import DTYPES
+from startrail.planner.sparse.documents import Documents, check_documents, document_ends, read_documents
 from startrail.planner.units import (
     MAX_COUNT,
     MAX_SIZE,
@@ -119,7 +120,8 @@ class Run:
     attention is computed again, as Hugging Face does. ``offload``: those inputs are in host memory;
     ``offload_states``: so are parameters, gradients and moments, and the optimizer runs there. ``states``: the dtype of
     parameters, gradients and moments; ``residual``: that of the layers' inputs (default: ``states``). ``fp8``: matrix
-    products of layers in FP8. ``tile_mlp``: the MLP is computed in chunks of tokens."""
+    products of layers in FP8. ``tile_mlp``: the MLP is computed in chunks of tokens. ``documents``: how each sequence
+    is packed, () for one document: a distribution's name, or lengths that are repeated and cut to fill it."""
 
     length: int
     batch: int = 1
@@ -137,6 +139,7 @@ class Run:
     residual: str = ""
     fp8: bool = False
     tile_mlp: bool = False
+    documents: Documents = ()
 
     def __post_init__(self) -> None:
         for name, other in (("gather", self.dtype), ("residual", self.states)):
@@ -151,6 +154,7 @@ class Run:
         for name in SWITCHES:
             fields.boolean(name)
         fields.choice("zero", ZERO)
+        check_documents(self.documents)
         for name in ("repeat_attention", "offload"):
             if getattr(self, name) and not self.recompute:
                 raise ValueError(f"{name} = true needs recompute = true: layers that keep everything repeat nothing")
@@ -158,6 +162,11 @@ class Run:
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype]
+
+    @property
+    def document_ends(self) -> tuple[int, ...]:
+        """cu_seqlens of a packed sequence; () for one document."""
+        return document_ends(self.documents, self.length)
 
 
 def check_heads(heads: object, kv_heads: object) -> None:
@@ -184,6 +193,8 @@ def read_run(table: Table, where: str) -> Run:
     fields = check_keys(table, known, ("length",), where)
     values = {key: value for key, value in table.items() if key != "description"}
     values |= {key: fields.count(key) for key in COUNTS if key in values}
+    if "documents" in values:
+        values["documents"] = read_documents(values["documents"], where)
     for key in ("gather", "residual"):
         if key in values:
             fields.choice(key, tuple(DTYPES))

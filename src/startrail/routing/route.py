@@ -80,26 +80,30 @@ def route_of(
 ) -> tuple[ZoneRoute, ...]:  # fmt: skip
     """The routes of a rank's zones, outermost first. ``mask`` includes documents and blocks. ``sizes`` are those of the
     plan for the whole batch. With ``sparse=False`` every zone uses the plan."""
-    routes = []
-    for zone, start in layout.zones_of(rank):
-        inner = plan.inside(zone.level)
-        of_zone = replace(sizes, plan=inner, local=zone.tokens)
-        keep_own, member = plan.keeps_exchanged, rank - zone.first
-        plan_bytes = direct_bytes = None
-        if not inner.family.by_mask:
-            plan_bytes = _plan_bytes(of_zone, zone.size)
-        fetches = None
-        if zone.size > 1 and (inner.family.by_mask or (sparse and is_narrow(zone, layout.length, mask))):
-            fetches = fetches_in(inner, zone, layout.length, mask)
-            direct = replace(of_zone, plan=Plan((DirectLevel(),)))
-            per_token = 2 * _bytes_per_token(direct, "kv") + _bytes_per_token(direct, "dkv")  # keys in both passes
-            direct_bytes = tuple(count * per_token for count in fetches.tokens_by_level())
-            if plan_bytes is None or direct_bytes < plan_bytes:
-                of_zone = direct
-            else:
-                fetches = None
-        routes.append(ZoneRoute(zone, start, member, inner, of_zone, fetches, keep_own, plan_bytes or (), direct_bytes))
-    return tuple(routes)
+    return tuple(
+        replace(zone_route(plan, zone, layout.length, mask, sizes, sparse), start=start, member=rank - zone.first)
+        for zone, start in layout.zones_of(rank)
+    )
+
+
+def zone_route(plan: Plan, zone: Zone, length: int, mask: Mask, sizes: Sizes, sparse: bool = True) -> ZoneRoute:
+    """The route of a zone, as its first rank has it if it has no larger zone."""
+    inner = plan.inside(zone.level)
+    of_zone = replace(sizes, plan=inner, local=zone.tokens)
+    plan_bytes = direct_bytes = None
+    if not inner.family.by_mask:
+        plan_bytes = _plan_bytes(of_zone, zone.size)
+    fetches = None
+    if zone.size > 1 and (inner.family.by_mask or (sparse and is_narrow(zone, length, mask))):
+        fetches = fetches_in(inner, zone, length, mask)
+        direct = replace(of_zone, plan=Plan((DirectLevel(),)))
+        per_token = 2 * _bytes_per_token(direct, "kv") + _bytes_per_token(direct, "dkv")  # keys in both passes
+        direct_bytes = tuple(count * per_token for count in fetches.tokens_by_level())
+        if plan_bytes is None or direct_bytes < plan_bytes:
+            of_zone = direct
+        else:
+            fetches = None
+    return ZoneRoute(zone, 0, 0, inner, of_zone, fetches, plan.keeps_exchanged, plan_bytes or (), direct_bytes)
 
 
 def _bytes_per_token(sizes: Sizes, kind: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from startrail.planner.predict import predict
 from startrail.planner.rows import Row, SearchResult
+from startrail.planner.sparse.advice import price_row
 from startrail.planner.step import Training
 
 SHOWN = 3  # of the best plans
@@ -73,5 +73,4 @@ def _tokens_per_second(row: Row, share: float) -> float | None:
     memory = training.memory(row.plan)
     if memory.total > memory.limit:
         return None
-    step = training.step(row.plan, lambda call: predict(training.group, row.plan, call))
-    return replace(row, training=training, step=step).tokens_per_second
+    return price_row(replace(row, training=training)).tokens_per_second

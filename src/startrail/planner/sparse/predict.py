@@ -1,0 +1,198 @@
+"""Predicts an attention call over packed documents or under a window: the engine's layout, routes and tiles.
+
+Every rank is simulated, because ranks differ: each has documents of its own.
+
+>>> from startrail.planner.cluster import find_cluster
+>>> cluster, plan = find_cluster("a100-4x8@2x2"), Plan.parse("1x2/1x2")
+>>> call = AttentionShape(length=8192, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
+>>> packed = predict_sparse(cluster, plan, call, documents=tuple(range(0, 8193, 512)))
+>>> packed.sent, packed.seconds < predict(cluster, plan, call).seconds    # every document stays on one rank
+((0.0, 0.0), True)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from startrail.geometry.bands import bands_of
+from startrail.geometry.layout import Layout, Runs
+from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import Tile, segments_of, tiles_of
+from startrail.geometry.zones import ZoneLevel, make_layout
+from startrail.planner.cluster import ClusterSpec
+from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
+from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task
+from startrail.routing.route import ZoneRoute, zone_route
+from startrail.schedule.parts import run_order
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import FORWARD, PASSES, Pass
+from startrail.schedule.walk import Walker, handlers_of
+
+MAX_RANKS = 256  # all of which are simulated
+MAX_SHARDS = 8  # of a zone, whose blocks are all cut into tiles
+MESSAGES_PER_PART = 1 << 24
+
+
+def predict_sparse(
+    cluster: ClusterSpec,
+    plan: Plan,
+    call: AttentionShape,
+    documents: tuple[int, ...] = (),
+    window: int | None = None,
+) -> Prediction:
+    """Predict both passes of ``call`` with these documents (cu_seqlens) and this window, or with its own."""
+    call = replace(call, documents=documents or call.documents, window=window or call.window)
+    sparse = SparseCall(cluster, plan, call)
+    return Prediction(*(simulate_tasks(cluster, sparse.tasks(pass_)) for pass_ in PASSES))
+
+
+def predict_call(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prediction:
+    """Predict what the engine runs: by zones and directly if there are documents or a window, else the plan. In worlds
+    too large to simulate every rank, a window saves no bytes, which is too slow, and documents are a mistake."""
+    if cluster.world > 1 and (call.documents or call.window is not None):
+        if cluster.world <= MAX_RANKS:
+            return predict_sparse(cluster, plan, call)
+        if call.documents:
+            raise ValueError(f"documents can be planned for up to {MAX_RANKS} ranks per group, not {cluster.world}")
+    return predict(cluster, plan, call)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseCall:
+    """One call with its layout and routes."""
+
+    cluster: ClusterSpec
+    plan: Plan
+    call: AttentionShape
+
+    @cached_property
+    def mask(self) -> Mask:
+        documents = self.call.documents if len(self.call.documents) > 2 else None
+        return Mask(self.call.causal, self.call.window, documents)
+
+    @cached_property
+    def layout(self) -> Layout:
+        levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.cluster.world)]
+        return make_layout("zones", levels, self.call.documents or (0, self.call.length))
+
+    @cached_property
+    def zones(self) -> tuple[tuple[ZoneRoute, TilePrices], ...]:
+        """The route of every zone, and its prices."""
+        call, layout = self.call, self.layout
+        sizes = replace(call.sizes(self.plan, self.cluster.world), local=layout.local)
+        routes = [zone_route(self.plan, zone, layout.length, self.mask, sizes) for zone in layout.zones]
+        return tuple((route, self._prices(route)) for route in routes)
+
+    def _prices(self, route: ZoneRoute) -> TilePrices:
+        return TilePrices(self.cluster, route.sizes, self.mask, self.call.dtype, _runs_of(route, self.layout.length))
+
+    @cached_property
+    def routes(self) -> tuple[tuple[tuple[ZoneRoute, TilePrices], ...], ...]:
+        """The routes of every rank, with their prices, outermost zones first."""
+        found: list[list[tuple[ZoneRoute, TilePrices]]] = [[] for _ in range(self.cluster.world)]
+        held = [0] * self.cluster.world
+        for route, prices in self.zones:
+            for member in range(route.zone.size):
+                rank = route.zone.first + member
+                found[rank].append((replace(route, start=held[rank], member=member), prices))
+                held[rank] += route.zone.tokens
+        return tuple(map(tuple, found))
+
+    def tasks(self, pass_: Pass) -> list[list[Task]]:
+        """The tasks of every rank in one pass."""
+        return [self._tasks_of_rank(of_rank, pass_) for of_rank in self.routes]
+
+    def _tasks_of_rank(self, routes: Sequence[tuple[ZoneRoute, TilePrices]], pass_: Pass) -> list[Task]:
+        half = self.cluster.device.start / 2
+        tasks: list[Task] = [ComputeTask(half)] if half else []
+        programs = [route.program(pass_) for route, _ in routes]
+        pricings, walkers, walks = [], [], []
+        for part, ((route, prices), program) in enumerate(zip(routes, programs, strict=True)):
+            # gloo's tags tell the parts apart; NCCL's lanes run one message after the other, whatever part it is of
+            lane = 0 if self.cluster.transport == "nccl" else 2 * len(self.plan.levels) * route.zone.level
+            pricings.append(ProgramPricing(program, prices, tasks, part * MESSAGES_PER_PART, lane))
+            walkers.append(Walker(program))
+            walks.append(walkers[-1].steps())
+        handlers = [handlers_of(pricing) for pricing in pricings]
+        for part, _ in run_order(programs):
+            for event in next(walks[part]).events:
+                handlers[part][type(event)](event)
+            pricings[part].flush()
+        for pricing, walker, walk in zip(pricings, walkers, walks, strict=True):
+            assert next(walk, None) is None, "every step has run"
+            pricing.finish(walker)
+        return [*tasks, ComputeTask(half)] if half else tasks
+
+    def describe(self) -> str:
+        """What runs, by the share of tokens: '12 % over 16 ranks by 1x2/u8, 80 % over 8 direct, 8 % alone'."""
+        shares: Counter[tuple[int, str]] = Counter()
+        for route, _ in self.zones:
+            how = "alone" if route.zone.size == 1 else "direct" if route.fetches else f"by {route.chosen}"
+            shares[route.zone.size, how] += route.zone.tokens * route.zone.size
+        total = sum(shares.values())
+        return ", ".join(
+            f"{tokens / total:.0%} " + (how if ranks == 1 else f"over {ranks} ranks {how}")
+            for (ranks, how), tokens in sorted(shares.items(), reverse=True)
+        )
+
+
+def _runs_of(route: ZoneRoute, length: int) -> Callable[[int], Runs]:
+    """The tokens of a zone's shards and bundles, by number."""
+    zone, fetches = route.zone, route.fetches
+    if fetches is None:
+        place = route.chosen.place(zone.size, 0)
+        return lambda shard: zone.runs_of(place.shard_ranks(shard), length)
+    messages = list(fetches.messages.values())
+    return lambda shard: zone.runs_of((shard,), length) if shard < zone.size else messages[shard - zone.size]
+
+
+class TilePrices(Prices):
+    """Prices of one zone's call. Blocks cost what their visible tiles do, as the backend cuts them: where the kernel is
+    known (a GPU's), calls with a window and several documents; else rectangles, some of them under a mask. Zigzag
+    shards of the same documents differ by a few tokens: where there are many, all blocks cost as those of the middle
+    shard with itself, an earlier and a later one."""
+
+    def __init__(
+        self, cluster: ClusterSpec, sizes: Sizes, mask: Mask, dtype: str, runs_of: Callable[[int], Runs]
+    ) -> None:
+        super().__init__(cluster, sizes, mask.causal, mask.window, dtype)
+        self.mask, self._runs_of = mask, lru_cache(maxsize=None)(runs_of)
+        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
+
+    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
+        if (row, column) not in self._tiles:
+            rows, keys = self._runs_of(row), self._runs_of(column)
+            if self.rates.kernel is not None:
+                tiles = tuple(bands_of(segments_of(self.mask, rows, keys)))
+            else:
+                tiles = tiles_of(self.mask, rows, keys)
+            self._tiles[row, column] = tiles
+        return self._tiles[row, column]
+
+    def block(
+        self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False
+    ) -> float:
+        if self.window is None and shards > MAX_SHARDS and column < shards:
+            middle = shards // 2
+            row, column = middle, middle - 1 if column < row else middle + 1 if column > row else middle
+        keys = sum(count for _, count in self._runs_of(column))
+        seconds = 0.0
+        for tile in self.tiles(row, column):
+            seconds += self._kernel(pass_, tile)
+            seconds += self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, new_row, new_key, keys)
+            new_row = new_key = False
+        return seconds
+
+    def _kernel(self, pass_: Pass, tile: Tile) -> float:
+        rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+        if tile.form == "masked":  # the kernel computes all of it
+            return self.kernel(pass_, rows * keys, rows)
+        seconds = self.kernel(pass_, tile.area, rows, tile.form != "full", max(len(tile.packs), 1))
+        if tile.form == "anticausal":  # inputs and results are copied in reverse order
+            elements = self.batch * self.heads * self.sizes.head_dim * (rows + keys)
+            seconds += self.copy(elements * self.sizes.itemsize * (2 if pass_ is FORWARD else 4))
+        return seconds
