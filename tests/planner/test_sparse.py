@@ -16,7 +16,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 
 CLUSTERS = {name: find_cluster(f"{name}@2x4") for name in ("lab", "h100-8x8")}
-LENGTHS = tuple(document_lengths("pretraining", 4000, seed=3, scale= / 192_0003000))
+LENGTHS = tuple(document_lengths("pretraining", 4000, seed=3, scale=1 / 64))
 PLANS = ("1x8", "1x2/u4", "u2/2x2,groups=2", "2x1/1x4,keep=all", "star2")
 
 
