@@ -163,7 +163,7 @@ class _NextTokens(torch.autograd.Function):
             log_p, counted, target = _log_probs(hidden, weight, labels, rows, ctx.settings)
             p = log_p.exp()
             log_probs[rows] = log_p.gather(1, target).squeeze(1).masked_fill(~counted, 0)
-            entropy[rows] = -(p * log_p).sum(1).masked_fill(~counted, 0)
+            entropy[rows] = (p * log_p).sum(1).neg().masked_fill(~counted, 0)
             if other_hidden is not None and other_weight is not None:
                 log_q = _log_probs(other_hidden, other_weight, labels, rows, ctx.settings)[0]
                 kl[rows] = (p * (log_p - log_q)).sum(1).masked_fill(~counted, 0)
