@@ -13,7 +13,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from startrail.cli import main as cli
-from tests.helpers import ROOT, write_words
+from tests.helpers import ROOT, free_port, write_words
 
 RANKS = 4
 EXAMPLES = ("own_loop_fsdp2", "hf_causal_lm", "rl_log_probs")
@@ -50,11 +49,6 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
         assert cli(["train", "gpt-tiny", *TRAIN.split(), "--data", os.path.join(folder, "texts"), "--out", out]) == 0
 
     return {**{name: example(name) for name in names}, "train": train}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Finished(BaseException):

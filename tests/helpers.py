@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -194,6 +196,14 @@ def refusal(argv: Sequence[str], capture: Any) -> str:
     out, error = capture.readouterr()
     assert (out, error.count("\n")) == ("", 1), out + error
     return error
+
+
+def free_port() -> int:
+    """A port to listen on at loopback, below those that the system gives to others meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:

@@ -20,7 +20,7 @@ from startrail.comm.gather import gather_texts
 from startrail.comm.sanity import check_same_parameters
 from startrail.launch.local import run_local
 from tests import like_nccl
-from tests.helpers import dense, error_of, qkv, tensors, worst
+from tests.helpers import dense, error_of, free_port, qkv, tensors, worst
 
 
 def timed(function):
@@ -344,14 +344,6 @@ def test_a_store_host_that_dies_or_hangs_raises_peer_error_without_an_abort(tmp_
     assert "PeerError after" in text, text
     assert ranks[1].returncode == 0, text
     assert "terminate called" not in text
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_long_waits_log_what_they_wait_for():
