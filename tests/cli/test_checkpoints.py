@@ -117,7 +117,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(trained, tmp
 
 
 class Bomb:
-    """Whoever unpickles it writes a file."""
+    """Unpickling it writes a file."""
 
     def __init__(self, path):
         self.path = str(path)

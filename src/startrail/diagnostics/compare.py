@@ -82,7 +82,7 @@ def differing(actual: Gradients, expected: Gradients, limit: float, each: bool) 
 
 
 def factor_of(actual: Gradients, expected: Gradients, limit: float) -> float | None:
-    """The factor by which every gradient in ``actual`` exceeds that in ``expected``; None if there is none."""
+    """The factor by which every gradient in ``actual`` exceeds that in ``expected``; None if they differ."""
     a, b = (torch.cat([x[name].flatten() for name in expected]) for x in (actual, expected))
     factor = float(a @ b / (b @ b).clamp(min=1e-300))
     scaled = {name: factor * x for name, x in expected.items()}

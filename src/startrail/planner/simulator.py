@@ -83,7 +83,7 @@ class _SimulatedRank:
 class Simulator:
     """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank,
     relative to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives;
-    ``on_task`` is told the rank and the time when a task ends, in the order of the rank's tasks."""
+    ``on_task`` is called with the rank and the time when a task ends, in the order of the rank's tasks."""
 
     def __init__(
         self,

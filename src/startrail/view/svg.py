@@ -80,7 +80,7 @@ def grids_of(plan: Plan, world: int) -> list[Grid]:
 
 
 def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0) -> str:
-    """The drawing as text. With a ``mask`` and a ``length``, the attention matrix stands beside the rings."""
+    """The drawing as text. With a ``mask`` and a ``length``, the attention matrix is drawn next to the rings."""
     world = machine.world
     plan.check_world(world)
     if world > MAX_DRAWN:
