@@ -126,11 +126,7 @@ class Partial(Accumulator[tuple[Tensor, Tensor]]):
         if fused is not None:
             self._wait((out, lse), rows, patient=donated and not wide)
             return
-        mine, total = _rows(self.out, rows), _rows(self.lse, rows)
-        lse = lse.double()
-        weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN if neither has seen a key
-        mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
-        total.copy_(torch.logaddexp(total, lse))
+        merge_rows(_rows(self.out, rows), _rows(self.lse, rows), out, lse)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.lse, self.out
@@ -138,6 +134,14 @@ class Partial(Accumulator[tuple[Tensor, Tensor]]):
     def take(self, tensors: Sequence[Tensor]) -> None:
         lse, out = tensors
         self.merge(out, lse)
+
+
+def merge_rows(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """Merge results of the same rows into ``out`` and ``lse`` (float64), in place."""
+    new_lse = new_lse.double()
+    weight = torch.sigmoid(new_lse - lse).masked_fill_(new_lse.isneginf(), 0.0)  # not NaN if neither has seen a key
+    out.lerp_(new.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
+    torch.logaddexp(lse, new_lse, out=lse)
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
