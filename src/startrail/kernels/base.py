@@ -47,13 +47,15 @@ class Kernel(ABC):
 
     ``costs`` decide how its blocks are cut into tiles. ``reason`` says why this backend was chosen. With a ``softcap``
     c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits. ``sm_margin``: the
-    multiprocessors of a GPU that transfers hold while blocks are computed."""
+    multiprocessors of a GPU that transfers hold while blocks are computed. ``rows_first``: messages hold (batch, rows,
+    heads, dim). All backends of one device type and dtype agree: ranks may choose different ones."""
 
     name: str
     costs = Costs()
     reason = ""
     softcap: float | None = None
     sm_margin = 0
+    rows_first = False
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
