@@ -24,15 +24,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Wire:
     """``dtype`` is that of the inputs, ``wire_dtype`` that of messages. A piece consists of chunks of ``chunk`` tokens;
     ``places`` says for each head rank where its chunks stand in the piece (``Zone.places``). ``rows_first``: the bytes
-    are in the order (batch, rows, heads, dim), as the kernel takes them; views are (batch, heads, rows, dim) in any case.
+    are in the order (batch, rows, heads, dim), as the kernel takes them; views are (batch, heads, rows, dim) anyway.
 
     ``nbytes`` are the bytes of a whole piece by kind, ``part_bytes`` those of one head rank's tokens. ``format`` tells
     apart pieces whose bytes mean different things; it is a text because Python caches a text's hash.
     """
 
     def __init__(
-        self, sizes: Sizes, dtype: torch.dtype, wire_dtype: torch.dtype, chunk: int, places: tuple[tuple[int, ...], ...],
-        rows_first: bool = False,
+        self, sizes: Sizes, dtype: torch.dtype, wire_dtype: torch.dtype,
+        chunk: int, places: tuple[tuple[int, ...], ...], rows_first: bool = False,
     ) -> None:  # fmt: skip
         self.sizes, self.dtype, self.wire_dtype, self.rows_first = sizes, dtype, wire_dtype, rows_first
         self.chunk, self.places = chunk, places

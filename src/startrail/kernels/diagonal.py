@@ -48,10 +48,10 @@ def forward_causal(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 def _forward_one(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     rows = q.shape[2]
-    side = smallest_side(rows)
-    first, first_lse = forward(*(_squares(x, side, 0, side) for x in (q, k, v)), True)
+    least = smallest_side(rows)
+    first, first_lse = forward(*(_squares(x, least, 0, least) for x in (q, k, v)), True)
     out, lse = _joined(first), _joined(first_lse).double()
-    for side in _sides(side, rows):
+    for side in _sides(least, rows):
         keys = (_squares(x, side, 0, 2 * side) for x in (k, v))
         new, new_lse = forward(_squares(q, side, side, 2 * side), *keys, False)
         merge_rows(*(_squares(x, side, side, 2 * side) for x in (out, lse)), new, new_lse)
@@ -71,10 +71,10 @@ def _backward_one(
     backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.shape[2]
-    side = smallest_side(rows)
-    first = backward(*(_squares(x, side, 0, side) for x in (dout, q, k, v, out, lse)), True)
+    least = smallest_side(rows)
+    first = backward(*(_squares(x, least, 0, least) for x in (dout, q, k, v, out, lse)), True)
     dq, dk, dv = map(_joined, first)
-    for side in _sides(side, rows):
+    for side in _sides(least, rows):
         dout_, q_, out_, lse_, dq_ = (_squares(x, side, side, 2 * side) for x in (dout, q, out, lse, dq))
         k_, v_, dk_, dv_ = (_squares(x, side, 0, 2 * side) for x in (k, v, dk, dv))
         for total, grad in zip((dq_, dk_, dv_), backward(dout_, q_, k_, v_, out_, lse_, False), strict=True):
