@@ -251,8 +251,10 @@ def test_the_host_time_benchmark_runs(capsys):
     assert main(["bench", "engine", "--host", "--plans", "1x8,u4/1x2", "--calls", "3"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert "minimum and median of 3; target: below 1 forward and 1.6 backward" in head
+    *rows, of_batch, of_logits = rows
     assert [row.split()[0] for row in rows] == ["1x8", "u4/1x2"]
     for row in rows:
-        forward, median, backward, last = map(float, row.split()[1:])
-        assert 0 < forward <= median and 0 < backward <= last
+        forward, median, backward, last, batch = map(float, row.split()[1:])
+        assert 0 < forward <= median and 0 < backward <= last and batch > 0
+    assert "4000 documents" in of_batch and "largest logits" in of_logits
     assert not dist.is_initialized()
