@@ -172,13 +172,14 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
         return fused.surrogate_out(dout, delta, picks)
     out, rest, size = torch.zeros_like(dout), delta.unsqueeze(-1), dout.abs()
     limit = torch.finfo(dout.dtype).max
-    for _ in range(picks):
+    for pick in range(picks):
         place = size.argmax(-1, keepdim=True)
         value = dout.gather(-1, place).to(delta.dtype)
         part = (rest / value).clamp(-limit, limit).where(value != 0, 0).where(rest.isfinite(), torch.nan).to(dout.dtype)
         out.scatter_(-1, place, part)
-        size = size.scatter(-1, place, -1)  # do not pick it again
-        rest = rest - value * part
+        if pick + 1 < picks:
+            size.scatter_(-1, place, -1)  # do not pick it again
+            rest = rest - value * part
     return out
 
 
