@@ -123,7 +123,7 @@ def table(plans: Sequence[str], ranks: int, heads: int, calls: int) -> str:
     logits, attention = largest_logits(heads)
     lines += [
         f"new batch: layout and tiles of {DOCUMENTS} documents, {PACKED_TOKENS} tokens per rank, once per batch",
-        f"largest logits of a causal block of {BLOCK} tokens, {heads} heads x {BLOCK_DIM}: {logits:.1f} ms on one thread, "
-        f"its attention {attention:.1f} ms",
+        f"largest logits of a causal block of {BLOCK} tokens, {heads} heads x {BLOCK_DIM}: {logits:.1f} ms on one "
+        f"thread, its attention {attention:.1f} ms",
     ]
     return "\n".join(lines)

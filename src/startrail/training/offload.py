@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 class _Saved:
     """A tensor in pinned host memory, and on the GPU while it is on its way."""
 
-    def __init__(self, x: Tensor, stream: torch.cuda.Stream, block: _Block) -> None:
+    def __init__(self, x: Tensor, stream: torch.cuda.Stream, block: _SavedBlock) -> None:
         self.device, self.stream, self.block = x.device, stream, block
         self.host = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
         stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -42,10 +42,10 @@ class _Saved:
         return back
 
 
-class _Block:
+class _SavedBlock:
     """What one block of the model saves."""
 
-    def __init__(self, before: _Block | None) -> None:
+    def __init__(self, before: _SavedBlock | None) -> None:
         self.saved: list[weakref.ref[_Saved]] = []  # the graph keeps them alive
         self._before = None if before is None else weakref.ref(before)
 
@@ -63,10 +63,10 @@ class HostOffload(saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._block: _Block | None = None
+        self._block: _SavedBlock | None = None
 
     def __enter__(self) -> None:
-        self._block = _Block(self._block)
+        self._block = _SavedBlock(self._block)
         super().__enter__()
 
     def _pack(self, x: Tensor) -> Tensor | _Saved:
