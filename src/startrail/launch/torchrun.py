@@ -37,6 +37,7 @@ def join(device: torch.device, limit: WaitLimit) -> StoreBoard:
         store = PrefixStore(agree_on_prefix(store, rank, world, limit), store)
         board = StoreBoard(store, rank, world)  # every rank has made its own once the group exists
         timeout = timedelta(seconds=group_timeout(limit.seconds))
+        store.set_timeout(timeout)  # it still has that of joining, which may be shorter than any work of a rank
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except JoinError:
         raise

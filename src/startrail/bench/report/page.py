@@ -31,12 +31,13 @@ EMULATED = (
 JUDGED = (
     "Ratios and shares of the bound are judged by medians on the slowest links, where ring is measured at 8 times its "
     "compute or more, and one ratio on faster ones. On faster links the cores that emulate the ranks limit every "
-    "contender: those ratios are often lower, and are shown unjudged. 'Best plan of ours' is the fastest of those "
+    "contender: those ratios are often lower, and are shown unjudged. 'Our best plan' is the fastest of those "
     "with heads outermost, of nested rings, with keep and without."
 )
 WHO = (
-    "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run on links "
-    "for ring at 8x its compute. Ulysses and DeepSpeed need as many heads as ranks and run where heads suffice."
+    "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run where "
+    "Ring Attention communicates 8x as long as it computes. Ulysses and DeepSpeed need as many heads as ranks and run "
+    "where there are enough."
 )
 STYLE = """<style>
 .yes { color: var(--c2); font-weight: 600; } .no { color: var(--c1); font-weight: 600; }
@@ -131,7 +132,7 @@ def page(report: Json, verdicts: Sequence[Claim]) -> str:
         "<h2>How close to the bound?</h2>",
         "<p class='note'>The bound is the larger of compute alone and bytes over rate.</p>",
         bounds(trials),
-        "<h2>Against whom?</h2>",
+        "<h2>How do the peers compare?</h2>",
         against(trials),
         "<h2>How costs grow</h2>",
         _growth(trials),
