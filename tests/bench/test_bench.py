@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ from startrail.launch.local import run_local
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.topology import Machine, rate_for, transfer_seconds
 from startrail.schedule.plan import Plan
-from tests.helpers import ROOT, refusal, torchrun
+from tests.helpers import fork_ranks, refusal
 
 PAIR = Machine(2, 2)
 SMALL = replace(MHA, length=512, q_heads=4, kv_heads=4, batch=2)
@@ -289,15 +289,17 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
     assert "wrong dk" in verdict["found"]
 
 
-def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path):
-    bench = ["-m", "startrail.bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)]
-    ended = subprocess.run([*torchrun(2), *bench], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path, monkeypatch):
+    for trials in (limited_trials, unlimited_trials):
+        short = [replace(trial, work=replace(trial.work, length=128, batch=1)) for trial in trials(1, 2, True)]
+        monkeypatch.setattr(f"startrail.bench.suite.{trials.__name__}", lambda *_, short=short: short)
+    bench, log = ["bench", "--quick", "--minutes", "0.01", "--out", str(tmp_path)], tmp_path / "log"
+    assert fork_ranks(2, partial(main, bench), log) == [0, 0], log.read_text()
     stored = json.loads((tmp_path / "report.json").read_text())
     trial = stored["trials"][0]  # begun before time was over
     assert trial["machine"] == "1x2"
     assert "links as they are" in (tmp_path / "report.html").read_text()
-    assert "all our plans match the results of one process: all of" in ended.stdout
+    assert "all our plans match the results of one process: all of" in log.read_text()
 
 
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))

@@ -113,15 +113,15 @@ def _kind(level: str) -> str:
 def pairwise(plans: Iterable[tuple[str, int]], shapes: int) -> list[tuple[str, int, int]]:
     """(plan, world, index of a shape): a small part of the product of ``plans`` (with their worlds) and ``shapes``.
 
-    Every plan gets three shapes, or two on more than 8 ranks, chosen so that its features meet new shapes. The choice
-    is greedy and deterministic.
+    Every plan gets three shapes, two on more than 4 ranks and one on more than 9, chosen so that its features meet new
+    shapes. The choice is greedy, plans with the most features first, and deterministic.
     """
     chosen: list[tuple[str, int, int]] = []
     met: set[tuple[str, int]] = set()
     uses: Counter[int] = Counter()
-    for plan, world in plans:
+    for plan, world in sorted(plans, key=lambda pair: -len(features(*pair))):
         own, left = features(plan, world), set(range(shapes))
-        for _ in range(3 if world <= 8 else 2):
+        for _ in range(3 if world <= 4 else 2 if world <= 9 else 1):
             shape = min(left, key=lambda shape: (sum((f, shape) in met for f in own), uses[shape], shape))
             left.remove(shape)
             uses[shape] += 1

@@ -95,10 +95,20 @@ class Outcome:
         return Outcome(**fields | {"samples": samples})
 
 
-def prepare_data(trials: Sequence[Trial]) -> dict[Workload, Any]:
-    """Inputs and expected results of all workloads, made once and shared with the forked ranks."""
-    works = {trial.work for trial in trials}
-    return {work: expected_results(work) if work.model else make_data(work) for work in works}
+class DataByWork(dict[Workload, Any]):
+    """Inputs and expected results of workloads, each made when it is first used."""
+
+    def __missing__(self, work: Workload) -> Any:
+        self[work] = expected_results(work) if work.model else make_data(work)
+        return self[work]
+
+
+def prepare_data(trials: Sequence[Trial]) -> DataByWork:
+    """The data of all workloads, made once and shared with the forked ranks."""
+    data = DataByWork()
+    for trial in trials:
+        data[trial.work]
+    return data
 
 
 def make_runner(contender: Contender, machine: Machine, work: Workload, data: Any) -> AttentionRunner | StepRunner:
@@ -309,7 +319,7 @@ def run_on_cluster(
 
 def run_on_group(machine: Machine, trials: Sequence[Trial], seconds: float) -> list[list[Outcome]]:
     """The same on the ranks of torchrun and their real links; every rank gets all outcomes."""
-    mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials, seconds)
+    mine = Ranks(machine, Links(None), DataByWork()).run(trials, seconds)
     gathered = gather_texts(json.dumps([asdict(outcome) for outcome in mine]))
     return [[Outcome.parse(fields) for fields in json.loads(text)] for text in gathered]
 
