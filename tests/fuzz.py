@@ -255,7 +255,7 @@ def test_numbers_that_are_not_finite():
     assert not not_finite(first_seed=20_000, count=20 if FULL else 10)
 
 
-def test_random_cases_cover_the_ground():
+def test_random_cases_cover_every_feature():
     """The search is no use if it never meets the hard parts."""
     cases = [random_case(seed) for seed in range(500)]
     plans = [Plan.parse(case.plan) for case in cases]

@@ -57,7 +57,7 @@ STAR_ACROSS = replace(STAR, name="star2 across", across=True)
 
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
 @pytest.mark.parametrize("limited", [True, False])
-def test_bytes_on_the_links_are_those_of_the_closed_form(limited):
+def test_bytes_on_the_links_equal_the_closed_form(limited):
     ours = (RING, STAR, STAR_ACROSS, NESTED, HEADS)
     trial = Trial(SMALL, (*ours, PEERS[0]), 2.0 if limited else None, repeats=2, seconds=10.0)
     by_rank = run_on_cluster(PAIR, [trial], lambda number, text: None, limited, seconds=50)
@@ -87,7 +87,7 @@ def test_peers_are_right(way, causal):
     assert mistakes == [None] * PAIR.world
 
 
-def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch):
+def test_a_missing_peer_is_reported_with_the_command_that_installs_it(monkeypatch):
     """Also from a wheel, where there is no Makefile."""
     monkeypatch.setattr(measure, "find_spec", lambda name: None)
     texts = {peer.way: unsupported_reason(peer, PAIR, SMALL) for peer in PEERS if peer.way in measure.PACKAGES}
@@ -114,7 +114,7 @@ def test_training_steps_are_checked_to_their_gradients_before_they_are_timed(wor
         assert waited == [True, True]
 
 
-def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
+def test_link_rates_give_the_requested_ratio_of_communication_to_compute():
     busiest = ring_bytes(Machine(4, 8), MHA)
     shard = MHA.length // 32 * MHA.q_heads * MHA.head_dim * 4
     assert busiest == (31 * 2 + 31 * 2 + 32 * 2) * shard
@@ -125,7 +125,7 @@ def test_rates_put_the_textbook_ring_under_the_pressure_asked_for():
         rate_for(busiest, 0.0, 8.0)
 
 
-def test_the_plan_called_auto_is_what_users_get():
+def test_the_auto_contender_uses_the_plan_that_users_get():
     """With links as described: the emulated ones by the trial's rates, real ones measured."""
     assert AUTO in grouped_contenders(4, 8)
     work = replace(GQA, length=64, q_heads=4, batch=1)
@@ -162,7 +162,7 @@ def test_the_table_of_plans_with_heads_outermost_fits_its_machines_and_moves_lea
         assert max(ours) < 1.02 * min(others)  # on two nodes keep moves as little
 
 
-def test_everything_is_planned_to_end_in_time_and_the_claims_come_first():
+def test_the_whole_benchmark_fits_its_time_and_claims_run_first():
     machines, planned = [Machine.parse(text) for text in MACHINES], {True: 0.0, False: 0.0}
     for quick in planned:
         for machine in machines[3:4] if quick else machines:
@@ -176,7 +176,7 @@ def test_everything_is_planned_to_end_in_time_and_the_claims_come_first():
         assert [(trial.pressure, trial.work.causal) for trial in first] == [(PRESSURES[0], True), (PRESSURES[0], False)]
 
 
-def test_who_cannot_take_part_is_named_with_the_reason():
+def test_unsupported_contenders_are_listed_with_the_reason():
     left_out: list[dict[str, str]] = []
     everyone = (*heads_contenders(4, 8, 16), *plan_contenders(4, 8))
     (trial,) = fitting(Machine(4, 8), [Trial(MHA, everyone, 8.0, 1, 1.0)], left_out)
@@ -289,7 +289,7 @@ def test_a_report_renders_from_recorded_data_and_again_from_its_own_json(tmp_pat
     assert "wrong dk" in verdict["found"]
 
 
-def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(tmp_path, monkeypatch):
+def test_under_torchrun_the_job_itself_is_measured_and_reported(tmp_path, monkeypatch):
     for trials in (limited_trials, unlimited_trials):
         short = [replace(trial, work=replace(trial.work, length=128, batch=1)) for trial in trials(1, 2, True)]
         monkeypatch.setattr(f"startrail.bench.suite.{trials.__name__}", lambda *_, short=short: short)
@@ -303,7 +303,7 @@ def test_under_torchrun_the_ranks_and_links_that_there_are_make_the_same_report(
 
 
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
-def test_when_time_is_over_the_rest_is_listed_and_a_failed_machine_is_one_line(tmp_path, capsys, monkeypatch):
+def test_skipped_trials_are_listed_and_a_failed_machine_is_one_line(tmp_path, capsys, monkeypatch):
     trials = [Trial(replace(SMALL, length=64 + n), (RING,), None, repeats=1, seconds=1.0) for n in range(2)]
     assert run_on_cluster(PAIR, trials, lambda number, text: None, False, seconds=1e-6) == [[]] * PAIR.world
     monkeypatch.setattr("startrail.bench.suite.limited_trials", lambda *_: [])

@@ -242,7 +242,7 @@ def test_a_timeout_says_what_every_rank_waits_for():
             assert "rank 1: " in order and "waiting in attention call 2 (forward" in order, order
 
 
-def test_ranks_that_send_each_other_nothing_find_a_difference_as_well():
+def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
     """Whichever rank differs, at whichever level: packed documents may need no message between some ranks."""
 
     def on_rank(rank):

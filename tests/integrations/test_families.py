@@ -57,8 +57,8 @@ def test_chunks_count_as_in_one_process():
         assert split == pytest.approx(alone, rel=1e-6)
 
 
-# Families that take several steps; test-all has one per kind of layer, and more steps. In float32, gpt-oss diverges after some steps
-# (losses 1e-3 apart): where two experts tie except for rounding, its router picks another one.
+# Families that take several steps; test-all has one per kind of layer, and more steps. In float32, gpt-oss diverges
+# after some steps (losses 1e-3 apart): where two experts tie except for rounding, its router picks another one.
 STEPPING = [("gpt-oss", torch.float64), ("llama4", torch.float64), ("gemma3", torch.float32)]
 if FULL:
     STEPPING += [(name, torch.float64) for name in ("qwen3", "gemma3", "deepseek-v3")]

@@ -87,7 +87,7 @@ def test_a_step_sends_the_predicted_bytes_on_every_level(data, tmp_path):
         assert sent == predicted
 
 
-def test_a_run_leaves_a_page_and_a_trace_of_the_step_that_was_asked_for(data, tmp_path):
+def test_a_run_writes_a_page_and_a_trace_of_the_requested_step(data, tmp_path):
     """The trace has the ranks of the first data-parallel group, and the labels of the prediction."""
     recipe = gpt(data, tmp_path / "run", plan="1x2", data_parallel=2, length=64, steps=3, trace=2)
 

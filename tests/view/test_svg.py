@@ -31,7 +31,7 @@ def test_every_rank_is_drawn_once_and_no_two_overlap(plan):
     assert all(r <= x <= box[2] - r and r <= y <= box[3] - r for x, y, r in ranks)
 
 
-def test_rings_teams_heads_and_links_between_nodes_are_told_apart():
+def test_rings_teams_heads_and_links_between_nodes_are_distinguished():
     ring = svg(Plan.parse("1x8"), Machine(2, 4))
     assert (len(shapes(ring, "near")), len(shapes(ring, "far"))) == (6 + 1, 2 + 1)  # with the legend's
     nested = svg(Plan.parse("2x4"), Machine(1, 8))
