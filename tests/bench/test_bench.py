@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from startrail import lab
 from startrail.bench import measure
@@ -35,6 +36,7 @@ from startrail.bench.defaults import MACHINES, MINUTES
 from startrail.bench.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, unsupported_reason
 from startrail.bench.models import expected_results
 from startrail.bench.peers.contenders import make_data
+from startrail.bench.peers.ring import TextbookRing
 from startrail.bench.report.claims import claims
 from startrail.bench.report.findings import lines_of, measured_trial
 from startrail.bench.report.page import metadata, write
@@ -94,6 +96,23 @@ def test_a_missing_peer_is_reported_with_the_command_that_installs_it(monkeypatc
     assert texts["ring-flash-attn"] == "ring-flash-attn is not installed (pip install 'startrail[bench]')"
     assert texts.keys() == {"ring-flash-attn", "yunchang", "yunchang across", "deepspeed"}
     assert all(text.endswith(" is not installed (pip install 'startrail[bench]')") for text in texts.values())
+
+
+def test_a_contender_that_cannot_start_on_one_rank_is_left_out_on_all(monkeypatch):
+    """The other ranks must not send: gloo would abort the process that receives an unexpected message."""
+    ring, data = PEERS[0], prepare_data([Trial(SMALL, (), None, repeats=1, seconds=1.0)])
+
+    def set_up(self):
+        if dist.get_rank() == 1:
+            raise OSError("no memory")
+
+    def on_rank(rank):
+        monkeypatch.setattr(TextbookRing, "set_up", set_up)
+        ranks = Ranks(PAIR, Links(None), data)
+        ranks.prepare(0, ring, SMALL)
+        return ranks.refused[ring, SMALL]
+
+    assert run_local(on_rank, PAIR.world, deadline=60) == ["rank 1: OSError: no memory"] * PAIR.world
 
 
 @pytest.mark.parametrize("work", [GPT, DIT])

@@ -222,17 +222,28 @@ class Ranks:
         key = contender, work
         if key in self.runners or key in self.refused:
             return
-        try:
-            runner = make_runner(contender, self.machine, work, self.data[work])
-            problem = runner.mistake()
-            runner.waiting()
-        except Exception as error:  # a peer may raise anything: it is reported, not handled
-            problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        problems = gather_texts(problem or "")
-        if any(problems):
-            self.refused[key] = next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-        else:
-            self.runners[key] = runner
+        runners: list[AttentionRunner | StepRunner] = []
+
+        def connect() -> str | None:
+            runners.append(make_runner(contender, self.machine, work, self.data[work]))
+            return None
+
+        def check() -> str | None:
+            problem = runners[0].mistake()
+            runners[0].waiting()
+            return problem
+
+        # All ranks connect before one of them sends: gloo aborts a process that receives another message than expected.
+        for step in (connect, check):
+            try:
+                problem = step()
+            except Exception as error:  # a peer may raise anything: it is reported, not handled
+                problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            problems = gather_texts(problem or "")
+            if any(problems):
+                self.refused[key] = next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+                return
+        self.runners[key] = runners[0]
 
     def measure(self, number: int, trial: Trial, rates: list[int | None]) -> Outcome:
         self.links.ask("rates", rates)
