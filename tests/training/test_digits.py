@@ -28,7 +28,7 @@ def test_a_grid_reads_back_and_the_classifier_recognises_the_requested_digits(tm
     save_grid(large, tmp_path / "samples.png", 10)
     assert (read_grid(tmp_path / "samples.png", 10, 16) - images).abs().max() < 0.01
     assert main(["recognise", str(tmp_path)]) == 0
-    assert "of 100 samples show the digit that was asked for" in capsys.readouterr().out
+    assert "of 100 samples show the requested digit" in capsys.readouterr().out
     save_grid(large.roll(1, 0), tmp_path / "samples.png", 10)  # every image is now one column further
     assert main(["recognise", str(tmp_path)]) == 1
     assert " 0% of 100 samples" in capsys.readouterr().out
