@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -209,12 +210,13 @@ def free_port() -> int:
 
 
 def fork_ranks(
-    world: int, run: Callable[[], object], log: Path, leave: Callable[[int], object] = os._exit
+    world: int, run: Callable[[], object], log: Path, leave: Callable[[int], object] = os._exit, seconds: float = 300.0
 ) -> list[int]:
     """Fork processes with the environment of torchrun's ranks, ``run`` in each, and return their exit codes. Their
     output goes to ``log``. Starts in a moment, where torchrun and its ranks import everything again.
 
-    ``leave`` gets what ``run`` returned (0 for None, 1 after an exception), and ends the process.
+    ``leave`` gets what ``run`` returned (0 for None, 1 after an exception), and ends the process. Ranks that take
+    longer than ``seconds`` are killed.
     """
     port, children = free_port(), []
     for rank in range(world):
@@ -235,7 +237,18 @@ def fork_ranks(
                 traceback.print_exc()
             leave(code)
         children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    statuses: dict[int, int] = {}
+
+    def all_ended() -> bool:
+        ended = [os.waitpid(child, os.WNOHANG) for child in children if child not in statuses]
+        statuses.update((child, status) for child, status in ended if child)
+        return len(statuses) == world
+
+    if not eventually(all_ended, seconds):
+        for child in set(children) - statuses.keys():
+            os.kill(child, signal.SIGKILL)
+        eventually(all_ended)
+    return [os.waitstatus_to_exitcode(statuses[child]) for child in children]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
