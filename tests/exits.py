@@ -1,8 +1,8 @@
 """Ends many processes the ordinary way, on a loaded machine: ``make exits`` (200 exits), and a few in the tests.
 
 A thread that returns from C++ while Python finalizes aborts its process, after all results are right. Each process here
-runs an example or trains, then ends as a script does: exit handlers run, and Python finalizes. Processes are forked
-from this one, which has imported everything, so that most of their time is spent on what may go wrong.
+runs an example, trains or measures, then ends as a script does: exit handlers run, and Python finalizes. Processes are
+forked from this one, which has imported everything, so that most of their time is spent on what may go wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAIN += " --save_every 1 --sample 0 --evaluate_batches 0"
 
 
 def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], None]]:
-    """What a rank runs, by name: examples, and training as torchrun's ranks run it."""
+    """What a rank runs, by name: examples, then training and the benchmark as torchrun's ranks run them."""
     load_dynamo()
     mains = {name: runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"] for name in names}
 
@@ -51,7 +51,10 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
         out = os.path.join(folder, f"run-{launch}")
         assert cli(["train", "gpt-tiny", *TRAIN.split(), "--data", os.path.join(folder, "texts"), "--out", out]) == 0
 
-    return {**{name: example(name) for name in names}, "train": train}
+    def bench(launch: int) -> None:
+        assert cli(["bench", "--quick", "--minutes", "0.01", "--out", os.path.join(folder, f"report-{launch}")]) == 0
+
+    return {**{name: example(name) for name in names}, "train": train, "bench": bench}
 
 
 class Finished(BaseException):
