@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail._compat import PrefixStore, default_store
 from startrail.comm.consensus import Consensus, RejoinError, rejoining
 from startrail.comm.counters import Counters
 from startrail.comm.digest import fold
@@ -96,7 +95,7 @@ class Runtime:
         """Where the ranks of this group compare their calls; None without other ranks."""
         if self.world == 1 or dist.get_backend() == "fake":
             return None
-        return CallLedger(PrefixStore(self._name, default_store()), self.rank, self.world, self.settings.timeout)
+        return CallLedger(self._name, self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
@@ -210,6 +209,8 @@ class Runtime:
     def _exclusive_call(self) -> Iterator[None]:
         """One call at a time: calls are numbered in the order in which they begin, which two threads would not keep on
         all ranks. An error ends the call on all ranks."""
+        if self.closed:
+            raise ValueError("this SequenceParallel is closed")
         if not self._busy.acquire(blocking=False):
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
@@ -370,8 +371,6 @@ class Runtime:
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
-        if self.closed:
-            raise ValueError("this SequenceParallel is closed")
         executor = self._executor
         if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
@@ -398,3 +397,4 @@ class Runtime:
         self.closed, executor, self._executor = True, self._executor, None
         if executor is not None:
             executor.close(error)
+        self.consensus.close()
