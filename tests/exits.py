@@ -48,7 +48,10 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
         out = os.path.join(folder, f"run-{launch}")
         assert cli(["train", "gpt-tiny", *TRAIN.split(), "--data", os.path.join(folder, "texts"), "--out", out]) == 0
 
-    return {**{name: example(name) for name in names}, "train": train}
+    def bench(launch: int) -> None:
+        assert cli(["bench", "--quick", "--minutes", "0.01", "--out", os.path.join(folder, f"report-{launch}")]) == 0
+
+    return {**{name: example(name) for name in names}, "train": train, "bench": bench}
 
 
 class Finished(BaseException):
