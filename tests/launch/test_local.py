@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -76,18 +77,19 @@ def run_and_watch(command: str, environments: list[dict[str, str]]) -> tuple[lis
             finally:
                 os._exit(code)
         started.append(child)
-    codes, listeners = {}, {}
+    codes, listeners = {}, defaultdict(set)
     while len(codes) < len(started):
         for child in started:
             if child not in codes:
                 found, status = os.waitpid(child, os.WNOHANG)
                 codes |= {child: os.waitstatus_to_exitcode(status)} if found else {}
             try:
-                listeners |= {each: seen for each in tree(child) if (seen := listening_addresses(each))}
+                for each in tree(child):
+                    listeners[each] |= listening_addresses(each)
             except OSError:
                 continue  # it has ended
         time.sleep(0.005)
-    return list(codes.values()), set().union(*listeners.values()), len(listeners)
+    return list(codes.values()), set().union(*listeners.values()), sum(map(bool, listeners.values()))
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "launched train", "launched check", "launched doctor"])
