@@ -1,7 +1,7 @@
 """Ends many processes the ordinary way, on a loaded machine: ``make exits`` (200 exits), and a few in the tests.
 
 A thread that returns from C++ while Python finalizes aborts its process, after all results are right. Each process here
-runs an example or trains, then ends as a script does: exit handlers run, and Python finalizes. Processes are forked
+runs an example, trains or measures, then ends as a script does: exit handlers run, and Python finalizes. Processes are forked
 from this one, which has imported everything, so that most of their time is spent on what may go wrong.
 """
 
@@ -32,8 +32,8 @@ TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 
 TRAIN += " --save_every 1 --sample 0 --evaluate_batches 0"
 
 
-def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], None]]:
-    """What a rank runs, by name: examples, and training as torchrun's ranks run it."""
+def programs(names: tuple[str, ...], folder: str) -> list[tuple[str, Callable[[int], None]]]:
+    """What ranks run in turn, with names: examples, training and the benchmark as torchrun's ranks run them."""
     mains = {name: runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"] for name in names}
 
     def example(name: str) -> Callable[[int], None]:
@@ -51,7 +51,8 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
     def bench(launch: int) -> None:
         assert cli(["bench", "--quick", "--minutes", "0.01", "--out", os.path.join(folder, f"report-{launch}")]) == 0
 
-    return {**{name: example(name) for name in names}, "train": train, "bench": bench}
+    most = [*((name, example(name)) for name in names), ("train", train)]
+    return [*most, *most, ("bench", bench)]  # which takes longest
 
 
 class Finished(BaseException):
@@ -87,8 +88,8 @@ def end_many(exits: int, burners: int, names: tuple[str, ...] = EXAMPLES) -> lis
     start = time.monotonic()
     try:
         for number in range(exits // RANKS):
-            name, log = [*ready][number % len(ready)], Path(folder, f"log-{number}")
-            for rank, code in enumerate(launch(number, ready[name], str(log))):
+            (name, run), log = ready[number % len(ready)], Path(folder, f"log-{number}")
+            for rank, code in enumerate(launch(number, run, str(log))):
                 if code:
                     reason = signal.Signals(-code).name if code < 0 else f"code {code}"
                     bad.append(f"{name}, launch {number}, rank {rank}: {reason}\n{log.read_text()[-3000:]}")
