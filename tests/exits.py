@@ -1,8 +1,8 @@
 """Ends many processes the ordinary way, on a loaded machine: ``make exits`` (200 exits), and a few in the tests.
 
 A thread that returns from C++ while Python finalizes aborts its process, after all results are right. Each process here
-runs an example, trains or measures, then ends as a script does: exit handlers run, and Python finalizes. Processes are forked
-from this one, which has imported everything, so that most of their time is spent on what may go wrong.
+runs an example, trains or measures, then ends as a script does: exit handlers run, and Python finalizes. Processes are
+forked from this one, which has imported everything, so that most of their time is spent on what may go wrong.
 """
 
 from __future__ import annotations
