@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 from weakref import WeakValueDictionary
@@ -63,7 +64,7 @@ class Runtime:
         self.world = len(ranks)
         self.place = self.plan.place(self.world, rank)
         self._program = partial(build_program, self.plan, self.world, rank)  # by pass
-        self.counters = Counters()
+        self.counters, self._busy, self.closed = Counters(), threading.Lock(), False
         self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
         self._number = next(_num_instances.setdefault(ranks, itertools.count()))
         self._zone_levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.world)]
@@ -81,10 +82,8 @@ class Runtime:
         register = partial(register_wait, self._group_name, rank, self.world, self._number + 1)
         self.consensus = Consensus(self._ledger(), register, settings.check_every_call, ranks)
         self.consensus.watch_waits()
-        self._busy = threading.Lock()
         self._executor: Executor | None = None
         self._comparison: CallComparison | None = None
-        self.closed = False
 
     @property
     def _name(self) -> str:
@@ -100,8 +99,9 @@ class Runtime:
     # --- sequences
 
     def expect_windows(self) -> None:
-        levels = self._zone_levels
-        self._zone_levels = levels if self._num_made else [level.in_rank_order() for level in levels]
+        if not self._num_made:
+            self.settings = replace(self.settings, windows=True)
+            self._zone_levels = [level.in_rank_order() for level in self._zone_levels]
 
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
         with self._lock:  # data loaders make sequences in their own threads
@@ -304,7 +304,7 @@ class Runtime:
             return
         with self._exclusive_call():
             geometry, sequence = self._lookup_sequence(op_key)
-            call = f"{operation} of {arguments}, {geometry.boundaries}, plan {self.plan}, {self.settings.layout}"
+            call = f"{operation} of {arguments}, {geometry.boundaries}, {self.settings}"
             record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
             self.consensus.start(record)
             tag = self._agree(kind, True)
@@ -332,7 +332,7 @@ class Runtime:
         except ValueError as error:
             self._refuse(str(error))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
-        detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
+        detail = f"{signature}, {geometry.boundaries}, {settings}"
         parts = make_parts(geometry, routes, pass_, call.mask, kernel.costs, q.dtype, self._wire_dtype(q.dtype))
         order, kernel.sm_margin = run_order([part.program for part in parts]), sm_margin(parts)
         return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))
