@@ -34,8 +34,8 @@ TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 
 TRAIN += " --save_every 1 --sample 0 --evaluate_batches 0"
 
 
-def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], None]]:
-    """What a rank runs, by name: examples, then training and the benchmark as torchrun's ranks run them."""
+def programs(names: tuple[str, ...], folder: str) -> list[tuple[str, Callable[[int], None]]]:
+    """What ranks run in turn, with names: examples, training and the benchmark as torchrun's ranks run them."""
     load_dynamo()
     mains = {name: runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"] for name in names}
 
@@ -54,7 +54,8 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
     def bench(launch: int) -> None:
         assert cli(["bench", "--quick", "--minutes", "0.01", "--out", os.path.join(folder, f"report-{launch}")]) == 0
 
-    return {**{name: example(name) for name in names}, "train": train, "bench": bench}
+    most = [*((name, example(name)) for name in names), ("train", train)]
+    return [*most, *most, ("bench", bench)]  # which takes longest
 
 
 class Finished(BaseException):
@@ -77,8 +78,8 @@ def end_many(exits: int, burners: int, names: tuple[str, ...] = EXAMPLES) -> lis
     start = time.monotonic()
     try:
         for number in range(exits // RANKS):
-            name, log = [*ready][number % len(ready)], Path(folder, f"log-{number}")
-            for rank, code in enumerate(fork_ranks(RANKS, partial(ready[name], number), log, leave)):
+            (name, run), log = ready[number % len(ready)], Path(folder, f"log-{number}")
+            for rank, code in enumerate(fork_ranks(RANKS, partial(run, number), log, leave)):
                 if code:
                     reason = signal.Signals(-code).name if code < 0 else f"code {code}"
                     bad.append(f"{name}, launch {number}, rank {rank}: {reason}\n{log.read_text()[-3000:]}")
