@@ -302,8 +302,7 @@ class App {
     for (const field of this.form.elements) {
       if (field.name && document.activeElement !== field) field.value = this.state[field.name];
     }
-    this.field("window").disabled = this.state.mask !== "window";
-    this.field("documents").disabled = this.state.mask !== "documents";
+    for (const name of ["window", "documents"]) this.field(name).closest("label").hidden = this.state.mask !== name;
     this.write();
     this.draw();
   }

@@ -251,7 +251,7 @@ class ZoneRoute {
     if (!fetches) return schedule.terms(pass, level, member).map(({ text, value, kinds }) => ({ text, value, kinds, bytes: sum(kinds.map((kind) => sizes[kind])) }));
     const sent = fetches.tokensByLevel((edge) => edge.sender === member)[level];
     const got = fetches.tokensByLevel((edge) => edge.receiver === member)[level];
-    const terms = [{ text: "tokens that others fetch", value: sent, kinds: ["kv"], bytes: this.perToken.kv }];
+    const terms = [{ text: "tokens sent", value: sent, kinds: ["kv"], bytes: this.perToken.kv }];
     if (pass === "backward") terms.push({ text: "tokens fetched", value: got, kinds: ["dkv"], bytes: this.perToken.dkv });
     return terms.filter(({ value }) => value > 0);
   }

@@ -146,11 +146,12 @@ class MachineFigure {
       }
       context.stroke();
       context.fillStyle = cssColour("--text");
+      const named = radius >= 15 && shard >= 0; // the rank above the name of its keys
       context.font = `${radius < 11 ? 9 : 12}px system-ui, sans-serif`;
-      context.fillText(`${rank}`, place.x, place.y + 4);
-      if (radius >= 11 && shard >= 0 && view.schedule.world <= 64) {
-        context.font = "10px system-ui, sans-serif";
-        context.fillText(`kv${block.columnText}`, place.x, place.y + radius + 11);
+      context.fillText(`${rank}`, place.x, place.y + (named ? 0 : 4));
+      if (named) {
+        context.font = "9px system-ui, sans-serif";
+        context.fillText(`kv${block.columnText}`, place.x, place.y + 10);
       }
     }
     const ratio = this.canvas.width / width;
@@ -227,6 +228,7 @@ class MatrixFigure {
     const { context } = sized(this.canvas, side);
     const edge = 18, size = side - edge, { running } = view;
     const cells = Math.min(running.numCells, 256), stride = running.numCells / cells, unit = size / cells;
+    const ratio = this.canvas.width / this.canvas.clientWidth || 1, snap = (at) => Math.round(at * ratio) / ratio; // no seams
     Object.assign(this, { cells, stride, unit, edge });
     const now = view.blocksOfStep(step);
     context.fillStyle = cssColour("--panel");
@@ -235,19 +237,16 @@ class MatrixFigure {
       for (let k = 0; k < cells; k++) {
         const { seen, block } = this.cell(view, q, k);
         if (seen === "none") continue;
-        const x = edge + k * unit, y = edge + q * unit;
+        const [x, right] = [k, k + 1].map((at) => snap(edge + at * unit)), [y, bottom] = [q, q + 1].map((at) => snap(edge + at * unit));
         const owner = block.route && !block.direct ? block.first + block.schedule.rankOf(block.owner, 0) : block.first + block.owner;
         context.fillStyle = shardColour(owner, running.colours);
-        if (seen === "all") context.fillRect(x, y, unit, unit);
-        else {
-          context.globalAlpha = 0.45;
-          context.fillRect(x, y, unit, unit);
-          context.globalAlpha = 1;
-        }
+        context.globalAlpha = seen === "all" ? 1 : 0.45;
+        context.fillRect(x, y, right - x, bottom - y);
+        context.globalAlpha = 1;
         if (now.has(block.id)) {
           context.fillStyle = cssColour("--text");
-          const dot = Math.max(1, unit * 0.16);
-          context.fillRect(x + unit / 2 - dot, y + unit / 2 - dot, 2 * dot, 2 * dot);
+          const dot = Math.max(1, Math.min(4, unit * 0.16)), middle = unit >= 20 ? 0.72 : 0.5; // beside the number
+          context.fillRect(x + unit * middle - dot, y + unit * middle - dot, 2 * dot, 2 * dot);
         }
         if (unit >= 20) {
           context.fillStyle = cssColour("--text");
@@ -270,7 +269,7 @@ class MatrixFigure {
     context.textAlign = "left";
     context.fillText("keys →", edge, 13);
     context.save();
-    context.translate(13, edge);
+    context.translate(4, edge);
     context.rotate(Math.PI / 2);
     context.fillText("queries →", 0, 0);
     context.restore();
@@ -367,9 +366,10 @@ class TimelineFigure {
     }
     context.fillStyle = cssColour("--quiet");
     context.font = "11px system-ui, sans-serif";
-    for (let tick = 0; tick <= 4; tick++) {
-      const seconds = (longest * tick) / 4;
-      context.textAlign = tick === 0 ? "left" : tick === 4 ? "right" : "center";
+    const ticks = width < 420 ? 2 : 4;
+    for (let tick = 0; tick <= ticks; tick++) {
+      const seconds = (longest * tick) / ticks;
+      context.textAlign = tick === 0 ? "left" : tick === ticks ? "right" : "center";
       context.fillText(secondsText(seconds), x(seconds), y + 14);
     }
     this.still.width = this.canvas.width;
@@ -398,6 +398,7 @@ class TimelineFigure {
 }
 
 function secondsText(seconds) {
+  if (!seconds) return "0";
   if (seconds >= 1) return `${seconds.toFixed(2)} s`;
   if (seconds >= 1e-3) return `${(seconds * 1e3).toFixed(seconds < 0.01 ? 2 : 1)} ms`;
   return `${(seconds * 1e6).toFixed(1)} µs`;

@@ -23,15 +23,18 @@ class PlanView {
     this.details = element("div", { class: "details" });
     this.table = element("table", { class: "bytes" });
     this.routesTable = element("table", { class: "routes" });
-    this.routes = element("div", {}, element("h3", {}, "What runs"), element("div", { class: "scroll" }, this.routesTable));
+    this.routesNote = element("p", { class: "quiet" });
+    this.note = element("p", { class: "quiet" });
+    const scrolled = (table) => element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" }, table);
+    this.routes = element("div", {}, element("h3", {}, "What runs"), scrolled(this.routesTable), this.routesNote);
     this.headShare = element("p", { class: "quiet" });
     this.root = element(
       "section", {}, this.title, this.summary, this.inequality, this.routes,
       element("div", { class: "figures" },
         element("div", {}, element("h3", {}, "Machine"), this.machineCanvas, this.now),
         element("div", {}, element("h3", {}, "Attention matrix"), this.matrixCanvas, this.headShare, this.details)),
-      element("h3", {}, "Timeline"), this.timelineCanvas,
-      element("h3", {}, "Bytes per level"), element("div", { class: "scroll" }, this.table),
+      element("div", {}, element("h3", {}, "Timeline"), this.timelineCanvas),
+      element("div", {}, element("h3", {}, "Bytes per level"), scrolled(this.table), this.note),
     );
     this.machine = new MachineFigure(this.machineCanvas);
     this.matrix = new MatrixFigure(this.matrixCanvas);
@@ -129,7 +132,7 @@ class PlanView {
         for (const message of event.messages || []) {
           for (const piece of message.pieces) {
             const key = keyOf(event, piece);
-            texts.set(key, piece.text);
+            texts.set(key, piece.text + this.otherZone(event, rank, step));
             if (!INPUTS.includes(piece.kind)) continue;
             if (!message.send) {
               if (!first.has(key)) first.set(key, at);
@@ -151,6 +154,13 @@ class PlanView {
       (arrived.has(key) && arrived.get(key) <= step ? held : coming).push(texts.get(key));
     }
     return { held, coming };
+  }
+
+  // Names the zone of a piece if it is not that of the step.
+  otherZone({ route }, rank, step) {
+    const [event] = this.running.program(this.pass, rank).steps[step] || [];
+    if (!route || !event || event.route === route) return "";
+    return ` (of ranks ${route.zone.first} to ${route.zone.first + route.zone.size - 1})`;
   }
 
   rankText(rank, step) {
@@ -176,7 +186,7 @@ class PlanView {
     const words = schedule.plan.split(",")[0].split("/").map((level, at) => this.levelText(level, at)).join(", then ");
     this.title.textContent = schedule.plan;
     this.summary.textContent =
-      `${words}. ${secondsText(this.seconds)} predicted for forward and backward, ranks wait ` +
+      `${words[0].toUpperCase()}${words.slice(1)}. ${secondsText(this.seconds)} predicted for forward and backward, ranks wait ` +
       `${(100 * this.waits).toFixed(0)} % of it; this ${this.pass} pass takes ${secondsText(result.seconds)}.` +
       (result.alone && this.mask.isSparse ? " In worlds this large the page shows the plan's own schedule; what runs with a window or documents sends less." : "") +
       (result.alone ? ` Rank ${result.ranks[0]} stands for all ${schedule.world} ranks, as it has the most work: each runs the same program from its own place.` : "");
@@ -248,16 +258,16 @@ class PlanView {
     });
     for (const row of rows) for (const at of [1, 2]) row.children[at].classList.add("formula");
     const head = cells("th", [`rank ${rank}, ${pass}`, "closed form", "with these numbers", "= bytes", "counted in the program"]);
-    this.table.replaceChildren(this.caption(), element("thead", {}, head), element("tbody", {}, ...rows));
+    this.table.replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
+    this.note.textContent = this.sizesText();
     if (this.batch) this.fillRoutes();
   }
 
-  caption() {
+  sizesText() {
     const off = `Off a node, per rank: ${bytesText(this.cluster.levels.length > 1 ? this.result.sent[0] : 0)}.`;
     const pieces = ["q", "kv", ...(this.pass === "forward" ? ["out"] : ["do", "dq", "dkv"])];
     const { sizes } = this.batch ? {} : this.running.prices;
-    const text = this.batch ? off : `A whole piece: ${pieces.map((kind) => `${kind} ${bytesText(sizes[kind])}`).join(", ")}. ${off}`;
-    return element("caption", { class: "quiet", style: "text-align:left;caption-side:bottom" }, text);
+    return this.batch ? off : `A whole piece: ${pieces.map((kind) => `${kind} ${bytesText(sizes[kind])}`).join(", ")}. ${off}`;
   }
 
   // The zones of the chosen rank, what each runs, and what the plan alone would send (routing/explain.py).
@@ -270,13 +280,13 @@ class PlanView {
       const sent = alone ? "nothing" : perRank(fetches ? directBytes : planBytes, zone.size);
       return cells("td", [share, ranks, alone ? "alone" : chosen, sent, fetches ? perRank(planBytes, zone.size) : "–"]);
     });
-    const levels = this.schedule.sizes.length > 1 ? " per level" : "";
-    const head = cells("th", [`tokens of rank ${rank}`, "shared by", "runs", `sent per rank${levels}, both passes`, "the plan would send"]);
+    const head = cells("th", [`tokens of rank ${rank}`, "shared by", "runs", "sends", "the plan alone"]);
     const padding = (100 * (batch.local * batch.world)) / this.call.length - 100, documents = this.mask.ends.length - 1;
-    const caption = element("caption", { class: "quiet", style: "text-align:left;caption-side:bottom" },
-      `${this.call.length.toLocaleString("en")} tokens in ${documents} document${documents > 1 ? "s" : ""}: ${batch.local.toLocaleString("en")} per rank, ${padding.toFixed(1)} % padding. ` +
-      `Zones over all ranks: ${batch.describe()}.`);
-    this.routesTable.replaceChildren(caption, element("thead", {}, head), element("tbody", {}, ...rows));
+    this.routesNote.textContent =
+      `Bytes per rank${this.schedule.sizes.length > 1 ? ", level by level" : ""}, both passes. ${this.call.length.toLocaleString("en")} tokens in ` +
+      `${documents} document${documents > 1 ? "s" : ""}: ${batch.local.toLocaleString("en")} per rank, ${padding.toFixed(1)} % padding. ` +
+      `On all ranks: ${batch.describe()}.`;
+    this.routesTable.replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
   }
 
   // --- a cell
