@@ -45,9 +45,7 @@ def encode(plan: Plan, world: int, keep_own: bool = False) -> dict[str, Any]:
         "levels": [_level(level) for level in plan.levels],
         "groups": plan.groups,
         "sums": plan.running_sums,
-        "inside": [
-            (level, name_of(inner, keeps), ranks) for level, inner, ranks, keeps in inner_plans(plan, world)
-        ],
+        "inside": [(level, name_of(inner, keeps), ranks) for level, inner, ranks, keeps in inner_plans(plan, world)],
     }
     for pass_ in PASSES:
         programs = _encode_pass(plan, world, pass_, keep_own)
@@ -59,7 +57,9 @@ def encode(plan: Plan, world: int, keep_own: bool = False) -> dict[str, Any]:
 def inner_plans(plan: Plan, world: int) -> list[tuple[int, Plan, int, bool]]:
     """The plans of the zones inside all ranks: levels outside, plan, ranks, and whether the zone keeps its own inputs
     for the backward pass, as the whole plan does."""
-    return [(level, plan.inside(level), len(slots), plan.keeps_exchanged) for level, slots in plan.zone_levels(world)[1:]]
+    return [
+        (level, plan.inside(level), len(slots), plan.keeps_exchanged) for level, slots in plan.zone_levels(world)[1:]
+    ]
 
 
 def name_of(plan: Plan, keep_own: bool = False) -> str:

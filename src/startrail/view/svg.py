@@ -84,8 +84,7 @@ def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0)
         raise ValueError(f"a drawing shows at most {MAX_DRAWN} ranks, not {world}; --html shows large worlds")
     drawing = _Drawing(plan, machine)
     parts = [*drawing.draw()]
-    side = 2 * drawing.radii[0]
-    width, height = side + 2 * MARGIN, side + 2 * MARGIN
+    width, height = (2 * (half + MARGIN) for half in drawing.halves)
     if mask is not None and world // plan.heads <= MAX_MATRIX_SHARDS:
         parts += _matrix(plan, world, mask, length, width, MARGIN)
         width, height = width + MATRIX_SIDE + MARGIN, max(height, MATRIX_SIDE + 2 * MARGIN + 20)
@@ -133,8 +132,14 @@ class _Drawing:
     def is_far(self, rank: int, peer: int) -> bool:
         return self.machine.node(rank) != self.machine.node(peer)
 
+    @property
+    def halves(self) -> Point:
+        """Half of the drawing's width and height. A team alone is a row."""
+        whole, inner = self.radii[0], self.radii[1]
+        return Point(whole, inner + GAP) if self.grids[0].places == 1 else Point(whole, whole)
+
     def draw(self) -> Iterator[str]:
-        centre = Point(self.radii[0] + MARGIN, self.radii[0] + MARGIN)
+        centre = Point(self.halves.x + MARGIN, self.halves.y + MARGIN)
         yield from self.level(0, 0, centre)
 
     def level(self, at: int, first: int, centre: Point) -> Iterator[str]:
