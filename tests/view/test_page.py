@@ -99,7 +99,8 @@ def test_totals_equal_the_closed_form_for_every_plan_and_mask(browser, page):
         const formula = found.map(({terms}) => terms.reduce((total, {value, bytes}) => total + value * bytes, 0));
         const rows = [...view.table.querySelectorAll('tbody tr')];
         const same = rows.map(({children}) => children[3].textContent === children[4].textContent);
-        const sizes = view.batch ? null : Object.fromEntries(KINDS.map((kind) => [kind, view.running.prices.sizes[kind]]));
+        const of = (kind) => [kind, view.running.prices.sizes[kind]];
+        const sizes = view.batch ? null : Object.fromEntries(KINDS.map(of));
         return [found.map(({counted}) => counted), found.map(({closed}) => closed), formula, sizes, same];
     """
     checked = 0

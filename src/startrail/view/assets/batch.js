@@ -24,8 +24,13 @@ class DenseRun {
     return this.layout.pairs(this.mask, row, column) > 0;
   }
 
+  // The colour of the keys of a block, and that of the rank that computes it.
   colour({ column }) {
     return column;
+  }
+
+  colourOf({ owner }) {
+    return owner;
   }
 
   blockId({ row, column }) {
@@ -111,19 +116,38 @@ class Batch {
   describe() {
     const shares = new Map();
     for (const { zone, chosen } of this.routes) {
-      const how = zone.size === 1 ? "alone" : `over ${zone.size} ranks by ${chosen}`;
+      const how = zone.size === 1 ? "on one rank" : `over ${zone.size} ranks by ${chosen}`;
       shares.set(how, (shares.get(how) || 0) + zone.tokens * zone.size);
     }
     const total = this.local * this.world;
     return [...shares].map(([how, tokens]) => `${((100 * tokens) / total).toFixed(0)} % of the tokens ${how}`).join(", ");
   }
 
+  // Every query sees itself, so the queries of a run see one interval of keys.
   isVisible({ route, row, column }) {
-    return route.prices.tiles(row, column).length > 0;
+    const { mask } = this, key = `${route.index}:${row}:${column} seen`;
+    if (!this.kept.has(key)) {
+      const keys = route.prices.runsOf(column);
+      this.kept.set(key, route.prices.runsOf(row).some(([start, count]) => {
+        const low = mask.visible(start)[0], [, high] = mask.visible(start + count - 1);
+        const at = firstOf(0, keys.length, (each) => runEnd(keys[each]) > low);
+        return at < keys.length && keys[at][0] < high;
+      }));
+    }
+    return this.kept.get(key);
   }
 
+  // Colours follow the order of tokens: ranks that split the heads of a shard are neighbours.
   colour({ route, column }) {
-    return route.rankOf(column);
+    return this.slot(route.rankOf(column));
+  }
+
+  colourOf({ route, owner, direct }) {
+    return this.slot(direct ? route.zone.first + owner : route.rankOf(owner));
+  }
+
+  slot(rank) {
+    return this.schedule.shardOf(rank) * this.schedule.numHeads + this.schedule.headOf(rank);
   }
 
   blockId({ route, row, column }) {
@@ -208,6 +232,11 @@ class ZoneRoute {
     return zone.runsOf(Array.from({ length: schedule.numHeads }, (_, head) => schedule.rankOf(shard, head)));
   }
 
+  // Padding alone, which makes all ranks hold equally many tokens.
+  get isPadding() {
+    return this.zone.runs.every((runs) => runs.every(([start]) => start >= this.zone.length));
+  }
+
   // The first rank that holds a shard, or that sends a bundle.
   rankOf(shard) {
     const { zone, schedule, fetches } = this;
@@ -269,7 +298,7 @@ class ZoneRoute {
 
   where() {
     const { zone, chosen } = this, last = zone.first + zone.size - 1;
-    return zone.size === 1 ? `a document that rank ${zone.first} holds alone` : `the zone of ranks ${zone.first} to ${last}, which runs ${chosen}`;
+    return zone.size === 1 ? `a document that only rank ${zone.first} holds` : `the zone of ranks ${zone.first} to ${last}, which runs ${chosen}`;
   }
 }
 
@@ -301,11 +330,15 @@ class TilePrices extends PagePrices {
       const middle = Math.floor(shards / 2);
       [row, column] = [middle, column < row ? middle - 1 : column > row ? middle + 1 : middle];
     }
-    const all = tokensOf(this.runsOf(column));
-    return sum(this.tiles(row, column).map((tile, at) => {
-      const fresh = [newRow, newKey].map((isNew) => isNew && at === 0);
-      return this.tileKernel(pass, tile) + this.accumulate(pass, rowsOf(tile), tile.k1 - tile.k0, ...fresh, all);
-    }));
+    const key = `${pass} ${row} ${column} ${newRow} ${newKey}`;
+    if (!this.blocks.has(key)) {
+      const all = tokensOf(this.runsOf(column));
+      this.blocks.set(key, sum(this.tiles(row, column).map((tile, at) => {
+        const fresh = [newRow, newKey].map((isNew) => isNew && at === 0);
+        return this.tileKernel(pass, tile) + this.accumulate(pass, rowsOf(tile), tile.k1 - tile.k0, ...fresh, all);
+      })));
+    }
+    return this.blocks.get(key);
   }
 
   tileKernel(pass, tile) {

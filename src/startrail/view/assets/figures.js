@@ -238,8 +238,8 @@ class MatrixFigure {
         const { seen, block } = this.cell(view, q, k);
         if (seen === "none") continue;
         const [x, right] = [k, k + 1].map((at) => snap(edge + at * unit)), [y, bottom] = [q, q + 1].map((at) => snap(edge + at * unit));
-        const owner = block.route && !block.direct ? block.first + block.schedule.rankOf(block.owner, 0) : block.first + block.owner;
-        context.fillStyle = shardColour(owner, running.colours);
+        const { owner } = block;
+        context.fillStyle = shardColour(running.colourOf(block), running.colours);
         context.globalAlpha = seen === "all" ? 1 : 0.45;
         context.fillRect(x, y, right - x, bottom - y);
         context.globalAlpha = 1;
@@ -257,6 +257,7 @@ class MatrixFigure {
       }
     }
     context.strokeStyle = cssColour("--line");
+    context.lineWidth = 1;
     context.strokeRect(edge, edge, size, size);
     if (view.cell) {
       const [q, k] = view.cell.map((chunk) => Math.floor(chunk / stride));

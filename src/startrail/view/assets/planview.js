@@ -177,7 +177,7 @@ class PlanView {
     if (held.length) parts.push(`holds ${joined(held)}`);
     if (coming.length) parts.push(`awaits ${joined(coming)}`);
     const { zone, chosen } = route || {};
-    const where = !route ? "" : zone.size === 1 ? " (documents of its own)" : ` (${chosen} on ranks ${zone.first} to ${zone.first + zone.size - 1})`;
+    const where = !route ? "" : zone.size === 1 ? ` (${route.isPadding ? "padding" : "documents of its own"})` : ` (${chosen} on ranks ${zone.first} to ${zone.first + zone.size - 1})`;
     return `Rank ${rank}${where} ${parts.join("; ") || "does nothing"}.`;
   }
 
@@ -274,11 +274,12 @@ class PlanView {
   fillRoutes() {
     const { batch, rank } = this, cells = (tag, texts) => element("tr", {}, ...texts.map((text, at) => element(tag, at > 2 ? { class: "number" } : {}, text)));
     const perRank = (bytes, size) => bytes.map((each) => bytesText(each / size)).join(" | ");
-    const rows = batch.ofRank[rank].map(({ zone, chosen, fetches, planBytes, directBytes }) => {
+    const rows = batch.ofRank[rank].map((route) => {
+      const { zone, chosen, fetches, planBytes, directBytes } = route;
       const alone = zone.size === 1, share = `${zone.tokens.toLocaleString("en")} (${((100 * zone.tokens) / batch.local).toFixed(0)} %)`;
       const ranks = alone ? `rank ${zone.first}` : `ranks ${zone.first} to ${zone.first + zone.size - 1}`;
       const sent = alone ? "nothing" : perRank(fetches ? directBytes : planBytes, zone.size);
-      return cells("td", [share, ranks, alone ? "alone" : chosen, sent, fetches ? perRank(planBytes, zone.size) : "–"]);
+      return cells("td", [share, ranks, alone ? (route.isPadding ? "padding" : "alone") : chosen, sent, fetches ? perRank(planBytes, zone.size) : "–"]);
     });
     const head = cells("th", [`tokens of rank ${rank}`, "shared by", "runs", "sends", "the plan alone"]);
     const padding = (100 * (batch.local * batch.world)) / this.call.length - 100, documents = this.mask.ends.length - 1;
