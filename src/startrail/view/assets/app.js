@@ -70,6 +70,7 @@ class App {
       state.outer = "";
       state.inner = "";
     }
+    if (state.mask === "documents" && !state.documents.trim()) state.documents = this.sample(+this.call?.length || 0);
     this.notes = [];
     this.state = state;
     this.apply();
@@ -267,6 +268,13 @@ class App {
       if (text !== "" && !(levels.length === 1 && name === "outer")) levels[at].bandwidth = speed * 1e9;
     }
     return { ...base, levels, world: nodes * ranks };
+  }
+
+  // Documents to begin with: each half as long as what is left.
+  sample(length) {
+    const lengths = [];
+    for (let left = length; left > 0; left -= lengths[lengths.length - 1]) lengths.push(lengths.length < 7 ? Math.ceil(left / 2) : left);
+    return lengths.join(",");
   }
 
   documents(length) {
