@@ -2,7 +2,7 @@
 // The page: settings in, pictures out. The URL fragment holds every setting, so a link restores the view.
 
 const STEP_SECONDS = 0.9; // of playing
-const SIMULATED_AGAIN = 8; // plans, with a window or documents
+const SIMULATED_AGAIN = 8; // plans that auto compares with all ranks
 
 class App {
   constructor(data) {
@@ -225,32 +225,38 @@ class App {
   }
 
   // What a plan runs under the chosen mask.
-  running(schedule, mask = this.mask) {
-    const key = `${schedule.plan} ${mask.isSparse}`;
+  running(schedule) {
+    const key = schedule.plan;
     if (!this.runs.has(key)) {
-      const { cluster, call } = this, batch = mask.isSparse && schedule.world <= MOST_SIMULATED;
+      const { cluster, call, mask } = this, batch = mask.isSparse && schedule.world <= MOST_SIMULATED;
       const scheduleOf = (plan, world) => this.schedule(plan, world);
       this.runs.set(key, batch ? new Batch(cluster, schedule, call, mask, scheduleOf) : new DenseRun(cluster, schedule, call, mask));
     }
     return this.runs.get(key);
   }
 
-  simulated(schedule, pass, mask = this.mask) {
-    const key = `${schedule.plan} ${pass} ${mask.isSparse}`;
-    if (!this.simulations.has(key)) this.simulations.set(key, simulate(this.cluster, schedule, this.running(schedule, mask), pass));
+  simulated(schedule, pass) {
+    const key = `${schedule.plan} ${pass}`;
+    if (!this.simulations.has(key)) this.simulations.set(key, simulate(this.cluster, schedule, this.running(schedule), pass));
     return this.simulations.get(key);
   }
 
-  // The fastest plan. With a window or documents, those that are fastest without are simulated again as they run.
+  // The fastest plan: those that look fastest if one rank stands for all, without window and documents, and the well-known
+  // ones are simulated as they run (planner/sparse/advice.py does the same).
   fastest(plans) {
-    const seconds = (plan, mask) => {
-      const schedule = this.schedule(plan, +this.state.nodes * +this.state.ranks);
-      return this.simulated(schedule, "forward", mask).seconds + this.simulated(schedule, "backward", mask).seconds;
+    const { cluster, call } = this, dense = this.mask.isSparse ? new PageMask("causal", call.length) : this.mask;
+    const ofBoth = (seconds) => seconds("forward") + seconds("backward");
+    const ranked = (some, seconds) => some.map((plan) => {
+      const schedule = this.schedule(plan, cluster.world);
+      return [seconds(schedule), plan];
+    }).sort((a, b) => a[0] - b[0]).map(([, plan]) => plan);
+    const estimate = (schedule) => {
+      const running = new DenseRun(cluster, schedule, call, dense);
+      return ofBoth((pass) => simulate(cluster, schedule, running, pass, true).seconds);
     };
-    const ranked = (some, mask) => some.map((plan) => [seconds(plan, mask), plan]).sort((a, b) => a[0] - b[0]).map(([, plan]) => plan);
-    if (!this.mask.isSparse) return ranked(plans, this.mask)[0];
-    const dense = ranked(plans, new PageMask("causal", this.call.length));
-    return ranked(dense.slice(0, SIMULATED_AGAIN), this.mask)[0];
+    const known = this.data.roles[`${this.state.nodes}x${this.state.ranks}`];
+    const first = ranked(plans, estimate).slice(0, SIMULATED_AGAIN), best = plans.filter((plan) => first.includes(plan) || known[plan]);
+    return ranked(best, (schedule) => ofBoth((pass) => this.simulated(schedule, pass).seconds))[0];
   }
 
   clusterOf(nodes, ranks) {

@@ -446,8 +446,8 @@ const sendsOf = (program) => program.steps.flat().flatMap((event) => (event.mess
 const MOST_SIMULATED = 64; // ranks; in larger worlds one rank stands for all
 
 // Simulates one pass. `ranks` are those that were simulated, `busy` the seconds of each level's busiest link.
-function simulate(cluster, schedule, running, pass) {
-  const world = schedule.world, alone = world > MOST_SIMULATED;
+function simulate(cluster, schedule, running, pass, alone = schedule.world > MOST_SIMULATED) {
+  const world = schedule.world;
   let simulator, ranks, firsts; // firsts: the first link of each level
   if (alone) {
     running.prices.inStep = true;
