@@ -101,6 +101,11 @@ def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
 
 
 def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> int:
+    if plan.family.by_mask:
+        raise ValueError(
+            f"plan {plan} follows from the mask and has no rings to draw: pass a plan such as 1x{machine.world}; "
+            "with --window or --documents, --html shows where direct fetches run instead"
+        )
     if arguments.svg:
         write_text(arguments.svg, svg(plan, machine, mask, length))
     if arguments.html:

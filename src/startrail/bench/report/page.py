@@ -21,7 +21,7 @@ from startrail.bench.report.claims import Claim, claims
 from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
 from startrail.bench.report.plots import pictures, throughput
 from startrail.bench.report.questions import against, bounds, fastest, headline_trial, result_sentence
-from startrail.view.plots import page_text
+from startrail.view.plots import figures, page_text
 
 EMULATED = (
     "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
@@ -136,7 +136,7 @@ def page(report: Json, verdicts: Sequence[Claim]) -> str:
         against(trials),
         "<h2>How costs grow</h2>",
         _growth(trials),
-        *(picture for picture in pictures(report) if picture != first),
+        figures([picture for picture in pictures(report) if picture != first]),
         "<h2>Every trial</h2><p class='note'>Attention forward + backward with random cotangents, float32, unless a "
         "training step is named. Every contender's results, gradients included, were checked against one process "
         "before it was timed. Repeats are interleaved. The link rate is chosen so that textbook Ring Attention's bytes "
@@ -149,10 +149,10 @@ def page(report: Json, verdicts: Sequence[Claim]) -> str:
         "<h2>What each contender is</h2><ul>",
         *(f"<li><b>{escape(way)}</b>: {escape(text)}</li>" for way, text in DISCLOSURES.items()),
         "</ul>",
-        *_claims_section([claim for claim in verdicts if claim.found != Claim("").found]),
         "<h2>Machine and versions</h2><div class='wide'><table>",
         *(f"<tr><td>{escape(k)}</td><td class='text'>{escape(_plain(v))}</td></tr>" for k, v in meta.items()),
         "</table></div>",
+        *_claims_section([claim for claim in verdicts if claim.found != Claim("").found]),
     ]
     return page_text("StarTrail benchmark", blocks)
 

@@ -106,7 +106,7 @@ def against(trials: Sequence[Json]) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return f"<p class='note'>{NOTHING}</p>"
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    head = "".join(f"<th{' class=text' * (name == 'command')}>{escape(name)}</th>" for name in columns)
     body = "".join(
         "<tr>"
         + "".join(
