@@ -85,5 +85,7 @@ def _seconds(table: Mapping[str, Any], training: Training) -> float:
         return run.length * run.batch / float(table["tokens_per_second"])
     flops = training.flops
     if table.get("pairs") == "all":
-        flops += run.batch * 6.0 * training.model.heads * training.model.head_dim * run.length**2 * training.model.layers
+        flops += (
+            run.batch * 6.0 * training.model.heads * training.model.head_dim * run.length**2 * training.model.layers
+        )
     return flops / training.cluster.world / (float(table["tflops"]) * 1e12)

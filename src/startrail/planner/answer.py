@@ -20,8 +20,8 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
 from startrail.planner.operate import cost_per_million, longest_length, smallest_cluster, worthwhile_batch
-from startrail.planner.rows import DoesNotFitError, Row, SearchResult, expected_error
-from startrail.planner.search import TIE_SHARE, YOURS, search
+from startrail.planner.rows import HEADS_OUTERMOST, TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error
+from startrail.planner.search import YOURS, search
 from startrail.planner.sparse.advice import LEAST_PRICED, price_row, price_sparse
 from startrail.planner.units import Fields, count_text, plural, read_file
 from startrail.planner.workload import Model, Run, find_model, read_run
@@ -200,6 +200,9 @@ def _why(result: SearchResult) -> Iterator[str]:
         fits = ", and does not fit" if star in result.too_large else ""
         yield f"The paper's schedule, {star.role}, {would} {star.seconds / best.seconds:.2f}x as long{fits}."
     yield f"Ranks wait for transfers {best.exposed:.1%} of the step."
+    for row in result.rows[1:]:
+        if row.role == HEADS_OUTERMOST:
+            yield _about_heads(row, fastest, ring, stars)
     for row in result.rows:
         if YOURS in row.role and row is not best:
             yield f"Yours, {row.name}, {_compare(row, best)}."
@@ -217,12 +220,32 @@ def _why(result: SearchResult) -> Iterator[str]:
         yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
 
 
+def _about_heads(heads: Row, fastest: Row, ring: Row | None, stars: Sequence[Row]) -> str:
+    """How good the best plan with heads over the nodes is, and why it does not come first."""
+    cluster, outer = heads.training.cluster, _outermost(heads.training.cluster)
+    links, sent = plural(cluster.levels[outer].label), heads.step.sent[outer] / 1e9
+    memory = heads.step.memory.total / 1e9
+    text = f"The best plan with heads over the {links}, {heads.name}, sends {sent:.3g} GB between {links}, needs "
+    text += f"{memory:.1f} GB per {cluster.levels[-1].label}"
+    others = [("Ring Attention", ring)] if ring is not None else []
+    others += [(star.role, star) for star in stars]
+    if others:
+        faster = [f"{row.seconds / heads.seconds:.2f}x as fast as {name}" for name, row in others]
+        text += f", and is {', '.join(faster)}"
+    reason = f"{heads.seconds / fastest.seconds - 1:.1%} slower than the fastest"
+    if heads.exposed > fastest.exposed:
+        reason += f" (ranks wait {heads.exposed:.1%} of the step: nothing hides its first and last exchange)"
+    return f"{text}; it does not come first because it is {reason}."
+
+
 def _shape(row: Row) -> str:
     """The plan in words, level by level."""
     levels = ", then ".join(level.describe() for level in row.plan.levels)
     parts = [f"{levels} (outermost first)" if len(row.plan.levels) > 1 else levels]
     if row.plan.keep != "none":
         parts.append(f"keep={row.plan.keep} saves the backward pass transfers that the forward pass already made")
+    if row.plan.heads > 1 and not row.plan.keeps_exchanged:
+        parts.append("exchange=twice saves memory: queries, keys and values are exchanged again in the backward pass")
     if row.plan.groups > 1:
         parts.append(f"with {row.plan.groups} groups, transfers of one overlap with compute of another")
     return "; ".join(parts)

@@ -51,6 +51,12 @@ def plans_on(cluster: ClusterSpec, heads: int) -> Iterator[Plan | str]:
             continue
 
 
+def heads_outermost(plan: Plan, cluster: ClusterSpec) -> bool:
+    """True if ``plan`` splits heads over all members of the outermost of several levels."""
+    outer, first = cluster.levels[0].size, plan.levels[0]
+    return 1 < outer < cluster.world and isinstance(first, Heads) and first.size % outer == 0
+
+
 def least_traffic(plan: Plan) -> list[Plan]:
     """The variants that send the least: with everything kept, or with queries travelling in the backward pass."""
     if not plan.shard_levels:

@@ -15,11 +15,20 @@ from dataclasses import replace
 from math import gcd, inf
 
 from startrail.planner.bounds import Bound, Bounds
-from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
+from startrail.planner.candidates import (
+    GROUPS,
+    LARGE_WORLD,
+    WellKnown,
+    heads_outermost,
+    least_traffic,
+    options_of,
+    plans_on,
+    well_known,
+)
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
-from startrail.planner.rows import DoesNotFitError, Row, SearchResult
+from startrail.planner.rows import TIE_SHARE, DoesNotFitError, Row, SearchResult, ranked_rows, with_heads_outermost
 from startrail.planner.step import HEADROOM, Training
 from startrail.planner.units import count_text, plural
 from startrail.planner.workload import Model, Run
@@ -27,11 +36,9 @@ from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
 YOURS = "yours"  # the role of plans that the user asks about
-TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
-TWIN_SHARE = 0.01  # plans of the same levels in another order whose times differ by less are one
-EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
 MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
+MOST_WITH_HEADS = 8  # plans with heads outermost that are simulated if none is among those
 Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
 
 
@@ -208,11 +215,30 @@ class _Search:
                 heapq.heappop(worst_kept)
         if not self.rows:
             raise self.nothing_fits()
+        if known and self.cluster.world <= LARGE_WORLD:
+            self.simulate_heads_outermost()
         training = min(self.rows, key=lambda row: row.seconds).training
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
         if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
             self.add_peers(training)
+
+    def simulate_heads_outermost(self) -> None:
+        """Simulate the best plans that split heads over the nodes, unless some were: the answer compares with them."""
+        if any(heads_outermost(row.plan, row.training.group) for row in self.rows):
+            return
+        self.queue = [entry for entry in self.queue if heads_outermost(entry[2], entry[3].group)]
+        heapq.heapify(self.queue)
+        fastest, simulated = inf, 0
+        while self.queue and simulated < MOST_WITH_HEADS:
+            bound, _, plan, training, ready = heapq.heappop(self.queue)
+            if bound >= fastest:
+                break
+            if not ready:
+                self.add_options(plan, training)
+                continue
+            self.rows.append(self.simulate(plan, training))
+            fastest, simulated = min(fastest, self.rows[-1].seconds), simulated + 1
 
     def add_peers(self, training: Training) -> None:
         """Ring Attention as others run it, if ours fits."""
@@ -265,7 +291,7 @@ class _Search:
         return Row(plan, training, training.step(plan, predicted))
 
     def result(self) -> SearchResult:
-        ranked = ranked_rows(self.rows)
+        ranked = with_heads_outermost(ranked_rows(self.rows))
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
@@ -322,42 +348,6 @@ class _Search:
             if fits(cluster.resized([sizes[0] * factor, *sizes[1:]]), run):
                 yield f"{factor} times the {plural(cluster.levels[0].label)} would fit"
                 break
-
-
-def ranked_rows(rows: list[Row]) -> list[Row]:
-    """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
-    all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
-    waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
-    fastest = min(row.seconds for row in rows)
-    tied = [row for row in rows if row.seconds <= fastest * (1 + TIE_SHARE)]
-    exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
-    least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
-
-    def rank(row: Row) -> tuple[object, ...]:
-        if row not in tied:
-            return 1, row.seconds
-        plan = row.plan
-        sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
-        simple = len(plan.levels) + (plan.keep != "none")
-        outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
-        return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
-
-    return _without_twins(sorted(rows, key=rank))
-
-
-def _without_twins(rows: list[Row]) -> list[Row]:
-    """Without plans that do the same as one before them in another order of levels, such as u4/1x2 and 1x2/u4 inside a
-    node."""
-    kept: list[Row] = []
-    seen: dict[tuple[object, ...], float] = {}
-    for row in rows:
-        plan = row.plan
-        options = plan.backward, plan.keep, plan.groups
-        same = row.training.data_parallel, tuple(sorted(map(str, plan.levels))), options
-        if row.role or abs(row.seconds / seen.get(same, inf) - 1) > TWIN_SHARE:
-            kept.append(row)
-        seen.setdefault(same, row.seconds)
-    return kept
 
 
 def _least_step(training: Training, both: Bounded) -> float:
