@@ -44,7 +44,7 @@ def test_the_best_plan_with_heads_outermost_is_a_row_with_its_reason():
     assert heads["memory"] < 0.9 * 37e9 and heads["seconds"] > answer.rows[0]["seconds"]
     for text in (
         f"{heads['plan']}, sends 40.3 GB between nodes, needs",
-        f"{ring['seconds'] / heads['seconds']:.2f}x as fast as Ring Attention",
+        f"{ring['seconds'] / heads['seconds']:.2f}x as fast as ring",
         "x as fast as star4; it does not come first because it is ",
         "exchanged again in the backward pass",
     ):

@@ -36,6 +36,8 @@ What is off, and why:
   rates vary threefold between them). Ulysses and USP agree; the ring and all-gather, which cut every document over all
   GPUs, are predicted too fast. The time of a kernel's programs that have nothing to do was chosen by hand on these
   rows (without those for judging).
+- USP and LoongTrain (and Ulysses, on 8 GPUs) are one plan to the planner. With packed documents their figures differ by
+  up to 58 %; such pairs do not count as ratios between plans.
 - Training steps are predicted 4 to 13 % too fast where attention dominates: long runs throttle, and hosts add time.
   (TRL later measured 380 instead of 364 s for its 8B model.) The Ulysses baseline of FPDT is faster than predicted: at
   512K tokens a causal kernel reaches the speed of a full one.

@@ -142,8 +142,13 @@ class Ratio:
 
     @property
     def counts(self) -> bool:
-        """The published figures differ by more than 5 %."""
-        return max(self.published, 1 / self.published) > 1.05
+        """The published figures differ by more than 5 %, and the plans differ, too."""
+        return max(self.published, 1 / self.published) > 1.05 and not self.same_plan
+
+    @property
+    def same_plan(self) -> bool:
+        """Two libraries run what is one plan to the planner, such as USP and LoongTrain."""
+        return (self.one.plan, self.one.engine) == (self.other.plan, self.other.engine)
 
     @property
     def right_side(self) -> bool:

@@ -152,7 +152,8 @@ def ranked_rows(rows: list[Row]) -> list[Row]:
 def with_heads_outermost(ranked: list[Row]) -> list[Row]:
     """With a role for the best plan that splits heads over the nodes, if another one wins: it sends the least between
     nodes, so people ask why it does not come first."""
-    found = next((row for row in ranked if heads_outermost(row.plan, row.training.group)), None)
+    group = ranked[0].training.group
+    found = next((row for row in ranked if row.training.group is group and heads_outermost(row.plan, group)), None)
     if found is None or found is ranked[0] or found.role:
         return ranked
     return [replace(row, role=HEADS_OUTERMOST) if row is found else row for row in ranked]

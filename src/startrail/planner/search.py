@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, inf
+from typing import Any
 
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import (
@@ -38,7 +39,12 @@ from startrail.schedule.plan import Plan, PlanError
 YOURS = "yours"  # the role of plans that the user asks about
 MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
-MOST_WITH_HEADS = 8  # plans with heads outermost that are simulated if none is among those
+MOST_WITH_HEADS = 4  # plans with heads outermost that are simulated if none is among those
+_INPUTS = dict(recompute=True, repeat_attention=True, offload=True)
+SAVINGS: tuple[dict[str, Any], ...] = (  # settings that save memory, the cheapest first
+    *(dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3), dict(recompute=True, offload=True), _INPUTS),
+    *(dict(states="bfloat16"), dict(offload_states=True), dict(**_INPUTS, offload_states=True)),
+)
 Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
 
 
@@ -215,23 +221,26 @@ class _Search:
                 heapq.heappop(worst_kept)
         if not self.rows:
             raise self.nothing_fits()
-        if known and self.cluster.world <= LARGE_WORLD:
-            self.simulate_heads_outermost()
         training = min(self.rows, key=lambda row: row.seconds).training
+        if known and self.cluster.world <= LARGE_WORLD:
+            self.simulate_heads_outermost(training)
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
         if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
             self.add_peers(training)
 
-    def simulate_heads_outermost(self) -> None:
-        """Simulate the best plans that split heads over the nodes, unless some were: the answer compares with them."""
-        if any(heads_outermost(row.plan, row.training.group) for row in self.rows):
+    def simulate_heads_outermost(self, training: Training) -> None:
+        """Simulate the best plans that split heads over the nodes of a group, unless some were: the answer compares
+        with them."""
+        if any(heads_outermost(row.plan, training.group) for row in self.rows if row.training is training):
             return
-        self.queue = [entry for entry in self.queue if heads_outermost(entry[2], entry[3].group)]
+        self.queue = [
+            entry for entry in self.queue if entry[3] is training and heads_outermost(entry[2], training.group)
+        ]
         heapq.heapify(self.queue)
         fastest, simulated = inf, 0
         while self.queue and simulated < MOST_WITH_HEADS:
-            bound, _, plan, training, ready = heapq.heappop(self.queue)
+            bound, _, plan, _, ready = heapq.heappop(self.queue)
             if bound >= fastest:
                 break
             if not ready:
@@ -270,7 +279,7 @@ class _Search:
                     if known.role.startswith("star"):
                         self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
-                reason = error.problem if isinstance(error, PlanError) else str(error)
+                reason = error.problem.removeprefix(f"plan {plan}: ") if isinstance(error, PlanError) else str(error)
         if reason:
             self.missing.append(known._replace(reason=reason))
             return
@@ -329,9 +338,10 @@ class _Search:
             memory = Training(cluster, self.model, run, training.data_parallel).memory(Plan.parse(f"1x{world}"))
             return memory.total <= memory.limit
 
-        for change in (dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3)):
+        for change in SAVINGS:
             if replace(run, **change) != run and fits(cluster, replace(run, **change)):
-                yield "it would fit with " + " and ".join(f"{key} = {value}".lower() for key, value in change.items())
+                new = {key: value for key, value in change.items() if getattr(run, key) != value}
+                yield "it would fit with " + " and ".join(f"{key} = {value}".lower() for key, value in new.items())
                 break
         batch = run.batch // 2
         while batch and (batch % training.data_parallel or not fits(cluster, replace(run, batch=batch))):
