@@ -334,8 +334,8 @@ class _Search:
         run, cluster = self.run, self.cluster
 
         def fits(cluster: ClusterSpec, run: Run) -> bool:
-            world = cluster.world // training.data_parallel
-            memory = Training(cluster, self.model, run, training.data_parallel).memory(Plan.parse(f"1x{world}"))
+            groups = gcd(run.batch // run.accumulate, training.data_parallel)
+            memory = Training(cluster, self.model, run, groups).memory(Plan.parse(f"1x{cluster.world // groups}"))
             return memory.total <= memory.limit
 
         for change in SAVINGS:
@@ -344,7 +344,7 @@ class _Search:
                 yield "it would fit with " + " and ".join(f"{key} = {value}".lower() for key, value in new.items())
                 break
         batch = run.batch // 2
-        while batch and (batch % training.data_parallel or not fits(cluster, replace(run, batch=batch))):
+        while batch and (batch % run.accumulate or not fits(cluster, replace(run, batch=batch))):
             batch //= 2
         if batch:
             yield f"a batch of {batch} would fit"
