@@ -140,7 +140,7 @@ def other_medians(
     yield f"median error of all {len(counted)} training steps that are counted {statistics.median(counted):.1%}"
 
 
-def scatter(path: Path, cases: list[AttentionCase], judged: list[AttentionCase], steps: list[TrainingCase]) -> None:
+def scatter(path: Path, attention: dict[str, list[AttentionCase]], steps: list[TrainingCase]) -> None:
     """Predicted over published seconds; nothing without matplotlib."""
     try:
         import matplotlib
@@ -150,7 +150,7 @@ def scatter(path: Path, cases: list[AttentionCase], judged: list[AttentionCase],
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5))
-    for label, found, marker in (("attention, fitting", cases, "o"), ("attention, judging", judged, "^")):
+    for marker, (label, found) in zip("o^v<", attention.items(), strict=True):
         xs = [case.seconds for case in found]
         ys = [case.predicted_seconds() / x for case, x in zip(found, xs, strict=True)]
         axes.scatter(xs, ys, s=16, marker=marker, label=label)
@@ -197,7 +197,9 @@ def main() -> int:
     text += [*attention_lines(packed), "", "For judging only:", "", *attention_lines(judged_packed), ""]
     text += ["## Training steps", "", *training_lines(steps)]
     (HERE / "results.md").write_text("\n".join(text) + "\n")
-    scatter(HERE / "scatter.png", cases, judged, steps)
+    attention = {"attention, fitting": cases, "attention, judging": judged}
+    attention |= {"packed documents, fitting": packed, "packed documents, judging": judged_packed}
+    scatter(HERE / "scatter.png", attention, steps)
     print("\n".join(f"{'met   ' if fine else 'NOT MET'} {line}" for line, fine in verdict))
     return 0 if met else 1
 
