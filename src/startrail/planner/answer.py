@@ -242,6 +242,7 @@ def _about_heads(heads: Row, fastest: Row, known: Sequence[Row]) -> str:
 def _shape(row: Row) -> str:
     """The plan in words, level by level."""
     levels = ", then ".join(level.describe() for level in row.plan.levels)
+    levels = "each rank computes sequences of its own" if row.training.group.world == 1 else levels
     parts = [f"{levels} (outermost first)" if len(row.plan.levels) > 1 else levels]
     if row.plan.keep != "none":
         parts.append(f"keep={row.plan.keep} saves the backward pass transfers that the forward pass already made")

@@ -224,6 +224,8 @@ class _Search:
         training = min(self.rows, key=lambda row: row.seconds).training
         if known and self.cluster.world <= LARGE_WORLD:
             self.simulate_heads_outermost(training)
+        if training.group.world == 1:
+            return  # every sequence has a rank of its own: all plans are the same
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
         if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
@@ -251,7 +253,7 @@ class _Search:
 
     def add_peers(self, training: Training) -> None:
         """Ring Attention as others run it, if ours fits."""
-        for ring in [row for row in self.rows if row.role == "ring" and training.group.world > 1]:
+        for ring in [row for row in self.rows if row.role == "ring"]:
             for engine in RINGS:
 
                 def predicted(
