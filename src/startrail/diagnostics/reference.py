@@ -238,7 +238,8 @@ def make_data(case: Case, device: torch.device = CPU) -> CaseData:
                 yardstick[name] = Error.worse(yardstick[name], error)
     max_logits = _max_logits(case, inputs, mask) if case.with_max_logits else None
     # float32 is enough to size errors
-    return CaseData(inputs, exact, yardstick, _rounding_floors(case, _as(inputs, torch.float32), mask), max_logits)
+    floors = _rounding_floors(case, _as(inputs, torch.float32), mask, exact)
+    return CaseData(inputs, exact, yardstick, floors, max_logits)
 
 
 def data_by_rows(case: Case, device: torch.device) -> CaseData:
@@ -310,7 +311,9 @@ def _max_logits(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> tu
     return largest, scores.masked_fill_(scores + errors < highest, float("inf")).amin((0, 2, 3))
 
 
-def _rounding_floors(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Floor]:
+def _rounding_floors(
+    case: Case, inputs: Sequence[Tensor | None], mask: Tensor, exact: dict[str, Tensor]
+) -> dict[str, Floor]:
     q, k, v, dout, sinks, dlse = inputs
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -330,7 +333,8 @@ def _rounding_floors(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) 
         floors["out"] = Floor(deviation, each.minimum(unit * total).maximum(floors["out"].each))
         for name, total in call.sizes().items():
             deviation, each = floors[name]
-            floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(unit * total))
+            rounded = unit * (total + exact[name].abs())  # the parts, and their sum
+            floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(rounded))
     return floors
 
 
