@@ -81,6 +81,7 @@ def random_case(seed: int) -> Case:
         softcap=rng.choice([None] * 6 + [0.5, 3.0]),
         seed=seed,
         call_style=rng.choice([*CALL_STYLES, "plain"]),
+        windows=shared.random() < 0.3,
         **layer,
     )
 
@@ -122,7 +123,7 @@ def not_finite(first_seed: int, count: int, progress: bool = False) -> list[str]
 
 def _search(check: Callable[[list[Case]], list[str]], cases: list[Case], progress: bool) -> list[str]:
     """What ``check`` finds; it is given cases of one world size, those of one plan together: it is connected once."""
-    cases = sorted(cases, key=lambda case: (case.plan, case.layout, str(case.wire_dtype)))
+    cases = sorted(cases, key=lambda case: (case.plan, case.layout, case.windows, str(case.wire_dtype)))
     by_world = [[case for case in cases if case.world == world] for world in reversed(WORLDS)]
     parts = [mine[index : index + BATCH] for mine in by_world for index in range(0, len(mine), BATCH)]
     wrong, done, start = [], 0, time.monotonic()

@@ -136,8 +136,8 @@ def run(options: argparse.Namespace) -> int:
     works = engine_works(options.length, options.full)
     print(
         f"forward + backward, {options.heads} heads x {options.head_dim}, float32, {options.ranks} ranks of one thread; "
-        f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, startrail "
-        f"{startrail.__version__}"
+        f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
+        f"startrail {startrail.__version__}"
     )
     cases = [(work, plan) for work in works for plan in (plans[-1:] if work.is_sparse else plans)]
     sdpa: dict[EngineWork, list[float]] = {work: [] for work in works}

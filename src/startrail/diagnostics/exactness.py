@@ -209,7 +209,8 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks, and return a merged report for each. Cases that differ
     only in plan or layout share a reference."""
     torch.set_num_threads(1)
-    data = [_cached_data(replace(case, plan="", layout="zones", world=min(case.world, 2))) for case in cases]
+    shared = dict(plan="", layout="zones", windows=False)
+    data = [_cached_data(replace(case, **shared, world=min(case.world, 2))) for case in cases]
     by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
     return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
@@ -228,7 +229,7 @@ def parallel_for(case: Case, plans: Plans) -> SequenceParallel:
     """The ``SequenceParallel`` for a case, shared by consecutive cases. Older ones are dropped: the connections of many
     plans on many ranks need thousands of threads."""
     heads = (case.q_heads, case.kv_heads) if case.plan == "auto" else ()
-    key = (case.plan, case.layout, case.wire_dtype, *heads)
+    key = (case.plan, case.layout, case.windows, case.wire_dtype, *heads)
     if key not in plans:
         plans.clear()
         plans[key] = case.parallel()

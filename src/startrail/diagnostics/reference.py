@@ -97,6 +97,7 @@ class Case:
     window: int | None = None
     documents: tuple[int, ...] | None = None
     layout: str = "zones"
+    windows: bool = False  # tokens in the order of ranks, as for models with windows
     wire_dtype: torch.dtype | None = None
     scale: float | None = None
     chunk: int | None = None
@@ -151,6 +152,7 @@ class Case:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             layout=self.layout,
+            windows=self.windows,
             wire_dtype=self.wire_dtype,
         )
 

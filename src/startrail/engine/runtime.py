@@ -331,7 +331,7 @@ class Runtime:
         except ValueError as error:
             self._refuse(str(error))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
-        detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
+        detail = f"{signature}, {geometry.boundaries}, {settings}"
         parts = make_parts(geometry, routes, pass_, call.mask, kernel.costs, q.dtype, self._wire_dtype(q.dtype))
         order, kernel.sm_margin = run_order([part.program for part in parts]), sm_margin(parts)
         return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from startrail.routing.route import Rule
 from startrail.schedule.plan import Plan
 
 
@@ -19,4 +20,9 @@ class Settings:
     wire_dtype: torch.dtype | None
     timeout: timedelta
     check_every_call: bool
-    sparse: bool
+    sparse: bool | Rule
+
+    def __str__(self) -> str:
+        """What all ranks must have in common."""
+        rule = "" if self.sparse is True else f", direct {self.sparse}"
+        return f"plan {self.plan}, {self.layout}, wire {self.wire_dtype}{rule}"

@@ -87,7 +87,8 @@ def write_sparse(out: Path, meta: dict[str, Any], rows: Sequence[SparseRow], tab
     """Write ``sparse.json`` and ``sparse.txt``; returns the path of the latter."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "sparse.json").write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, default=str))
-    head = f"{meta['date']}, commit {meta['commit'][:9]}, {meta['processor']}, {meta['cores']} cores, {meta['seconds']} s"
+    machine = f"{meta['processor']}, {meta['cores']} cores"
+    head = f"{meta['date']}, commit {meta['commit'][:9]}, {machine}, {meta['seconds']:.0f} s"
     path = out / "sparse.txt"
     path.write_text("\n".join([head, *tables, ""]))
     return path
