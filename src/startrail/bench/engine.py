@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     works = engine_works(options.length, options.full)
     print(
-        f"forward + backward, {options.heads} heads x {options.head_dim}, float32, {options.ranks} ranks of one thread; "
+        f"forward + backward, {options.heads} heads x {options.head_dim}, float32, {options.ranks} one-thread ranks; "
         f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"startrail {startrail.__version__}"
     )

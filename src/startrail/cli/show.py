@@ -45,9 +45,7 @@ def add(commands: Commands) -> None:
     option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
     option("--head-dim", type=int, help="head dimension (default 128)")
     option("--length", type=read_tokens, help="tokens, such as 65536 or 64k (default 4096 per rank)")
-    option(
-        "--cluster", help="a cluster's name or .toml file, for auto, --html, --window (default: STARTRAIL_CLUSTER)"
-    )
+    option("--cluster", help="a cluster's name or .toml file, for auto, --html, --window (default: STARTRAIL_CLUSTER)")
     option("--direction", choices=("forward", "backward"), default="forward")
     option("--full", action="store_true", help="every token sees every other (default: causal)")
     option("--window", type=int, help="a token sees this many tokens: itself and those before it")

@@ -49,8 +49,8 @@ class SimulatedRule:
         return f"as simulated on {self.cluster} ({crc32(cluster_text(self.cluster, '').encode()):08x})"
 
     def __call__(self, zone: Zone, mask: Mask, sizes: Sizes) -> bool | None:
-        """True if ``direct`` is faster, None if it does not say: for masks without a window or chunks, for few tokens or
-        many ranks, and for zones that the cluster's description does not fit."""
+        """True if ``direct`` is faster, None if it does not say: for masks without a window or chunks, few tokens, many
+        ranks, and zones that the cluster's description does not fit."""
         window, rates = mask.window or mask.chunk, self.cluster.device.rates
         dtype = next((name for name, size in DTYPES.items() if size == sizes.itemsize and name in rates), None)
         if window is None or zone.size > MAX_RANKS or sizes.local < MIN_TOKENS or dtype is None:
