@@ -337,6 +337,10 @@ def _rounding_floors(
             deviation, each = floors[name]
             rounded = unit * (total + exact[name].abs())  # the parts, and their sum
             floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(rounded))
+        if coarse != case.dtype:  # queries and keys are rounded too
+            rounded = unit * 2 * (weights * (q.abs() @ k.abs().mT)).sum(-1) * abs(scale)
+            deviation, each = floors["lse"]
+            floors["lse"] = Floor(deviation.maximum(ROUNDING**0.5 * rounded), each.maximum(rounded))
     return floors
 
 

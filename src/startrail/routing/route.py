@@ -102,7 +102,7 @@ def zone_route(
     if not inner.family.by_mask:
         plan_bytes = _plan_bytes(of_zone, zone.size)
     fetches, answer = None, None
-    if zone.size > 1 and (inner.family.by_mask or (sparse and is_narrow(zone, length, mask))):
+    if inner.family.by_mask or (zone.size > 1 and sparse and is_narrow(zone, length, mask)):
         fetches = fetches_in(inner, zone, length, mask)
         direct = replace(of_zone, plan=Plan((DirectLevel(),)))
         per_token = 2 * _bytes_per_token(direct, "kv") + _bytes_per_token(direct, "dkv")  # keys in both passes
