@@ -25,10 +25,11 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 
 # How a case calls attention: on plain tensors; on strided views, as projections to (batch, tokens, heads, dim) give;
-# with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; or after another call,
-# whose backward pass comes after its own (nested) or before it (in turn).
+# with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; recomputed in the
+# backward pass (checkpointed); compiled; or after another call, whose backward pass comes after its own (nested) or
+# before it (in turn).
 TWO_CALL_STYLES = ("nested", "in turn")
-CALL_STYLES = ("plain", "strided", "expanded", "q only", "k and v only", *TWO_CALL_STYLES)
+CALL_STYLES = ("plain", "strided", "expanded", "q only", "k and v only", "checkpointed", "compiled", *TWO_CALL_STYLES)
 CPU = torch.device("cpu")
 ROWS_BYTES = 2**30  # of float64 weights at a time
 
