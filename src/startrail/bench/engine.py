@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"startrail {startrail.__version__}"
     )
-    cases = [(work, plan) for work in works for plan in (plans[-1:] if work.is_sparse else plans)]
+    cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
     sdpa: dict[EngineWork, list[float]] = {work: [] for work in works}
     ours: dict[tuple[EngineWork, str], list[Measured]] = {case: [] for case in cases}
     done, total = 0, options.rounds * len(cases)

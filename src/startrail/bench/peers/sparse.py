@@ -70,22 +70,24 @@ class SparseWork:
 
 
 def whole_attention(ends: Sequence[int], window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention on one process, document by document, so that only visible blocks are computed."""
-    parts = ([x[:, :, start:stop] for x in (q, k, v)] for start, stop in pairwise(ends))
-    return torch.cat([_in_document(window, *qkv) for qkv in parts], 2)
+    """Attention on one process, document by document, so that only visible blocks are computed. Tensors are split at
+    once: the gradient of a slice would be as large as the whole."""
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    documents = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+    return torch.cat([_in_document(window, *qkv) for qkv in documents], 2)
 
 
 def _in_document(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    tokens = q.shape[2]
-    if window is None or window >= tokens:
+    if window is None or window >= q.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    outs = []
-    for start in range(0, tokens, window):  # a block of queries sees at most two blocks of keys
-        first, stop = max(start - window + 1, 0), min(start + window, tokens)
-        rows, keys = torch.arange(start, stop).unsqueeze(1), torch.arange(first, stop)
-        visible = (keys <= rows) & (rows - keys < window)
+    rows, keys = torch.arange(window).unsqueeze(1), torch.arange(2 * window)
+    visible = (keys > rows) & (keys <= rows + window)  # in its own block of keys and the one before
+    blocks = list(zip(*(x.split(window, 2) for x in (q, k, v)), strict=True))
+    outs = [F.scaled_dot_product_attention(*blocks[0], is_causal=True)]
+    for (_, *before), (queries, *own) in pairwise(blocks):
+        kv = [torch.cat(pair, 2) for pair in zip(before, own, strict=True)]
         outs.append(
-            F.scaled_dot_product_attention(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], visible)
+            F.scaled_dot_product_attention(queries, *kv, visible[: queries.shape[2], : window + queries.shape[2]])
         )
     return torch.cat(outs, 2)
 
