@@ -24,8 +24,7 @@ from transformers import (
 )
 
 import startrail
-from startrail.integrations import layer_masks, versions
-from startrail.integrations import transformers as integration
+from startrail.integrations import layer_masks, probe, versions
 from startrail.integrations.layer_masks import LayerKind, read_layer_kind
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.integrations.versions import is_checkpointing
@@ -78,7 +77,7 @@ def test_what_cannot_be_run_is_refused_when_it_is_attached():
     for dtype in (torch.float32, torch.bfloat16):  # whose rounding hides what new weights do
         model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SMALL, **griffin)).to(dtype)
         with pytest.MonkeyPatch.context() as patch:  # since 5.23 the config tells
-            patch.setattr(integration, "_check_config", lambda model: None)
+            patch.setattr(probe, "check_config", lambda model: None)
             text = error_of(lambda: attach(model, sp))  # noqa: B023
         assert "model.layers.0.temporal_block.rg_lru: a token's result depends on other tokens" in text
     model = GPT2LMHeadModel(GPT2Config(**families()["gpt2"][1].to_diff_dict() | dict(add_cross_attention=True)))

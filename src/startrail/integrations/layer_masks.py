@@ -7,7 +7,7 @@ composed function, and rejects any other by name.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,16 +25,19 @@ UNUSED_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The keys that one kind of layer sees."""
+    """The keys that one kind of layer sees. ``blocks``: also all keys of the query's block (an image), as far as the
+    window reaches."""
 
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
+    blocks: bool = False
 
     def __str__(self) -> str:
         text = "causal" if self.causal else "full"
         text += "" if self.window is None else f" window {self.window}"
-        return text + ("" if self.chunk is None else f" chunk {self.chunk}")
+        text += "" if self.chunk is None else f" chunk {self.chunk}"
+        return text + (" and blocks" if self.blocks else "")
 
 
 class MaskUseError(AttributeError, TypeError):
@@ -79,7 +82,13 @@ def read_layer_kind(function: Any) -> LayerKind:
         parts = [read_layer_kind(part) for part in closure["mask_functions"]]
         windows = [part.window for part in parts if part.window is not None]
         chunks = [part.chunk for part in parts if part.chunk is not None]
-        return LayerKind(any(part.causal for part in parts), min(windows, default=None), min(chunks, default=None))
+        blocks = any(part.blocks for part in parts)
+        causal = any(part.causal for part in parts)
+        return LayerKind(causal, min(windows, default=None), min(chunks, default=None), blocks)
+    if name.startswith("or_masks"):
+        first, *rest = closure["mask_functions"]
+        if rest and all(part.__qualname__.startswith("blockwise_overlay") for part in rest):
+            return replace(read_layer_kind(first), blocks=True)
     raise ValueError(f"unsupported mask function {name}")
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from startrail.checkpoint import checkpoint_context
+from startrail.checkpoint import checkpoint_context, inputs_on_host
 from startrail.training.models.dit import DiT
 from startrail.training.models.gpt import GPT
 
@@ -29,7 +28,7 @@ def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
 
 
 def _recompute(forward: Callable[..., Tensor], offload: bool, *args: Any) -> Tensor:
-    with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+    with inputs_on_host(offload):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False)
 
 
