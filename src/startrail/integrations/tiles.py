@@ -50,20 +50,24 @@ def _num_matrices(module: nn.Module) -> int:
     return sum(x.dim() > 1 for x in module.parameters())
 
 
-def _forward_in_tiles(module: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+def _forward_in_tiles(module: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
     original = partial(type(module).forward, module)
     if torch.compiler.is_compiling():
-        whole: Tensor = original(hidden_states, *arguments, **options)
-        return whole
+        return original(hidden_states, *arguments, **options)
+    name, width, others = module._startrail_name, hidden_states.shape[-1], None
+    if hidden_states.dim() != 3 or arguments or options:
+        raise ValueError(f"tile_mlp: {name} does not take just hidden states (batch, tokens, width)")
 
     def run(x: Tensor) -> Tensor:
-        out = original(x)
-        if not isinstance(out, Tensor) or out.shape != x.shape:
+        nonlocal others
+        result = original(x)
+        out, *rest = result if isinstance(result, tuple) else (result,)
+        if not isinstance(out, Tensor) or out.numel() != x.numel() or out.shape[-1] != width:
             shown = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"tile_mlp: {module._startrail_name} returns {shown}, not a tensor like its input")
-        return out
+            raise ValueError(f"tile_mlp: {name} returns {shown}, expected one like its input {tuple(x.shape)}")
+        others = len(rest) if isinstance(result, tuple) else None  # a router's scores, which the layer drops
+        return out.view(x.shape)
 
-    if hidden_states.dim() != 3 or arguments or options:
-        raise ValueError(f"tile_mlp: {module._startrail_name} does not take just hidden states (batch, tokens, width)")
     flat = hidden_states.flatten(0, 1).unsqueeze(0)
-    return in_chunks(module, run, flat, chunk=module._startrail_tile).view(hidden_states.shape)
+    out = in_chunks(module, run, flat, chunk=module._startrail_tile).view(hidden_states.shape)
+    return out if others is None else (out, *(None,) * others)

@@ -42,7 +42,7 @@ class StandIn(nn.Module):
 
 def install(model: PreTrainedModel) -> None:
     """Replace ``model.forward``. ``remove`` undoes it."""
-    if model.base_model_prefix not in model._modules or model.get_output_embeddings() is None:
+    if layers_name(model) is None or model.get_output_embeddings() is None:
         return
     model._startrail_forward = model.__dict__.get("forward")  # another wrapper's
     wrapper = wraps(type(model).forward)(forward_without_logits)
@@ -69,7 +69,8 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
     if attached is None or attached.wants_logits or labels is None or _asks_for_logits(model, options):
         return original(**options)
 
-    name = model.base_model_prefix
+    name = layers_name(model)
+    assert name is not None
     layers = model._modules[name]
     results: list[Any] = []
 
@@ -83,11 +84,17 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
             return loss
 
     with _replaced(model, name, run_layers):  # in which only the head has parameters
-        output = original(**options)  # of no token: everything but the loss
+        output = original(**{**options, "labels": None, "shift_labels": None})  # the logits of no token
         hidden, chunk = results[0][0].flatten(0, 1).unsqueeze(0), attached.loss_chunk or chunk_of(model)
         loss = in_chunks(model, loss_of, hidden, labels.reshape(1, -1), chunk=chunk, summed=True)
     _announce(model, attached, labels.numel(), chunk)
     return type(output)(**{**output, "loss": loss, "logits": None})
+
+
+def layers_name(model: PreTrainedModel) -> str | None:
+    """The name of the part of a model that computes what its head gets, or None if it has no head."""
+    parts = (name for name, part in model.named_children() if isinstance(part, PreTrainedModel | StandIn))
+    return model.base_model_prefix if model.base_model_prefix in model._modules else next(parts, None)
 
 
 def _asks_for_logits(model: PreTrainedModel, options: dict[str, Any]) -> bool:
