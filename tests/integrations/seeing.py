@@ -26,7 +26,14 @@ def models() -> dict[str, tuple[type, Any]]:
     deep = dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=64)
     three = dict(TEXT_OF_THREE, head_dim=8)
     kinds = dict(head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
-    siglip = dict(vision_use_head=False, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8)
+    siglip = dict(
+        vision_use_head=False,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+    )
     return {
         "qwen2.5-vl": (
             hf.Qwen2_5_VLForConditionalGeneration,

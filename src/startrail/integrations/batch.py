@@ -61,6 +61,17 @@ class BatchContext:
         padding = (own < 0).view(-1, *(1,) * (x.dim() - dim - 1))
         return x.index_select(dim, own.clamp(min=0)).masked_fill(padding, pad_value)
 
+    def check_blocks(self, inside: Tensor) -> None:
+        """Raise ``ValueError`` unless the blocks are the runs of ``inside`` (batch, tokens), by which the model would
+        mask."""
+        kept = None if self.whole is None else self.whole.kept
+        expected = _runs(_joined(inside, kept, 1)[0], self.sequence.documents)
+        if list(self.sequence.blocks) != expected:
+            shown, ours = (", ".join(map(str, blocks)) or "no blocks" for blocks in (expected, self.sequence.blocks))
+            raise ValueError(
+                f"the model's images are the blocks {shown}, but the batch has {ours}: pass {TOKEN_TYPES} to shard_batch"
+            )
+
     def sequence_for(self, chunk: int | None) -> tuple[Sequence, int | None]:
         """The sequence and the chunk size for a layer with this ``chunk``. Where chunks are counted by
         ``chunk_positions``, each becomes a document."""

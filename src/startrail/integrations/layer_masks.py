@@ -76,6 +76,8 @@ def read_layer_kind(function: Any) -> LayerKind:
         return LayerKind(causal=False, window=closure["sliding_window"])
     if name.startswith("sliding_window_bidirectional_overlay"):  # on each side
         return LayerKind(causal=False, window=closure["sliding_window"] + 1)
+    if name.startswith("blockwise_overlay"):
+        return LayerKind(causal=False, blocks=True)
     if name.startswith("chunked_overlay"):
         return LayerKind(causal=False, chunk=closure["chunk_size"])
     if name.startswith("and_masks"):
@@ -87,9 +89,18 @@ def read_layer_kind(function: Any) -> LayerKind:
         return LayerKind(causal, min(windows, default=None), min(chunks, default=None), blocks)
     if name.startswith("or_masks"):
         first, *rest = closure["mask_functions"]
-        if rest and all(part.__qualname__.startswith("blockwise_overlay") for part in rest):
+        if len(rest) == 1 and rest[0].__qualname__.startswith("blockwise_overlay"):
             return replace(read_layer_kind(first), blocks=True)
     raise ValueError(f"unsupported mask function {name}")
+
+
+def find_blocks(function: Any) -> Tensor:
+    """(batch, tokens) True where the mask function of a layer with blocks has one."""
+    closure = inspect.getclosurevars(function).nonlocals
+    if "block_sequence_ids" in closure:
+        inside: Tensor = closure["block_sequence_ids"] >= 0
+        return inside
+    return next(find_blocks(part) for part in closure["mask_functions"] if read_layer_kind(part).blocks)
 
 
 def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:

@@ -82,7 +82,10 @@ class Attached:
                 raise ValueError(f"cannot distinguish the masks {kind} and {self.kinds[key]}")
             return MaskPlaceholder(None, kind)
         if not torch.compiler.is_compiling():
-            return MaskPlaceholder(self.context, layer_masks.read_layer_kind(mask_function))
+            kind = layer_masks.read_layer_kind(mask_function)
+            if kind.blocks and self.context is not None:
+                self.context.check_blocks(layer_masks.find_blocks(mask_function))
+            return MaskPlaceholder(self.context, kind)
         if key not in self.kinds:
             raise ValueError(f"the model asks for a mask that it did not ask for in attach: {key}")
         return MaskPlaceholder(self.context, self.kinds[key])
@@ -144,6 +147,8 @@ class Attached:
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
+        if self.context is not None and self.context.whole is not None and vision.language_model_name(model) is None:
+            raise ValueError(f"{type(model).__name__} takes no images: leave pixel_values out of shard_batch")
         if options.setdefault("use_cache", False):
             raise ValueError("use_cache=True: a sharded sequence has no cache; leave it out, or detach(model) first")
         if options.get("output_router_logits"):
