@@ -81,7 +81,8 @@ class _Call(nn.Module):
 
     def __init__(self, module: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.module, self.function = module, function
+        self.module = module
+        self.__dict__["function"] = function  # not as a submodule, if it is one
 
     def forward(self, *arguments: Tensor) -> Tensor:
         return self.function(*arguments)
@@ -102,10 +103,10 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Parameters are replaced by detached ones, so that their hooks run once, for the whole gradient."""
         module, function, chunk, summed, names, num_per_token = ctx.settings
-        x, *per_token = ctx.saved_tensors[: 1 + num_per_token]
+        x, *rest = ctx.saved_tensors  # read once, or ``checkpoint`` raises
+        per_token, saved = rest[:num_per_token], rest[num_per_token:]
         need_x, *need = ctx.needs_input_grad[1:2] + ctx.needs_input_grad[2 + num_per_token :]
-        saved = zip(ctx.saved_tensors[1 + num_per_token :], need, strict=True)
-        parameters = [parameter.detach().requires_grad_(needed) for parameter, needed in saved]
+        parameters = [x.detach().requires_grad_(needed) for x, needed in zip(saved, need, strict=True)]
         call, replaced = _Call(module, function), {f"module.{x}": y for x, y in zip(names, parameters, strict=True)}
         grad_x = torch.empty_like(x) if need_x else None
         totals: list[Tensor | None] = [None] * len(parameters)

@@ -1,4 +1,4 @@
-"""Vision-language models: images embedded whole, the language model split, and the loss and gradients of one process."""
+"""Vision-language models: images embedded whole, the language model split. Loss and gradients of one process."""
 
 from contextlib import nullcontext
 
@@ -15,7 +15,7 @@ from startrail.launch.local import run_local
 from tests.helpers import error_of
 from tests.integrations.one_process import ALLOWED, Truth, compare, summed
 from tests.integrations.seeing import batch_of_images, models, tiny_seeing
-from tests.integrations.tiny import SMALL, InFloat64, differences, gradients, tokens
+from tests.integrations.tiny import SMALL, InFloat64, backward, differences, gradients, tokens
 
 PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"], 8: ["u2/2x2"]}
 ROWS = {"uneven": [(9, 5, 8)], "padded": [(9, 5, 7), (4, 3)], "same length": [(5, 9), (9, 5)]}
@@ -27,7 +27,7 @@ def loss_and_gradients(model, batch, double):
     model.zero_grad()
     with InFloat64() if double else nullcontext():
         loss = model(**batch, use_cache=False).loss
-        loss.backward()
+        backward(loss)
     return loss, gradients(model)
 
 
@@ -50,9 +50,8 @@ def packed(name, dtype=torch.float32, positions=False):
     batch = batch_of_images(name, PACKED, dtype)
     real = batch["attention_mask"].bool()
     lengths = real.sum(1).tolist()
-    joined = {
-        key: x[real].unsqueeze(0) for key, x in batch.items() if x.shape == real.shape and key != "attention_mask"
-    }
+    joined = {key: x[real].unsqueeze(0) for key, x in batch.items() if x.shape == real.shape}
+    del joined["attention_mask"]
     joined["labels"][0, torch.tensor(lengths).cumsum(0)[:-1]] = -100
     joined |= {key: x for key, x in batch.items() if x.shape != real.shape}
     if not positions:
@@ -135,8 +134,7 @@ def test_text_alone_and_what_is_refused():
         ours = attach(tiny_seeing(name), sp)(**shard_batch(sp, **batch)).loss
         assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
     gemma = tiny_seeing("gemma3")
-    for layer in gemma.model.language_model.layers:
-        layer.self_attn.sliding_window = 3
+    gemma.model.language_model.layers[0].self_attn.sliding_window = 3
     gemma.config.text_config.sliding_window = 3
     batch = batch_of_images("gemma3", ROWS["uneven"])
     text = error_of(lambda: attach(gemma, sp)(**shard_batch(sp, **batch)))

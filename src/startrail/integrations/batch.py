@@ -69,7 +69,8 @@ class BatchContext:
         if list(self.sequence.blocks) != expected:
             shown, ours = (", ".join(map(str, blocks)) or "no blocks" for blocks in (expected, self.sequence.blocks))
             raise ValueError(
-                f"the model's images are the blocks {shown}, but the batch has {ours}: pass {TOKEN_TYPES} to shard_batch"
+                f"the model's images are the blocks {shown}, but the batch has {ours}: pass {TOKEN_TYPES}= to "
+                "shard_batch, and no blocks"
             )
 
     def sequence_for(self, chunk: int | None) -> tuple[Sequence, int | None]:
