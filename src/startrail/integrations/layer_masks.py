@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from startrail.integrations.batch import BatchContext
 from startrail.kernels import kernel_for
+from startrail.schedule.places import divisors
+from startrail.schedule.plan import Plan
 
 # Arguments that models pass to every layer but attention does not use.
 UNUSED_ARGUMENTS = {
@@ -127,6 +129,20 @@ def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, othe
         shown = tuple(given.shape) if isinstance(given, Tensor) else given
         return f"unsupported argument to attention: {name}={shown}"
     return None
+
+
+def heads_problem(module: nn.Module, heads: int, plan: Plan) -> str | None:
+    """The reason a plan cannot split the heads that a layer has on this rank, or None. KV heads are replicated where
+    there are fewer of them."""
+    if heads % plan.heads == 0:
+        return None
+    total = getattr(getattr(module, "config", None), "num_attention_heads", heads)
+    tensor = total // heads
+    return (
+        f"(heads / TP) % U must be 0: ({total} / {tensor}) % {plan.heads} = {heads % plan.heads}. Plan {plan} splits "
+        f"heads over U = {plan.heads} ranks, and tensor parallelism leaves {heads} of {total} query heads: use "
+        + " or ".join(f"u{size}" for size in divisors(heads))
+    )
 
 
 def softcap_problem(query: Tensor, softcap: float) -> str | None:

@@ -32,7 +32,13 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context, inputs_on_host
-from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
+from startrail.comm.sanity import (
+    CHECKED_STEPS,
+    check_fsdp_meshes,
+    check_gradients,
+    check_same_parameters,
+    unchecked_parameters,
+)
 from startrail.integrations import layer_masks, probe, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
@@ -110,6 +116,7 @@ class Attached:
             if softcap is not None:
                 self.softcaps.add(softcap)
                 problem = problem or layer_masks.softcap_problem(query, softcap)
+            problem = problem or layer_masks.heads_problem(module, query.shape[1], self.sp.plan)
             self.probed.append((name, problem))
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
         problem = problem or self._batch_problem(attention_mask.context, attention_mask.kind, s_aux)
@@ -158,6 +165,8 @@ class Attached:
         if self.checking:
             self.steps += 1
             check_same_parameters(model.named_parameters(), self.sp.group)
+            if self.steps == 1:
+                check_fsdp_meshes(model, self.sp.group)
         return arguments, options
 
 

@@ -76,7 +76,7 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
 
     def run_layers(*arguments: Any, **options: Any) -> Any:
         results.append(layers(*arguments, **options))
-        return _with_hidden(results[0], results[0][0][:, :0])
+        return _with_hidden(results[0], results[0][0][:, :1])
 
     def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
         with _replaced(model, name, lambda *_, **__: _with_hidden(results[0], hidden)):
@@ -84,7 +84,7 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
             return loss
 
     with _replaced(model, name, run_layers):  # in which only the head has parameters
-        output = original(**{**options, "labels": None, "shift_labels": None})  # the logits of no token
+        output = original(**{**options, "labels": None, "shift_labels": None})  # with logits of one token, dropped
         hidden, chunk = results[0][0].flatten(0, 1).unsqueeze(0), attached.loss_chunk or chunk_of(model)
         loss = in_chunks(model, loss_of, hidden, labels.reshape(1, -1), chunk=chunk, summed=True)
     _announce(model, attached, labels.numel(), chunk)
