@@ -58,7 +58,7 @@ def tiny_seeing(name: str, dtype: torch.dtype = torch.float32) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = kind(copy.deepcopy(config))
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(6)
     for x in model.parameters():
         noise = torch.randn(x.shape, generator=generator)
         x.data = 0.15 * noise if x.dim() > 1 else x.data + 0.1 * noise

@@ -21,6 +21,7 @@ PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"], 8: ["u2/2x2"]}
 ROWS = {"uneven": [(9, 5, 8)], "padded": [(9, 5, 7), (4, 3)], "same length": [(5, 9), (9, 5)]}
 PACKED = [(9, 5, 7), (4, 3), (6, 6)]
 ALLOWED_IN_FLOAT64 = 1e-12
+ZERO = "vision_tower.encoder.layers.0.self_attn.k_proj.bias"  # its gradient is 0: a bias of keys shifts all logits
 
 
 def loss_and_gradients(model, batch, double):
@@ -60,6 +61,10 @@ def packed(name, dtype=torch.float32, positions=False):
     grid = {key: batch[key] for key in ("image_grid_thw", "mm_token_type_ids", "attention_mask")}
     axes, _ = tiny_seeing(name).model.get_rope_index(batch["input_ids"], **grid)
     return dict(joined, position_ids=torch.cat([text, axes[:, real].unsqueeze(1)]))
+
+
+def without_zero(tensors):
+    return {name: x for name, x in tensors.items() if not name.endswith(ZERO)}
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +120,11 @@ def test_in_float64_and_for_twenty_steps():
             model = attach(tiny_seeing(name, torch.float64), sp, tile_mlp=5, offload=True)
             batch = batch_of_images(name, ROWS["padded"], torch.float64)
             ours, own = many_ranks(model, sp, batch, double=True)
-            found[name] = differences(own, grads, ALLOWED_IN_FLOAT64)
+            found[name] = differences(own, without_zero(grads), ALLOWED_IN_FLOAT64)
             found[name] += [] if abs(ours / loss - 1) < ALLOWED_IN_FLOAT64 else [f"loss {ours}, one process {loss}"]
         model = attach(tiny_seeing("gemma3", torch.float64), sp)
         weights = steps(model, lambda model, batch: many_ranks(model, sp, batch, double=True))
-        found["steps"] = differences(weights, expected, ALLOWED_IN_FLOAT64)
+        found["steps"] = differences(weights, without_zero(expected), ALLOWED_IN_FLOAT64)
         return {name: lines for name, lines in found.items() if lines}
 
     assert run_local(on_rank, 4) == [{}] * 4
