@@ -133,9 +133,10 @@ class Attached:
     def _batch_problem(self, context: BatchContext | None, kind: LayerKind, sinks: Tensor | None) -> str | None:
         if context is None:
             return "the model was called without a batch: call model(**shard_batch(sp, ...))"
-        longest = max((stop - start for start, stop in context.sequence.blocks), default=0)
-        if kind.blocks and kind.window is not None and longest > kind.window:
-            return f"an image of {longest} tokens is longer than the layer's window of {kind.window}: not supported"
+        if kind.blocks and kind.window is not None:
+            longest = max((stop - start for start, stop in context.sequence.blocks), default=0)
+            if longest > kind.window:
+                return f"an image of {longest} tokens is longer than the layer's window of {kind.window}: not supported"
         if context.fully_masked is not None and sinks is None and "eager" in self.original_attention.values():
             return (
                 "a label is predicted from padding on the left, which sees all keys in transformers' eager attention: "

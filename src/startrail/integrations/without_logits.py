@@ -85,7 +85,10 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
 
     with _replaced(model, name, run_layers):  # in which only the head has parameters
         output = original(**{**options, "labels": None, "shift_labels": None})  # with logits of one token, dropped
-        hidden, chunk = results[0][0].flatten(0, 1).unsqueeze(0), attached.loss_chunk or chunk_of(model)
+        hidden, chunk = (
+            results[0][0].flatten(0, 1).unsqueeze(0),
+            attached.loss_chunk or tokens_per_chunk(_vocabulary(model)),
+        )
         loss = in_chunks(model, loss_of, hidden, labels.reshape(1, -1), chunk=chunk, summed=True)
     _announce(model, attached, labels.numel(), chunk)
     return type(output)(**{**output, "loss": loss, "logits": None})
@@ -104,9 +107,13 @@ def _asks_for_logits(model: PreTrainedModel, options: dict[str, Any]) -> bool:
     return bool(options.get(FUSED)) or "logits_to_keep" in options or as_tuple or torch.compiler.is_compiling()
 
 
-def chunk_of(model: PreTrainedModel) -> int:
-    """The number of tokens whose logits are computed at a time: a power of two."""
-    tokens = CHUNK_BYTES // (4 * _vocabulary(model))
+def tokens_per_chunk(vocabulary: int) -> int:
+    """The number of tokens whose logits are computed at a time: a power of two.
+
+    >>> tokens_per_chunk(131_072)
+    256
+    """
+    tokens = CHUNK_BYTES // (4 * vocabulary)
     return 1 << max(tokens.bit_length() - 1, 0)
 
 
