@@ -85,7 +85,8 @@ class _Call(nn.Module):
         self.__dict__["function"] = function  # not as a submodule, if it is one
 
     def forward(self, *arguments: Tensor) -> Tensor:
-        return self.function(*arguments)
+        result: Tensor = self.__dict__["function"](*arguments)
+        return result
 
 
 class _InChunks(torch.autograd.Function):

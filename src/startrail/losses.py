@@ -318,7 +318,8 @@ _num_checks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
     ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
-    if any(len(ranks & set(x.device_mesh.mesh.flatten().tolist())) > 1 for x in parameters if is_sharded(x)):
+    sharded: list[Any] = [x for x in parameters if is_sharded(x)]
+    if any(len(ranks & set(x.device_mesh.mesh.flatten().tolist())) > 1 for x in sharded):
         raise ValueError(
             "these parameters are sharded by FSDP, which reduces their gradients itself: leave out sum_gradients, and "
             "call (startrail.gradient_factor(model) * loss).backward()"
@@ -336,9 +337,9 @@ def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGr
         )
 
 
-def _local(gradient: Tensor) -> Tensor:
+def _local(gradient: Any) -> Tensor:
     """This rank's part of a gradient, if tensor parallelism shards it: the same memory."""
-    local: Tensor = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[operator]
+    local: Tensor = gradient.to_local() if is_sharded(gradient) else gradient
     return local
 
 

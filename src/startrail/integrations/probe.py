@@ -63,7 +63,7 @@ def _whole_cost(model: PreTrainedModel) -> str:
 
 def probe(model: PreTrainedModel, attached: Attached) -> None:
     """Run forward passes of a few tokens, in which layers show their arguments and attention returns zeros."""
-    expected = {module._startrail_name for module in text_model(model).modules() if is_attention(module)}
+    expected = {str(module._startrail_name) for module in text_model(model).modules() if is_attention(module)}
     device = next(model.parameters()).device
     ids = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0) % 2
     labels = torch.tensor([[1, 0, 1, IGNORE]], device=device)

@@ -85,10 +85,8 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
 
     with _replaced(model, name, run_layers):  # in which only the head has parameters
         output = original(**{**options, "labels": None, "shift_labels": None})  # with logits of one token, dropped
-        hidden, chunk = (
-            results[0][0].flatten(0, 1).unsqueeze(0),
-            attached.loss_chunk or tokens_per_chunk(_vocabulary(model)),
-        )
+        hidden = results[0][0].flatten(0, 1).unsqueeze(0)
+        chunk = attached.loss_chunk or tokens_per_chunk(_vocabulary(model))
         loss = in_chunks(model, loss_of, hidden, labels.reshape(1, -1), chunk=chunk, summed=True)
     _announce(model, attached, labels.numel(), chunk)
     return type(output)(**{**output, "loss": loss, "logits": None})
