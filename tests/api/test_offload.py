@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from startrail.training import offload
-from startrail.training.offload import HostOffload
+from startrail.offload import HostOffload
 
 
 class Stream:
