@@ -262,3 +262,8 @@ def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 def torch_ring_attention() -> Any:
     """The module of torch's own ring attention."""
     return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+
+
+def in_backward() -> bool:
+    """True in a function that autograd runs, such as one that is recomputed in the backward pass."""
+    return torch._C._current_graph_task_id() != -1
