@@ -118,7 +118,9 @@ class Attached:
         kinds = tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves)
         key = (block._startrail_name, str(spec), kinds)
         if key not in self.plans and self.running:
-            sizes = () if streams is None else (streams.local(Part.TOKENS), streams.local(Part.TEXT))
+            sizes: tuple[int | None, ...] = ()
+            if streams is not None:
+                sizes = streams.local(Part.TOKENS), streams.local(Part.TEXT) if streams.text else None
             with self._in_block(trying=True):
                 plan = try_block(block, args, kwargs, *sizes) if next(block.children(), None) is not None else None
             self.plans[key] = plan

@@ -119,6 +119,13 @@ class Streams:
         """Self-attention of the whole sequence's ``part``, for this rank's rows of it."""
         if q.shape[-2] != self.local(part):
             raise ValueError(f"attention over {q.shape[-2]} rows, but this rank holds {self.local(part)} ({part.value})")
+        heads = q.shape[1]
+        if missing := -heads % self.sequence.sp.plan.heads:  # more heads, of zeros, so that they can be split evenly
+            k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
+        return self._attention(q, k, v, part, causal, scale)[:, :heads]
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, part: Part, causal: bool, scale: float | None) -> Tensor:
         if not self.text:
             return self.sequence.attention(q, k, v, causal=causal, scale=scale)
         if part is Part.TEXT and self.whole_text:

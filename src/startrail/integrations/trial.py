@@ -172,9 +172,9 @@ def _choices(leaves: list[Any], tokens: int | None, text: int | None) -> Iterato
         texts = [Rows(i, dim, Part.TEXT) for i in same if leaves[i].shape[2] == x.shape[2]]
         if text is not None:
             texts = [each for each in texts if leaves[each.leaf].shape[dim] == text]
-        for other in (None, *texts):
+        for other in (None, *texts) if text is None or not texts else texts:
             sizes = {Part.TOKENS: x.shape[dim]}
-            if other is not None or text:
+            if other is not None or text is not None:
                 sizes[Part.TEXT] = text if other is None else leaves[other.leaf].shape[dim]
                 sizes[Part.TEXT_FIRST] = sizes[Part.TEXT_LAST] = sizes[Part.TOKENS] + sizes[Part.TEXT]
             fixed = [each for each in (stream, other) if each is not None]
