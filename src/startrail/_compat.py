@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
 
@@ -267,3 +267,10 @@ def torch_ring_attention() -> Any:
 def in_backward() -> bool:
     """True in a function that autograd runs, such as one that is recomputed in the backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, activation checkpointing does not see operations and the tensors that they save."""
+    with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield

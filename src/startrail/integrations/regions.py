@@ -26,16 +26,14 @@ from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.gather import gather_tensors
 from startrail.comm.sanity import CHECKED_STEPS, check_same_parameters
+from startrail.integrations.sdpa import Attention, AttentionMode, calling_module
 from startrail.integrations.streams import Part, Streams
 from startrail.integrations.trial import (
-    Attention,
-    AttentionMode,
     BlockPlan,
     Kind,
     RefusedError,
     argument_names,
     call_problem,
-    calling_module,
     inner_forward,
     try_block,
 )
@@ -121,14 +119,30 @@ class Attached:
             sizes: tuple[int | None, ...] = ()
             if streams is not None:
                 sizes = streams.local(Part.TOKENS), streams.local(Part.TEXT) if streams.text else None
-            with self._in_block(trying=True):
-                plan = try_block(block, args, kwargs, *sizes) if next(block.children(), None) is not None else None
-            self.plans[key] = plan
+            plan = self.plans[key] = self._try(block, args, kwargs, sizes)
             for module, calls in ({} if plan is None else plan.kinds).items():
                 if "_startrail_forward" not in module.__dict__:
                     wrap(module, _run_attention)
                 module._startrail_kinds = calls
         return self.plans.get(key)
+
+    def _try(self, block: nn.Module, args: Any, kwargs: Any, sizes: tuple[int | None, ...]) -> BlockPlan | None:
+        """What a trial finds, the same on all ranks."""
+        if next(block.children(), None) is None:
+            return None
+        plan, refused = None, None
+        with self._in_block(trying=True):
+            try:
+                plan = try_block(block, args, kwargs, *sizes)
+            except RefusedError as error:
+                refused = error
+        if self.sp.world > 1:
+            found = [str(kind) for calls in (plan.kinds.values() if plan else ()) for kind in calls]
+            device = next((x.device for x in block.parameters()), torch.device("cpu"))
+            agree(f"trying {block._startrail_name}", [str(refused or found)], self.sp.group, device)
+        if refused is not None:
+            raise refused
+        return plan
 
     def _split_arguments(self, name: str, plan: BlockPlan, leaves: list[Any], streams: Streams | None) -> Streams:
         x = leaves[plan.stream.leaf]

@@ -3,7 +3,8 @@
 Both streams of a model such as SD3 or Flux form one startrail sequence, text first. Each rank holds its part of that
 sequence: some text, which may be none, and some tokens. Every rank's parts add up to equally many, and padding counts
 as tokens, so attention needs nothing new. With ``whole_text`` every rank holds all of the text, but attends only for
-its own part of it, and then gathers the results.
+its own part of it, and then gathers the results. A rank without any rows of a stream gets one that is ignored, because
+some models cannot reshape a tensor without rows.
 
 All operations are exact adjoints in the backward pass: if every rank's loss is its share, the sum of all ranks'
 gradients is the gradient of one process, for parameters inside and outside of the split alike.
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail.integrations.sdpa import torch_attention
 from startrail.parallel import SequenceParallel
 
 
@@ -48,8 +50,10 @@ class Streams:
                     "sequence"
                 )
         self._text_of_ranks = [[place for place in places if place < text] for places in ranks]
-        self._own_text = torch.tensor(self._text_of_ranks[sp.rank], dtype=torch.long)
-        self._own_tokens = torch.tensor([place - text for place in ranks[sp.rank] if place >= text], dtype=torch.long)
+        own_tokens = [place - text for place in ranks[sp.rank] if place >= text]
+        self._num_text, self._num_tokens = len(self._text_of_ranks[sp.rank]), len(own_tokens)  # that are not ignored
+        self._own_text = torch.tensor(self._text_of_ranks[sp.rank] or [0] * bool(text), dtype=torch.long)
+        self._own_tokens = torch.tensor(own_tokens or [0])
 
     @property
     def shape(self) -> tuple[int, int, bool]:
@@ -87,15 +91,16 @@ class Streams:
             return self._joined(self.unshard(text, dim, Part.TEXT), self.unshard(tokens, dim, Part.TOKENS), dim, part)
         if part is Part.TEXT:
             return x if self.whole_text else self._gather_text(x, dim)
+        x = x.narrow(dim, 0, self._num_tokens)
         if not self.text:
             return self.sequence.unshard(x, dim)
-        shape = [len(self._own_text) if index == dim % x.dim() else size for index, size in enumerate(x.shape)]
+        shape = [self._num_text if index == dim % x.dim() else size for index, size in enumerate(x.shape)]
         both = self.sequence.unshard(torch.cat([x.new_zeros(shape), x], dim), dim)
         return both.narrow(dim, self.text, self.tokens)
 
     def _gather_text(self, x: Tensor, dim: int) -> Tensor:
         """All text, where ranks hold different numbers of rows."""
-        longest = max(map(len, self._text_of_ranks))
+        x, longest = x.narrow(dim, 0, self._num_text), max(map(len, self._text_of_ranks))
         pad = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, longest - x.shape[dim]]
         rows = self.sequence._gather(F.pad(x, pad), dim)
         place = {p: rank * longest + i for rank, own in enumerate(self._text_of_ranks) for i, p in enumerate(own)}
@@ -130,26 +135,34 @@ class Streams:
             return self.sequence.attention(q, k, v, causal=causal, scale=scale)
         if part is Part.TEXT and self.whole_text:
             with torch._C.DisableTorchFunction():
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+                return torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
         if part in (Part.TOKENS, Part.TEXT):  # the other stream takes part as a document of its own, of zeros
-            alone = self.sequence.packed([0, self.text, self.text + self.tokens])
+            sequence = self.sequence.packed([0, self.text, self.text + self.tokens])
             q, k, v = (self._with_zeros(x, part) for x in (q, k, v))
-            text, tokens = self._apart(alone.attention(q, k, v, causal=causal, scale=scale), -2, Part.TEXT_FIRST,
-                                       len(self._own_text))  # fmt: skip
+        else:
+            sequence = self.sequence
+            q, k, v = (self._in_order(x, part) for x in (q, k, v))
+        out = sequence.attention(q, k, v, causal=causal, scale=scale)
+        text, tokens = self._apart(out, -2, Part.TEXT_FIRST, self._num_text)
+        if self.whole_text and part is not Part.TOKENS:
+            text = self._gather_text(text, -2)
+        text, tokens = self._filled(text, Part.TEXT), self._filled(tokens, Part.TOKENS)
+        if part in (Part.TOKENS, Part.TEXT):
             return text if part is Part.TEXT else tokens
-        q, k, v = (self._in_order(x, part) for x in (q, k, v))
-        out = self.sequence.attention(q, k, v, causal=causal, scale=scale)
-        text, tokens = self._apart(out, -2, Part.TEXT_FIRST, len(self._own_text))
-        return self._joined(self._gather_text(text, -2) if self.whole_text else text, tokens, -2, part)
+        return self._joined(text, tokens, -2, part)
 
     def _in_order(self, x: Tensor, part: Part) -> Tensor:
         """This rank's own text, then its tokens."""
         text, tokens = self._apart(x, -2, part, self.local(Part.TEXT))
         if self.whole_text:
             text = text.index_select(-2, self._own_text.to(x.device))
-        return torch.cat([text, tokens], -2)
+        return torch.cat([text.narrow(-2, 0, self._num_text), tokens.narrow(-2, 0, self._num_tokens)], -2)
 
     def _with_zeros(self, x: Tensor, part: Part) -> Tensor:
-        other = len(self._own_tokens if part is Part.TEXT else self._own_text)
-        zeros = x.new_zeros(*x.shape[:-2], other, x.shape[-1])
-        return torch.cat([x, zeros] if part is Part.TEXT else [zeros, x], -2)
+        own, other = (self._num_text, self._num_tokens)[:: 1 if part is Part.TEXT else -1]
+        parts = [x.narrow(-2, 0, own), x.new_zeros(*x.shape[:-2], other, x.shape[-1])]
+        return torch.cat(parts if part is Part.TEXT else parts[::-1], -2)
+
+    def _filled(self, x: Tensor, part: Part) -> Tensor:
+        """With a row of zeros in place of the one that is ignored."""
+        return F.pad(x, (0, 0, 0, self.local(part) - x.shape[-2])) if x.shape[-2] < self.local(part) else x
