@@ -31,6 +31,7 @@ from startrail.integrations.streams import Part, Streams
 from startrail.integrations.trial import (
     BlockPlan,
     Kind,
+    Known,
     RefusedError,
     argument_names,
     call_problem,
@@ -55,6 +56,7 @@ class Attached:
         self.strict = strict  # attention over whole sequences is an error
         self.last_of_run: dict[str, str] = {}  # the last of consecutive blocks, by the name of each
         self.plans: dict[tuple[object, ...], BlockPlan | None] = {}
+        self.order: Part | None = None  # of text and tokens in joint attention
         self.streams: Streams | None = None
         self.last: Streams | None = None
         self.running = self.inside_block = self.trying = False
@@ -116,24 +118,27 @@ class Attached:
         kinds = tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves)
         key = (block._startrail_name, str(spec), kinds)
         if key not in self.plans and self.running:
-            sizes: tuple[int | None, ...] = ()
-            if streams is not None:
-                sizes = streams.local(Part.TOKENS), streams.local(Part.TEXT) if streams.text else None
-            plan = self.plans[key] = self._try(block, args, kwargs, sizes)
+            plan = self.plans[key] = self._try(block, args, kwargs, streams)
             for module, calls in ({} if plan is None else plan.kinds).items():
+                joint = [kind.queries for kind in calls if kind.queries in (Part.TEXT_FIRST, Part.TEXT_LAST)]
+                self.order = joint[0] if joint else self.order
                 if "_startrail_forward" not in module.__dict__:
                     wrap(module, _run_attention)
                 module._startrail_kinds = calls
         return self.plans.get(key)
 
-    def _try(self, block: nn.Module, args: Any, kwargs: Any, sizes: tuple[int | None, ...]) -> BlockPlan | None:
+    def _try(self, block: nn.Module, args: Any, kwargs: Any, streams: Streams | None) -> BlockPlan | None:
         """What a trial finds, the same on all ranks."""
+        known = None
+        if streams is not None:
+            parts = list(Part) if streams.text else [Part.TOKENS]
+            known = Known(*({part: rows(part) for part in parts} for rows in (streams.local, streams.whole)), self.order)
         if next(block.children(), None) is None:
             return None
         plan, refused = None, None
         with self._in_block(trying=True):
             try:
-                plan = try_block(block, args, kwargs, *sizes)
+                plan = try_block(block, args, kwargs, known)
             except RefusedError as error:
                 refused = error
         if self.sp.world > 1:

@@ -59,26 +59,32 @@ class RefusedError(ValueError):
     """A block that cannot be split; the text names the module."""
 
 
-def try_block(
-    block: nn.Module, args: Any, kwargs: Any, tokens: int | None = None, text: int | None = None
-) -> BlockPlan | None:
+class Known(NamedTuple):
+    """What is known about a block's arguments because tokens were split before: the rows of each part that this rank
+    has, those of the whole sequence, and the order of text and tokens in joint attention."""
+
+    local: dict[Part, int]
+    whole: dict[Part, int]
+    order: Part | None
+
+
+def try_block(block: nn.Module, args: Any, kwargs: Any, known: Known | None = None) -> BlockPlan | None:
     """How to split ``block``, called with these arguments; None if it does not attend.
 
-    ``tokens`` and ``text``: the rows of each stream where they are known, because the model was split before.
     Raises ``RefusedError`` if the block attends, but cannot be split.
     """
     leaves, spec = tree_flatten((args, kwargs))
     refused: RefusedError | None = None
     failed: Exception | None = None
     with _undisturbed(block):
-        for choice in itertools.islice(_choices(leaves, tokens, text), MAX_TRIALS):
+        for choice in itertools.islice(_choices(leaves, known), MAX_TRIALS):
             trial = _Trial(block, leaves, spec, choice)
             try:
                 return trial.plan() if trial.attends() else None
             except RefusedError as error:
                 refused = refused or error
             except Exception as error:  # a wrong choice of rows fails anywhere
-                failed = failed or (error if trial.calls else None)
+                failed = failed or (error if trial.calls or known is not None else None)
     if refused is not None:
         raise refused
     if failed is not None:
@@ -93,30 +99,45 @@ class _Choice(NamedTuple):
     rows: tuple[Rows, ...]  # including those two
 
 
-def _choices(leaves: list[Any], tokens: int | None, text: int | None) -> Iterator[_Choice]:
+def _choices(leaves: list[Any], known: Known | None) -> Iterator[_Choice]:
     """What the arguments may mean, the likeliest first: those that least is split of."""
     floating = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
-    if not floating:
-        return
-    first = next((i for i in floating if leaves[i].shape[1] == tokens), floating[0])
-    x = leaves[first]
-    for dim in (1, 0):
-        stream = Rows(first, dim, Part.TOKENS)
-        same = [i for i in floating if i != first and leaves[i].shape[1 - dim] == x.shape[1 - dim]]
-        texts = [Rows(i, dim, Part.TEXT) for i in same if leaves[i].shape[2] == x.shape[2]]
-        if text is not None:
-            texts = [each for each in texts if leaves[each.leaf].shape[dim] == text]
-        for other in (None, *texts) if text is None or not texts else texts:
-            sizes = {Part.TOKENS: x.shape[dim]}
-            if other is not None or text is not None:
-                sizes[Part.TEXT] = text if other is None else leaves[other.leaf].shape[dim]
-                sizes[Part.TEXT_FIRST] = sizes[Part.TEXT_LAST] = sizes[Part.TOKENS] + sizes[Part.TEXT]
-            fixed = [each for each in (stream, other) if each is not None]
-            for rows in _tables(leaves, {each.leaf for each in fixed}, sizes):
-                yield _Choice(stream, other, (*fixed, *rows))
+    for stream in _streams(leaves, floating, known):
+        x, dim = leaves[stream.leaf], stream.dim
+        alike = [i for i in floating if i != stream.leaf and _shape_without(leaves[i], dim) == _shape_without(x, dim)]
+        texts = [Rows(i, dim, Part.TEXT) for i in alike]
+        if known is not None:
+            count = known.local.get(Part.TEXT)
+            texts = [each for each in texts if leaves[each.leaf].shape[dim] == count]
+        for text in texts if known is not None and texts else (None, *texts):
+            sizes = {(Part.TOKENS, x.shape[dim])}
+            if known is not None:
+                sizes = {*known.local.items(), *known.whole.items()}
+            elif text is not None:
+                rows = leaves[text.leaf].shape[dim]
+                joint = x.shape[dim] + rows
+                sizes |= {(Part.TEXT, rows), (Part.TEXT_FIRST, joint), (Part.TEXT_LAST, joint)}
+            fixed = [each for each in (stream, text) if each is not None]
+            for tables in _tables(leaves, {each.leaf for each in fixed}, sizes):
+                yield _Choice(stream, text, (*fixed, *tables))
 
 
-def _tables(leaves: list[Any], taken: set[int], sizes: dict[Part, int]) -> Iterator[tuple[Rows, ...]]:
+def _streams(leaves: list[Any], floating: list[int], known: Known | None) -> Iterator[Rows]:
+    """Which argument may be the tokens."""
+    if known is not None:
+        parts = [Part.TOKENS, *([] if known.order is None else [known.order])]
+        yield from (
+            Rows(i, 1, part) for part in parts for i in floating if leaves[i].shape[1] == known.local.get(part)
+        )
+    elif floating:
+        yield from (Rows(floating[0], dim, Part.TOKENS) for dim in (1, 0))
+
+
+def _shape_without(x: Tensor, dim: int) -> list[int]:
+    return [size for index, size in enumerate(x.shape) if index != dim]
+
+
+def _tables(leaves: list[Any], taken: set[int], sizes: set[tuple[Part, int]]) -> Iterator[tuple[Rows, ...]]:
     """Each choice of the other arguments that have rows. Arguments of one shape are alike."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, x in enumerate(leaves):
@@ -124,7 +145,7 @@ def _tables(leaves: list[Any], taken: set[int], sizes: dict[Part, int]) -> Itera
             by_shape.setdefault(tuple(x.shape), []).append(index)
     options = []
     for shape, alike in by_shape.items():
-        matches = [(dim, part) for dim, size in enumerate(shape) for part, whole in sizes.items() if size == whole]
+        matches = [(dim, part) for dim, size in enumerate(shape) for part in Part if (part, size) in sizes]
         options.append([(), *([Rows(index, dim, part) for index in alike] for dim, part in matches)])
     for chosen in itertools.product(*options):
         yield tuple(itertools.chain(*chosen))
@@ -265,18 +286,21 @@ class _Trial:
             if pooled or (rows is None and self._possible(x, y)):
                 raise RefusedError(_mixing(name))
             if rows is not None and rows[1] is not Part.TEXT and x.requires_grad:
-                offset = self.sizes[Part.TEXT] if rows[1] is Part.TEXT_FIRST else 0
-                probes.append((name, x.select(rows[0], offset + PROBED)))
+                probes.append((name, x.select(rows[0], self._probed(rows[1]))))
         if probes and self._leaks([x for _, x in probes]):
             raise RefusedError(_mixing(next(name for name, x in probes if self._leaks([x]))))
 
     def _leaks(self, probes: list[Tensor]) -> bool:
         """True if a token's results have a gradient with respect to another token."""
-        x = self.leaves[self.choice.stream.leaf]
+        leaf, dim, part = self.choice.stream
+        x, probed = self.leaves[leaf], self._probed(part)
         weights = [torch.linspace(0.5, 1.5, p.numel(), device=p.device).to(p.dtype).view_as(p) for p in probes]
         (grad,) = torch.autograd.grad(probes, x, weights, retain_graph=True, allow_unused=True)
-        others = torch.tensor([i for i in range(self.sizes[Part.TOKENS]) if i != PROBED], device=x.device)
-        return grad is not None and bool(grad.index_select(self.choice.stream.dim, others).any())
+        others = torch.tensor([i for i in range(x.shape[dim]) if i != probed], device=x.device)
+        return grad is not None and bool(grad.index_select(dim, others).any())
+
+    def _probed(self, part: Part) -> int:
+        return PROBED + (self.sizes[Part.TEXT] if part is Part.TEXT_FIRST else 0)
 
     def _kinds(self) -> dict[nn.Module, list[Kind]]:
         """The kinds of all calls. Raises ``RefusedError`` for one that cannot be split."""
