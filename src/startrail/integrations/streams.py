@@ -100,8 +100,9 @@ class Streams:
 
     def _gather_text(self, x: Tensor, dim: int) -> Tensor:
         """All text, where ranks hold different numbers of rows."""
+        dim %= x.dim()  # with a negative one, torch gathers a batch of one row in another order
         x, longest = x.narrow(dim, 0, self._num_text), max(map(len, self._text_of_ranks))
-        pad = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, longest - x.shape[dim]]
+        pad = [0, 0] * (x.dim() - 1 - dim) + [0, longest - x.shape[dim]]
         rows = self.sequence._gather(F.pad(x, pad), dim)
         place = {p: rank * longest + i for rank, own in enumerate(self._text_of_ranks) for i, p in enumerate(own)}
         return rows.index_select(dim, torch.tensor([place[p] for p in range(self.text)], device=x.device))
