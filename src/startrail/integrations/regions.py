@@ -118,14 +118,23 @@ class Attached:
         kinds = tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves)
         key = (block._startrail_name, str(spec), kinds)
         if key not in self.plans and self.running:
-            plan = self.plans[key] = self._try(block, args, kwargs, streams)
-            for module, calls in ({} if plan is None else plan.kinds).items():
-                joint = [kind.queries for kind in calls if kind.queries in (Part.TEXT_FIRST, Part.TEXT_LAST)]
-                self.order = joint[0] if joint else self.order
+            self.plans[key] = self._try(block, args, kwargs, streams)
+        plan = self.plans.get(key)
+        if plan is not None and block.__dict__.get("_startrail_plan") is not plan:  # of a copy, not yet
+            self._follow(block, plan)
+        return plan
+
+    def _follow(self, block: nn.Module, plan: BlockPlan) -> None:
+        """Wrap the modules of ``block`` that attend."""
+        block.__dict__["_startrail_plan"] = plan
+        for module in block.modules():
+            kinds = plan.kinds.get(str(module._startrail_name))
+            if kinds is not None:
                 if "_startrail_forward" not in module.__dict__:
                     wrap(module, _run_attention)
-                module._startrail_kinds = calls
-        return self.plans.get(key)
+                module.__dict__["_startrail_kinds"] = kinds
+                joint = [kind.queries for kind in kinds if kind.queries in (Part.TEXT_FIRST, Part.TEXT_LAST)]
+                self.order = joint[0] if joint else self.order
 
     def _try(self, block: nn.Module, args: Any, kwargs: Any, streams: Streams | None) -> BlockPlan | None:
         """What a trial finds, the same on all ranks."""
@@ -318,7 +327,7 @@ def unwrap(module: nn.Module) -> None:
         del module.__dict__["forward"]
         if original is not None:
             module.forward = original
-    for name in ("_startrail", "_startrail_name", "_startrail_kinds"):
+    for name in ("_startrail", "_startrail_name", "_startrail_kinds", "_startrail_plan"):
         module.__dict__.pop(name, None)
 
 

@@ -46,13 +46,13 @@ class Kind(NamedTuple):
 
 class BlockPlan(NamedTuple):
     """What the trial found. ``stream``, ``text``: the leaves of the tokens and of joint text. ``kinds``: the calls of
-    each module that attends."""
+    each module that attends, by its name."""
 
     stream: Rows
     text: Rows | None
     inputs: tuple[Rows, ...]
     outputs: tuple[Rows, ...]
-    kinds: dict[nn.Module, list[Kind]]
+    kinds: dict[str, list[Kind]]
 
 
 class RefusedError(ValueError):
@@ -123,12 +123,11 @@ def _choices(leaves: list[Any], known: Known | None) -> Iterator[_Choice]:
 
 
 def _streams(leaves: list[Any], floating: list[int], known: Known | None) -> Iterator[Rows]:
-    """Which argument may be the tokens."""
+    """Which argument may be the tokens, and in which dimension."""
     if known is not None:
         parts = [Part.TOKENS, *([] if known.order is None else [known.order])]
-        yield from (
-            Rows(i, 1, part) for part in parts for i in floating if leaves[i].shape[1] == known.local.get(part)
-        )
+        places = itertools.product(parts, (1, 0), floating)
+        yield from (Rows(i, dim, part) for part, dim, i in places if leaves[i].shape[dim] == known.local.get(part))
     elif floating:
         yield from (Rows(floating[0], dim, Part.TOKENS) for dim in (1, 0))
 
@@ -302,9 +301,9 @@ class _Trial:
     def _probed(self, part: Part) -> int:
         return PROBED + (self.sizes[Part.TEXT] if part is Part.TEXT_FIRST else 0)
 
-    def _kinds(self) -> dict[nn.Module, list[Kind]]:
+    def _kinds(self) -> dict[str, list[Kind]]:
         """The kinds of all calls. Raises ``RefusedError`` for one that cannot be split."""
-        kinds: dict[nn.Module, list[Kind]] = {}
+        kinds: dict[str, list[Kind]] = {}
         if len(self.first_calls) != len(self.calls):
             raise RefusedError(f"{self.name()}: the number of attention calls depends on the number of tokens")
         for (module, first), (_, second) in zip(self.first_calls, self.calls, strict=True):
@@ -320,7 +319,7 @@ class _Trial:
             problem = call_problem(first, kind)
             if problem is not None:
                 raise RefusedError(f"{name}: {problem}")
-            kinds.setdefault(module, []).append(kind)
+            kinds.setdefault(name, []).append(kind)
         return kinds
 
     def _rows_of_call(self, x: Tensor, y: Tensor) -> Part | None:
