@@ -28,6 +28,23 @@ def dit():
     return model, {**batch, "target": torch.randn_like(batch["hidden_states"])}
 
 
+def noise_differs():
+    from startrail.integrations.diffusers import attach
+
+    model, batch = dit()
+
+    def step(model, batch, sp):
+        attach(model, sp)
+        given = {name: x for name, x in batch.items() if name != "target"}
+        noisy = given["hidden_states"] + torch.randn(batch["target"].shape, generator=torch.Generator().manual_seed(sp.rank))
+        loss = F.mse_loss(model(**{**given, "hidden_states": noisy}).sample, batch["target"])
+        loss.backward()
+        startrail.sum_gradients(model.parameters(), sp.group)
+        return loss
+
+    return model, batch, step
+
+
 class Net(nn.Module):
     """Two layers of attention, a recurrent one and a timestep. ``attend`` is None for torch's own attention."""
 

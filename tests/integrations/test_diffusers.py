@@ -59,12 +59,20 @@ def precise(monkeypatch):
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("plans", [["1x2"], ["1x4", "u2/1x2"], ["u2/2x2"]], ids=["2", "4", "8"])
-def test_losses_and_gradients_are_those_of_one_process(plans):
-    ranks = {"1x2": 2, "1x4": 4}.get(plans[0], 8)
-    makes = MAKES if ranks == 2 else {name: make for name, make in MAKES.items() if name in ("dit", "sd3", "flux", "wan")}
-    truths = {name: (run(make, torch.float64), run(make, torch.float32)) for name, make in makes.items()}
-    assert run_local(lambda rank: mistakes(makes, plans, ATTACHERS, truths), ranks) == [[]] * ranks
+FIRST = {name: MAKES[name] for name in ("dit", "sd3", "flux", "wan")}
+
+
+@pytest.mark.parametrize(
+    "makes, plans",
+    [
+        (MAKES, [("1x2", torch.float64)]),
+        (FIRST, [("1x4", torch.float32), ("u2/1x2", torch.float64)]),
+        (FIRST, [("u2/2x2", torch.float64)]),
+    ],
+    ids=["2 ranks", "4 ranks", "8 ranks"],
+)
+def test_losses_and_gradients_are_those_of_one_process(makes, plans):
+    assert mistakes(makes, plans, ATTACHERS) == []
 
 
 def sample(model, batch):
@@ -140,7 +148,7 @@ def test_first_steps_are_checked():
             "noise": error_of(lambda: step(lambda batch: batch["hidden_states"].add_(sp.rank))),
             "noise, unchecked": error_of(lambda: step(lambda b: b["hidden_states"].add_(sp.rank), check=False)),
             "timestep": error_of(lambda: step(lambda batch: batch["timestep"].add_(sp.rank))),
-            "groups": error_of(lambda: step(lambda batch: batch["hidden_states"].sub_(rank // 2))),
+            "groups": error_of(lambda: step(lambda batch: batch["hidden_states"].fill_(1))),
             "target": error_of(lambda: step(target=float(sp.rank))),
             "share": error_of(lambda: step(share=True)),
             "seed": error_of(lambda: step(seed=sp.rank)),
