@@ -13,7 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def test_examples_are_short():
-    assert len(EXAMPLES) == 4 and all(len(path.read_text().splitlines()) < 80 for path in EXAMPLES)
+    assert len(EXAMPLES) == 5 and all(len(path.read_text().splitlines()) < 80 for path in EXAMPLES)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
