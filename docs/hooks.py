@@ -47,7 +47,9 @@ def on_files(files: Files, config: object) -> Files:
 
 def on_page_markdown(markdown: str, page: object, config: object, files: Files) -> str:
     """Links to files of the repository that are no pages become code; figures' sources are not shown."""
-    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown)
+    markdown = re.sub(
+        r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown
+    )
     ring = (SOURCE / "ring.py").read_text()
     markdown = markdown.replace("{{ ring.py }}", ring[ring.index("def visible_by_hop") :].rstrip())
     return markdown.replace("](../validation/scaling.png)", "](scaling.png)")

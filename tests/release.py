@@ -21,7 +21,7 @@ COMMANDS = [
     (["check", "u2/1x2", "--causal"], "ok: exact"),
     (["train", "gpt-tiny", "--steps", "2", "--ranks", "2", "--plan", "1x2", "--out", "run"], "held-out loss"),
 ]
-USER = '''\
+USER = """\
 import torch
 import startrail
 
@@ -32,7 +32,7 @@ def attend(q: torch.Tensor) -> torch.Tensor:
         return out * lse.exp().unsqueeze(-1)
 
 print(tuple(attend(torch.randn(1, 2, 5, 4)).shape))
-'''
+"""
 
 
 def main(folder: Path) -> None:
@@ -42,7 +42,8 @@ def main(folder: Path) -> None:
     inside = zipfile.ZipFile(wheel).namelist()
     for name in ("py.typed", "planner/clusters/a100-4x8.toml", "planner/models/gpt-7b.toml", "view/assets/page.html"):
         assert f"startrail/{name}" in inside, f"{wheel.name} lacks {name}"
-    assert any(name.endswith("/pyproject.toml") for name in tarfile.open(sdist).getnames())
+    with tarfile.open(sdist) as packed:
+        assert any(name.endswith("/pyproject.toml") for name in packed.getnames())
     with tempfile.TemporaryDirectory() as empty:
         venv.create(empty, with_pip=True)
         python = Path(empty, "bin", "python")
@@ -55,7 +56,9 @@ def main(folder: Path) -> None:
             assert done.returncode == 0, done.stderr
         for command, words in COMMANDS:
             done = run(python.with_name("startrail"), *command)
-            assert done.returncode == 0 and words in done.stdout, f"{command}: {done.stdout[-500:]}{done.stderr[-2000:]}"
+            assert done.returncode == 0 and words in done.stdout, (
+                f"{command}: {done.stdout[-500:]}{done.stderr[-2000:]}"
+            )
             assert "Warning" not in done.stderr, f"{command} warns: {done.stderr[:500]}"
             print(f"startrail {' '.join(command)}: ok")
         Path(empty, "user.py").write_text(USER)
