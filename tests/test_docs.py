@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from results import figures
 from startrail.cli.app import build_parser, main
 from startrail.cli.options import UsageError
 from tests.helpers import ROOT
@@ -75,3 +76,7 @@ def test_links_between_pages_lead_somewhere():
             generated = re.search(r"drawings/|page\.html|reference/(commands|errors)\.md|hardware\.md", target)
             if not re.match(r"https?:|mailto:", target) and not generated:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_figures_are_those_of_the_recorded_results():
+    assert list(figures.problems(write=False)) == []
