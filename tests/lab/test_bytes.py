@@ -22,7 +22,7 @@ CASES = [
 ]
 
 
-def test_the_interfaces_see_what_the_closed_form_promises():
+def test_bytes_on_the_interfaces_equal_the_closed_form():
     """Two nodes of two ranks. The outer level crosses the nodes' link, the inner one must not, whatever they are, and
     whatever the mask and the documents leave to send."""
 
