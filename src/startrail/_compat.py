@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
 
@@ -143,6 +146,33 @@ def is_gloo_error(error: RuntimeError) -> bool:
     return "gloo" in str(error)
 
 
+class FSDPMesh(NamedTuple):
+    """The mesh of a module that FSDP2 shards: over one dimension of it, with copies over another if there are two."""
+
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replicate_dim: int | None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that gradients are averaged over."""
+        dims = (self.shard_dim, self.replicate_dim)
+        return math.prod(self.mesh.size(dim) for dim in dims if dim is not None)
+
+
+def fsdp_meshes(model: nn.Module) -> list[FSDPMesh]:
+    """Of all modules of ``model`` that FSDP2 shards. (torch 2.13 has a list of groups per module, 2.12 one.)"""
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if groups is None else groups
+            infos = [group.mesh_info for group in groups if group is not None]
+            found += [FSDPMesh(x.mesh, x.shard_mesh_dim, x.replicate_mesh_dim) for x in infos]
+    return found
+
+
 def make_fake_store() -> Store:
     """A store for a process group of backend "fake", which sends nothing."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -262,3 +292,15 @@ def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 def torch_ring_attention() -> Any:
     """The module of torch's own ring attention."""
     return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+
+
+def in_backward() -> bool:
+    """True in a function that autograd runs, such as one that is recomputed in the backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, activation checkpointing does not see operations and the tensors that they save."""
+    with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield

@@ -25,6 +25,7 @@ from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
 from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
+from startrail.diagnostics.shard_faults import differing_arguments, unsplit_text
 from startrail.launch.local import RankError, run_local
 from startrail.parallel import SequenceParallel
 
@@ -123,7 +124,7 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
             return f"weights differ between ranks: {kind} {name}; load the same weights or set the same seed"
 
     def run(setup: Setup) -> Observed:
-        return observe(lambda: setup.run_on_rank(sp), setup.model, one_process=False)
+        return observe(lambda: setup.run_on_rank(sp), setup.model, one_process=False, sp=sp)
 
     dtype = _dtype(setup.model)
     native = run(setup)
@@ -134,9 +135,14 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
     losses = [torch.empty((), dtype=torch.float64) for _ in range(sp.world)]
     dist.all_gather(losses, torch.tensor((precise or native).loss, dtype=torch.float64))
     unequal = _unequal_gradients((precise or native).gradients)
+    given = {name: torch.tensor(each) for name, (_, each) in native.arguments.items()}
+    arguments = []
+    while given and (name := _first_mismatch(given)):
+        arguments.append(name)
+        del given[name]
     if dist.get_rank():
         return None
-    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal)
+    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal, arguments)
 
 
 def _parallel(setup: Setup, plan: str) -> SequenceParallel:
@@ -185,7 +191,7 @@ def judge(make: Callable[[], Any], alone: Results, ranks: RankResults) -> Verdic
     """Compare what ranks gave with what one process gave. Runs faults, so needs a process of its own."""
     if alone.precise_dtype != ranks.precise_dtype:  # it runs in float64 on one side only
         alone = Results(alone.native, None, None)
-        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal)
+        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal, ranks.arguments)
     ours, theirs = ranks.best, alone.best
     if text := _trainable_text(ours.gradients, theirs.gradients) or _not_finite(ours, theirs):
         return Verdict(False, text)
@@ -206,20 +212,27 @@ def _same(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Co
         values = ", ".join(f"{loss:.6g}" for loss in ranks.losses[:8])
         text = f"gradients are right, but the loss is not: {values} on ranks, {expected:.6g} on one process"
         return Verdict(False, f"{text} (each rank must return the mean loss, or its share of it)", conclusive=True)
-    for name, x in alone.best.buffers.items():
-        other = ranks.best.buffers.get(name)
-        if other is None or other.shape != x.shape or not torch.allclose(
-            other.double(), x.double(), rtol=close.loss_limit, atol=close.loss_limit * float(x.double().abs().amax())
-            if x.numel() else 0.0, equal_nan=True,
-        ):  # fmt: skip
-            text = f"buffer {name} differs from one process's: each rank updates it from its own tokens only"
-            return Verdict(False, f"{text}; loss and gradients are the same", conclusive=True)
+    if different := _different(ranks.best.buffers, alone.best.buffers, close.loss_limit):
+        text = f"buffer {different[0]} differs from one process's: each rank updates it from its own tokens only"
+        return Verdict(False, f"{text}; loss and gradients are the same", conclusive=True)
     parts = [f"loss {expected:.6f}", f"{len(alone.best.gradients)} gradients"]
     parts += [f"{len(alone.best.buffers)} buffers"] if alone.best.buffers else []
     results = f"{', '.join(parts[:-1])} and {parts[-1]}"
     text = f"same: {results} on {world} ranks as on one process; relative difference {close.text}"
     limits = Setup.of(make).limits
     return Verdict(True, text + (f"\n{limits}" if limits else ""))
+
+
+def _different(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -> list[str]:
+    """The names of buffers that are not the same."""
+
+    def same(x: Tensor, other: Tensor | None) -> bool:
+        if other is None or other.shape != x.shape:
+            return False
+        largest = float(x.double().abs().amax()) if x.numel() else 0.0
+        return torch.allclose(other.double(), x.double(), rtol=limit, atol=limit * largest, equal_nan=True)
+
+    return [name for name, x in theirs.items() if not same(x, ours.get(name))]
 
 
 def _name_fault(
@@ -231,6 +244,8 @@ def _name_fault(
         here, there = ("eval", "training") if theirs.training[modes[0]] else ("training", "eval")
         text = f"{modes[0] or 'the model'} is in {here} mode on ranks, and in {there} mode on one process"
         return False, f"{text}: dropout and normalization differ", True
+    if text := differing_arguments(ranks, alone):
+        return False, text, True
     factor = factor_of(ours.gradients, theirs.gradients, close.limit)
     if factor is not None and abs(factor - 1) > close.limit:
         return False, factor_text(factor, world), False
@@ -248,11 +263,14 @@ def _name_fault(
             return False, prediction.fault + also, True
     if not any(bool(x.any()) for x in ours.gradients.values()):
         return False, "all gradients are zero or None on ranks: do not clear them in the step", True
-    if partly := lost_or_scaled(ours.gradients, theirs.gradients, close):
+    if different := _different(ours.constants, theirs.constants, close.loss_limit):
+        text = f"buffer {different[0]} differs from one process's, and so do the gradients: the step changes the model"
+        return False, text, False
+    if partly := lost_or_scaled(ours.gradients, theirs.gradients, close, world):
         return False, partly, False
     count = f"{len(close.wrong)} of {len(theirs.gradients)} gradients differ from one process"
     text = f"{count}, by {close.total:.1e} of their norm; {close.wrong[0]} differs most. No known fault explains it"
-    attention = attention_text(theirs, ours)
+    attention = unsplit_text(theirs, ours) or attention_text(theirs, ours)
     return False, text + (f", but attention differs: {attention}" if attention else ""), False
 
 

@@ -31,7 +31,7 @@ def make_parts(
         kept = route.sizes.kept_slices(program.kept, start)
         start = max((aligned(part.stop) for part in kept.values()), default=start)
         tiles = geometry.tiles(mask, kernel.costs, route, program)
-        direct_level = None if route.fetches is None else route.zone.level
+        direct_level = None if route.fetches is None or route.zone.size == 1 else route.zone.level
         wire = wire_of(route, dtype, wire_dtype, kernel.rows_first)
         parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level, {}))
     return tuple(parts)

@@ -13,11 +13,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from startrail.planner.kernels import Curve, KernelCurves, find_kernel, read_curve
-from startrail.planner.units import Table, check_keys, find_file, parse_quantity, read_file, shipped, short_repr
+from startrail.planner.units import (
+    Table,
+    check_keys,
+    find_file,
+    parse_quantity,
+    read_all,
+    read_file,
+    shipped,
+    short_repr,
+)
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
@@ -272,7 +281,10 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     tables, slow = table["levels"], table.get("slow", [])
     if not isinstance(tables, list) or not tables:
         raise ValueError(f"{where}: levels must be a list of tables, [[levels]], outermost first")
-    levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(tables))
+    transport = fields.choice("transport", TRANSPORTS, "nccl")
+    read = [partial(_level, item, f"{where}: levels[{at}]") for at, item in enumerate(tables)]
+    *found, device = read_all([*read, partial(_device, table["device"], transport, f"{where}: device")], where)
+    levels: tuple[LinkLevel, ...] = tuple(found)
     for at, level in enumerate(levels):
         if level.name in [other.name for other in levels[:at]]:
             raise ValueError(f"{where}: levels[{at}]: name: level {level.name!r} exists already")
@@ -281,8 +293,6 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     _check_ranks([level.size for level in levels], where)
     if not isinstance(slow, list):
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
-    transport = fields.choice("transport", TRANSPORTS, "nccl")
-    device = _device(table["device"], transport, f"{where}: device")
     accuracy = fields.number("accuracy", least=0.0, most=0.9, default=0.25)
     cores = fields.integer("cores", least=0, most=MAX_RANKS)
     members = tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow))

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from startrail.checkpoint import checkpoint_context
+from startrail.offload import HostOffload
 from startrail.training.models.dit import DiT
 from startrail.training.models.gpt import GPT
-from startrail.training.offload import HostOffload
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 

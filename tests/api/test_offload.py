@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from startrail.offload import HostOffload
 from startrail.training import offload
-from startrail.training.offload import HostOffload
 
 
 class Stream:
