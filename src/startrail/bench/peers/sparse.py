@@ -82,13 +82,11 @@ def _in_document(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     rows, keys = torch.arange(window).unsqueeze(1), torch.arange(2 * window)
     visible = (keys > rows) & (keys <= rows + window)  # in its own block of keys and the one before
-    blocks = list(zip(*(x.split(window, 2) for x in (q, k, v)), strict=True))
-    outs = [F.scaled_dot_product_attention(*blocks[0], is_causal=True)]
-    for (_, *before), (queries, *own) in pairwise(blocks):
-        kv = [torch.cat(pair, 2) for pair in zip(before, own, strict=True)]
-        outs.append(
-            F.scaled_dot_product_attention(queries, *kv, visible[: queries.shape[2], : window + queries.shape[2]])
-        )
+    queries, keys_of, values = (x.split(window, 2) for x in (q, k, v))
+    outs = [F.scaled_dot_product_attention(queries[0], keys_of[0], values[0], is_causal=True)]
+    for at, own in enumerate(queries[1:], start=1):
+        both = [torch.cat(x[at - 1 : at + 1], 2) for x in (keys_of, values)]
+        outs.append(F.scaled_dot_product_attention(own, both[0], both[1], visible[: own.shape[2], : both[0].shape[2]]))
     return torch.cat(outs, 2)
 
 
@@ -143,6 +141,7 @@ class _KernelAttention(torch.autograd.Function):
 
 
 def _gather(x: Tensor) -> Tensor:
+    assert dist.group.WORLD is not None
     return gather_shards_autograd(x.contiguous(), 2, dist.group.WORLD)
 
 
