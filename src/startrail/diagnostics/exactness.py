@@ -218,8 +218,8 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks, and return a merged report for each. Cases that differ
     only in plan or layout share a reference."""
     torch.set_num_threads(1)
-    shared = dict(plan="", layout="zones", windows=False)
-    data = [_cached_data(replace(case, **shared, world=min(case.world, 2))) for case in cases]
+    shared = [replace(case, plan="", layout="zones", windows=False, world=min(case.world, 2)) for case in cases]
+    data = [_cached_data(case) for case in shared]
     by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
     return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
