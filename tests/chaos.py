@@ -15,6 +15,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -76,6 +77,18 @@ def kill_launcher(run: ChaosRun, rng: random.Random) -> None:
 
 def request_stop(run: ChaosRun, rng: random.Random) -> None:
     run.request_stop()
+
+
+def request_stop_when_busy(run: ChaosRun, rng: random.Random) -> None:
+    """Ranks end while the machine is loaded: threads that outlive the interpreter abort their process."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        run.request_stop()
+        assert eventually(run.ended, DEADLINE), "the run does not stop"
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def pause_rank(run: ChaosRun, rng: random.Random) -> None:
@@ -164,6 +177,7 @@ LINK = "200mbit"
 HANG_OUTPUT = ("still waiting for rank", f"made no progress within {HANG_MINUTES} minutes (--wait-minutes): silent for")
 COMMON_FAULTS = (
     Fault("asked to stop (SIGTERM)", request_stop, STOPPED, ("and saved; the same command continues",)),
+    Fault("asked to stop when busy", request_stop_when_busy, STOPPED, ("and saved; the same command continues",)),
     Fault("a rank stops for seconds", pause_rank),
     Fault("a rank hangs", hang_rank, 1, HANG_OUTPUT),
     Fault("the disk is full", fill_disk, 1, ("could not be written: File too large",)),

@@ -1,14 +1,13 @@
 """Ends many processes the ordinary way, on a loaded machine: ``make exits`` (200 exits), and a few in the tests.
 
 A thread that returns from C++ while Python finalizes aborts its process, after all results are right. Each process here
-runs an example or trains, then ends as a script does: exit handlers run, and Python finalizes. Processes are forked
-from this one, which has imported everything, so that most of their time is spent on what may go wrong.
+runs an example, trains or measures, then ends as a script does: exit handlers run, and Python finalizes. Processes are
+forked from this one, which has imported everything, so that most of their time is spent on what may go wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import runpy
 import shutil
@@ -18,13 +17,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from startrail._compat import load_dynamo
 from startrail.cli import main as cli
-from tests.helpers import ROOT, free_port, write_words
+from startrail.training import trainer  # noqa: F401, for the ranks
+from tests.helpers import ROOT, fork_ranks, write_words
 
 RANKS = 4
 EXAMPLES = ("own_loop_fsdp2", "hf_causal_lm", "rl_log_probs")
@@ -32,8 +34,9 @@ TRAIN = "--plan u2/1x2 --width 16 --layers 1 --heads 2 --kv_heads 2 --hidden 16 
 TRAIN += " --save_every 1 --sample 0 --evaluate_batches 0"
 
 
-def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], None]]:
-    """What a rank runs, by name: examples, and training as torchrun's ranks run it."""
+def programs(names: tuple[str, ...], folder: str) -> list[tuple[str, Callable[[int], None]]]:
+    """What ranks run in turn, with names: examples, training and the benchmark as torchrun's ranks run them."""
+    load_dynamo()
     mains = {name: runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"] for name in names}
 
     def example(name: str) -> Callable[[int], None]:
@@ -48,31 +51,22 @@ def programs(names: tuple[str, ...], folder: str) -> dict[str, Callable[[int], N
         out = os.path.join(folder, f"run-{launch}")
         assert cli(["train", "gpt-tiny", *TRAIN.split(), "--data", os.path.join(folder, "texts"), "--out", out]) == 0
 
-    return {**{name: example(name) for name in names}, "train": train}
+    def bench(launch: int) -> None:
+        assert cli(["bench", "--quick", "--minutes", "0.01", "--out", os.path.join(folder, f"report-{launch}")]) == 0
+
+    most = [*((name, example(name)) for name in names), ("train", train)]
+    return [*most, *most, ("bench", bench)]  # which takes longest
 
 
 class Finished(BaseException):
     """Raised in a forked process to leave this module: it then ends like any script."""
 
 
-def launch(number: int, run: Callable[[int], None], log: str) -> list[int]:
-    """Fork the ranks of one program, and return their exit codes."""
-    port, children = free_port(), []
-    for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            faulthandler.enable()
-            places = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS, LOCAL_WORLD_SIZE=RANKS, MASTER_PORT=port)
-            os.environ.update({name: str(value) for name, value in places.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-            run(number)
-            raise Finished
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+def leave(code: int) -> None:
+    """End a forked process as a script ends."""
+    if code:
+        os._exit(code)
+    raise Finished
 
 
 def end_many(exits: int, burners: int, names: tuple[str, ...] = EXAMPLES) -> list[str]:
@@ -84,8 +78,8 @@ def end_many(exits: int, burners: int, names: tuple[str, ...] = EXAMPLES) -> lis
     start = time.monotonic()
     try:
         for number in range(exits // RANKS):
-            name, log = [*ready][number % len(ready)], Path(folder, f"log-{number}")
-            for rank, code in enumerate(launch(number, ready[name], str(log))):
+            (name, run), log = ready[number % len(ready)], Path(folder, f"log-{number}")
+            for rank, code in enumerate(fork_ranks(RANKS, partial(run, number), log, leave)):
                 if code:
                     reason = signal.Signals(-code).name if code < 0 else f"code {code}"
                     bad.append(f"{name}, launch {number}, rank {rank}: {reason}\n{log.read_text()[-3000:]}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +207,48 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+def fork_ranks(
+    world: int, run: Callable[[], object], log: Path, leave: Callable[[int], object] = os._exit, seconds: float = 300.0
+) -> list[int]:
+    """Fork processes with the environment of torchrun's ranks, ``run`` in each, and return their exit codes. Their
+    output goes to ``log``. Starts in a moment, where torchrun and its ranks import everything again.
+
+    ``leave`` gets what ``run`` returned (0 for None, 1 after an exception), and ends the process. Ranks that take
+    longer than ``seconds`` are killed.
+    """
+    port, children = free_port(), []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115, the process ends with it
+                for descriptor in (1, 2):
+                    os.dup2(sys.stdout.fileno(), descriptor)
+                faulthandler.enable()
+                places = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+                os.environ.update({name: str(value) for name, value in places.items()})
+                os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+                code = int(run() or 0)
+            except BaseException:
+                traceback.print_exc()
+            leave(code)
+        children.append(child)
+    statuses: dict[int, int] = {}
+
+    def all_ended() -> bool:
+        ended = [os.waitpid(child, os.WNOHANG) for child in children if child not in statuses]
+        statuses.update((child, status) for child, status in ended if child)
+        return len(statuses) == world
+
+    if not eventually(all_ended, seconds):
+        for child in set(children) - statuses.keys():
+            os.kill(child, signal.SIGKILL)
+        eventually(all_ended)
+    return [os.waitstatus_to_exitcode(statuses[child]) for child in children]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:

@@ -279,9 +279,12 @@ def sum_gradients(
         return
     parameters = list(parameters)
     described = [f"{tuple(x.shape)} {x.dtype}{'' if x.requires_grad else ' frozen'}" for x in parameters]
+    checks = check and bool(parameters) and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS
+    if checks:
+        described[0] += ", checked"  # by other collectives, which all ranks must run
     agree("sum_gradients", described, group, parameters[0].device if parameters else torch.device("cpu"))
     with peer_errors("sum_gradients", group):
-        if check and parameters and _num_checks.setdefault(parameters[0], 0) < CHECKED_STEPS:
+        if checks:
             _num_checks[parameters[0]] += 1
             _check_gradients(parameters, group)
         _sum_gradients(parameters, group)

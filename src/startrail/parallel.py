@@ -200,7 +200,7 @@ class SequenceParallel:
         self._runtime.check()
 
     def close(self) -> None:
-        """Close the connections to other ranks. Call it on all ranks. Later calls of attention raise.
+        """Close the connections to other ranks. Call it on all ranks. Later calls raise.
 
         Without it, NCCL's communicators stay open until the same ranks make new ones, or until
         ``dist.destroy_process_group()``: closing one waits for its other ranks, which garbage collection must not do.

@@ -146,7 +146,7 @@ class Sequence:
         order = self._state.geometry.token_order().to(x.device)
         return self._gather(x, dim).index_select(dim, order)
 
-    def _agree(self, operation: str, x: object, **arguments: int) -> None:
+    def _agree(self, operation: str, x: object, **arguments: float) -> None:
         """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments."""
         if torch.compiler.is_compiling():
             return
@@ -197,7 +197,7 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
-        self._agree("roll", x, shift=shift, dim=dim)
+        self._agree("roll", x, shift=shift, dim=dim, fill_value=fill_value)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")

@@ -7,7 +7,7 @@ def test_a_few_random_cases():
     assert not run(first_seed=20_000, count=40)
 
 
-def test_random_cases_cover_the_ground():
+def test_random_cases_cover_every_feature():
     cases = [random_case(seed) for seed in range(300)]
     assert {case.plan for case in cases} == {plan for plans in PLANS.values() for plan in plans}
     for name, values in (("layout", LAYOUTS), ("dtype", DTYPES), ("gradients", GRADIENTS), ("world", PLANS)):

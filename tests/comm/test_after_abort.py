@@ -81,7 +81,7 @@ def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
         assert depth == 0
 
 
-def test_check_raises_on_a_rank_that_the_others_have_given_up(monkeypatch):
+def test_check_raises_on_a_rank_whose_peers_have_aborted(monkeypatch):
     """It does not join them without an error: what it has queued meanwhile is NaN."""
     monkeypatch.setattr(TIMING, "slow_wait", 0.2)
 

@@ -242,7 +242,7 @@ def test_a_timeout_says_what_every_rank_waits_for():
             assert "rank 1: " in order and "waiting in attention call 2 (forward" in order, order
 
 
-def test_ranks_that_send_each_other_nothing_find_a_difference_as_well():
+def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
     """Whichever rank differs, at whichever level: packed documents may need no message between some ranks."""
 
     def on_rank(rank):
@@ -324,3 +324,33 @@ def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):
         return on_gpu, len(asked) - on_gpu
 
     assert run_local(on_rank, 2, deadline=60) == [(1, 3)] * 2
+
+
+OPTIONS = dict(sparse=False, windows=True, check_every_call=True)  # of an instance
+
+
+def test_ranks_with_different_options_raise_on_all_ranks():
+    """Each option is different on one rank. Their programs, layouts or collectives would differ as well: ranks would
+    wait for each other, end each other's process, or be wrong without an error (sinks)."""
+
+    def on_rank(rank):
+        odd, texts = rank == 1, {}
+        for name, other in OPTIONS.items():
+            sp = startrail.SequenceParallel("u2/1x2", timeout=20, **({name: other} if odd else {}))
+            x = torch.ones(1, 4, 16, 8)
+            sequence = sp.sequence(64, [0, 20, 30, 64])
+            texts[name] = error_of(lambda s=sequence, x=x: s.attention(x, x, x, window=3))
+        sequence = startrail.SequenceParallel("u2/1x2", timeout=20).sequence(64)
+        texts["sinks"] = error_of(lambda: sequence.attention(x, x, x, sinks=None if odd else torch.ones(4)))
+        ids = torch.ones(16, dtype=torch.long)
+        texts["fill_value"] = error_of(lambda: sequence.roll(ids, -1, 0, fill_value=0.5 if odd else 1))
+        parameter = torch.nn.Parameter(torch.ones(2))
+        texts["check"] = error_of(lambda: startrail.sum_gradients([parameter], check=not odd))
+        parameter.grad = torch.full((2,), float(rank))
+        startrail.sum_gradients([parameter])
+        return texts, parameter.grad.tolist(), error_of(lambda: sequence.attention(x, x, x))
+
+    for texts, total, last in run_local(on_rank, 4, deadline=60):
+        for name, text in texts.items():
+            assert text.startswith("ValueError: ranks disagree about ") and name in text, text
+        assert total == [6.0, 6.0] and last == "no error"

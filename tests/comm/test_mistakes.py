@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import startrail
+from startrail._compat import default_store
 from startrail.engine.call import AttentionCall
 from startrail.launch.local import run_local
 from tests.helpers import error_of, qkv
@@ -277,6 +278,46 @@ def test_dropped_instances_leave_no_open_files():
         return len(os.listdir("/proc/self/fd")) - before
 
     assert max(run_local(on_rank, 2, deadline=60)) <= 2
+
+
+def test_dropped_and_closed_instances_leave_no_keys_in_the_store():
+    """50 instances are made, used, failed with and dropped, on some ranks later than on others; every second one is
+    closed, after which a call raises at once, although no other rank makes it."""
+
+    def on_rank(rank):
+        store, kept, numbers, late = default_store(), [], [], []
+        for number in range(50):
+            sp = startrail.SequenceParallel(["1x2", "u2"][number % 4 // 2], timeout=20)
+            inputs = [x.requires_grad_() for x in qkv()]
+            sequence = sp.sequence(32)
+            sequence.attention(*inputs).square().sum().backward()
+            sequence.unshard(inputs[0], 2)
+            if number % 7 == 0:
+                assert "window=0" in error_of(lambda sp=sp, x=inputs: attend(sp, *x, window=0 if rank == 1 else 3))
+                attend(sp, *inputs, window=3)
+            if number % 2:
+                sp.close()
+                if rank == 0:
+                    start = time.monotonic()
+                    late += [error_of(lambda s=sequence, x=inputs: s.attention(*x, window=5))]
+                    late += [error_of(lambda s=sequence, x=inputs: s.unshard(x[0], 2))]
+                    assert time.monotonic() - start < 5, "well before the timeout"
+            if rank == 1:
+                kept = [*kept[-2:], sp]
+            del sp, sequence
+            if number % 10 == 9:
+                kept.clear()
+                gc.collect()
+                dist.barrier()
+                startrail.SequenceParallel("1x2").sequence(32).attention(*inputs)  # the ranks meet
+                dist.barrier()
+                numbers.append(store.num_keys())
+                dist.barrier()
+        return numbers, set(late), [key for key in store.list_keys() if key.startswith("startrail/")]
+
+    for rank, (numbers, late, keys) in enumerate(run_local(on_rank, 2, deadline=120)):
+        assert late == ({"ValueError: this SequenceParallel is closed"} if rank == 0 else set())
+        assert len(set(numbers)) == 1, (numbers, keys)
 
 
 def test_under_torchrun_a_process_group_is_required(monkeypatch):

@@ -300,7 +300,7 @@ STORE_HOST = """
     dist.init_process_group("gloo")
     rank, how = dist.get_rank(), sys.argv[1]
     TIMING.store_answer, TIMING.explanation = 0.5, 1.0
-    TIMING.slow_wait, TIMING.thread_join, TIMING.abort = 0.4, 0.5, 2.0
+    TIMING.slow_wait, TIMING.thread_join, TIMING.last_join, TIMING.abort = 0.4, 0.5, 2.0, 2.0
     sp = startrail.SequenceParallel("1x2", timeout=3)
     x = torch.randn(1, 2, 8, 8)
     sp.sequence(16).attention(x, x, x)

@@ -80,18 +80,53 @@ sys.exit(7)
 """
 
 
+SAVES = """
+import torch
+from pathlib import Path
+from startrail.training.checkpoints import saving
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+saving.write_file = lambda path, contents: wait_in_cpp() or ""
+model = torch.nn.Linear(2, 2)
+saving.Checkpoints(Path("{folder}"), None, 0).save(1, model, torch.optim.SGD(model.parameters()))
+"""
+
+
 @pytest.mark.parametrize(
     "check, main",
     [
         ("wait_in_cpp()", "watchdog.watch(watched)"),
         ("pass", "watchdog.run_within(0.1, wait_in_cpp)"),
         ("watchdog.run_within(0.1, wait_in_cpp)", "watchdog.watch(watched)"),
+        ("pass", SAVES),
     ],
-    ids=["watchdog", "abandoned call", "a call that the watchdog abandons"],
+    ids=["watchdog", "abandoned call", "a call that the watchdog abandons", "a checkpoint that is being written"],
 )
-def test_a_thread_inside_cpp_does_not_abort_the_exit(check, main):
+def test_a_thread_inside_cpp_does_not_abort_the_exit(check, main, tmp_path):
     """It returns while Python finalizes, unless the exit waits for it."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS.format(check=check, main=main)], capture_output=True, text=True, timeout=120
-    )
+    program = ENDS.format(check=check, main=main.format(folder=tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 7, done.stderr
+
+
+def test_threads_that_start_others_at_the_same_time_forget_none(monkeypatch):
+    """The exit would not wait for a forgotten one."""
+    monkeypatch.setattr(watchdog, "_started", {})
+    sys.setswitchinterval(1e-6)
+    release, started, starters = threading.Event(), [], 8
+
+    def start_some():
+        for _ in range(25):
+            watchdog.start_thread(lambda: None, "ends")
+            started.append(watchdog.start_thread(release.wait, "waits", release.set))
+
+    try:
+        threads = [threading.Thread(target=start_some) for _ in range(starters)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(started) == 25 * starters and not set(started) - watchdog._started.keys()
+    finally:
+        sys.setswitchinterval(0.005)
+        release.set()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.checkpoint import checkpoint_context
 from startrail.losses import chunked_cross_entropy
+from startrail.sequence import Sequence
 from tests.helpers import causal_mask, document_numbers
 
 LENGTH, VOCAB, WIDTH, HEADS = 40, 32, 16, 4
@@ -258,6 +259,21 @@ def slices_of_the_batch() -> tuple[Any, ...]:
     return Net(), ids(), run, reference(Options())
 
 
+def cut_without_shard() -> tuple[Any, ...]:
+    """Ranks take contiguous slices of ids and shifted labels, and attention takes them for a zigzag."""
+    model, batch, right_step, right = of()()
+
+    def run(model: Any, ids: Tensor, sp: Any) -> Any:
+        shard = Sequence.shard
+        Sequence.shard = lambda self, x, dim, pad_value=0: x.narrow(dim, sp.rank * self.local, self.local)
+        try:
+            return right_step(model, ids, sp)
+        finally:
+            Sequence.shard = shard
+
+    return model, batch, run, right
+
+
 def keys_without_gradient() -> tuple[Any, ...]:
     model, batch, wrong, right = of()()
 
@@ -319,7 +335,8 @@ FAULTS: dict[str, tuple[Make, str]] = {
     "other buffers": (other("level"), "weights differ between ranks: buffer level"),
     "window in bfloat16": (of(dict(window=None), window=7, dtype=torch.bfloat16), "the sliding window is ignored"),
     "labels in autocast": (of(dict(labels="lost"), autocast=True), "labels are lost at the edges of shards"),
-    "tokens in another order": (slices_of_the_batch, "No known fault explains it"),
+    "tokens in another order": (slices_of_the_batch, "tokens are in another order: ranks take every 4th token"),
+    "contiguous slices": (cut_without_shard, "tokens are in another order: ranks take a contiguous slice of the batch"),
     "a layer detached": (keys_without_gradient, "gradient of inside.0.weight is lost: it is zero on ranks"),
 }  # fmt: skip
 RETRIED: dict[str, tuple[Make, str]] = {

@@ -325,7 +325,7 @@ FAULTS = {
     with_model(other_scale): "attention's scale is 0.53",
     with_model(lambda model: None, zero_first_norm): "gradient of model.layers.0.input_layernorm.weight is lost",
     with_model(lambda model: None, double_head): "gradient of lm_head.weight is 2 times one process's",
-    with_model(other_rope): "No known fault explains it",
+    with_model(other_rope): "buffer model.rotary_emb.inv_freq differs from one process's, and so do the gradients",
     with_model(lambda model: model.lm_head.weight.requires_grad_(False)): "parameter lm_head.weight is trained on one "
     "process, but frozen on ranks",
     trained_on_ranks_only: "parameter lm_head.weight is trained on ranks, but frozen on one process",

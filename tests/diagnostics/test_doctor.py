@@ -45,7 +45,7 @@ def test_nodes_that_share_a_link_and_ranks_that_do_not():
     assert device.of("float32").forward.points == ((128.0, 20e9), (512.0, 30e9))
 
 
-def test_a_link_for_every_rank_shows_in_that_all_get_as_much_as_one_alone():
+def test_one_link_per_rank_is_detected_because_all_ranks_get_full_bandwidth():
     own = described(Machine(4, 2), all_0=dict.fromkeys(range(8), 2.0))
     assert not own.cluster.levels[0].shared
     assert own.cluster.levels[0].bandwidth == 1e9

@@ -145,7 +145,7 @@ def test_the_largest_logits_are_rounded_once(monkeypatch, wrong, dtype):
     assert any("largest" in text for text in check_cases([case])[0].verdict())
 
 
-def test_an_error_above_its_own_bound_is_found_though_others_may_be_larger():
+def test_an_error_above_its_own_bound_is_found_even_if_other_errors_are_larger():
     """Twenty deviations of the most exact element are less than the bound of another."""
     data = make_data(Case("1x1", 1, length=64, head_dim=64, scale=1.0))
     floor, exact = data.floor["dv"], data.exact["dv"]

@@ -10,7 +10,7 @@ import startrail
 from startrail.diagnostics.reference import Case, Error, make_data
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
-from tests.engine.plans import PLANS, VARIED, features, pairwise, run, variants
+from tests.engine.plans import PLANS, VARIED, features, on_nccl_only, pairwise, run, variants
 from tests.helpers import FULL
 
 # A minimal set with every mask, head ratio, dtype and awkward length. Without ``kv``, there are as many KV heads.
@@ -62,10 +62,12 @@ def test_pairs_cover_every_shape_with_every_common_feature():
 
 @pytest.mark.parametrize("world", sorted(VARIED))
 def test_variants_of_plans_are_exact(world):
-    shapes = [SHAPES[1], {**SHAPES[5], "batch": 2}, SHAPES[7]]
+    shapes = [{**SHAPES[1], "length": 401}, {**SHAPES[5], "batch": 2}, SHAPES[7]]
     cases = []
     for number, plan in enumerate(variants(world)):
-        seeds = range(3) if FULL else [number % 3]  # each variant has 4 or more plans, each plan 4 or more variants
+        if on_nccl_only(plan, world):
+            continue
+        seeds = range(3) if FULL else [number % 3]  # each variant has several plans, each plan several variants
         cases += [case_for(plan, world, shapes[seed], seed) for seed in seeds]
     run(cases)
 

@@ -233,7 +233,7 @@ def test_an_abort_that_raises_or_hangs_does_not_stop_the_others(monkeypatch):
     start = time.monotonic()
     groups.abort([SimpleNamespace(abort=way) for way in ways])
     assert sorted(aborted) == ["alone", "one of two", "one of two"]
-    assert time.monotonic() - start < 20, "nobody waits for ever for the one that hangs"
+    assert time.monotonic() - start < 20, "no rank waits forever for the one that hangs"
     hangs.set()
 
 

@@ -10,6 +10,7 @@ from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import LAYOUTS, contiguous, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
+from tests.helpers import FULL
 
 
 def fa2_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
@@ -33,7 +34,7 @@ def exact_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]
     return left, right
 
 
-SEEDS = range(400)
+SEEDS = range(400 if FULL else 150)
 GENERATIONS = (exact_window, fa2_window, fa3_window)
 
 

@@ -48,7 +48,8 @@ def whole(model, sp):
 
 MAKES = {name: trained(name) for name in ("dit", "sd3", "flux", "wan")}
 MAKES |= {"sd3, whole text": trained("sd3"), "flux, whole text": trained("flux"), "qwen": trained("qwen")}
-MAKES |= {"wan by token": trained("wan_by_token"), "flux recomputed": trained("flux", True)}
+MAKES |= {"wan by token": trained("wan_by_token"), "dit recomputed": trained("dit", True)}
+MAKES |= {"flux recomputed, whole text": trained("flux", True)}
 ATTACHERS = {name: whole if "whole" in name else attach for name in MAKES}
 
 

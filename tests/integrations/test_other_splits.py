@@ -30,7 +30,7 @@ from tests.integrations.tiny import families, tiny, tokens
 IDS = tokens(1, 16)
 
 
-def test_models_with_windows_chunks_and_sinks_run_here_though_others_refuse_them():
+def test_models_with_windows_chunks_and_sinks_run_although_other_splits_reject_them():
     """transformers says which of its models its own context parallelism would get wrong: dropping a layer's mask."""
     sp = startrail.SequenceParallel("1x1")
     refused = {name for name in families() if not tiny(name).supports_context_parallel}
@@ -52,7 +52,7 @@ def test_the_hooks_that_drop_masks_are_found_before_and_after_attaching():
     assert error_of(lambda: model(**shard_batch(sp, IDS, IDS))).startswith(text)
 
 
-def test_trainers_that_would_split_sequences_too_and_those_that_split_none_are_refused(tmp_path):
+def test_trainers_that_also_split_sequences_or_split_none_are_rejected(tmp_path):
     """In a separate process: accelerate keeps its first settings for the whole process."""
     row = dict(input_ids=IDS[0], labels=IDS[0])
     options = dict(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
@@ -76,7 +76,7 @@ def test_trainers_that_would_split_sequences_too_and_those_that_split_none_are_r
     assert "parallelism_config has cp_size=4" in environment
 
 
-def test_trainers_own_hook_refuses_our_attention_and_ours_takes_its_place():
+def test_trainers_own_hook_rejects_our_attention_so_ours_replaces_it():
     """StarTrailMixin needs its own hook: Trainer's accepts only SDPA."""
     sp = startrail.SequenceParallel("1x1")
     model = attach(tiny("llama"), sp)

@@ -10,7 +10,7 @@ from startrail.integrations.survey import families
 from tests.helpers import refusal
 
 
-def test_families_of_every_kind_run_or_say_why_not(capsys, monkeypatch):
+def test_families_of_every_kind_run_or_give_a_reason(capsys, monkeypatch):
     names = ["llama", "mistral", "gpt_oss", "llama4_text", "deepseek_v3", "gemma2", "mamba", "bloom", "recurrent_gemma"]
     assert main(["models", *names]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[2:]}

@@ -147,7 +147,7 @@ def test_compile_of_a_whole_model(truths):
     assert run_local(on_rank, 2) == [[]] * 2
 
 
-def test_the_first_steps_find_other_weights_averaged_and_unsummed_gradients():
+def test_the_first_steps_detect_different_weights_averaged_or_unsummed_gradients():
     batch = BATCHES["uneven"]
 
     def on_rank(rank):

@@ -10,7 +10,7 @@ from startrail import lab
 pytestmark = pytest.mark.skipif(lab.available() is not None, reason=f"no lab: {lab.available()}")
 
 
-def test_the_interfaces_see_what_the_closed_form_promises():
+def test_bytes_on_the_interfaces_equal_the_closed_form():
     """Two nodes of two ranks. The outer level crosses the nodes' link, the inner one must not, whatever they are."""
     plans = ["1x2/u2", "2x1/1x2", "1x2/2x1", "2x1/u2,keep=all", "u2/1x2", "u2/2x1,groups=2", "u2/u2"]
 

@@ -100,7 +100,7 @@ def test_ranks_of_a_node_talk_over_loopback(pair: lab.Cluster) -> None:
 
 def test_a_rank_reads_its_own_link(pair: lab.Cluster) -> None:
     def run(rank: int) -> int:
-        dist.barrier()  # nobody starts to send before all have read
+        dist.barrier()  # no rank sends before all have read
         before = lab.own_link_bytes()["sent"]
         dist.barrier()
         exchange(rank, (rank + 2) % 4, MB)
@@ -182,7 +182,7 @@ def test_the_failing_rank_is_shown(pair: lab.Cluster) -> None:
 
 
 class Reader:
-    """Output that nobody takes in time, or at all."""
+    """Output that is read late, or never."""
 
     def __init__(self, seconds: float, error: type[OSError] | None = None) -> None:
         self.seconds, self.error, self.text = seconds, error, ""

@@ -13,6 +13,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import AttentionShape, predict, trace_prediction
 from startrail.schedule.plan import Plan
 from startrail.view.trace import EventRecorder, Record, chrome_trace, compare, read_trace
+from tests.view.perfetto import perfetto
 
 PLANS = ["1x4", "2x2,keep=all", "star2", "2x1/u2", "u2/1x2,groups=2"]
 LENGTH, HEADS, DIM = 256, 4, 16
@@ -80,7 +81,15 @@ def test_every_message_is_one_arrow_from_its_sender_to_its_receiver(measured, pl
         assert len(starts) == len(posts) and all(ends[e["id"]]["ts"] >= e["ts"] for e in starts)
 
 
-def test_compare_shows_where_they_part_and_refuses_other_programs(measured, tmp_path, capsys):
+def test_perfetto_opens_both_without_errors(measured):
+    with perfetto() as imported:
+        for records in (predicted("2x1/u2"), measured["2x1/u2"]):
+            posts = sum(len(record.posts) for own in records for record in own)
+            errors, slices, flows, processes = imported(chrome_trace(records, "2x1/u2"))
+            assert (errors, flows, processes) == (0, posts, 4) and slices >= sum(map(len, records))
+
+
+def test_compare_shows_where_traces_differ_and_rejects_other_programs(measured, tmp_path, capsys):
     files = {}
     for name, records in (
         ("predicted", predicted("2x1/u2")),
@@ -103,7 +112,7 @@ def test_compare_shows_where_they_part_and_refuses_other_programs(measured, tmp_
     assert "cannot read nowhere.json: No such file" in capsys.readouterr().err
 
 
-def test_simulate_prints_what_the_planner_predicts_and_writes_a_trace(tmp_path, capsys):
+def test_simulate_prints_the_planners_prediction_and_writes_a_trace(tmp_path, capsys):
     path = tmp_path / "trace.json"
     options = ["--nodes", "2", "--cluster", "lab", "--length", "1k", "--heads", "4", "--head-dim", "16"]
     assert main(["simulate", "u2/1x2", *options, "--trace", str(path)]) == 0

@@ -104,7 +104,7 @@ def test_a_template_is_a_cluster_file(capsys, tmp_path):
     assert find_cluster(str(tmp_path / "my.toml")).world == 64
 
 
-def test_your_plan_is_a_row_and_the_answer_says_why_it_lost():
+def test_a_requested_plan_is_a_row_and_the_answer_explains_why_it_lost():
     answer = ask("a100-4x8", "gpt-3b", "64k", top=1, compare=["1x32", "u4/2x4", "1x31"])
     roles = {row["plan"]: row["role"] for row in answer.rows if "yours" in row["role"]}
     assert roles == {"1x32": "ring (yours)", "u4/2x4": "yours", "1x31": "yours"}
@@ -137,7 +137,7 @@ def test_doubtful_links_and_wide_gathers_are_noted():
     assert "boxes" in ask("boxes-10gbe", "gpt-tiny", "64k", top=1).why
 
 
-def test_rows_are_in_order_or_the_answer_says_why():
+def test_rows_are_sorted_or_the_answer_gives_the_reason():
     answer = ask("a100-4x8", "gpt-7b", "512k")
     first, *others = answer.result.rows
     assert first.step.memory.total <= 0.9 * 37e9

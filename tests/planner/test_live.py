@@ -1,6 +1,7 @@
 """auto on live ranks: described, measured or cached clusters, and one plan for all; doctor writes a file for plan."""
 
 import os
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import cluster_text, find_cluster
 from startrail.planner.live import choose as auto
 from startrail.planner.workload import Job, Run, find_model
-from tests.helpers import start, torchrun
+from tests.helpers import fork_ranks
 
 
 def test_all_ranks_agree_on_described_and_measured_clusters(tmp_path, monkeypatch, capfd):
@@ -80,10 +81,9 @@ def test_doctor_writes_a_cluster_that_plan_reads(tmp_path, capfd):
 
 
 def test_doctor_under_torchrun_measures_all_ranks(tmp_path):
-    file = tmp_path / "there.toml"
-    done = start([*torchrun(2), "-m", "startrail.cli", "doctor", "--out", str(file)])
-    out, error = done.communicate(timeout=120)
-    assert done.returncode == 0, error
+    file, log = tmp_path / "there.toml", tmp_path / "log"
+    assert fork_ranks(2, partial(main, ["doctor", "--out", str(file)]), log) == [0, 0], log.read_text()
+    out = log.read_text()
     assert "process group: 2 ranks, 1 nodes of 2, cpu:gloo" in out
     assert out.count("written: ") == 1
     assert find_cluster(str(file)).world == 2

@@ -37,7 +37,7 @@ def test_twice_the_worthwhile_batch_adds_little():
     assert batch > 1 and ask(A100, MODEL, 2**15, batch="auto", top=1).result.run.batch == batch
 
 
-def test_a_million_tokens_cost_what_the_devices_cost_meanwhile():
+def test_the_cost_per_million_tokens_is_that_of_the_device_hours():
     answer = ask(A100, MODEL, 65536, top=1, price=3.0)
     row = answer.rows[0]
     assert row["cost"] == pytest.approx(3.0 * 8 / 3600 * 1e6 / row["tokens_per_second"])

@@ -58,7 +58,7 @@ def test_a_kernel_without_causal_speeds_is_as_much_slower_as_in_the_forward_pass
     assert occupancy(100) < 0.7 < occupancy(1000) < occupancy(10_000)
 
 
-def test_rings_of_others_are_slower_than_ours_and_ulysses_is_faster_inside_a_node():
+def test_other_ring_implementations_are_slower_and_ulysses_is_faster_inside_a_node():
     """As measured on H100: a ring is not limited by bytes there, but by what follows each block."""
     seconds = {
         name: predict(H100, Plan.parse(plan), GROUPED, engine=engine).forward.seconds

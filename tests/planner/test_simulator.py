@@ -24,7 +24,7 @@ def bare(cluster, **changes):
     return replace(cluster, device=device, levels=levels, **changes)
 
 
-def test_two_ranks_that_exchange_keys_take_what_one_counts_by_hand():
+def test_two_ranks_that_exchange_keys_take_the_time_computed_by_hand():
     """1x2 forward: each computes its own block while the other's keys come, then theirs."""
     cluster = bare(find_cluster("a100-4x8@2x1"))
     call = replace(CALL, batch=1)
@@ -53,7 +53,7 @@ def test_one_rank_stands_for_all(text, cluster):
 
 
 @pytest.mark.parametrize("cluster", [SMALL, find_cluster("h100-8x8@4x4"), PEERS], ids=str)
-def test_one_rank_stands_for_all_where_an_exchange_spans_nodes(cluster):
+def test_one_rank_represents_all_where_an_exchange_spans_nodes(cluster):
     """Of the messages of u16 over nodes of 4, each device's own adapter carries 12 of 15, not all."""
     call = replace(CALL, heads=16, kv_heads=16)
     one, all_ = predict(cluster, Plan.parse("u16"), call), predict(cluster, Plan.parse("u16"), call, all_ranks=True)

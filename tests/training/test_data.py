@@ -112,7 +112,7 @@ def test_packed_documents_are_whole_but_where_a_window_ends(tmp_path):
     assert packings[0] != packings[1] != packings[2]
 
 
-def test_a_document_that_ends_with_the_window_has_no_empty_one_behind_it(tmp_path):
+def test_a_document_that_ends_with_the_window_leaves_no_empty_document(tmp_path):
     for number in range(3):
         (tmp_path / str(number)).write_bytes(bytes(range(10 * number, 10 * number + 10)))
     data = text_data(str(tmp_path), length=10, packed=True)

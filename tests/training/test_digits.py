@@ -22,13 +22,13 @@ def test_digits_depend_on_seed_split_and_number_only():
     assert "digits, train: 50,000 drawings of 16 x 16 pixels, 10 classes, 64 patches" in data.describe()
 
 
-def test_a_grid_reads_back_and_the_classifier_sees_what_was_asked_for(tmp_path, capsys):
+def test_a_grid_reads_back_and_the_classifier_recognises_the_requested_digits(tmp_path, capsys):
     images = torch.stack([draw_digit(5, "train", number, 16)[0] for number in range(100)])
     large = images.repeat_interleave(4, -1).repeat_interleave(4, -2)
     save_grid(large, tmp_path / "samples.png", 10)
     assert (read_grid(tmp_path / "samples.png", 10, 16) - images).abs().max() < 0.01
     assert main(["recognise", str(tmp_path)]) == 0
-    assert "of 100 samples show the digit that was asked for" in capsys.readouterr().out
+    assert "of 100 samples show the requested digit" in capsys.readouterr().out
     save_grid(large.roll(1, 0), tmp_path / "samples.png", 10)  # every image is now one column further
     assert main(["recognise", str(tmp_path)]) == 1
     assert " 0% of 100 samples" in capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_a_folder_without_subfolders_a_glob_and_a_file_are_one_class(tmp_path):
     assert digests[0] == digests[1] != digests[2], "other files, as many"
 
 
-def test_many_images_are_held_out_whole_and_few_by_their_right_quarter(tmp_path):
+def test_held_out_data_are_whole_images_or_the_right_quarter_of_few(tmp_path):
     for number in range(40):
         colour(tmp_path, f"many/{number}.png", (number, 0, 0))
     reds = []

@@ -69,7 +69,7 @@ def test_tied_and_untied_outputs():
     assert untied.logits(torch.ones(3, 128)).shape == (3, 256)
 
 
-def test_a_compiled_gpt_takes_batches_of_other_documents_without_compiling_anew(tmp_path):
+def test_a_compiled_gpt_is_not_recompiled_for_batches_with_other_documents(tmp_path):
     torch.manual_seed(0)
     model = GPT(replace(TINY_GPT, layers=2))
     counter = CompileCounterWithBackend("aot_eager")

@@ -45,7 +45,7 @@ def test_fitting_cannot_read_the_figures_for_judging(monkeypatch):
         assert not any("judging" in text for text in texts), path
 
 
-def test_what_is_said_about_gathering_is_what_the_figures_give():
+def test_statements_about_gathering_match_the_figures():
     """The other engines take longer to fit: ``python -m validation.hardware.fit``."""
     stated = ENGINES["Transformer Engine, all-gather"]
     assert fit.fit(stated.name) == stated

@@ -6,11 +6,16 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from startrail.cli import main
+from startrail.geometry.layout import zigzag
 from startrail.geometry.mask import Mask
+from startrail.geometry.tiles import tiles_of
 from startrail.planner.topology import Machine
+from startrail.routing.route import route_of
 from startrail.schedule.plan import Plan, plans_for
-from startrail.schedule.values import BACKWARD, FORWARD
-from startrail.view import sees, show
+from startrail.schedule.values import FORWARD, PASSES
+from startrail.view import show_batch
+from startrail.view.batch import batch_of
+from startrail.view.owners import sparse_cells
 from startrail.view.svg import grids_of, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,7 +36,7 @@ def test_every_rank_is_drawn_once_and_no_two_overlap(plan):
     assert all(r <= x <= box[2] - r and r <= y <= box[3] - r for x, y, r in ranks)
 
 
-def test_rings_teams_heads_and_links_between_nodes_are_told_apart():
+def test_rings_teams_heads_and_links_between_nodes_are_distinguished():
     ring = svg(Plan.parse("1x8"), Machine(2, 4))
     assert (len(shapes(ring, "near")), len(shapes(ring, "far"))) == (6 + 1, 2 + 1)  # with the legend's
     nested = svg(Plan.parse("2x4"), Machine(1, 8))
@@ -51,17 +56,42 @@ def test_the_matrix_shows_only_cells_with_visible_pairs():
 
     assert cells(Mask()) == 64  # 8 x 8 chunks
     assert cells(Mask(causal=True)) == 36
-    assert cells(Mask(causal=True, window=8)) == 15  # the diagonal and the chunk before it
-    assert cells(Mask(causal=True, documents=(0, 16, 64))) == 3 + 21
+    assert cells(Mask(causal=True, window=8)) == 32 * 5 - 10  # 32 x 32 cells; each sees the four before it
+    assert cells(Mask(causal=True, documents=(0, 16, 64))) == 8 * 9 // 2 + 24 * 25 // 2
 
 
-def test_the_text_grid_leaves_out_blocks_that_the_mask_hides():
-    plan, mask = Plan.parse("1x4"), Mask(causal=True, window=8)
-    seen = sees(plan, 4, mask, 64)
-    for pass_ in (FORWARD, BACKWARD):
-        found = set(re.findall(r"\b(\d)x(\d)\b", show(plan, 4, pass_, range(4), seen).split("\n\n")[1]))
-        assert found == {(str(row), str(column)) for row in range(4) for column in range(4) if seen(row, column)}
-    assert not seen(0, 2) and seen(3, 3)
+@pytest.mark.parametrize("pass_", PASSES, ids=str)
+def test_the_text_grid_leaves_out_blocks_that_the_mask_hides(pass_):
+    plan, mask = Plan.parse("1x8"), Mask(causal=True, window=40)
+    runs = [zigzag(range(8), 128).runs(rank) for rank in range(8)]
+    text = show_batch(plan, 8, mask, 128, pass_, range(8), 1000)
+    found = {tuple(map(int, block)) for block in re.findall(r"\b(\d)x(\d)\b", text.split("step", 1)[1])}
+    seen = {(row, column) for row in range(8) for column in range(8) if tiles_of(mask, runs[row], runs[column])}
+    assert found == seen and len(seen) < 64
+
+
+def test_the_matrix_of_a_batch_has_the_owners_of_its_zones():
+    """Every pair of tokens of a cell is computed by the rank that the batch's programs say."""
+    plan, length, documents = Plan.parse("1x2/1x2"), 32, (0, 12, 20, 25, 29, 32)
+    for mask in (Mask(causal=True, documents=documents), Mask(causal=True, window=3)):
+        cells, owners = sparse_cells(plan, 4, mask, length)
+        assert cells == length  # one token each
+        layout, sizes = batch_of(plan, 4, mask, length)
+        computed = {}
+        for rank in range(4):
+            for route in route_of(plan, layout, rank, mask, sizes):
+                programs = route.program(FORWARD)
+                for block in (block for step in programs.steps for block in step.blocks):
+                    rows, keys = (tokens_of(route, shard, length) for shard in (block.row, block.column))
+                    pairs = ((q, k) for q in rows for k in keys if mask.visible(q, length)[0] <= k <= q)
+                    assert not any(computed.setdefault(pair, rank) != rank for pair in pairs)
+        assert owners == computed
+
+
+def tokens_of(route, shard, length):
+    runs = route.zone.runs_of((shard,), length) if shard < route.zone.size else None
+    runs = runs or list(route.fetches.messages.values())[shard - route.zone.size]
+    return [at for start, count in runs for at in range(start, start + count)]
 
 
 def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
@@ -82,6 +112,7 @@ def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
         (["1x4", "--html", str(page), "--rank", "4"], "--rank 4 is not in a world of 4"),
         (["1x4", "--nodes", "2", "--cluster", "pcie-8", "--html", str(page)], "do not describe 2 nodes of 2 ranks"),
         (["u1", "--html", str(page)], "a page needs at least 2 ranks"),
+        (["direct", "--ranks", "8", "--html", str(page)], "has no rings to draw: pass a plan such as 1x8"),
     ):
         assert main(["show", *wrong]) == 2
         assert said in capsys.readouterr().err

@@ -21,7 +21,7 @@ SIDES, RATIO, RING = 0.90, 0.10, 0.12  # targets: share on the right side, media
 RATES = {"fitting": (0.10, 0.25), "judging": (0.15, 0.35)}  # median and worst error of attention rates
 STEPS, MEMORY = 0.10, 0.15
 NOT_PREDICTED = """
-Not predicted: MagiAttention's own schedule, which is no plan of ours; everything with packed documents or windows,
+Not predicted: MagiAttention's own schedule, which is not one of our plans; everything with packed documents or windows,
 because the planner prices dense masks only; and diffusers' inference steps, in which attention is a small part.
 """
 REMARKS = """

@@ -57,7 +57,7 @@ class Case:
 
 
 def cases_of(trials: list[Json]) -> list[Case]:
-    """Every plan of ours that was measured on limited links with attention alone."""
+    """All our plans that were measured on limited links with attention alone."""
     cases = []
     for trial in trials:
         work = Workload(**trial["work"])

@@ -95,10 +95,20 @@ class Outcome:
         return Outcome(**fields | {"samples": samples})
 
 
-def prepare_data(trials: Sequence[Trial]) -> dict[Workload, Any]:
-    """Inputs and expected results of all workloads, made once and shared with the forked ranks."""
-    works = {trial.work for trial in trials}
-    return {work: expected_results(work) if work.model else make_data(work) for work in works}
+class DataByWork(dict[Workload, Any]):
+    """Inputs and expected results of workloads, each made when it is first used."""
+
+    def __missing__(self, work: Workload) -> Any:
+        self[work] = expected_results(work) if work.model else make_data(work)
+        return self[work]
+
+
+def prepare_data(trials: Sequence[Trial]) -> DataByWork:
+    """The data of all workloads, made once and shared with the forked ranks."""
+    data = DataByWork()
+    for trial in trials:
+        data[trial.work]
+    return data
 
 
 def make_runner(contender: Contender, machine: Machine, work: Workload, data: Any) -> AttentionRunner | StepRunner:
@@ -212,17 +222,28 @@ class Ranks:
         key = contender, work
         if key in self.runners or key in self.refused:
             return
-        try:
-            runner = make_runner(contender, self.machine, work, self.data[work])
-            problem = runner.mistake()
-            runner.waiting()
-        except Exception as error:  # a peer may raise anything: it is reported, not handled
-            problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        problems = gather_texts(problem or "")
-        if any(problems):
-            self.refused[key] = next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-        else:
-            self.runners[key] = runner
+        runners: list[AttentionRunner | StepRunner] = []
+
+        def connect() -> str | None:
+            runners.append(make_runner(contender, self.machine, work, self.data[work]))
+            return None
+
+        def check() -> str | None:
+            problem = runners[0].mistake()
+            runners[0].waiting()
+            return problem
+
+        # All ranks connect before one of them sends: gloo aborts a process that receives another message than expected.
+        for step in (connect, check):
+            try:
+                problem = step()
+            except Exception as error:  # a peer may raise anything: it is reported, not handled
+                problem = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            problems = gather_texts(problem or "")
+            if any(problems):
+                self.refused[key] = next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+                return
+        self.runners[key] = runners[0]
 
     def measure(self, number: int, trial: Trial, rates: list[int | None]) -> Outcome:
         self.links.ask("rates", rates)
@@ -309,7 +330,7 @@ def run_on_cluster(
 
 def run_on_group(machine: Machine, trials: Sequence[Trial], seconds: float) -> list[list[Outcome]]:
     """The same on the ranks of torchrun and their real links; every rank gets all outcomes."""
-    mine = Ranks(machine, Links(None), prepare_data(trials)).run(trials, seconds)
+    mine = Ranks(machine, Links(None), DataByWork()).run(trials, seconds)
     gathered = gather_texts(json.dumps([asdict(outcome) for outcome in mine]))
     return [[Outcome.parse(fields) for fields in json.loads(text)] for text in gathered]
 

@@ -25,11 +25,12 @@ from startrail.bench.report.page import metadata, write
 from startrail.lab.cluster import available
 from startrail.lab.job import JobError
 from startrail.launch.heartbeat import WaitLimit
-from startrail.launch.torchrun import device_of_rank, join
+from startrail.launch.torchrun import JoinError, device_of_rank, join
 from startrail.planner.topology import Machine
 
 START_SECONDS = 15.0  # per machine
 PREPARE_SECONDS = 2.3  # per contender and work
+JOIN_SECONDS = 600.0  # for the ranks of torchrun to start, however little time there is to measure
 OUT_OF_TIME = "out of time (--minutes)"
 
 
@@ -49,7 +50,11 @@ def run(options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise ValueError(f"--again {options.again}: {error}") from None
     elif "WORLD_SIZE" in os.environ:
-        report = measure_group(options.quick, 60 * options.minutes)
+        try:
+            report = measure_group(options.quick, 60 * options.minutes)
+        except JoinError as error:
+            print(f"startrail bench: {error}", file=sys.stderr)
+            return 1
         if report is None:
             end_group()  # rank 0 writes the report
             return 0
@@ -125,7 +130,7 @@ def unmeasured(machine: Machine, trial: Trial, reason: str) -> Json:
 
 def measure_group(quick: bool, seconds: float) -> Json | None:
     """Measure the ranks of torchrun. Their link rates cannot be set, so every workload runs once."""
-    join(device_of_rank("auto"), WaitLimit(seconds, "startrail bench", "--minutes"))
+    join(device_of_rank("auto"), WaitLimit(JOIN_SECONDS, "startrail bench"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = Machine(dist.get_world_size() // ranks, ranks)
     left_out: list[Json] = []

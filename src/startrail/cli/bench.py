@@ -19,8 +19,8 @@ ENGINE = (
     "Efficiency is the time of single-process SDPA on all cores divided by ours, forward + backward on the same "
     "sequence. With at least as many ranks as cores, 1.0 means that distributing costs nothing. Rounds are "
     "interleaved and medians reported, because the load of a shared machine varies. Memory is what attention adds to "
-    "a rank, next to the engine's own formula. --host measures the host's time per call instead, which a GPU would "
-    "wait for."
+    "a rank, next to the engine's own formula. --host measures host time per call instead: time that a GPU would spend "
+    "waiting."
 )
 TRAIN = (
     "Compares Ring Attention with the recipe's default plan. Both run in every round, one after the other, and "
@@ -29,17 +29,17 @@ TRAIN = (
     "lab. The prediction is the planner's for this machine, as `startrail doctor` measures it with as many ranks."
 )
 MEMORY = (
-    "Compares the peak memory per rank with the estimate of the planner, which training prints at its start. "
+    "Compares the peak memory per rank with the planner's estimate, which training prints when it starts. "
     "The exit code is 1 if an estimate is more than 10 % off. First the sequence grows on a fixed number of ranks, "
     "then both grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². "
-    "Each run is one step in new ranks."
+    "Each run is a single step on fresh ranks."
 )
 
 SPARSE = (
     "Times a narrow window, packed documents and a stack of five windowed layers and a full one, next to Ring "
     "Attention, an all-gather of keys, ring-flash-attn's all-gather for packed documents, DeepSpeed's Ulysses and our "
-    "best plan for dense masks. --pressures: how many times its dense compute Ring Attention communicates. Ends with "
-    "how evenly each layout spreads documents over ranks."
+    "best plan for dense masks. --pressures sets the link rate: with a dense mask, Ring Attention communicates this "
+    "many times as long as it computes. The last table shows how evenly each layout spreads documents over ranks."
 )
 
 
@@ -62,9 +62,9 @@ def add(commands: Commands) -> None:
         "--minutes",
         type=float,
         default=MINUTES,
-        help="start no trial after this time; the report lists those left out (default %(default)g)",
+        help="start no trial after this time; the report lists the skipped trials (default %(default)g)",
     )
-    option("--again", type=Path, metavar="JSON", help="measure nothing: judge and plot a recorded report again")
+    option("--again", type=Path, metavar="JSON", help="measure nothing; evaluate and plot a saved report again")
     command.set_defaults(run=run)
     benchmarks = command.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="other benchmarks", prog="startrail bench"
@@ -93,7 +93,7 @@ def _add_engine(benchmarks: Commands) -> None:
     option("--plans", help=f"separated by commas (default {ENGINE_PLANS}; with --host {HOST_PLANS})")
     option("--rounds", type=int, default=5, help="(default %(default)s)")
     option("--full", action="store_true", help="no causal mask")
-    option("--host", action="store_true", help="time of the host per call, without kernels and transfers")
+    option("--host", action="store_true", help="host time per call, without kernels and transfers")
     option("--calls", type=int, default=500, help="calls that --host measures (default %(default)s)")
 
 
@@ -106,7 +106,7 @@ def _add_train(benchmarks: Commands) -> None:
 
 
 def _add_memory(benchmarks: Commands) -> None:
-    text = "peak memory of a rank in training against its estimate"
+    text = "peak memory per rank in training, against the estimate"
     option = _add_benchmark(benchmarks, "memory", "--lengths 32768,65536 --ranks 4", text, MEMORY).add_argument
     option("--lengths", type=_numbers, default="32768,65536,131072", help="(default %(default)s)")
     option("--ranks", type=int, default=4, help="for the growing sequence (default %(default)s)")
@@ -122,8 +122,8 @@ def _add_sparse(benchmarks: Commands) -> None:
     option("--shapes", nargs="+", default=["4x8", "8x4"], metavar="NxR", help="nodes x ranks (default 4x8 8x4)")
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0], help="(default 24 8)")
     option("--length", type=int, default=4096, help="tokens (default %(default)s)")
-    option("--only", default="", metavar="TEXT", help="workloads whose name contains this, such as layers")
-    option("--repeats", type=int, default=5, help="of our sparse plan; the others run once (default %(default)s)")
+    option("--only", default="", metavar="TEXT", help="run only workloads whose name contains TEXT, such as layers")
+    option("--repeats", type=int, default=5, help="of our sparse plan; others run once (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
 
 

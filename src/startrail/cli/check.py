@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
     option(
         "--tokens-per-rank",
         type=int,
-        help="with 'all': check each plan with this many as well (default: 4096 on GPUs, 0 for none on CPUs)",
+        help="with 'all': also check each plan with this many tokens (default: 4096 on GPUs; 0, none, on CPUs)",
     )
     option(
         "--out", metavar="FILE", help="with 'all': where to write all results as JSON (default startrail-check.json)"

@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         description="Prints versions, devices, kernels and limits, latency and bandwidth by level, and warnings. "
         "Writes a description of the cluster for `startrail plan --cluster FILE` and STARTRAIL_CLUSTER.",
     )
-    command.add_argument("--out", metavar="FILE", help="where to write the description (default: do not write it)")
+    command.add_argument("--out", metavar="FILE", help="write the description to this file (default: print only)")
     command.add_argument("--ranks", type=int, default=1, help="local ranks to start without torchrun (default 1)")
     command.set_defaults(run=run)
 

@@ -8,14 +8,14 @@ import sys
 from startrail.cli.options import Commands, add_command, needs_extra
 
 EXAMPLES = {
-    "startrail models llama gemma3": "which Hugging Face models run",
-    "startrail models": "all of them: takes minutes",
+    "startrail models llama gemma3": "which models of these families are supported",
+    "startrail models": "all families; takes minutes",
 }
 
 
 def add(commands: Commands) -> None:
     command = add_command(
-        commands, "models", EXAMPLES, help="list the Hugging Face models that run, and why others do not"
+        commands, "models", EXAMPLES, help="list supported Hugging Face models, and the reason for each unsupported one"
     )
     command.add_argument("families", nargs="*", metavar="FAMILY", help="for example llama (default: all)")
     command.set_defaults(run=run)

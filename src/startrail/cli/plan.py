@@ -48,11 +48,11 @@ def add(commands: Commands) -> None:
     option("--length", help="tokens per sequence, such as 131072, 128k or 1M")
     option("--max-length", action="store_true", help="plan for the longest sequence that fits, instead of --length")
     option("--gpus-for", metavar="LENGTH", help="plan for the fewest GPUs that fit this length")
-    option("--batch", help="sequences per step, over all groups; auto: as many as still add speed (default 1)")
-    option("--price", type=float, help="price of a GPU hour: adds the cost of a million tokens")
-    option("--plot", metavar="FILE", help="draw the time by part and tokens/s by length (.png, .svg)")
+    option("--batch", help="sequences per step, over all groups; auto: as many as still raise throughput (default 1)")
+    option("--price", type=float, help="price per GPU hour; adds the cost per million tokens")
+    option("--plot", metavar="FILE", help="plot the step time by part, and tokens/s by length (.png, .svg)")
     option("--dtype", help=f"{', '.join(DTYPES)} (default bfloat16)")
-    option("--memory", help="memory that a device may use, such as '60 GB' (default: all of it)")
+    option("--memory", help="memory limit per device, such as '60 GB' (default: all of it)")
     option("--zero", type=_whole_number, help="ZeRO level: 0, 2 or 3 (default 3)")
     option("--gather", help="dtype in which FSDP sends parameters and gradients (default: that of --dtype)")
     option("--no-recompute", dest="recompute", action="store_const", const=False, help="keep all activations")
@@ -62,17 +62,17 @@ def add(commands: Commands) -> None:
     switch("--offload-states", help="keep parameters, gradients and the optimizer's moments in host memory")
     switch("--fp8", help="compute linear layers in FP8")
     option("--states", help="dtype of parameters, gradients and moments (default float32)")
-    option("--accumulate", help="parts that a group's sequences are computed in, one after the other (default 1)")
-    option("--tensor", type=_whole_number, help="neighbouring GPUs that split heads and MLP (default 1)")
+    option("--accumulate", help="gradient accumulation: passes that a group splits its sequences into (default 1)")
+    option("--tensor", type=_whole_number, help="tensor parallelism: GPUs that split heads and MLP (default 1)")
     option(
         "--documents",
         metavar="FILE",
         help=f"packed documents: a file of lengths, repeated to fill a sequence, or {' or '.join(DISTRIBUTIONS)}",
     )
-    option("--kernel", help=f"kernel that computes attention: {', '.join(shipped('kernels'))} (default: the cluster's)")
-    option("--plan", action="append", default=[], help="also price this plan, and say why it lost; may be repeated")
+    option("--kernel", help=f"attention kernel: {', '.join(shipped('kernels'))} (default: the cluster's)")
+    option("--plan", action="append", default=[], help="also price this plan and explain why it lost; repeatable")
     option("--compare", default="", help="the same for several plans: '1x32; u4/1x8'")
-    option("--template", action="store_true", help="print a cluster file to fill in, and nothing else")
+    option("--template", action="store_true", help="print a cluster file to fill in, and exit")
     option(
         "--run",
         dest="run_file",
@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
     option(
         "--top", type=_whole_number, default=5, help="plans to show, besides the well-known ones (default %(default)s)"
     )
-    option("--json", action="store_true", help="print a list of rows and nothing else")
+    option("--json", action="store_true", help="print the rows as JSON instead of text")
     command.set_defaults(run=run)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from startrail.cli.options import Commands, add_command
 
-EXAMPLES = {"startrail recognise runs/dit-tiny": "how many of the run's 100 samples show the digit that was asked for"}
+EXAMPLES = {"startrail recognise runs/dit-tiny": "how many of the run's 100 samples show the requested digit"}
 ENOUGH = 0.8
 
 
@@ -16,8 +16,8 @@ def add(commands: Commands) -> None:
         commands,
         "recognise",
         EXAMPLES,
-        help="judge the digits that a DiT has painted",
-        description="Trains a small classifier on held-out drawings, which the DiT has never seen, and lets it read "
+        help="count the digits of a trained DiT that a classifier recognises",
+        description="Trains a small classifier on held-out drawings, which the DiT has never seen, and has it read "
         f"samples.png. The exit code is 1 if it recognises fewer than {ENOUGH:.0%}.",
     )
     command.add_argument("run_folder", type=Path, metavar="RUN", help="the output folder of `startrail train dit-tiny`")

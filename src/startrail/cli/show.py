@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     option = command.add_argument
     option("plan", help="for example 2x2, 1x4/u2, star2, auto")
     option("--ranks", type=int, help="number of ranks (required for star plans and auto; default: the plan's size)")
-    option("--rank", type=int, action="append", help="show this rank; may be repeated (default: the first that fit)")
+    option("--rank", type=int, action="append", help="rank to show; repeatable (default: as many as fit)")
     option("--nodes", type=int, default=1, help="number of nodes, for auto, --html and --svg (default %(default)s)")
     option("--heads", type=int, help="query heads, for auto and --html")
     option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
@@ -101,6 +101,11 @@ def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
 
 
 def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> int:
+    if plan.family.by_mask:
+        raise ValueError(
+            f"plan {plan} follows from the mask and has no rings to draw: pass a plan such as 1x{machine.world}; "
+            "with --window or --documents, --html shows where direct fetches run instead"
+        )
     if arguments.svg:
         write_text(arguments.svg, svg(plan, machine, mask, length))
     if arguments.html:

@@ -8,7 +8,7 @@ from pathlib import Path
 from startrail.cli.options import Commands, add_command
 from startrail.view.trace import compare, read_trace
 
-EXAMPLES = {"startrail trace compare predicted.json runs/gpt-tiny/trace.json": "where they part, per level and step"}
+EXAMPLES = {"startrail trace compare predicted.json runs/gpt-tiny/trace.json": "where they differ, per level and step"}
 NOTE = "`startrail simulate --trace FILE` writes a predicted trace, `startrail train --trace N` a measured one."
 
 

@@ -31,7 +31,14 @@ from torch import Tensor
 
 from startrail.comm.digest import fold
 from startrail.comm.errors import PeerError
-from startrail.comm.ledger import CallLedger, CallRecord, Failure, WaitRegistry, explain_mismatch
+from startrail.comm.ledger import (
+    CallLedger,
+    CallRecord,
+    Failure,
+    WaitRegistry,
+    delete_dropped_keys,
+    explain_mismatch,
+)
 from startrail.comm.timing import TIMING
 from startrail.comm.waits import PublishedWait, describe_waits, rank_names
 from startrail.comm.watchdog import run_within, watch
@@ -175,6 +182,13 @@ class Consensus:
                 run_within(TIMING.store_answer, tell)
         self.rejoin(next_epochs[-1])
 
+    def close(self) -> None:
+        """No call follows: give up this instance's keys in the store."""
+        if (ledger := self.ledger) is not None:
+            ledger.drop()
+            with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone
+                run_within(TIMING.store_answer, delete_dropped_keys)
+
     def _waited_in_vain(self, error: BaseException) -> bool:
         """True if the call failed because a peer was late, not dead and not wrong."""
         if self.ledger is None or not isinstance(error, PeerError):
@@ -297,6 +311,7 @@ class _LedgerComparison:
     def _run(self, published: PublishedWait) -> None:
         ledger, record, key = self.ledger, self.call.record, self.call.key
         ledger.write(key, record, compared=True)
+        delete_dropped_keys()  # the other ranks take a moment as well
         start = time.monotonic()
         pause = TIMING.poll
         with contextlib.ExitStack() as stack:

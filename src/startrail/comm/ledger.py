@@ -6,16 +6,20 @@ to explain a mismatch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import zlib
+from collections import deque
 from datetime import timedelta
 from typing import NamedTuple
+from weakref import finalize
 
 from startrail._compat import PrefixStore, Store, default_store
 from startrail.comm.errors import PeerError
 from startrail.comm.waits import rank_names
 
+_dropped: deque[tuple[str, int]] = deque()  # prefixes of keys that this rank does not use any more; ranks that do
 _ONE_RANK = 1 << 40  # one more record in a call's counter; its lower bits are the sum of the records' digests
 
 
@@ -85,16 +89,19 @@ class Failure(NamedTuple):
 
 
 class CallLedger:
-    """Each rank's record of each call. A call's key is ``epoch/number``.
+    """Each rank's record of each call. A call's key is ``epoch/number``; ``prefix`` comes before all keys.
 
     One counter per call holds the number of its records and the sum of their digests: whether a call is complete, and
     whether it matches, costs one request for any number of ranks.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
-        self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
+    def __init__(self, prefix: str, rank: int, world: int, timeout: timedelta) -> None:
+        self.store: Store = PrefixStore(prefix, default_store())
+        self.rank, self.world, self.timeout = rank, world, timeout
         self._entries: dict[str, bool] = {}  # our records in the store: key -> is it compared by all ranks
         self._lock = threading.Lock()
+        self.drop = finalize(self, _dropped.append, (prefix, world))  # garbage collection only takes a note
+        self.drop.atexit = False
 
     def write(self, key: str, record: CallRecord, compared: bool) -> None:
         """Add our record of a call. ``compared``: every rank writes one, and reads until all are there."""
@@ -222,3 +229,15 @@ def register_wait(group_name: str, rank: int, world: int, number: int, key: str)
     """Where ranks find out that they wait for each other in different instances, or at different calls."""
     store = PrefixStore(group_name, default_store())
     return WaitRegistry(store, rank, world, f"call {key} of number {number} of their SequenceParallels")
+
+
+def delete_dropped_keys() -> None:
+    """Delete the keys that all ranks have dropped: the last rank that says so does. A rank that is behind may still
+    read them until then, and would wait for a key that is gone."""
+    with contextlib.suppress(IndexError):  # there are no more, or another thread took the last
+        while True:
+            prefix, world = _dropped.popleft()
+            store = PrefixStore(prefix, default_store())
+            if store.add("dropped", 1) == world:
+                for key in store.list_keys():
+                    store.delete_key(key)

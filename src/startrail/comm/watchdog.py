@@ -104,22 +104,27 @@ def run_all_within(seconds: float, functions: Sequence[Callable[[], None]]) -> b
 
 # --- the end of the program
 
-_started: list[tuple[threading.Thread, Callable[[], None] | None]] = []  # threads that have not ended
+# Threads that have not ended, and how to stop them. Threads start others, so each operation on it must be atomic.
+_started: dict[threading.Thread, Callable[[], None] | None] = {}
 
 
 def start_thread(target: Callable[[], None], name: str, stop: Callable[[], None] | None = None) -> threading.Thread:
     """Start a thread that is joined at exit, after ``stop``, which makes it end soon."""
+    for other in list(_started):
+        if not other.is_alive():
+            _started.pop(other, None)
     thread = threading.Thread(target=target, name=name, daemon=True)
-    _started[:] = [(other, its_stop) for other, its_stop in _started if other.is_alive()]
-    _started.append((thread, stop))
     thread.start()
+    _started[thread] = stop  # only now: until it runs, another thread would take it for one that has ended
     return thread
 
 
 @atexit.register  # at import, so that it runs after the handlers of everything that uses these threads
 def _end_threads() -> None:
     start, logged = time.monotonic(), False
-    while (alive := [each for each in _started if each[0].is_alive()]) and time.monotonic() < start + TIMING.last_join:
+    while (
+        alive := [each for each in list(_started.items()) if each[0].is_alive()]
+    ) and time.monotonic() < start + TIMING.last_join:
         for thread, stop in alive:
             if stop is not None:
                 stop()

@@ -8,7 +8,6 @@ import resource
 import shutil
 import sys
 import time
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,7 +16,9 @@ import torch.distributed as dist
 
 from startrail import __version__
 from startrail.kernels import kernel_for
+from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.local import RankError, check_ranks, run_local
+from startrail.launch.torchrun import JoinError, device_of_rank, join
 from startrail.planner.answer import seconds_text
 from startrail.planner.cluster import cluster_text
 from startrail.planner.live.measure import cpu_name, measure, no_progress, own_device
@@ -58,9 +59,11 @@ def doctor_command(out: str | None, ranks: int) -> int:
 
 
 def _under_torchrun(out: str | None) -> int:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    try:
+        join(device_of_rank("auto"), WaitLimit(TIMEOUT_SECONDS, "startrail doctor", "fixed"), TIMEOUT_SECONDS)
+    except JoinError as error:
+        print(f"startrail doctor: {error}", file=sys.stderr)
+        return 1
     lead, world = dist.get_rank() == 0, dist.get_world_size()
     machine = Machine.of_ranks(range(world), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if lead:

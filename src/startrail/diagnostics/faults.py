@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from startrail.diagnostics.observe import (
     changed_attention,
     gradients,
 )
-from startrail.diagnostics.setups import Setup
+from startrail.diagnostics.setups import Setup, map_tensors
 from startrail.diagnostics.shard_faults import recurrent_layers, separate_calls, unsplit_text
 from startrail.geometry.layout import Layout
 from startrail.losses import chunked_cross_entropy
@@ -106,6 +107,7 @@ def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultP
         both = f"{LABELS_LOST}; losses are averaged: sum them"
         yield _predict(make, both, Changes(shards=shards, cut=True, mean=True))
         yield _predict(make, AVERAGED, Changes(shards=shards, mean=True))
+        yield from _other_orders(make, layout, calls if known else None)
     setup = make()
     if setup.is_transformers and setup.reference is None:
         yield from _changed_batches(make, setup.batch, None if ranks.layout is None else positions)
@@ -116,6 +118,33 @@ def shards_of(layout: Layout) -> list[Tensor]:
     """The tokens of each rank."""
     runs = [layout.runs(rank) for rank in range(layout.world)]
     return [torch.tensor([start + i for start, count in own for i in range(count)], dtype=torch.long) for own in runs]
+
+
+def _other_orders(make: Make, layout: Layout, calls: list[AttentionRecord] | None) -> Iterator[FaultPrediction]:
+    """Ranks hold other tokens than attention takes them for."""
+    length, world = layout.length, layout.world
+    in_turn = torch.cat([torch.arange(rank, length, world) for rank in range(world)])
+    slots = torch.cat(shards_of(layout))
+    for taken, order in (("a contiguous slice", torch.arange(length)), (f"every {world}th token", in_turn)):
+        fault = f"tokens are in another order: ranks take {taken} of the batch; pass all of it to seq.shard"
+        for places in (torch.arange(length), slots):  # the batch was reordered and then sharded, or just cut
+            tokens = torch.empty_like(order).index_copy(0, places, order)
+            if not torch.equal(tokens, torch.arange(length)):
+                yield _predict(lambda tokens=tokens: _reordered(make(), tokens), fault, Changes())  # type: ignore[misc]
+        position = torch.empty_like(order).index_copy(0, order, slots)  # of each token; its label is right
+        if calls and not torch.equal(position, torch.arange(length)):
+            seen = [one._replace(visible=_reorder(_reorder(one.visible, position, 1), position, 2)) for one in calls]
+            yield _predict(make, fault, Changes(calls=seen, positions=position))
+
+
+def _reordered(setup: Setup, tokens: Tensor) -> Setup:
+    return replace(setup, batch=map_tensors(setup.batch, lambda x: _reorder(x, tokens, 1 if x.dim() > 1 else 0)))
+
+
+def _reorder(x: Tensor | None, tokens: Tensor, dim: int) -> Tensor:
+    """``x`` with its tokens in this order, if it has as many in ``dim``."""
+    assert x is not None
+    return x.index_select(dim, tokens) if x.dim() > dim and x.shape[dim] == len(tokens) else x
 
 
 def _predict(make: Make, fault: str, changes: Changes) -> FaultPrediction:

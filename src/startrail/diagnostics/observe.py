@@ -48,14 +48,16 @@ class AttentionRecord(NamedTuple):
 
 @dataclass
 class Observed:
-    """What a step did to a model. ``training``: the mode of each module when it was last called. ``layout`` is that of
-    the last sequence that attended. ``dropout``: some activations were dropped (recorded on one process only).
-    ``arguments``: the tensors that the model was first called with, as (shape, digest)."""
+    """What a step did to a model. ``buffers`` are those that are saved with it, ``constants`` the others.
+    ``training``: the mode of each module when it was last called. ``layout`` is that of the last sequence that
+    attended. ``dropout``: some activations were dropped (recorded on one process only). ``arguments``: the
+    tensors that the model was first called with, as (shape, digest)."""
 
     loss: float
     gradients: Gradients
     buffers: dict[str, Tensor]
     training: dict[str, bool]
+    constants: dict[str, Tensor] = field(default_factory=dict)
     attention: list[AttentionRecord] = field(default_factory=list)
     layout: Layout | None = None
     dropout: bool = False
@@ -114,7 +116,8 @@ def observe(
     observed.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
     observed.gradients = gradients(model)
     saved = model.state_dict(keep_vars=True)
-    observed.buffers = {name: _whole(x).clone() for name, x in model.named_buffers() if name in saved}
+    for name, x in model.named_buffers():
+        (observed.buffers if name in saved else observed.constants)[name] = _whole(x).clone()
     return observed
 
 

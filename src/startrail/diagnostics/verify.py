@@ -212,20 +212,27 @@ def _same(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Co
         values = ", ".join(f"{loss:.6g}" for loss in ranks.losses[:8])
         text = f"gradients are right, but the loss is not: {values} on ranks, {expected:.6g} on one process"
         return Verdict(False, f"{text} (each rank must return the mean loss, or its share of it)", conclusive=True)
-    for name, x in alone.best.buffers.items():
-        other = ranks.best.buffers.get(name)
-        if other is None or other.shape != x.shape or not torch.allclose(
-            other.double(), x.double(), rtol=close.loss_limit, atol=close.loss_limit * float(x.double().abs().amax())
-            if x.numel() else 0.0, equal_nan=True,
-        ):  # fmt: skip
-            text = f"buffer {name} differs from one process's: each rank updates it from its own tokens only"
-            return Verdict(False, f"{text}; loss and gradients are the same", conclusive=True)
+    if different := _different(ranks.best.buffers, alone.best.buffers, close.loss_limit):
+        text = f"buffer {different[0]} differs from one process's: each rank updates it from its own tokens only"
+        return Verdict(False, f"{text}; loss and gradients are the same", conclusive=True)
     parts = [f"loss {expected:.6f}", f"{len(alone.best.gradients)} gradients"]
     parts += [f"{len(alone.best.buffers)} buffers"] if alone.best.buffers else []
     results = f"{', '.join(parts[:-1])} and {parts[-1]}"
     text = f"same: {results} on {world} ranks as on one process; relative difference {close.text}"
     limits = Setup.of(make).limits
     return Verdict(True, text + (f"\n{limits}" if limits else ""))
+
+
+def _different(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -> list[str]:
+    """The names of buffers that are not the same."""
+
+    def same(x: Tensor, other: Tensor | None) -> bool:
+        if other is None or other.shape != x.shape:
+            return False
+        largest = float(x.double().abs().amax()) if x.numel() else 0.0
+        return torch.allclose(other.double(), x.double(), rtol=limit, atol=limit * largest, equal_nan=True)
+
+    return [name for name, x in theirs.items() if not same(x, ours.get(name))]
 
 
 def _name_fault(
@@ -256,6 +263,9 @@ def _name_fault(
             return False, prediction.fault + also, True
     if not any(bool(x.any()) for x in ours.gradients.values()):
         return False, "all gradients are zero or None on ranks: do not clear them in the step", True
+    if different := _different(ours.constants, theirs.constants, close.loss_limit):
+        text = f"buffer {different[0]} differs from one process's, and so do the gradients: the step changes the model"
+        return False, text, False
     if partly := lost_or_scaled(ours.gradients, theirs.gradients, close, world):
         return False, partly, False
     count = f"{len(close.wrong)} of {len(theirs.gradients)} gradients differ from one process"

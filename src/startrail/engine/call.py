@@ -11,7 +11,8 @@ from startrail.geometry.mask import Mask, Segment
 @dataclass(frozen=True)
 class AttentionCall:
     """``mask`` has no documents or blocks: those belong to the sequence. ``max_logits`` asks for the largest logit of
-    each head. The op takes a call as text, which round-trips:
+    each head. ``sinks`` are merged by each rank afterwards, but all ranks must have them. The op takes a call as text,
+    which round-trips:
 
     >>> call = AttentionCall(Mask(causal=True, window=4))
     >>> str(call), AttentionCall.parse(str(call)) == call
@@ -22,6 +23,7 @@ class AttentionCall:
     scale: float | None = None
     softcap: float | None = None
     max_logits: bool = False
+    sinks: bool = False
 
     def __str__(self) -> str:
         mask = self.mask
@@ -32,7 +34,7 @@ class AttentionCall:
             text += ", steps=" + " ".join(":".join(map(str, step)) for step in mask.steps)
         if self.softcap is not None:
             text += f", softcap={self.softcap}"
-        return text + (", max_logits=True" if self.max_logits else "")
+        return text + "".join(f", {name}=True" for name in ("max_logits", "sinks") if getattr(self, name))
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -43,7 +45,7 @@ class AttentionCall:
         scale, softcap = (float(given[name]) if name in given else None for name in ("scale", "softcap"))
         steps = tuple(Segment(*map(int, step.split(":"))) for step in options.get("steps", "").split())
         mask = Mask(options["causal"] == "True", window, chunk=chunk, steps=steps)
-        return AttentionCall(mask, scale, softcap, "max_logits" in options)
+        return AttentionCall(mask, scale, softcap, "max_logits" in options, "sinks" in options)
 
     def scale_for(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale

@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 from weakref import WeakValueDictionary
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail._compat import PrefixStore, default_store
 from startrail.comm.consensus import Consensus, RejoinError, rejoining
 from startrail.comm.counters import Counters
 from startrail.comm.digest import fold
@@ -64,7 +64,7 @@ class Runtime:
         self.world = len(ranks)
         self.place = self.plan.place(self.world, rank)
         self._program = partial(build_program, self.plan, self.world, rank)  # by pass
-        self.counters = Counters()
+        self.counters, self._busy, self.closed = Counters(), threading.Lock(), False
         self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
         self._number = next(_num_instances.setdefault(ranks, itertools.count()))
         self._zone_levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.world)]
@@ -82,10 +82,8 @@ class Runtime:
         register = partial(register_wait, self._group_name, rank, self.world, self._number + 1)
         self.consensus = Consensus(self._ledger(), register, settings.check_every_call, ranks)
         self.consensus.watch_waits()
-        self._busy = threading.Lock()
         self._executor: Executor | None = None
         self._comparison: CallComparison | None = None
-        self.closed = False
 
     @property
     def _name(self) -> str:
@@ -96,13 +94,14 @@ class Runtime:
         """Where the ranks of this group compare their calls; None without other ranks."""
         if self.world == 1 or dist.get_backend() == "fake":
             return None
-        return CallLedger(PrefixStore(self._name, default_store()), self.rank, self.world, self.settings.timeout)
+        return CallLedger(self._name, self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
     def expect_windows(self) -> None:
-        levels = self._zone_levels
-        self._zone_levels = levels if self._num_made else [level.in_rank_order() for level in levels]
+        if not self._num_made:
+            self.settings = replace(self.settings, windows=True)
+            self._zone_levels = [level.in_rank_order() for level in self._zone_levels]
 
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
         with self._lock:  # data loaders make sequences in their own threads
@@ -210,6 +209,8 @@ class Runtime:
     def _exclusive_call(self) -> Iterator[None]:
         """One call at a time: calls are numbered in the order in which they begin, which two threads would not keep on
         all ranks. An error ends the call on all ranks."""
+        if self.closed:
+            raise ValueError("this SequenceParallel is closed")
         if not self._busy.acquire(blocking=False):
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
@@ -303,7 +304,7 @@ class Runtime:
             return
         with self._exclusive_call():
             geometry, sequence = self._lookup_sequence(op_key)
-            call = f"{operation} of {arguments}, {geometry.boundaries}, plan {self.plan}, {self.settings.layout}"
+            call = f"{operation} of {arguments}, {geometry.boundaries}, {self.settings}"
             record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
             self.consensus.start(record)
             tag = self._agree(kind, True)
@@ -331,7 +332,7 @@ class Runtime:
         except ValueError as error:
             self._refuse(str(error))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
-        detail = f"{signature}, {geometry.boundaries}, plan {self.plan}, {settings.layout}, wire {settings.wire_dtype}"
+        detail = f"{signature}, {geometry.boundaries}, {settings}"
         parts = make_parts(geometry, routes, pass_, call.mask, kernel.costs, q.dtype, self._wire_dtype(q.dtype))
         order, kernel.sm_margin = run_order([part.program for part in parts]), sm_margin(parts)
         return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))
@@ -370,8 +371,6 @@ class Runtime:
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
-        if self.closed:
-            raise ValueError("this SequenceParallel is closed")
         executor = self._executor
         if executor is None or (executor.device is not None and executor.device.type != device.type):
             lanes = None
@@ -398,3 +397,4 @@ class Runtime:
         self.closed, executor, self._executor = True, self._executor, None
         if executor is not None:
             executor.close(error)
+        self.consensus.close()

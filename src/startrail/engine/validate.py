@@ -38,7 +38,7 @@ def read_call(
     if sinks is not None:
         _check_sinks(sinks, q)
     mask = read_mask(causal, window, chunk, mask)
-    return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits)
+    return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits, sinks is not None)
 
 
 def read_mask(causal: object = False, window: object = None, chunk: object = None, mask: object = None) -> Mask:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from startrail._compat import unobserved
 from startrail.integrations.sdpa import torch_attention
 from startrail.parallel import SequenceParallel
 
@@ -92,10 +93,9 @@ class Streams:
         if part is Part.TEXT:
             return x if self.whole_text else self._gather_text(x, dim)
         x = x.narrow(dim, 0, self._num_tokens)
-        if not self.text:
-            return self.sequence.unshard(x, dim)
         shape = [self._num_text if index == dim % x.dim() else size for index, size in enumerate(x.shape)]
-        both = self.sequence.unshard(torch.cat([x.new_zeros(shape), x], dim), dim)
+        with unobserved():  # ranks may exchange more messages in a pass that is recomputed
+            both = self.sequence.unshard(torch.cat([x.new_zeros(shape), x], dim) if self.text else x, dim)
         return both.narrow(dim, self.text, self.tokens)
 
     def _gather_text(self, x: Tensor, dim: int) -> Tensor:
@@ -103,7 +103,8 @@ class Streams:
         dim %= x.dim()  # with a negative one, torch gathers a batch of one row in another order
         x, longest = x.narrow(dim, 0, self._num_text), max(map(len, self._text_of_ranks))
         pad = [0, 0] * (x.dim() - 1 - dim) + [0, longest - x.shape[dim]]
-        rows = self.sequence._gather(F.pad(x, pad), dim)
+        with unobserved():
+            rows = self.sequence._gather(F.pad(x, pad), dim)
         place = {p: rank * longest + i for rank, own in enumerate(self._text_of_ranks) for i, p in enumerate(own)}
         return rows.index_select(dim, torch.tensor([place[p] for p in range(self.text)], device=x.device))
 

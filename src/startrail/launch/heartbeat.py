@@ -33,7 +33,7 @@ from startrail.comm.watchdog import run_within, start_thread
 
 @dataclass(frozen=True)
 class WaitLimit:
-    """How long ranks wait for a missing rank, and the command and option that messages name.
+    """How long ranks wait for a missing rank, and the command that messages name, with the option if it has one.
 
     >>> print(WaitLimit(600.0, "startrail train", "--wait-minutes"))
     10 minutes (--wait-minutes)
@@ -41,10 +41,10 @@ class WaitLimit:
 
     seconds: float
     command: str
-    option: str
+    option: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.seconds / 60:g} minutes ({self.option})"
+        return f"{self.seconds / 60:g} minutes" + (f" ({self.option})" if self.option else "")
 
     def log(self, text: str) -> None:
         print(f"{self.command}: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -25,15 +24,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from startrail._compat import TCPStore, load_dynamo
+from startrail._compat import load_dynamo
 from startrail.comm.timing import TIMING
+from startrail.launch.loopback import join_loopback_store, loopback_store
 
 load_dynamo()
 
 Result = TypeVar("Result")
 MAX_RANKS = 256
 RANK_BYTES = 48 * 2**20  # private memory of a forked rank, without its tensors
-HOST = "127.0.0.1"
 
 
 class RankError(RuntimeError):
@@ -91,7 +90,7 @@ def run_local(
             pipes.append(pipe)
             processes.append(process)
         # In the parent, so that it outlives any rank; after the forks, or ranks would inherit and keep its connections.
-        store = _loopback_store(world)
+        store = loopback_store(world)
         for pipe in pipes:
             with suppress(OSError):  # a dead rank is reported below
                 pipe.send_bytes(str(store.port).encode())
@@ -104,21 +103,13 @@ def run_local(
             started.join()
 
 
-def _loopback_store(world: int) -> TCPStore:
-    """A store that only this machine can reach. Given a host, torch's store listens on all interfaces; given a socket
-    that is bound already, it uses that."""
-    listener = socket.create_server((HOST, 0), backlog=world)
-    port = listener.getsockname()[1]
-    return TCPStore(HOST, port, world, True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def _join(rank: int, world: int, pipe: Connection, seconds: float) -> None:
     """Join the other ranks at the store, whose port arrives through the pipe."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if not pipe.poll(TIMING.first_message):
         raise RuntimeError("the process that started this rank has died")
     limit = timedelta(seconds=seconds)
-    store = TCPStore(HOST, int(pipe.recv_bytes()), world, False, limit, wait_for_workers=False)
+    store = join_loopback_store(world, int(pipe.recv_bytes()), limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 

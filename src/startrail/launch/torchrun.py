@@ -19,28 +19,33 @@ from torch.distributed.rendezvous import rendezvous
 from startrail._compat import PrefixStore, Store
 from startrail.comm.timing import TIMING
 from startrail.launch.heartbeat import RankStatus, WaitLimit, rank_names
+from startrail.launch.loopback import store_of_one_node
 
 
 class JoinError(RuntimeError):
     """Not all ranks joined in time; the text is one line."""
 
 
-def join(device: torch.device, limit: WaitLimit) -> StoreBoard:
-    """Make the default process group: gloo on CPUs; NCCL between GPUs, which has not been run on hardware. Returns a
-    board for heartbeats. Raises ``JoinError`` after ``limit``."""
+def join(device: torch.device, limit: WaitLimit, timeout: float | None = None) -> StoreBoard:
+    """Make the default process group: gloo on CPUs; NCCL between GPUs, which has not been run on hardware. Its
+    collectives may take ``timeout`` seconds. Returns a board for heartbeats. Raises ``JoinError`` after ``limit``."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank = int(os.environ["RANK"])
     try:
-        store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit.seconds))))
+        wait = timedelta(seconds=limit.seconds)
+        store, world = store_of_one_node(rank, wait), int(os.environ["WORLD_SIZE"])
+        if store is None:
+            store, rank, world = next(iter(rendezvous("env://", timeout=wait)))
         store = PrefixStore(agree_on_prefix(store, rank, world, limit), store)
         board = StoreBoard(store, rank, world)  # every rank has made its own once the group exists
-        timeout = timedelta(seconds=group_timeout(limit.seconds))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        longest = timedelta(seconds=timeout or group_timeout(limit.seconds))
+        store.set_timeout(longest)  # it still has that of joining, which may be shorter than any work of a rank
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=longest)
     except JoinError:
         raise
-    except (dist.DistError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # such as a port that is taken, or a rank that does not come
         text = str(error).strip().splitlines()[0]
         raise JoinError(f"rank {rank} could not join the others within {limit}: {text}") from error
     return board

@@ -37,13 +37,13 @@ def run_order(programs: Sequence[Program]) -> list[tuple[int, int]]:
         if not any(step.posts for step in program.steps):
             silent += steps
             continue
-        begun = _num_first_steps(program)
+        begun = num_first_steps(program)
         first += steps[:begun]
         rest = steps[begun:] + rest
     return first + silent + rest if programs[0].pass_ is FORWARD else first + rest + silent
 
 
-def _num_first_steps(program: Program) -> int:
+def num_first_steps(program: Program) -> int:
     """How many steps begin a program: all that wait for nothing, up to the first that computes, which does so while
     its transfers are on their way."""
     for number, step in enumerate(program.steps):

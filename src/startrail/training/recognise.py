@@ -36,7 +36,7 @@ def recognise(path: Path) -> tuple[float, str]:
         for digit in range(NUM_DIGITS)
     )
     text = (
-        f"{path}: {share:.0%} of {len(images)} samples show the digit that was asked for ({by_digit})\n"
+        f"{path}: {share:.0%} of {len(images)} samples show the requested digit ({by_digit})\n"
         f"the classifier recognises {right:.0%} of {UNSEEN} held-out drawings that it was not trained on"
     )
     return share, text

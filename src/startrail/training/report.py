@@ -14,7 +14,7 @@ from startrail.schedule.plan import Plan
 from startrail.training.display import size_text
 from startrail.training.models.configs import GPTConfig
 from startrail.training.recipes import RECIPES, Recipe
-from startrail.view.plots import Bar, Series, bar_chart, figure, image, line_chart, page_text
+from startrail.view.plots import Bar, Series, bar_chart, figure, figures, image, line_chart, page_text
 from startrail.view.svg import MAX_DRAWN, svg
 
 PAGE_SECONDS = 180.0  # between two pages of a running job
@@ -123,7 +123,7 @@ def run_page(page: RunPage, steps: list[dict[str, Any]], peak: float, sample: st
             pictures[0],
             _sample(page.folder, sample),
             "<h2>Speed and memory</h2>",
-            *pictures[1:],
+            figures(pictures[1:]),
         ],
     )
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.geometry.zones import ZoneLevel, make_layout
@@ -38,10 +39,7 @@ MAX_BUNDLES = 12  # listed
 
 def show_batch(plan: Plan, world: int, mask: Mask, length: int, pass_: Pass, ranks: Sequence[int], columns: int) -> str:
     """What the first of ``ranks`` runs for a batch, and the programs of its zones on those ranks that share them."""
-    documents = mask.documents or (0, length)
-    layout = make_layout("zones", [ZoneLevel(*level) for level in plan.zone_levels(world)], documents)
-    heads = ASSUMED_HEADS if ASSUMED_HEADS % (plan.heads * plan.groups) == 0 else plan.heads * plan.groups
-    sizes = Sizes(plan, layout.local, 1, heads, heads, ASSUMED_HEAD_DIM, itemsize=2)
+    layout, sizes = batch_of(plan, world, mask, length)
     parts = [explain(plan, layout, ranks[0], mask, sizes)]
     for number, route in enumerate(route_of(plan, layout, ranks[0], mask, sizes)):
         if route.zone.size > 1:
@@ -50,6 +48,14 @@ def show_batch(plan: Plan, world: int, mask: Mask, length: int, pass_: Pass, ran
             routes = [route_of(plan, layout, rank, mask, sizes)[number] for rank in inside]
             parts.append(_zone_text(routes, inside, pass_, columns, mask, length))
     return "\n\n".join(parts)
+
+
+def batch_of(plan: Plan, world: int, mask: Mask, length: int) -> tuple[Layout, Sizes]:
+    """The layout of a batch, and the sizes of a call on it."""
+    documents = mask.documents or (0, length)
+    layout = make_layout("zones", [ZoneLevel(*level) for level in plan.zone_levels(world)], documents)
+    heads = ASSUMED_HEADS if ASSUMED_HEADS % (plan.heads * plan.groups) == 0 else plan.heads * plan.groups
+    return layout, Sizes(plan, layout.local, 1, heads, heads, ASSUMED_HEAD_DIM, itemsize=2)
 
 
 def _zone_text(routes: list[ZoneRoute], ranks: list[int], pass_: Pass, columns: int, mask: Mask, length: int) -> str:

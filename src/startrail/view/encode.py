@@ -20,9 +20,10 @@ from functools import cache
 from typing import Any
 
 from startrail.schedule.families.nested import Rings
+from startrail.schedule.parts import num_first_steps
 from startrail.schedule.places import Place, to_digits
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import build_program, traffic_at
+from startrail.schedule.program import Program, build_program, traffic_at
 from startrail.schedule.values import KINDS, PASSES, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Post, Prepare, walk_of
 
@@ -32,8 +33,9 @@ SEND, PACKS, OVER_HEADS = 1, 2, 4  # bits of a message's flags
 Encoded = list[Any]
 
 
-def encode(plan: Plan, world: int) -> dict[str, Any]:
-    """Everything the page knows about a plan: its levels, its programs, and the closed form of its traffic."""
+def encode(plan: Plan, world: int, keep_own: bool = False) -> dict[str, Any]:
+    """Everything the page knows about a plan: its levels, its programs, and the closed form of its traffic. ``inside``
+    names the plans of its zones, which `inner_plans` lists: the number of levels outside, the name and the ranks."""
     place = plan.place(world, 0)
     encoded: dict[str, Any] = {
         "plan": str(plan),
@@ -43,12 +45,26 @@ def encode(plan: Plan, world: int) -> dict[str, Any]:
         "levels": [_level(level) for level in plan.levels],
         "groups": plan.groups,
         "sums": plan.running_sums,
+        "inside": [(level, name_of(inner, keeps), ranks) for level, inner, ranks, keeps in inner_plans(plan, world)],
     }
     for pass_ in PASSES:
-        programs = _encode_pass(plan, world, pass_)
+        programs = _encode_pass(plan, world, pass_, keep_own)
         ranks = 1 if programs["of"] is None else world  # ranks with the same program send the same bytes
         encoded[str(pass_)] = programs | {"closed": _closed_forms(plan, world, pass_, ranks)}
     return encoded
+
+
+def inner_plans(plan: Plan, world: int) -> list[tuple[int, Plan, int, bool]]:
+    """The plans of the zones inside all ranks: levels outside, plan, ranks, and whether the zone keeps its own inputs
+    for the backward pass, as the whole plan does."""
+    return [
+        (level, plan.inside(level), len(slots), plan.keeps_exchanged) for level, slots in plan.zone_levels(world)[1:]
+    ]
+
+
+def name_of(plan: Plan, keep_own: bool = False) -> str:
+    """The plan's name among those of a world."""
+    return f"{plan} kept" if keep_own and not plan.keeps_exchanged else str(plan)
 
 
 def _level(level: object) -> list[int]:
@@ -58,23 +74,28 @@ def _level(level: object) -> list[int]:
     return [int(str(level).lstrip("ustar"))]
 
 
-def _encode_pass(plan: Plan, world: int, pass_: Pass) -> dict[str, Any]:
-    template = encode_walk(plan, world, 0, pass_)
-    if is_shifted(plan, world, pass_, template):
-        return {"templates": [template], "of": None}
-    return {"templates": [encode_walk(plan, world, rank, pass_) for rank in range(world)], "of": list(range(world))}
+def _encode_pass(plan: Plan, world: int, pass_: Pass, keep_own: bool) -> dict[str, Any]:
+    """Templates, the template of every rank, and the steps that begin each (``schedule.parts``)."""
+    programs = [build_program(plan, world, 0, pass_, keep_own=keep_own)]
+    of = None
+    if not is_shifted(plan, world, pass_, encode_program(programs[0]), keep_own=keep_own):
+        programs = [build_program(plan, world, rank, pass_, keep_own=keep_own) for rank in range(world)]
+        of = list(range(world))
+    return {"templates": list(map(encode_program, programs)), "of": of, "begun": list(map(num_first_steps, programs))}
 
 
-def is_shifted(plan: Plan, world: int, pass_: Pass, template: Encoded, ranks: Iterable[int] = ()) -> bool:
+def is_shifted(
+    plan: Plan, world: int, pass_: Pass, template: Encoded, ranks: Iterable[int] = (), keep_own: bool = False
+) -> bool:
     """True if ``ranks`` run rank 0's program from their own places. By default three ranks, which tell the families
     that exist apart; a test compares all ranks."""
     ranks = ranks or {1 % world, (world // 2 + 1) % world, world - 1}
-    return all(Shift(plan, world, rank).walk(template) == encode_walk(plan, world, rank, pass_) for rank in ranks)
+    programs = {rank: build_program(plan, world, rank, pass_, keep_own=keep_own) for rank in ranks}
+    return all(Shift(plan, world, rank).walk(template) == encode_program(own) for rank, own in programs.items())
 
 
-def encode_walk(plan: Plan, world: int, rank: int, pass_: Pass) -> Encoded:
+def encode_program(program: Program) -> Encoded:
     """One rank's events, step by step."""
-    program = build_program(plan, world, rank, pass_)
     shards = program.place.num_shards
     return [[_event(event, shards) for event in step.events] for step in walk_of(program).steps]
 

@@ -20,9 +20,11 @@ from startrail.planner.topology import Machine
 from startrail.planner.units import shipped
 from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan, plans_for
-from startrail.view.encode import encode
+from startrail.view.encode import encode, inner_plans, name_of
 
-SCRIPTS = ("programs", "masks", "pricing", "simulator", "figures", "planview", "app")
+SCRIPTS = (
+    "programs", "masks", "zones", "tiles", "direct", "pricing", "batch", "simulator", "figures", "planview", "app",
+)  # fmt: skip
 SIZES = (1, 2, 4, 8)  # nodes, and ranks per node
 LARGE = Machine(128, 8)
 LARGE_PLANS = ("1x1024", "32x32", "1x128/1x8", "1x128/u8", "2x64/u8", "4x32/u8", "8x16/u8")
@@ -69,8 +71,8 @@ def roles_of(machine: Machine) -> dict[str, str]:
 
 
 @cache
-def _encoded(plan: Plan, world: int) -> dict[str, Any]:
-    return encode(plan, world)
+def _encoded(plan: Plan, world: int, keep_own: bool = False) -> dict[str, Any]:
+    return encode(plan, world, keep_own)
 
 
 def page_data(start: Mapping[str, str], plan: Plan | None = None, cluster: ClusterSpec | None = None) -> dict[str, Any]:
@@ -84,8 +86,10 @@ def page_data(start: Mapping[str, str], plan: Plan | None = None, cluster: Clust
         if plan is not None and machine == chosen and plan not in here:
             here.append(plan)
         offers[str(machine)] = [str(each) for each in here]
-        of_world = plans.setdefault(machine.world, {})
-        of_world.update((str(each), _encoded(each, machine.world)) for each in here if str(each) not in of_world)
+        for each in here:
+            plans.setdefault(machine.world, {}).setdefault(str(each), _encoded(each, machine.world))
+            for _, inner, ranks, keeps in inner_plans(each, machine.world):
+                plans.setdefault(ranks, {}).setdefault(name_of(inner, keeps), _encoded(inner, ranks, keeps))
     clusters = {name: find_cluster(name) for name in shipped("clusters")}
     clusters = {name: spec for name, spec in clusters.items() if len(spec.levels) == 2}
     if cluster is not None:

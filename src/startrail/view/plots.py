@@ -14,27 +14,30 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 68, 16, 14, 62
-ROW, NAME, VALUE = 24, 230, 120  # of bars: height, width of names and of values
-DASHES = ("", "7 4", "2 3", "10 3 2 3")
+WIDTH, HEIGHT = 480, 240  # narrow enough to be read on a phone
+LEFT, RIGHT, TOP, BOTTOM = 60, 16, 34, 62
+ROW, VALUE = 38, 90  # of bars: height with the name above, and width of the value
+DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 4", "1 6")  # one per colour
+LEGEND_ROW = 18
 MOST_POINTS = 600
 PAGE_STYLE = """
 :root { color-scheme: light dark; --back: #fbfaf7; --text: #1d1d1f; --quiet: #5c5c63; --line: #bdb9af;
-  --c0: #1f5fbf; --c1: #c25700; --c2: #2c7a3f; --c3: #6c4ab0; --soft: #d8d4ca; }
+  --c0: #1f5fbf; --c1: #c25700; --c2: #2c7a3f; --c3: #6c4ab0; --c4: #a3195b; --c5: #6b6500; --soft: #d8d4ca; }
 @media (prefers-color-scheme: dark) { :root { --back: #16171a; --text: #f0eff2; --quiet: #a9aab2; --line: #4c4f57;
-  --c0: #6ea8ff; --c1: #ffa04d; --c2: #7ed492; --c3: #b79cff; --soft: #3a3c43; } }
+  --c0: #6ea8ff; --c1: #ffa04d; --c2: #7ed492; --c3: #b79cff; --c4: #ff8fc0; --c5: #d8cf5a; --soft: #3a3c43; } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
   background: var(--back); color: var(--text); }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
 svg { max-width: 100%; height: auto; } figure { margin: .5rem 0; } img { max-width: 100%; height: auto; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: .5rem 1.5rem; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--text); } svg .axis { stroke: var(--line); stroke-width: 1; }
 svg .quiet, .note, figcaption { fill: var(--quiet); color: var(--quiet); }
 figcaption, .note { font-size: .88rem; }
 .wide { overflow-x: auto; -webkit-overflow-scrolling: touch; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
+th:first-child, td:first-child, .text { text-align: left; } td.text { white-space: normal; min-width: 12rem; }
+td:first-child { white-space: normal; min-width: 10rem; }
 pre, code { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
@@ -84,25 +87,27 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, from_zero: 
             f'<text x="{x_at(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number_text(tick)}</text>'
         )
     for at, each in enumerate(kept):
-        colour, places = f"var(--c{at % 4})", [(x_at(x), y_at(y)) for x, y in thinned(each.points)]
+        (colour, dash), places = _look(at), [(x_at(x), y_at(y)) for x, y in thinned(each.points)]
         if not each.dots:
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            dash = f' stroke-dasharray="{DASHES[at % 4]}"' if DASHES[at % 4] else ""
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>')
         if each.dots or len(places) == 1:
             for (x, y), (_, value) in zip(places, thinned(each.points), strict=True):
                 parts.append(_diamond(x, y, colour, f"{each.name}: {number_text(value)}"))
-    parts += _legend(kept)
-    middle = (TOP + HEIGHT - BOTTOM) / 2
+    legend, height = _legend(kept)
+    parts += legend
     parts.append(
         f'<text class="quiet" x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM + 34}" text-anchor="end">{escape(x_label)}</text>'
     )
-    parts.append(
-        f'<text class="quiet" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>"
-    )
+    parts.append(f'<text class="quiet" x="0" y="14">{escape(y_label)}</text>')
     last = "; ".join(f"{each.name} ends at {number_text(each.points[-1][1])}" for each in kept if each.points)
-    return _svg(HEIGHT, f"{y_label} over {x_label}: {last}", parts)
+    return _svg(height, f"{y_label} over {x_label}: {last}", parts)
+
+
+def _look(at: int) -> tuple[str, str]:
+    """The colour and the dashes of a series."""
+    dash = DASHES[at % len(DASHES)]
+    return f"var(--c{at % len(DASHES)})", f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def _diamond(x: float, y: float, colour: str, text: str) -> str:
@@ -110,49 +115,53 @@ def _diamond(x: float, y: float, colour: str, text: str) -> str:
     return f'<rect {box} fill="{colour}"><title>{escape(text)}</title></rect>'
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
+def _legend(series: Sequence[Series]) -> tuple[list[str], float]:
+    """The names of the series, in as many rows as they need, and the height of the whole chart."""
     parts, x, y = [], LEFT, HEIGHT - 12
     for at, each in enumerate(series):
-        colour = f"var(--c{at % 4})"
+        colour, dash = _look(at)
+        width = 48 + 7 * len(each.name)
+        if x > LEFT and x + width > WIDTH:
+            x, y = LEFT, y + LEGEND_ROW
         if each.dots:
             parts.append(_diamond(x + 12, y - 4, colour, each.name))
         else:
-            dash = f' stroke-dasharray="{DASHES[at % 4]}"' if DASHES[at % 4] else ""
-            parts.append(
-                f'<line x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" stroke="{colour}" stroke-width="2"{dash}/>'
-            )
+            ends = f'x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}"'
+            parts.append(f'<line {ends} stroke="{colour}" stroke-width="2"{dash}/>')
         parts.append(f'<text x="{x + 30}" y="{y}">{escape(each.name)}</text>')
-        x += 48 + 7 * len(each.name)
-    return parts
+        x += width
+    return parts, y + 12
 
 
 def bar_chart(bars: Sequence[Bar], label: str, limit_name: str = "") -> str:
     """Horizontal bars from 0, each with its value as text."""
     most = max((max(bar.value, bar.high or 0.0, bar.limit or 0.0) for bar in bars), default=0.0) or 1.0
-    height = ROW * len(bars) + 30
-    scale = (WIDTH - NAME - VALUE) / most
+    notes = [label, f"upright mark: {limit_name}"] if limit_name else [label]
+    height = ROW * len(bars) + LEGEND_ROW * len(notes) + 8
+    scale = (WIDTH - VALUE) / most
     parts = []
     for at, bar in enumerate(bars):
-        y = 4 + ROW * at
+        top = 2 + ROW * at
+        y, thick = top + 16, ROW - 22
         fill = "var(--c0)" if bar.strong else "var(--soft)"
         weight = ' font-weight="600"' if bar.strong else ""
-        parts.append(f'<text x="{NAME - 8}" y="{y + 14}" text-anchor="end"{weight}>{escape(bar.name)}</text>')
+        parts.append(f'<text x="0" y="{top + 11}"{weight}>{escape(bar.name)}</text>')
         parts.append(
-            f'<rect x="{NAME}" y="{y}" width="{max(bar.value * scale, 0.5):.1f}" height="{ROW - 6}" fill="{fill}" '
+            f'<rect x="0.5" y="{y}" width="{max(bar.value * scale, 0.5):.1f}" height="{thick}" fill="{fill}" '
             'stroke="var(--quiet)" stroke-width=".6"/>'
         )
         end = max(bar.value, bar.high or 0.0, bar.limit or 0.0)
+        middle = y + thick / 2
         if bar.low is not None and bar.high is not None:
-            x0, x1 = NAME + bar.low * scale, NAME + bar.high * scale
-            parts.append(f'<line x1="{x0:.1f}" y1="{y + 9}" x2="{x1:.1f}" y2="{y + 9}" stroke="var(--text)"/>')
+            x0, x1 = bar.low * scale, bar.high * scale
+            parts.append(f'<line x1="{x0:.1f}" y1="{middle}" x2="{x1:.1f}" y2="{middle}" stroke="var(--text)"/>')
         if bar.limit is not None:
-            x = NAME + bar.limit * scale
-            parts.append(
-                f'<line x1="{x:.1f}" y1="{y - 1}" x2="{x:.1f}" y2="{y + ROW - 5}" stroke="var(--c1)" stroke-width="3"/>'
-            )
-        parts.append(f'<text x="{NAME + end * scale + 8:.1f}" y="{y + 14}">{escape(bar.text)}</text>')
-    note = label + (f"; the upright mark is {limit_name}" if limit_name else "")
-    parts.append(f'<text class="quiet" x="{NAME}" y="{height - 8}">{escape(note)}</text>')
+            x = bar.limit * scale
+            ends = f'x1="{x:.1f}" y1="{y - 2}" x2="{x:.1f}" y2="{y + thick + 2}"'
+            parts.append(f'<line {ends} stroke="var(--c1)" stroke-width="3"/>')
+        parts.append(f'<text x="{end * scale + 8:.1f}" y="{middle + 4}"{weight}>{escape(bar.text)}</text>')
+    for at, note in enumerate(notes, start=1):
+        parts.append(f'<text class="quiet" x="0" y="{ROW * len(bars) + LEGEND_ROW * at}">{escape(note)}</text>')
     return _svg(height, f"{label}: " + "; ".join(f"{bar.name} {bar.text}" for bar in bars), parts)
 
 
@@ -204,6 +213,11 @@ def page_text(title: str, blocks: Sequence[str]) -> str:
         f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style></head><body>"
     )
     return "\n".join([head, *filter(None, blocks), "</body></html>", ""])
+
+
+def figures(pictures: Sequence[str]) -> str:
+    """Pictures side by side where there is room."""
+    return f"<div class='figures'>{''.join(pictures)}</div>"
 
 
 def figure(picture: str, caption: str) -> str:

@@ -12,15 +12,12 @@ from html import escape
 from math import asin, cos, hypot, pi, sin
 from typing import NamedTuple
 
-from startrail.geometry.layout import joined, zigzag
 from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import tiles_of
 from startrail.planner.topology import Machine
 from startrail.schedule.families.base import Heads
 from startrail.schedule.families.nested import Rings
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import build_program
-from startrail.schedule.values import FORWARD
+from startrail.view.owners import dense_cells, sparse_cells
 
 DOT, GAP, MARGIN = 11.0, 14.0, 26.0
 MAX_DRAWN = 1024  # ranks
@@ -87,8 +84,7 @@ def svg(plan: Plan, machine: Machine, mask: Mask | None = None, length: int = 0)
         raise ValueError(f"a drawing shows at most {MAX_DRAWN} ranks, not {world}; --html shows large worlds")
     drawing = _Drawing(plan, machine)
     parts = [*drawing.draw()]
-    side = 2 * drawing.radii[0]
-    width, height = side + 2 * MARGIN, side + 2 * MARGIN
+    width, height = (2 * (half + MARGIN) for half in drawing.halves)
     if mask is not None and world // plan.heads <= MAX_MATRIX_SHARDS:
         parts += _matrix(plan, world, mask, length, width, MARGIN)
         width, height = width + MATRIX_SIDE + MARGIN, max(height, MATRIX_SIDE + 2 * MARGIN + 20)
@@ -136,8 +132,14 @@ class _Drawing:
     def is_far(self, rank: int, peer: int) -> bool:
         return self.machine.node(rank) != self.machine.node(peer)
 
+    @property
+    def halves(self) -> Point:
+        """Half of the drawing's width and height. A team alone is a row."""
+        whole, inner = self.radii[0], self.radii[1]
+        return Point(whole, inner + GAP) if self.grids[0].places == 1 else Point(whole, whole)
+
     def draw(self) -> Iterator[str]:
-        centre = Point(self.radii[0] + MARGIN, self.radii[0] + MARGIN)
+        centre = Point(self.halves.x + MARGIN, self.halves.y + MARGIN)
         yield from self.level(0, 0, centre)
 
     def level(self, at: int, first: int, centre: Point) -> Iterator[str]:
@@ -229,34 +231,22 @@ def _legend(drawing: _Drawing, top: float, drawn: str) -> list[str]:
     return lines
 
 
-def block_owners(plan: Plan, world: int) -> dict[tuple[int, int], int]:
-    """The shard whose ranks compute each block of the forward pass."""
-    slots = plan.slots(world)
-    owners: dict[tuple[int, int], int] = {}
-    for shard in range(world // plan.heads):
-        program = build_program(plan, world, slots.index(shard * plan.heads), FORWARD)
-        owners |= {(block.row, block.column): shard for step in program.steps for block in step.blocks}
-    return owners
-
-
 def _matrix(plan: Plan, world: int, mask: Mask, length: int, left: float, top: float) -> list[str]:
     """The attention matrix in the order of tokens; cells without visible pairs stay empty."""
-    shards = world // plan.heads
-    layout, owners = zigzag(range(shards), length), block_owners(plan, world)
-    runs = sorted((run, shard) for shard, own in enumerate(layout.table) for run in own)
-    cells = len(runs)
+    sparse = mask.window is not None or mask.documents is not None
+    cells, owners = sparse_cells(plan, world, mask, length) if sparse else dense_cells(plan, world, mask, length)
     unit = MATRIX_SIDE / cells
-    text = f"{mask}: the {'shard' if plan.heads > 1 else 'rank'} that computes each cell"
-    parts = [f'<text class="t q" x="{left}" y="{top}">{escape(text)}</text>']
-    parts.append(f'<rect class="edge" x="{left}" y="{top + 10}" width="{MATRIX_SIDE}" height="{MATRIX_SIDE}"/>')
-    for q in range(cells):
-        for k in range(cells):
-            if not tiles_of(mask, joined([runs[q][0]], length), joined([runs[k][0]], length)):
-                continue
-            owner = owners[runs[q][1], runs[k][1]]
-            x, y = left + k * unit, top + 10 + q * unit
-            box = f'x="{x:.2f}" y="{y:.2f}" width="{unit:.2f}" height="{unit:.2f}"'
-            parts.append(f'<rect class="cell" {box} fill="{colour(owner, shards)}"><title>{owner}</title></rect>')
-            if unit >= 14:
-                parts.append(f'<text class="n" x="{x + unit / 2:.1f}" y="{y + unit / 2 + 3.5:.1f}">{owner}</text>')
+    who = "shard" if plan.heads > 1 and not sparse else "rank"
+    parts = [
+        f'<text class="t q" x="{left}" y="{top - 18}">{escape(str(mask))}, {length:,} tokens</text>',
+        f'<text class="t q" x="{left}" y="{top}">the {who} that computes each cell</text>',
+        f'<rect class="edge" x="{left}" y="{top + 10}" width="{MATRIX_SIDE}" height="{MATRIX_SIDE}"/>',
+    ]
+    number = world if sparse else world // plan.heads
+    for (q, k), owner in owners.items():
+        x, y = left + k * unit, top + 10 + q * unit
+        box = f'x="{x:.2f}" y="{y:.2f}" width="{unit:.2f}" height="{unit:.2f}"'
+        parts.append(f'<rect class="cell" {box} fill="{colour(owner, number)}"><title>{owner}</title></rect>')
+        if unit >= 14:
+            parts.append(f'<text class="n" x="{x + unit / 2:.1f}" y="{y + unit / 2 + 3.5:.1f}">{owner}</text>')
     return parts

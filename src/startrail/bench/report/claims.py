@@ -39,7 +39,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        named = {OURS: "best plan of ours", ("nested keep",): "nested with keep"}
+        named = {OURS: "our best plan", ("nested keep",): "nested with keep"}
         return f"{named.get(self.ours, ' or '.join(self.ours))} against {self.other} >= {self.least}x"
 
 
@@ -114,13 +114,13 @@ def _judged(trials: Sequence[Json], machine: str, mask: str, pressure: float) ->
 
 
 def best_of_ours(lines: Sequence[Line], roles: Sequence[str] = OURS) -> Line | None:
-    """The fastest plan of ours among those that were repeated most: a single fast repeat proves nothing."""
+    """The our fastest plan among those that were repeated most: a single fast repeat proves nothing."""
     most = max((line.repeats for line in lines if line.role in roles), default=0)
     return best((line for line in lines if line.repeats == most), *roles)
 
 
 def _with_ours(trials: Sequence[Json]) -> Iterator[tuple[Json, list[Line], Line]]:
-    """Each trial that has a plan of ours, its lines, and the best plan of ours."""
+    """Each trial that has a plan of ours, its lines, and the our best plan."""
     for trial in trials:
         lines = lines_of(trial)
         if ours := best_of_ours(lines):
@@ -152,7 +152,7 @@ def _ratio_claim(trials: Sequence[Json], target: Target, mask: str) -> Claim:
 
 def _share_claim(trials: Sequence[Json], machine: str, least: float, mask: str) -> Claim:
     where, lines, judged = _judged(trials, machine, mask, STEEPEST)
-    text = f"{where}: best plan of ours reaches >= {least:.0%} of its bound"
+    text = f"{where}: our best plan reaches >= {least:.0%} of its bound"
     ours = best_of_ours(lines)
     if ours is None:
         return Claim(text)
@@ -161,18 +161,18 @@ def _share_claim(trials: Sequence[Json], machine: str, least: float, mask: str) 
 
 
 def right_claim(trials: Sequence[Json]) -> Claim:
-    text = "every plan of ours gives the results of one process"
+    text = "all our plans match the results of one process"
     rows = [(row, t) for t in trials for row in t["rows"] if row["way"] == "plan"]
     wrong = [f"{row['plan']}, {title(t)}: {row['refused']}" for row, t in rows if row["refused"]]
     return Claim(text, "; ".join(wrong) or f"all of {len(rows)} cases", not wrong) if rows else Claim(text)
 
 
 def _bytes_claim(trials: Sequence[Json]) -> Claim:
-    text = f"bytes on every node's link within {BYTES_TOLERANCE:.0%} of the closed form, for every plan of ours"
+    text = f"bytes on every node's link within {BYTES_TOLERANCE:.0%} of the closed form, for all our plans"
     ours = [(line, t) for t in trials for line in lines_of(t) if line.way == "plan"]
     off = [(line.bytes_off, line, t) for line, t in ours if line.bytes_off is not None]
     if not off:
-        return Claim(text, "link counters could not be read in this run")
+        return Claim(text)  # no link counters here
     worst, line, trial = max(off, key=lambda item: abs(item[0]))
     found = f"{len(off)} cases, worst {worst:+.1%}: {line.name} ({line.plan}), {title(trial)}"
     return Claim(text, found, abs(worst) <= BYTES_TOLERANCE)
@@ -187,7 +187,7 @@ def _peer_claim(trials: Sequence[Json], way: str) -> Claim:
         if line.way == way
     ]
     shown = _shown(
-        f"best plan of ours no slower than {HEAD_SPLITTING_PEERS[way]} on the same work",
+        f"our best plan is no slower than {HEAD_SPLITTING_PEERS[way]} on the same work",
         [f"{_short_title(trial)}: {ratio:.2f}x ({ours.plan})" for trial, ours, ratio in compared],
     )
     ratios = [ratio for trial, _, ratio in compared if is_emulated(trial)]
@@ -202,7 +202,7 @@ def _peers_claim(trials: Sequence[Json]) -> Claim:
             ratios = ", ".join(f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in peers)
             texts.append(f"{trial['machine']}, {Workload(**trial['work']).mask}: {ratios}")
     rate = pressure_text(BOUND_BY_LINKS)
-    return _shown(f"best plan of ours against the other peers' own code, {rate} (some with one repeat)", texts)
+    return _shown(f"our best plan against the other peers' own code, {rate} (some with one repeat)", texts)
 
 
 def _rates_claim(trials: Sequence[Json], machine: str) -> Claim:
@@ -213,7 +213,7 @@ def _rates_claim(trials: Sequence[Json], machine: str) -> Claim:
             nested = f", nested with keep {ring.seconds / kept.seconds:.2f}x" if kept else ""
             where = f"{_short_title(trial)}, measured at {measured_pressure(lines):.1f}x"
             texts.append(f"{where}: {ours.plan} {ring.seconds / ours.seconds:.2f}x{nested}")
-    return _shown(f"{machine}: best plan of ours against ring at every rate", texts)
+    return _shown(f"{machine}: our best plan against ring at every rate", texts)
 
 
 def _short_title(trial: Json) -> str:
@@ -238,7 +238,7 @@ def _compute_claim(trials: Sequence[Json]) -> Claim:
 
 def _slower_claim(trials: Sequence[Json]) -> Claim:
     """Also met if a plan is slower because of its bytes; not met if its time is neither arithmetic nor bytes."""
-    text = "no plan of ours slower than the fastest flat ring by more than 5 % at any rate, or the reason is named"
+    text = "none of our plans is more than 5 % slower than the fastest flat ring at any rate, or the reason is named"
     cases = [(trial, line, ring) for trial, lines, _, ring in _with_ring(trials) for line in lines if line.role in OURS]
     if not cases:
         return Claim(text)

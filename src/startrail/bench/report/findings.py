@@ -158,7 +158,7 @@ def title(trial: Json) -> str:
 
 
 def pressure_text(pressure: float | None) -> str:
-    return "links not limited" if pressure is None else f"links for ring at {pressure:g}x its compute"
+    return "links not limited" if pressure is None else f"ring communication {pressure:g}x its compute"
 
 
 def measured_pressure(lines: Sequence[Line]) -> float | None:

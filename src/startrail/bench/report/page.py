@@ -21,7 +21,7 @@ from startrail.bench.report.claims import Claim, claims
 from startrail.bench.report.findings import Json, Line, is_emulated, lines_of, pressure_text, title
 from startrail.bench.report.plots import pictures, throughput
 from startrail.bench.report.questions import against, bounds, fastest, headline_trial, result_sentence
-from startrail.view.plots import page_text
+from startrail.view.plots import figures, page_text
 
 EMULATED = (
     "The cluster is emulated: nodes are network namespaces of one machine, whose kernel limits their links (tbf), and "
@@ -31,12 +31,13 @@ EMULATED = (
 JUDGED = (
     "Ratios and shares of the bound are judged by medians on the slowest links, where ring is measured at 8 times its "
     "compute or more, and one ratio on faster ones. On faster links the cores that emulate the ranks limit every "
-    "contender: those ratios are often lower, and are shown unjudged. 'Best plan of ours' is the fastest of those "
+    "contender: those ratios are often lower, and are shown unjudged. 'Our best plan' is the fastest of those "
     "with heads outermost, of nested rings, with keep and without."
 )
 WHO = (
-    "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run on links "
-    "for ring at 8x its compute. Ulysses and DeepSpeed need as many heads as ranks and run where heads suffice."
+    "Trials at other rates, masks and machines have only the contenders that the claims name; other peers run where "
+    "Ring Attention communicates 8x as long as it computes. Ulysses and DeepSpeed need as many heads as ranks and run "
+    "where there are enough."
 )
 STYLE = """<style>
 .yes { color: var(--c2); font-weight: 600; } .no { color: var(--c1); font-weight: 600; }
@@ -131,11 +132,11 @@ def page(report: Json, verdicts: Sequence[Claim]) -> str:
         "<h2>How close to the bound?</h2>",
         "<p class='note'>The bound is the larger of compute alone and bytes over rate.</p>",
         bounds(trials),
-        "<h2>Against whom?</h2>",
+        "<h2>How do the peers compare?</h2>",
         against(trials),
         "<h2>How costs grow</h2>",
         _growth(trials),
-        *(picture for picture in pictures(report) if picture != first),
+        figures([picture for picture in pictures(report) if picture != first]),
         "<h2>Every trial</h2><p class='note'>Attention forward + backward with random cotangents, float32, unless a "
         "training step is named. Every contender's results, gradients included, were checked against one process "
         "before it was timed. Repeats are interleaved. The link rate is chosen so that textbook Ring Attention's bytes "
@@ -148,10 +149,10 @@ def page(report: Json, verdicts: Sequence[Claim]) -> str:
         "<h2>What each contender is</h2><ul>",
         *(f"<li><b>{escape(way)}</b>: {escape(text)}</li>" for way, text in DISCLOSURES.items()),
         "</ul>",
-        *_claims_section([claim for claim in verdicts if claim.found != Claim("").found]),
         "<h2>Machine and versions</h2><div class='wide'><table>",
         *(f"<tr><td>{escape(k)}</td><td class='text'>{escape(_plain(v))}</td></tr>" for k, v in meta.items()),
         "</table></div>",
+        *_claims_section([claim for claim in verdicts if claim.found != Claim("").found]),
     ]
     return page_text("StarTrail benchmark", blocks)
 

@@ -44,7 +44,7 @@ def throughput(trial: Json) -> str:
     text = "throughput relative to the faster flat ring (1 = as fast)"
     return figure(
         bar_chart(bars, text, "its bound"),
-        f"{title(trial)}. Filled: plans of ours. Thin line: fastest and slowest repeat.",
+        f"{title(trial)}. Filled: our plans. Thin line: fastest and slowest repeat.",
     )
 
 

@@ -9,7 +9,7 @@ from startrail.bench.cases import OURS
 from startrail.bench.report.claims import best_of_ours
 from startrail.bench.report.findings import Json, Line, best, headline_machine, is_emulated, lines_of, title
 
-NOTHING = "No plan of ours was timed in this run."
+NOTHING = "None of our plans was timed in this run."
 
 
 def command(trial: Json) -> str:
@@ -66,7 +66,7 @@ def fastest(trials: Sequence[Json]) -> str:
                 command(trial),
             ]
         )
-    return table(("setting", "fastest plan of ours", "median s", "against ring", "next, s", "command"), rows)
+    return table(("setting", "our fastest plan", "median s", "against ring", "next, s", "command"), rows)
 
 
 def bounds(trials: Sequence[Json]) -> str:
@@ -100,13 +100,13 @@ def against(trials: Sequence[Json]) -> str:
         for line in sorted(lines, key=lambda line: line.seconds)
         if line.role not in (*OURS, "compute")
     ]
-    return table(("setting", "contender", "its s", "best of ours, s", "ours is", "command"), rows)
+    return table(("setting", "contender", "its s", "our best, s", "ours is", "command"), rows)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return f"<p class='note'>{NOTHING}</p>"
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    head = "".join(f"<th{' class=text' * (name == 'command')}>{escape(name)}</th>" for name in columns)
     body = "".join(
         "<tr>"
         + "".join(

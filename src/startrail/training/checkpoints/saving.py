@@ -18,9 +18,9 @@ import os
 import re
 import shutil
 import sys
-import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from startrail.comm.gather import gather_texts
+from startrail.comm.watchdog import start_thread
 from startrail.training.checkpoints.manifest import find_damage, read_sums, write_file, write_sums
 from startrail.training.checkpoints.pieces import Index, check_index, merge_indices, pack, read_into
 from startrail.training.collectives import broadcast_text, raise_together
@@ -209,7 +210,8 @@ class Checkpoints:
         file = f"part-{self._rank:05d}.bin"
         buffer, index = pack(_named_tensors(*get_state_dict(model, optimizer)), file, self._rank, self._world)
         finished: Future[None] = Future()
-        threading.Thread(target=self._write, args=(step, file, buffer, index, finished), daemon=True).start()
+        write = partial(self._write, step, file, buffer, index, finished)
+        start_thread(write, "startrail-checkpoint")  # joined at exit: it would return to a Python that is gone
         self._writing = step, finished
 
     def _write(self, step: int, file: str, buffer: bytearray, index: Index, finished: Future[None]) -> None:

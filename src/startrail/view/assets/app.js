@@ -2,6 +2,7 @@
 // The page: settings in, pictures out. The URL fragment holds every setting, so a link restores the view.
 
 const STEP_SECONDS = 0.9; // of playing
+const SIMULATED_AGAIN = 8; // plans that auto compares with all ranks
 
 class App {
   constructor(data) {
@@ -13,6 +14,7 @@ class App {
     this.playing = false;
     this.frames = []; // milliseconds between frames while playing
     this.simulations = new Map();
+    this.runs = new Map();
     this.fill("nodes", [...new Set(data.machines.map(([nodes]) => nodes))].sort((a, b) => a - b));
     this.fill("cluster", Object.keys(data.clusters));
     this.form.addEventListener("submit", (event) => event.preventDefault());
@@ -68,6 +70,7 @@ class App {
       state.outer = "";
       state.inner = "";
     }
+    if (state.mask === "documents" && !state.documents.trim()) state.documents = this.sample(+this.call?.length || 0);
     this.notes = [];
     this.state = state;
     this.apply();
@@ -165,6 +168,7 @@ class App {
     this.call = call;
     this.mask = new PageMask(state.mask, call.length, window, documents);
     this.simulations.clear();
+    this.runs.clear();
     const offered = data.offers[`${nodes}x${ranks}`];
     const fits = offered.filter((plan) => call.heads % this.schedule(plan, nodes * ranks).numHeads === 0 && this.fitsGroups(plan, nodes * ranks));
     const roles = data.roles[`${nodes}x${ranks}`];
@@ -220,19 +224,39 @@ class App {
     }
   }
 
-  simulated(schedule, prices, pass) {
+  // What a plan runs under the chosen mask.
+  running(schedule) {
+    const key = schedule.plan;
+    if (!this.runs.has(key)) {
+      const { cluster, call, mask } = this, batch = mask.isSparse && schedule.world <= MOST_SIMULATED;
+      const scheduleOf = (plan, world) => this.schedule(plan, world);
+      this.runs.set(key, batch ? new Batch(cluster, schedule, call, mask, scheduleOf) : new DenseRun(cluster, schedule, call, mask));
+    }
+    return this.runs.get(key);
+  }
+
+  simulated(schedule, pass) {
     const key = `${schedule.plan} ${pass}`;
-    if (!this.simulations.has(key)) this.simulations.set(key, simulate(this.cluster, schedule, prices, pass));
+    if (!this.simulations.has(key)) this.simulations.set(key, simulate(this.cluster, schedule, this.running(schedule), pass));
     return this.simulations.get(key);
   }
 
+  // The fastest plan: those that look fastest if one rank stands for all, without window and documents, and the well-known
+  // ones are simulated as they run (planner/sparse/advice.py does the same).
   fastest(plans) {
-    const seconds = (plan) => {
-      const schedule = this.schedule(plan, +this.state.nodes * +this.state.ranks);
-      const prices = new PagePrices(this.cluster, schedule, this.call, this.mask);
-      return this.simulated(schedule, prices, "forward").seconds + this.simulated(schedule, prices, "backward").seconds;
+    const { cluster, call } = this, dense = this.mask.isSparse ? new PageMask("causal", call.length) : this.mask;
+    const ofBoth = (seconds) => seconds("forward") + seconds("backward");
+    const ranked = (some, seconds) => some.map((plan) => {
+      const schedule = this.schedule(plan, cluster.world);
+      return [seconds(schedule), plan];
+    }).sort((a, b) => a[0] - b[0]).map(([, plan]) => plan);
+    const estimate = (schedule) => {
+      const running = new DenseRun(cluster, schedule, call, dense);
+      return ofBoth((pass) => simulate(cluster, schedule, running, pass, true).seconds);
     };
-    return plans.map((plan) => [seconds(plan), plan]).reduce((a, b) => (b[0] < a[0] ? b : a))[1];
+    const known = this.data.roles[`${this.state.nodes}x${this.state.ranks}`];
+    const first = ranked(plans, estimate).slice(0, SIMULATED_AGAIN), best = plans.filter((plan) => first.includes(plan) || known[plan]);
+    return ranked(best, (schedule) => ofBoth((pass) => this.simulated(schedule, pass).seconds))[0];
   }
 
   clusterOf(nodes, ranks) {
@@ -250,6 +274,13 @@ class App {
       if (text !== "" && !(levels.length === 1 && name === "outer")) levels[at].bandwidth = speed * 1e9;
     }
     return { ...base, levels, world: nodes * ranks };
+  }
+
+  // Documents to begin with: each half as long as what is left.
+  sample(length) {
+    const lengths = [];
+    for (let left = length; left > 0; left -= lengths[lengths.length - 1]) lengths.push(lengths.length < 7 ? Math.ceil(left / 2) : left);
+    return lengths.join(",");
   }
 
   documents(length) {
@@ -285,8 +316,7 @@ class App {
     for (const field of this.form.elements) {
       if (field.name && document.activeElement !== field) field.value = this.state[field.name];
     }
-    this.field("window").disabled = this.state.mask !== "window";
-    this.field("documents").disabled = this.state.mask !== "documents";
+    for (const name of ["window", "documents"]) this.field(name).closest("label").hidden = this.state.mask !== name;
     this.write();
     this.draw();
   }

@@ -80,7 +80,7 @@ class MachineFigure {
     const found = [];
     const ranks = view.schedule.world > MOST_SIMULATED ? [...this.plan.places.keys()] : view.result.ranks;
     for (const rank of ranks) {
-      for (const event of view.schedule.program(view.pass, rank).steps[step] || []) {
+      for (const event of view.running.program(view.pass, rank).steps[step] || []) {
         for (const message of event.messages || []) {
           if (message.send && this.plan.places.has(rank) && this.plan.places.has(message.peer)) found.push({ rank, message });
         }
@@ -133,8 +133,8 @@ class MachineFigure {
     context.textAlign = "center";
     for (const [rank, place] of places) {
       const doing = view.doing(rank, step);
-      const shard = doing.blocks.length ? doing.blocks[0].column : -1;
-      context.fillStyle = shard < 0 ? cssColour("--panel") : shardColour(shard, view.schedule.numShards);
+      const [block] = doing.blocks, shard = block ? view.running.colour(block) : -1;
+      context.fillStyle = shard < 0 ? cssColour("--panel") : shardColour(shard, view.running.colours);
       context.strokeStyle = cssColour(rank === view.rank ? "--accent" : "--text");
       context.lineWidth = rank === view.rank ? 3.5 : 1;
       context.beginPath();
@@ -146,11 +146,12 @@ class MachineFigure {
       }
       context.stroke();
       context.fillStyle = cssColour("--text");
+      const named = radius >= 15 && shard >= 0; // the rank above the name of its keys
       context.font = `${radius < 11 ? 9 : 12}px system-ui, sans-serif`;
-      context.fillText(`${rank}`, place.x, place.y + 4);
-      if (radius >= 11 && shard >= 0 && view.schedule.world <= 64) {
-        context.font = "10px system-ui, sans-serif";
-        context.fillText(`kv${shard}`, place.x, place.y + radius + 11);
+      context.fillText(`${rank}`, place.x, place.y + (named ? 0 : 4));
+      if (named) {
+        context.font = "9px system-ui, sans-serif";
+        context.fillText(`kv${block.columnText}`, place.x, place.y + 10);
       }
     }
     const ratio = this.canvas.width / width;
@@ -225,34 +226,27 @@ class MatrixFigure {
   draw(view, step) {
     const side = Math.min(Math.max(this.canvas.clientWidth, 200), 440);
     const { context } = sized(this.canvas, side);
-    const edge = 18, size = side - edge, { schedule, mask } = view, layout = view.prices.layout;
-    const owners = schedule.owners(view.pass), shards = schedule.numShards;
-    const cells = Math.min(layout.num, 256), stride = layout.num / cells, unit = size / cells;
+    const edge = 18, size = side - edge, { running } = view;
+    const cells = Math.min(running.numCells, 256), stride = running.numCells / cells, unit = size / cells;
+    const ratio = this.canvas.width / this.canvas.clientWidth || 1, snap = (at) => Math.round(at * ratio) / ratio; // no seams
     Object.assign(this, { cells, stride, unit, edge });
     const now = view.blocksOfStep(step);
     context.fillStyle = cssColour("--panel");
     context.fillRect(edge, edge, size, size);
     for (let q = 0; q < cells; q++) {
       for (let k = 0; k < cells; k++) {
-        const chunks = [Math.floor(q * stride), Math.floor(k * stride)];
-        const [q0] = layout.range(chunks[0]), [, q1] = layout.range(Math.ceil((q + 1) * stride) - 1);
-        const [k0] = layout.range(chunks[1]), [, k1] = layout.range(Math.ceil((k + 1) * stride) - 1);
-        const seen = mask.seen(q0, q1, k0, k1);
+        const { seen, block } = this.cell(view, q, k);
         if (seen === "none") continue;
-        const row = layout.shardOfChunk(chunks[0]), column = layout.shardOfChunk(chunks[1]);
-        const owner = owners[row * shards + column];
-        const x = edge + k * unit, y = edge + q * unit;
-        context.fillStyle = shardColour(owner, shards);
-        if (seen === "all") context.fillRect(x, y, unit, unit);
-        else {
-          context.globalAlpha = 0.45;
-          context.fillRect(x, y, unit, unit);
-          context.globalAlpha = 1;
-        }
-        if (now.has(row * shards + column)) {
+        const [x, right] = [k, k + 1].map((at) => snap(edge + at * unit)), [y, bottom] = [q, q + 1].map((at) => snap(edge + at * unit));
+        const { owner } = block;
+        context.fillStyle = shardColour(running.colourOf(block), running.colours);
+        context.globalAlpha = seen === "all" ? 1 : 0.45;
+        context.fillRect(x, y, right - x, bottom - y);
+        context.globalAlpha = 1;
+        if (now.has(block.id)) {
           context.fillStyle = cssColour("--text");
-          const dot = Math.max(1, unit * 0.16);
-          context.fillRect(x + unit / 2 - dot, y + unit / 2 - dot, 2 * dot, 2 * dot);
+          const dot = Math.max(1, Math.min(4, unit * 0.16)), middle = unit >= 20 ? 0.72 : 0.5; // beside the number
+          context.fillRect(x + unit * middle - dot, y + unit * middle - dot, 2 * dot, 2 * dot);
         }
         if (unit >= 20) {
           context.fillStyle = cssColour("--text");
@@ -263,6 +257,7 @@ class MatrixFigure {
       }
     }
     context.strokeStyle = cssColour("--line");
+    context.lineWidth = 1;
     context.strokeRect(edge, edge, size, size);
     if (view.cell) {
       const [q, k] = view.cell.map((chunk) => Math.floor(chunk / stride));
@@ -275,10 +270,22 @@ class MatrixFigure {
     context.textAlign = "left";
     context.fillText("keys →", edge, 13);
     context.save();
-    context.translate(13, edge);
+    context.translate(4, edge);
     context.rotate(Math.PI / 2);
     context.fillText("queries →", 0, 0);
     context.restore();
+  }
+
+  // Whether a cell is seen, and its block; kept until the settings change.
+  cell(view, q, k) {
+    const { running, pass, mask } = view, { kept } = running, key = `${pass} ${this.cells} ${q} ${k}`;
+    if (!kept.has(key)) {
+      const [first, second] = [q, k].map((at) => Math.floor(at * this.stride));
+      const until = (at) => running.range(Math.ceil((at + 1) * this.stride) - 1)[1];
+      const seen = mask.seen(running.range(first)[0], until(q), running.range(second)[0], until(k));
+      kept.set(key, { seen, block: seen === "none" ? null : running.block(pass, first, second) });
+    }
+    return kept.get(key);
   }
 
   cellAt(x, y) {
@@ -343,7 +350,7 @@ class TimelineFigure {
         const pace = (end - start) / task.seconds;
         for (const part of task.parts) {
           const until = at + part.seconds * pace;
-          context.fillStyle = part.block ? shardColour(part.block.column, schedule.numShards) : cssColour(part.merge ? "--merge" : "--other");
+          context.fillStyle = part.block ? shardColour(view.running.colour(part.block), view.running.colours) : cssColour(part.merge ? "--merge" : "--other");
           context.fillRect(x(at), track.y, Math.max((until - at) * scale, 0.3), main);
           at = until;
         }
@@ -352,7 +359,7 @@ class TimelineFigure {
     const lane = new Map(tracks.filter((track) => track.lane !== null).map((track) => [`${track.rank} ${track.lane}`, track]));
     for (const transfer of result.simulator.transfers) {
       const rank = ranks[transfer.receive.rank.number];
-      const track = lane.get(`${rank} ${transfer.send.message.lane}`);
+      const track = lane.get(`${rank} ${transfer.send.message.level}`);
       if (!track) continue;
       const far = view.isFar(transfer.receive.message.peer, rank);
       context.fillStyle = cssColour(far ? "--far" : "--near");
@@ -360,9 +367,10 @@ class TimelineFigure {
     }
     context.fillStyle = cssColour("--quiet");
     context.font = "11px system-ui, sans-serif";
-    for (let tick = 0; tick <= 4; tick++) {
-      const seconds = (longest * tick) / 4;
-      context.textAlign = tick === 0 ? "left" : tick === 4 ? "right" : "center";
+    const ticks = width < 420 ? 2 : 4;
+    for (let tick = 0; tick <= ticks; tick++) {
+      const seconds = (longest * tick) / ticks;
+      context.textAlign = tick === 0 ? "left" : tick === ticks ? "right" : "center";
       context.fillText(secondsText(seconds), x(seconds), y + 14);
     }
     this.still.width = this.canvas.width;
@@ -391,6 +399,7 @@ class TimelineFigure {
 }
 
 function secondsText(seconds) {
+  if (!seconds) return "0";
   if (seconds >= 1) return `${seconds.toFixed(2)} s`;
   if (seconds >= 1e-3) return `${(seconds * 1e3).toFixed(seconds < 0.01 ? 2 : 1)} ms`;
   return `${(seconds * 1e6).toFixed(1)} µs`;

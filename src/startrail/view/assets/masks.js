@@ -11,6 +11,11 @@ class PageMask {
     for (const each of kind === "documents" ? documents : [length]) this.ends.push(this.ends[this.ends.length - 1] + each);
   }
 
+  // With a window or documents, zones and direct fetches run instead of the plan alone.
+  get isSparse() {
+    return this.window !== null || this.ends.length > 2;
+  }
+
   document(position) {
     let low = 0, high = this.ends.length - 1;
     while (high - low > 1) {

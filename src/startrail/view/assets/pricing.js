@@ -51,12 +51,12 @@ function speedByDim(curves, headDim, size) {
 }
 
 class PagePrices {
-  constructor(cluster, schedule, call, mask) {
+  constructor(cluster, schedule, call, mask, layout = new PageLayout(schedule, call.length)) {
     this.cluster = cluster;
     this.schedule = schedule;
     this.device = cluster.device;
     this.mask = mask;
-    this.layout = new PageLayout(schedule, call.length);
+    this.layout = layout;
     this.sizes = sizesOf(schedule, call, this.layout);
     this.headDim = call.headDim;
     this.itemsize = call.itemsize;
@@ -89,25 +89,28 @@ class PagePrices {
     return of(pass, other) * (alike && known ? alike / known : 1);
   }
 
-  kernel(pass, area, rows, causal) {
+  // One kernel call, in `parts` of similar size that do not see each other.
+  kernel(pass, area, rows, causal, parts = 1) {
     const { occupancy, call } = this.device, heads = this.sizes.headsPerRank;
-    let side = Math.sqrt(area), share = 1;
+    let side = Math.sqrt(area / parts), share = 1;
     if (occupancy) {
       const { rows: tile, processors, reference } = occupancy, idle = (programs) => 1 + processors / (2 * programs);
-      if (causal) side = Math.sqrt(2 * area);
+      if (causal) side = Math.sqrt((2 * area) / parts);
       share = idle(reference) / idle(Math.max((heads * rows) / tile, 1));
     }
     return (area * FLOPS[pass] * this.headDim * heads) / (this.speed(pass, causal, side) * share) + call;
   }
 
-  // Adding a block's results to rows of a shard and, in the backward pass, to keys; a new sum is converted or zeroed.
-  accumulate(pass, rows, keys, newRow, newKey) {
-    const { sizes, headDim, itemsize, layout } = this, parts = [[sizes.headsPerRank, rows, newRow]];
-    if (pass === "backward") parts.push([sizes.keyHeadsPerRank, keys, newKey], [sizes.keyHeadsPerRank, keys, newKey]);
+  // Adding a block's results to rows of a shard and, in the backward pass, to keys of a shard, or of a bundle of
+  // `allKeys`; a new sum is converted or zeroed.
+  accumulate(pass, rows, keys, newRow, newKey, allKeys = this.layout.tokens) {
+    const { sizes, headDim, itemsize, layout } = this, parts = [[sizes.headsPerRank, rows, newRow, layout.tokens]];
+    const byKey = [sizes.keyHeadsPerRank, keys, newKey, allKeys];
+    if (pass === "backward") parts.push(byKey, byKey);
     let bytes = 0;
-    for (const [heads, tokens, isNew] of parts) {
-      let each = tokens * (itemsize + 2 * WIDE) + (isNew ? layout.tokens * WIDE : 0);
-      if (isNew && tokens === layout.tokens) each = itemsize === WIDE ? 0 : tokens * (itemsize + WIDE);
+    for (const [heads, tokens, isNew, every] of parts) {
+      let each = tokens * (itemsize + 2 * WIDE) + (isNew ? every * WIDE : 0);
+      if (isNew && tokens === every) each = itemsize === WIDE ? 0 : tokens * (itemsize + WIDE);
       bytes += heads * headDim * each;
     }
     return this.touch(bytes) + parts.length * this.device.call;
@@ -163,68 +166,114 @@ class PagePrices {
 
   // One rank's tasks: {post: messages}, {wait: numbers} or {seconds, parts}, each with its step.
   tasks(pass, rank) {
-    const { device, sizes, schedule } = this;
-    const program = schedule.program(pass, rank);
-    const tasks = [], begun = new Set(); // results that blocks or merges have added to
-    let parts = [], at = 0;
-    const work = (seconds, label) => parts.push({ seconds, step: at, ...label });
-    const flush = () => {
-      const seconds = parts.reduce((total, part) => total + part.seconds, 0);
-      if (seconds) tasks.push({ seconds, parts, step: at });
-      parts = [];
-    };
-    const wait = (numbers, piece) => {
-      if (!numbers.length) return;
-      flush();
-      tasks.push({ wait: numbers, step: at, piece });
-    };
-    const begin = (kind, shard, group) => {
-      const text = pieceText({ kind, shard, group }), isNew = !begun.has(text);
-      begun.add(text);
-      return isNew;
-    };
-    work(device.start / 2, { other: "start" });
-    program.steps.forEach((step, index) => {
-      at = index;
-      for (const event of step) {
-        if (event.type === AWAIT) {
-          wait(event.numbers, event.piece);
-          if (event.inParts) work(this.copy(sizes[event.piece.kind]), { other: `join ${pieceText(event.piece)}` });
-        } else if (event.type === POST) {
-          const sum = (price) => event.exchanged.reduce((total, { kind }) => total + price(kind), 0);
-          const exchanged = sum((kind) => sizes[kind]);
-          if (exchanged) work(sum((kind) => this.pack(kind)), { other: "split by heads" });
-          for (const message of event.messages) {
-            const [piece] = message.pieces;
-            message.bytes = message.overHeads ? exchanged / schedule.numHeads : sizes[piece.kind];
-            if (message.packs) {
-              work(this.pack(piece.kind), { other: `pack ${pieceText(piece)}` });
-              begun.delete(pieceText(piece)); // a sent result is no longer ours
-            }
-            work(device.post, { other: "post" });
-          }
-          flush();
-          tasks.push({ post: event.messages, step: at });
-        } else if (event.type === PREPARE) {
-          if (event.piece.kind === "do") work(device.call + this.copy(sizes.do), { other: "prepare" });
-        } else if (event.type === COMPUTE) {
-          const { row, column, group } = event, forward = pass === "forward";
-          const newRow = begin(forward ? "out" : "dq", row, group), newKey = !forward && begin("dkv", column, group);
-          work(this.block(pass, row, column, newRow, newKey), { block: event });
-        } else {
-          wait([event.message], event.piece);
-          const { kind, shard, group } = event.piece, wide = sizes.wide[kind];
-          const bytes = sizes[kind] + 2 * wide + (begin(kind, shard, group) ? wide : 0);
-          work((kind === "dkv" ? 2 : 1) * device.call + this.touch(bytes), { merge: event.piece });
-        }
-      }
-    });
-    wait(program.home);
-    const store = (kind) => (schedule.numHeads > 1 ? this.copy(sizes[kind]) : this.pack(kind));
-    work(RESULTS[pass].reduce((total, kind) => total + schedule.groups * store(kind), 0), { other: "store results" });
-    wait(program.sends);
-    work(device.start / 2, { other: "end" });
-    flush();
+    const tasks = [], program = this.schedule.program(pass, rank);
+    const pricing = new ProgramPricing(this, pass, program, tasks);
+    pricing.work(this.device.start / 2, { other: "start" });
+    program.steps.forEach((events, at) => pricing.step(events, at));
+    pricing.finish();
+    pricing.work(this.device.start / 2, { other: "end" });
+    pricing.flush();
     return tasks;
+  }
+}
+
+// Turns the events of a program into tasks. Programs that run in turns add to the same tasks.
+class ProgramPricing {
+  constructor(prices, pass, program, tasks) {
+    Object.assign(this, { prices, pass, program, tasks, sizes: prices.sizes, device: prices.device });
+    this.begun = new Set(); // results that blocks or merges have added to
+    this.parts = [];
+    this.at = 0;
+  }
+
+  work(seconds, label) {
+    this.parts.push({ seconds, step: this.at, ...label });
+  }
+
+  flush() {
+    const seconds = sum(this.parts.map((part) => part.seconds));
+    if (seconds) this.tasks.push({ seconds, parts: this.parts, step: this.at });
+    this.parts = [];
+  }
+
+  wait(numbers, piece) {
+    if (!numbers.length) return;
+    this.flush();
+    this.tasks.push({ wait: numbers, step: this.at, piece });
+  }
+
+  // True if no block or merge has added to this result yet.
+  begin(kind, shard, group) {
+    const text = `${kind}${shard}.${group}`, isNew = !this.begun.has(text);
+    this.begun.add(text);
+    return isNew;
+  }
+
+  // The tokens of a bundle, as a share of those of a shard.
+  share(shard) {
+    const bundle = this.program.bundle(shard);
+    return bundle ? bundle.tokens / this.prices.layout.tokens : 1;
+  }
+
+  bytesOf({ kind, shard }) {
+    const bundle = this.program.bundle(shard), bytes = this.sizes[kind];
+    return bundle ? Math.floor(bytes / this.prices.layout.tokens) * bundle.tokens : bytes;
+  }
+
+  step(events, at) {
+    const { device, prices, sizes, pass } = this;
+    this.at = at;
+    for (const event of events) {
+      if (event.type === AWAIT) {
+        this.wait(event.numbers, event.piece);
+        if (event.inParts) this.work(prices.copy(sizes[event.piece.kind]), { other: `join ${event.piece.text}` });
+      } else if (event.type === POST) {
+        this.post(event);
+      } else if (event.type === PREPARE) {
+        if (event.piece.kind === "do") this.work(device.call + prices.copy(sizes.do), { other: "prepare" });
+      } else if (event.type === COMPUTE) {
+        const { row, column, group } = event, forward = pass === "forward";
+        const newRow = this.begin(forward ? "out" : "dq", row, group), newKey = !forward && this.begin("dkv", column, group);
+        this.work(prices.block(pass, row, column, newRow, newKey), { block: event });
+      } else {
+        this.combine(event);
+      }
+    }
+  }
+
+  post(event) {
+    const { prices, sizes, program } = this, exchanged = sum(event.exchanged.map(({ kind }) => sizes[kind]));
+    if (exchanged) this.work(sum(event.exchanged.map(({ kind }) => prices.pack(kind))), { other: "split by heads" });
+    for (const message of event.messages) {
+      const [piece] = message.pieces;
+      message.bytes = message.overHeads ? exchanged / program.numHeads : this.bytesOf(piece);
+      if (message.packs) {
+        this.work(prices.pack(piece.kind) * this.share(piece.shard), { other: `pack ${piece.text}` });
+        this.begun.delete(`${piece.kind}${piece.shard}.${piece.group}`); // a sent result is no longer ours
+      }
+      this.work(this.device.post, { other: "post" });
+    }
+    this.flush();
+    this.tasks.push({ post: event.messages, step: this.at });
+  }
+
+  // A partial result; a bundle is added to the sums of all pieces that its tokens came from.
+  combine({ piece, message }) {
+    this.wait([message], piece);
+    const { kind, shard, group } = piece, wide = this.sizes.wide[kind], bundle = this.program.bundle(shard);
+    const into = bundle ? this.program.sources(bundle) : [shard];
+    let bytes = (this.sizes[kind] + 2 * wide) * this.share(shard);
+    for (const each of into) if (this.begin(kind, each, group)) bytes += wide * this.share(each);
+    const launches = into.length * (kind === "dkv" ? 2 : 1);
+    this.work(launches * this.device.call + this.prices.touch(bytes), { merge: piece });
+  }
+
+  finish() {
+    const { prices, program } = this;
+    this.wait(program.home);
+    const store = (kind) => (program.numHeads > 1 ? prices.copy(this.sizes[kind]) : prices.pack(kind));
+    this.work(sum(RESULTS[this.pass].map((kind) => program.groups * store(kind))), { other: "store results" });
+    this.wait(program.sends);
+    this.flush();
   }
 }

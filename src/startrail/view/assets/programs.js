@@ -4,6 +4,7 @@
 
 const KINDS = ["q", "do", "kv", "out", "dq", "dkv"];
 const INPUTS = ["q", "do", "kv"];
+const NEEDS = { forward: ["q", "kv"], backward: ["q", "do", "kv"] };
 const AWAIT = 0, POST = 1, PREPARE = 2, COMPUTE = 3, COMBINE = 4;
 const SEND = 1, PACKS = 2, OVER_HEADS = 4;
 
@@ -86,43 +87,56 @@ class Schedule {
   // The same events with names, and every message with its number; kept for a later look.
   program(pass, rank) {
     const key = `${pass} ${rank}`;
-    if (!this.cache.has(key)) this.cache.set(key, this.named(this.events(pass, rank)));
+    if (!this.cache.has(key)) this.cache.set(key, namedProgram(this.events(pass, rank), this));
     return this.cache.get(key);
-  }
-
-  named(steps) {
-    let number = 0;
-    const home = [], sends = [];
-    const named = steps.map((step) => step.map((event) => {
-      const [type, first, second, third] = event;
-      if (type === AWAIT) return { type, piece: this.piece(first), numbers: second, inParts: third === 1 };
-      if (type === PREPARE) return { type, piece: this.piece(first) };
-      if (type === COMPUTE) return { type, row: first, column: second, group: third };
-      if (type === COMBINE) return { type, piece: this.piece(first), message: second };
-      const exchanged = second.map((each) => this.piece(each));
-      const messages = first.map(([flags, lane, peer, piece]) => {
-        number += 1;
-        const overHeads = (flags & OVER_HEADS) > 0;
-        const pieces = overHeads ? exchanged : [this.piece(piece)];
-        const message = { send: (flags & SEND) > 0, packs: (flags & PACKS) > 0, overHeads, lane, peer, pieces, number };
-        if (message.send) sends.push(number);
-        else if (overHeads && !INPUTS.includes(pieces[0].kind)) home.push(number);
-        return message;
-      });
-      return { type, messages, exchanged };
-    }));
-    return { steps: named, home, sends };
-  }
-
-  piece(number) {
-    const kind = number % KINDS.length, whole = (number - kind) / KINDS.length;
-    return { kind: KINDS[kind], shard: whole % this.numShards, group: Math.floor(whole / this.numShards) };
   }
 
   // Coefficients of the closed form: pieces of each kind that a rank sends over each level.
   closed(pass, rank) {
     const { lanes, of } = this[pass].closed;
     return lanes[of ? of[rank] : 0];
+  }
+
+  closedBytes(pass, rank, sizes) {
+    return this.closed(pass, rank).map((lane) => lane.reduce((total, pieces, kind) => total + pieces * sizes[KINDS[kind]], 0));
+  }
+
+  // The closed form of what a rank sends over a level, as terms {text, value, kinds}.
+  terms(pass, lane, rank) {
+    const schedule = this, level = schedule.levels[lane], forward = pass === "forward";
+    const used = (kinds) => kinds.filter((kind) => schedule.closed(pass, rank)[lane][KINDS.indexOf(kind)]);
+    const groups = schedule.groups, times = groups > 1 ? `${groups}·` : "";
+    if (schedule.by_heads[lane]) {
+      let over = 1;
+      for (let at = 0; at <= lane; at++) if (schedule.by_heads[at]) over *= schedule.sizes[at];
+      const size = schedule.sizes[lane];
+      return size > 1 ? [{ text: `${times}(${size}−1)/${over}`, value: (groups * (size - 1)) / over, kinds: used(KINDS) }] : [];
+    }
+    const keep = (schedule.plan.match(/keep=(\w+)/) || [])[1];
+    if (schedule.isStar) {
+      const team = level[0], shards = schedule.numShards, hops = shards / team ** 2;
+      const gathered = forward ? ["q", "kv", "out"] : [...{ all: ["do"], queries: ["do", "kv"] }[keep] || ["q", "do", "kv"], "dq", "dkv"];
+      const placed = forward ? ["kv"] : keep === "all" ? ["dkv"] : ["kv", "dkv"];
+      const ring = forward ? ["kv"] : ["q", "do", "dq"];
+      const probe = placed[placed.length - 1], total = schedule.closed(pass, rank)[lane][KINDS.indexOf(probe)] / groups;
+      const rest = total - (gathered.includes(probe) ? team - 1 : 0) - (ring.includes(probe) ? team * (hops - 1) : 0);
+      return [
+        { text: `${times}(${team}−1)`, value: groups * (team - 1), kinds: gathered },
+        { text: rest > 0 ? `${times}${team}` : `0`, value: groups * rest, kinds: placed },
+        { text: `${times}${team}·(${shards}/${team}²−1)`, value: groups * team * (hops - 1), kinds: ring },
+      ];
+    }
+    const outer = schedule.shardLanes.filter((at) => at < lane);
+    const product = (digit) => outer.reduce((total, at) => total * schedule.levels[at][digit], 1);
+    const queries = schedule.plan.includes("backward=queries") && !forward;
+    const byRow = forward ? ["q", "out"] : ["q", "do", "dq"], byColumn = forward ? ["kv"] : ["kv", "dkv"];
+    const [teamKinds, ringKinds] = (queries ? [byColumn, byRow] : [byRow, byColumn]).map(used);
+    const term = (digit, kinds) => {
+      const before = product(digit), size = level[digit];
+      const text = `${times}${before > 1 ? `${before}·` : ""}(${size}−1)`;
+      return size > 1 && kinds.length ? [{ text, value: groups * before * (size - 1), kinds }] : [];
+    };
+    return [...term(0, teamKinds), ...term(1, ringKinds)];
   }
 
   // owners()[row * shards + column]: the shard whose ranks compute the block.
@@ -150,7 +164,35 @@ class Schedule {
   }
 }
 
-const pieceText = ({ kind, shard, group }) => `${kind}${shard}` + (group ? `.${group}` : "");
+// A walk with names. Messages are numbered from `base` on; `channel` is added to their lanes where programs that run in
+// turns use lanes of their own; `levels` lie below the lanes that have them. `name`: what to call a shard.
+function namedProgram(steps, { numHeads, numShards, groups }, { base = 0, channel = 0, levels = Infinity, fetches = null, name = String } = {}) {
+  const home = [], sends = [];
+  const piece = (number) => {
+    const kind = KINDS[number % KINDS.length], whole = Math.floor(number / KINDS.length);
+    const [shard, group] = fetches ? [whole, 0] : [whole % numShards, Math.floor(whole / numShards)];
+    return { kind, shard, group, text: `${kind}${name(shard)}` + (group ? `.${group}` : "") };
+  };
+  let number = base;
+  const named = steps.map((step) => step.map((event) => {
+    const [type, first, second, third] = event;
+    if (type === AWAIT) return { type, piece: piece(first), numbers: second.map((each) => base + each), inParts: third === 1 };
+    if (type === PREPARE) return { type, piece: piece(first) };
+    if (type === COMPUTE) return { type, row: first, column: second, group: third, rowText: name(first), columnText: name(second) };
+    if (type === COMBINE) return { type, piece: piece(first), message: base + second };
+    const exchanged = second.map(piece);
+    const messages = first.map(([flags, lane, peer, one]) => {
+      number += 1;
+      const send = (flags & SEND) > 0, overHeads = (flags & OVER_HEADS) > 0, pieces = overHeads ? exchanged : [piece(one)];
+      if (send) sends.push(number);
+      else if (overHeads && !INPUTS.includes(pieces[0].kind)) home.push(number);
+      return { send, packs: (flags & PACKS) > 0, overHeads, lane: lane + channel, level: lane < levels ? lane : lane - levels, peer, pieces, number };
+    });
+    return { type, messages, exchanged };
+  }));
+  const bundle = (shard) => (fetches ? fetches.bundle(shard) : undefined), sources = (edge) => fetches.sources(edge);
+  return { steps: named, home, sends, numHeads, groups, bundle, sources };
+}
 
 async function unpack(base64) {
   const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));

@@ -446,22 +446,22 @@ const sendsOf = (program) => program.steps.flat().flatMap((event) => (event.mess
 const MOST_SIMULATED = 64; // ranks; in larger worlds one rank stands for all
 
 // Simulates one pass. `ranks` are those that were simulated, `busy` the seconds of each level's busiest link.
-function simulate(cluster, schedule, prices, pass) {
-  const world = schedule.world, alone = world > MOST_SIMULATED;
+function simulate(cluster, schedule, running, pass, alone = schedule.world > MOST_SIMULATED) {
+  const world = schedule.world;
   let simulator, ranks, firsts; // firsts: the first link of each level
-  prices.inStep = alone;
   if (alone) {
-    const { rank, route } = representative(cluster, schedule, prices, pass);
+    running.prices.inStep = true;
+    const { rank, route } = representative(cluster, schedule, running.prices, pass);
     const capacity = cluster.levels.map((level) => level.bandwidth);
     const inner = cluster.levels[cluster.levels.length - 1];
     if (inner.peer) for (let at = 0; at < inner.size; at++) capacity.push(inner.bandwidth);
     [ranks, firsts] = [[rank], cluster.levels.map((_, at) => at)];
-    simulator = new PageSimulator(cluster, [prices.tasks(pass, rank)], capacity, route, true);
+    simulator = new PageSimulator(cluster, [running.tasks(pass, rank)], capacity, route, true);
   } else {
     ranks = Array.from({ length: world }, (_, rank) => rank);
     const wires = new Wires(cluster);
     firsts = wires.first;
-    const tasks = ranks.map((rank) => prices.tasks(pass, rank));
+    const tasks = ranks.map((rank) => running.tasks(pass, rank));
     simulator = new PageSimulator(cluster, tasks, wires.capacity, (rank, message) => wires.route(rank, message), false);
   }
   const seconds = simulator.run();
