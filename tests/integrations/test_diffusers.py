@@ -17,13 +17,15 @@ from startrail.integrations.diffusers import attach, detach
 from startrail.launch.local import run_local
 from tests.helpers import error_of
 from tests.integrations import tiny_diffusers
-from tests.integrations.split_runs import mistakes, run, spread
+from tests.integrations.split_runs import mistakes, spread
 
 
 def made(name, dtype):
     """The model and its arguments in ``dtype``; the same on every rank."""
     model, batch = getattr(tiny_diffusers, name)()
-    batch = {key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()}
+    batch = {
+        key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()
+    }
     return spread(model).to(dtype), batch
 
 

@@ -13,8 +13,8 @@ import startrail
 from startrail.integrations.modules import attach, detach
 from startrail.launch.local import run_local
 from tests.helpers import error_of
-from tests.integrations.plain_modules import VOCAB, WIDTH, Attention, Block, GPT, Mixed, Stack, ViT, encoder
-from tests.integrations.split_runs import mistakes, run
+from tests.integrations.plain_modules import GPT, VOCAB, WIDTH, Attention, Block, Mixed, Stack, ViT, encoder
+from tests.integrations.split_runs import mistakes
 
 IDS = torch.arange(2 * 27).view(2, 27) * 7 % VOCAB
 
@@ -43,7 +43,7 @@ MAKES = {
     "encoder, tokens first": lambda dtype: torch_encoder(dtype, False),
 }
 NAMES = [f"inside.blocks.{index}.attention" for index in range(2)]
-ATTACHERS = {name: attach for name in MAKES} | {"gpt, attention alone": lambda model, sp: attach(model, sp, NAMES)}
+ATTACHERS = dict.fromkeys(MAKES, attach) | {"gpt, attention alone": lambda model, sp: attach(model, sp, NAMES)}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from startrail.comm.digest import digest
 from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
-from startrail.diagnostics.shard_faults import differing_arguments, unsplit_text
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
 from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
+from startrail.diagnostics.shard_faults import differing_arguments, unsplit_text
 from startrail.launch.local import RankError, run_local
 from startrail.parallel import SequenceParallel
 

@@ -105,7 +105,9 @@ def _follow(attached: Attached, transformer: Any, name: str, entry: Any) -> list
     if isinstance(entry, ContextParallelOutput):
         return [module.register_forward_hook(partial(_gather, attached, entry))]
     if not isinstance(entry, dict) or not all(isinstance(each, ContextParallelInput) for each in entry.values()):
-        raise RefusedError(f"{type(transformer).__name__}: its _cp_plan has an entry for {name!r} that is not supported")
+        raise RefusedError(
+            f"{type(transformer).__name__}: its _cp_plan has an entry for {name!r} that is not supported"
+        )
     if not name:
         attached.before_root = partial(_split_arguments, attached, entry)
         return []
@@ -161,7 +163,9 @@ def _split(attached: Attached, module: nn.Module, found: dict[str, tuple[Tensor,
     return split
 
 
-def _gather(attached: Attached, entry: ContextParallelOutput, module: nn.Module, arguments: object, x: Tensor) -> Tensor:
+def _gather(
+    attached: Attached, entry: ContextParallelOutput, module: nn.Module, arguments: object, x: Tensor
+) -> Tensor:
     streams = attached.current()
     if streams is None:
         return x

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from startrail.integrations.regions import Attached, run_block, run_root, unwrap, wrap
+from startrail.integrations.regions import Attached, run_block, run_root
+from startrail.integrations.wrapping import unwrap, wrap
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach"]

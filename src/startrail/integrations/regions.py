@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,16 +27,8 @@ from startrail.comm.gather import gather_tensors
 from startrail.comm.sanity import CHECKED_STEPS, check_same_parameters
 from startrail.integrations.sdpa import Attention, AttentionMode, calling_module
 from startrail.integrations.streams import Part, Streams
-from startrail.integrations.trial import (
-    BlockPlan,
-    Kind,
-    Known,
-    RefusedError,
-    argument_names,
-    call_problem,
-    inner_forward,
-    try_block,
-)
+from startrail.integrations.trial import BlockPlan, Kind, Known, RefusedError, call_problem, try_block
+from startrail.integrations.wrapping import argument_names, inner_forward, wrap
 from startrail.parallel import SequenceParallel
 
 UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient
@@ -141,7 +132,9 @@ class Attached:
         known = None
         if streams is not None:
             parts = list(Part) if streams.text else [Part.TOKENS]
-            known = Known(*({part: rows(part) for part in parts} for rows in (streams.local, streams.whole)), self.order)
+            known = Known(
+                *({part: rows(part) for part in parts} for rows in (streams.local, streams.whole)), self.order
+            )
         if next(block.children(), None) is None:
             return None
         plan, refused = None, None
@@ -315,22 +308,6 @@ def _name_of_caller() -> str:
 # --- wrapped modules
 
 
-def wrap(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Replace ``forward``, with a bound method: a copy of the module has one bound to the copy."""
-    module.__dict__["_startrail_forward"] = module.__dict__.get("forward")
-    module.forward = MethodType(run, module)
-
-
-def unwrap(module: nn.Module) -> None:
-    if "_startrail_forward" in module.__dict__:
-        original = module.__dict__.pop("_startrail_forward")
-        del module.__dict__["forward"]
-        if original is not None:
-            module.forward = original
-    for name in ("_startrail", "_startrail_name", "_startrail_kinds", "_startrail_plan"):
-        module.__dict__.pop(name, None)
-
-
 def _run_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that attends inside a block."""
     attached: Attached = module._startrail
@@ -382,7 +359,9 @@ def _shares(attached: Attached, name: str, output: Any, checking: bool) -> Any:
     leaves, spec = tree_flatten(output)
     for index, x in enumerate(leaves):
         if not isinstance(x, Tensor | int | float | str | None):
-            raise RefusedError(f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them")
+            raise RefusedError(
+                f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them"
+            )
         if isinstance(x, Tensor) and x.requires_grad and attached.sp.world > 1:
             leaves[index] = _Share.apply(x, attached, name if checking else None)
     for x in leaves:

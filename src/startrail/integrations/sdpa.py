@@ -58,7 +58,9 @@ class AttentionMode(TorchFunctionMode):
         if function is torch_attention:
             return self._attend(Attention.of(*args, **options))
         if function is F.multi_head_attention_forward:  # calls attention where modes do not see it
-            instead = patch.object(F, "scaled_dot_product_attention", lambda *a, **o: self._attend(Attention.of(*a, **o)))
+            instead = patch.object(
+                F, "scaled_dot_product_attention", lambda *a, **o: self._attend(Attention.of(*a, **o))
+            )
             if self._without_dropout:
                 options = {**options, "training": False}
             with instead, torch._C.DisableTorchFunction():

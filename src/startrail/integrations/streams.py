@@ -125,7 +125,9 @@ class Streams:
     ) -> Tensor:
         """Self-attention of the whole sequence's ``part``, for this rank's rows of it."""
         if q.shape[-2] != self.local(part):
-            raise ValueError(f"attention over {q.shape[-2]} rows, but this rank holds {self.local(part)} ({part.value})")
+            raise ValueError(
+                f"attention over {q.shape[-2]} rows, but this rank holds {self.local(part)} ({part.value})"
+            )
         heads = q.shape[1]
         if missing := -heads % self.sequence.sp.plan.heads:  # more heads, of zeros, so that they can be split evenly
             k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))

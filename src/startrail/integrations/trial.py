@@ -9,11 +9,9 @@ over tokens all fail. Nothing is sent, and the cost does not depend on the lengt
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from startrail._compat import unobserved
 from startrail.integrations.sdpa import Attention, AttentionMode, calling_module
 from startrail.integrations.streams import Part
+from startrail.integrations.wrapping import inner_forward
 
 PICKED = {Part.TOKENS: [4, 1, 9, 3, 7], Part.TEXT: [2, 0, 5]}  # rows of the first run that the second has
 PROBED = 4  # the token whose gradients are taken
@@ -168,7 +167,9 @@ class _Trial:
 
     def attends(self) -> bool:
         """Run on some tokens; False if the block does not attend."""
-        sharded = any(hasattr(x, "device_mesh") for x in self.block.parameters())  # FSDP communicates in the backward pass
+        sharded = any(
+            hasattr(x, "device_mesh") for x in self.block.parameters()
+        )  # FSDP communicates in the backward pass
         with torch.inference_mode(False), torch.set_grad_enabled(not sharded):
             self.first, self.results = self._run(self.leaves)
         self.first_calls, self.calls = self.calls, []
@@ -311,7 +312,9 @@ class _Trial:
             queries, keys = (self._rows_of_call(*pair) for pair in ((first.q, second.q), (first.k, second.k)))
             whole_keys = first.k.shape == second.k.shape
             if queries is None or (keys is None and not whole_keys):
-                counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {self._count(Part.TOKENS)} tokens"
+                counts = (
+                    f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {self._count(Part.TOKENS)} tokens"
+                )
                 raise RefusedError(f"{name}: attention with {counts} is not over the sequence")
             kind = Kind(queries, None if whole_keys else keys)
             if kind.keys not in (None, queries) and kind != (Part.TOKENS, Part.TEXT):
@@ -345,13 +348,6 @@ def call_problem(call: Attention, kind: Kind) -> str | None:
     if call.q.shape[0] != call.k.shape[0] or call.k.shape[0] != call.v.shape[0]:
         return f"queries and keys have different batches, {call.q.shape[0]} and {call.k.shape[0]}"
     return None
-
-
-def inner_forward(module: nn.Module) -> Callable[..., Any]:
-    """The ``forward`` that a module had before it was wrapped."""
-    original = module.__dict__.get("_startrail_forward")
-    wrapped = "_startrail_forward" in module.__dict__
-    return original or partial(type(module).forward, module) if wrapped else module.forward
 
 
 def _mixing(name: str) -> str:
@@ -388,17 +384,3 @@ def _undisturbed(block: nn.Module) -> Iterator[None]:
                 x.data.zero_()
             for x, before in buffers:
                 x.data.copy_(before)
-
-
-def argument_names(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of ``module`` by name."""
-    function = inspect.unwrap(type(module).forward)
-    try:
-        bound = inspect.signature(function).bind(module, *args, **kwargs).arguments
-    except TypeError:  # a decorated forward; the call itself will say what is wrong
-        bound = {**{str(index): x for index, x in enumerate(args)}, **kwargs}
-    named = dict(bound)
-    named.pop("self", None)
-    for name in [name for name, x in named.items() if isinstance(x, dict)]:
-        named.update({f"{name}.{key}" if name not in ("kwargs", "options") else key: x for key, x in named.pop(name).items()})
-    return {name: x for name, x in named.items() if x is not module}
