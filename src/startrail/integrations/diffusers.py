@@ -38,8 +38,8 @@ Splits = dict[str | int, Any]
 
 
 def attach(
-    transformer: ModelMixin, sp: SequenceParallel, *, text: Literal["split", "whole"] = "split", check: bool = True
-) -> ModelMixin:
+    transformer: Any, sp: SequenceParallel, *, text: Literal["split", "whole"] = "split", check: bool = True
+) -> Any:
     """Split the sequence of ``transformer`` over the ranks of ``sp``, and return it.
 
     ``text``: whether text that attends jointly with the image is split over ranks too, or kept whole on each. *Sum* the
@@ -72,7 +72,7 @@ def attach(
     return transformer
 
 
-def detach(transformer: ModelMixin) -> ModelMixin:
+def detach(transformer: Any) -> Any:
     """Undo ``attach``, and return the transformer."""
     modules.detach(transformer)
     for hook in transformer.__dict__.pop("_startrail_hooks"):

@@ -5,8 +5,8 @@
     loss.backward()
     startrail.sum_gradients(model.parameters(), sp.group)
 
-The module is called as on one process. Its blocks, the modules of a ``ModuleList`` or ``Sequential`` that attend, run on
-this rank's tokens; everything else, such as embeddings, class tokens, position tables, pooling and the loss, sees all
+The module is called as on one process. Its blocks, the modules of a ``ModuleList`` or ``Sequential`` that attend, run
+on this rank's tokens; everything else, such as embeddings, class tokens, position tables, pooling and the loss, sees all
 tokens. In the first call each block is tried on a few tokens. A block that mixes tokens outside attention, or whose
 attention cannot be split, is refused by name.
 """
@@ -86,5 +86,5 @@ def wrap_blocks(module: nn.Module, attached: Attached) -> None:
         for block in reversed(list(blocks)):
             last = block if last is None or type(last) is not type(block) else last
             if "_startrail_forward" not in block.__dict__:
-                attached.last_of_run[block._startrail_name] = str(last._startrail_name)
+                attached.last_of_run[str(block._startrail_name)] = str(last._startrail_name)
                 wrap(block, run_block)

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from startrail._compat import in_backward
+from startrail._compat import in_backward, tree_flatten, tree_unflatten
 from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.gather import gather_tensors
@@ -132,9 +131,7 @@ class Attached:
         known = None
         if streams is not None:
             parts = list(Part) if streams.text else [Part.TOKENS]
-            known = Known(
-                *({part: rows(part) for part in parts} for rows in (streams.local, streams.whole)), self.order
-            )
+            known = Known({p: streams.local(p) for p in parts}, {p: streams.whole(p) for p in parts}, self.order)
         if next(block.children(), None) is None:
             return None
         plan, refused = None, None
@@ -366,7 +363,8 @@ def _shares(attached: Attached, name: str, output: Any, checking: bool) -> Any:
             leaves[index] = _Share.apply(x, attached, name if checking else None)
     for x in leaves:
         if isinstance(x, Tensor) and x.grad_fn is not None and attached.last is not None:
-            x.grad_fn.metadata["startrail"] = attached.last  # lives as long as the graph
+            node: Any = x.grad_fn
+            node.metadata["startrail"] = attached.last  # lives as long as the graph
             attached.live.add(attached.last)
     return tree_unflatten(leaves, spec)
 

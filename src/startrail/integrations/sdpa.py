@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from startrail._compat import without_torch_functions
 
 torch_attention = F.scaled_dot_product_attention
 
@@ -36,7 +37,7 @@ class Attention(NamedTuple):
 
     def run(self) -> Tensor:
         """Torch's own attention, which no mode sees."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             return torch_attention(
                 self.q, self.k, self.v, self.mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.gqa
             )
@@ -63,7 +64,7 @@ class AttentionMode(TorchFunctionMode):
             )
             if self._without_dropout:
                 options = {**options, "training": False}
-            with instead, torch._C.DisableTorchFunction():
+            with instead, without_torch_functions():
                 return function(*args, **options)
         if self._without_dropout and function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout):
             return args[0] if args else options["input"]

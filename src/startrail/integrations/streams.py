@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail._compat import unobserved
+from startrail._compat import unobserved, without_torch_functions
 from startrail.integrations.sdpa import torch_attention
 from startrail.parallel import SequenceParallel
 
@@ -138,7 +138,7 @@ class Streams:
         if not self.text:
             return self.sequence.attention(q, k, v, causal=causal, scale=scale)
         if part is Part.TEXT and self.whole_text:
-            with torch._C.DisableTorchFunction():
+            with without_torch_functions():
                 return torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
         if part in (Part.TOKENS, Part.TEXT):  # the other stream takes part as a document of its own, of zeros
             sequence = self.sequence.packed([0, self.text, self.text + self.tokens])

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from startrail._compat import unobserved
+from startrail._compat import tree_flatten, tree_unflatten, unobserved
 from startrail.integrations.sdpa import Attention, AttentionMode, calling_module
 from startrail.integrations.streams import Part
 from startrail.integrations.wrapping import inner_forward
@@ -382,5 +381,5 @@ def _undisturbed(block: nn.Module) -> Iterator[None]:
         finally:
             for x in zeros:
                 x.data.zero_()
-            for x, before in buffers:
-                x.data.copy_(before)
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
