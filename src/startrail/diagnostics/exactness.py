@@ -105,7 +105,7 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.call_style, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
     mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    attend = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
+    attend: Any = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
     if case.call_style == "checkpointed":
         attend = partial(checkpoint, attend, use_reentrant=False)
     elif case.call_style == "compiled":
