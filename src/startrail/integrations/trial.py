@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from startrail._compat import tree_flatten, tree_unflatten, unobserved
-from startrail.integrations.sdpa import TorchCall, AttentionMode, calling_module
+from startrail.integrations.sdpa import AttentionMode, TorchCall, calling_module
 from startrail.integrations.streams import StreamPart
 from startrail.integrations.wrapping import inner_forward
 
