@@ -45,4 +45,20 @@ FAILED_CASES = [
     # one rank that rounded although nothing was sent
     Case("u1,keep=queries", 1, length=2, q_heads=3, kv_heads=1, head_dim=64, causal=True, window=7,
          wire_dtype=torch.bfloat16, scale=0.7, chunk=322, value_dim=1, seed=407444, call_style="expanded"),
+    # the weight of a heavy part, rounded near 1: float64, 2 tokens
+    Case("2x1,keep=all,groups=2", 2, length=2, batch=4, head_dim=64, dtype=torch.float64, causal=True, window=322,
+         documents=(0, 2), layout="zigzag", scale=0.7, seed=332, call_style="nested"),
+    # gradients in half precision whose parts and sum are both rounded
+    Case("2x1/4x1", 8, length=2, batch=2, head_dim=1, dtype=torch.float16, causal=True, window=411, sinks=True,
+         seed=660, call_style="nested"),
+    Case("star3,keep=all,groups=2", 9, length=34, batch=4, head_dim=1, dtype=torch.bfloat16, causal=True,
+         documents=(0, 22, 34), scale=0.7, seed=946, call_style="nested"),
+    Case("1x2/2x2,backward=queries", 8, length=80, q_heads=12, kv_heads=6, head_dim=8, dtype=torch.bfloat16,
+         documents=(0, *range(60, 81)), scale=0.7, value_dim=24, seed=3416),
+    # logits of inputs that the wire rounds
+    Case("1x2/1x2,keep=queries,groups=2", 4, length=1, batch=2, q_heads=1, kv_heads=1, head_dim=1, window=45,
+         documents=(0, 0, 1), layout="contiguous", wire_dtype=torch.float16, lse=True, seed=1494, call_style="nested"),
+    # direct on one rank
+    Case("direct", 1, length=150, q_heads=8, kv_heads=8, head_dim=33, causal=True, window=184, chunk=3, seed=1032,
+         call_style="k and v only"),
 ]

@@ -81,7 +81,8 @@ def random_case(seed: int) -> Case:
         lse=rng.random() < 0.2,
         softcap=rng.choice([None] * 6 + [0.5, 3.0]),
         seed=seed,
-        call_style=rng.choice([*CALL_STYLES, "plain"]),
+        call_style=rng.choice([style for style in (*CALL_STYLES, "plain") if style != "compiled" or world <= 4]),
+        windows=shared.random() < 0.3,
         **layer,
     )
 
@@ -123,7 +124,7 @@ def not_finite(first_seed: int, count: int, progress: bool = False) -> list[str]
 
 def _search(check: Callable[[list[Case]], list[str]], cases: list[Case], progress: bool) -> list[str]:
     """What ``check`` finds; it is given cases of one world size, those of one plan together: it is connected once."""
-    cases = sorted(cases, key=lambda case: (case.plan, case.layout, str(case.wire_dtype)))
+    cases = sorted(cases, key=lambda case: (case.plan, case.layout, case.windows, str(case.wire_dtype)))
     by_world = [[case for case in cases if case.world == world] for world in reversed(WORLDS)]
     parts = [mine[index : index + BATCH] for mine in by_world for index in range(0, len(mine), BATCH)]
     wrong, done, start = [], 0, time.monotonic()
@@ -269,7 +270,7 @@ def test_random_cases_cover_every_feature():
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
-    for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse", "softcap"):
+    for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse", "softcap", "windows"):
         assert sum(bool(getattr(case, name)) for case in cases) > 15, name
     assert all(sum(case.call_style == style for case in cases) > 15 for style in CALL_STYLES)
     assert {case.call_style for case in cases} == set(CALL_STYLES)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -145,6 +148,33 @@ def _error_from_result(work: dist.Work) -> Exception | None:
 def is_gloo_error(error: RuntimeError) -> bool:
     """True for an error of gloo. They have no type of their own, but their text names gloo or its source file."""
     return "gloo" in str(error)
+
+
+class FSDPMesh(NamedTuple):
+    """The mesh of a module that FSDP2 shards: over one dimension of it, with copies over another if there are two."""
+
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replicate_dim: int | None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that gradients are averaged over."""
+        dims = (self.shard_dim, self.replicate_dim)
+        return math.prod(self.mesh.size(dim) for dim in dims if dim is not None)
+
+
+def fsdp_meshes(model: nn.Module) -> list[FSDPMesh]:
+    """Of all modules of ``model`` that FSDP2 shards. (torch 2.13 has a list of groups per module, 2.12 one.)"""
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if groups is None else groups
+            infos = [group.mesh_info for group in groups if group is not None]
+            found += [FSDPMesh(x.mesh, x.shard_mesh_dim, x.replicate_mesh_dim) for x in infos]
+    return found
 
 
 def make_fake_store() -> Store:

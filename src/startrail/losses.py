@@ -30,11 +30,18 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail._compat import fsdp_meshes
 from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.errors import peer_errors
 from startrail.comm.gather import gather_tensors
-from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
+from startrail.comm.sanity import (
+    CHECKED_STEPS,
+    check_gradients,
+    check_same_parameters,
+    is_sharded,
+    unchecked_parameters,
+)
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -263,7 +270,7 @@ def gradient_factor(model: torch.nn.Module) -> int:
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             return int(dist.get_world_size(module.process_group))  # type: ignore[arg-type]
-    return max((x.device_mesh.size() for x in model.parameters() if hasattr(x, "device_mesh")), default=1)
+    return max((mesh.ranks for mesh in fsdp_meshes(model)), default=1)
 
 
 def sum_gradients(
@@ -271,7 +278,8 @@ def sum_gradients(
 ) -> None:
     """Replace every gradient with its sum over the ranks of ``group``, in buckets of about 32 MiB.
 
-    A parameter without a gradient contributes zero, since another rank may have one. Raises ``ValueError`` on all ranks
+    A parameter without a gradient contributes zero, since another rank may have one. Parameters that tensor parallelism
+    shards over other ranks than those of ``group`` are summed shard by shard. Raises ``ValueError`` on all ranks
     if they have different numbers or shapes of parameters. ``check``: the first two times, make sure that all ranks
     have the same parameters, and that the gradients have not been reduced already.
     """
@@ -298,7 +306,7 @@ def _sum_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGrou
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         bucket = buckets.setdefault((parameter.dtype, parameter.device), [])
-        bucket.append(parameter.grad)
+        bucket.append(_local(parameter.grad))
         if sum(grad.nbytes for grad in bucket) >= BUCKET_BYTES:
             _sum_bucket(bucket, group)
             bucket.clear()
@@ -312,13 +320,15 @@ _num_checks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    if any(hasattr(x, "device_mesh") for x in parameters):
+    ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    sharded: list[Any] = [x for x in parameters if is_sharded(x)]
+    if any(len(ranks & set(x.device_mesh.mesh.flatten().tolist())) > 1 for x in sharded):
         raise ValueError(
             "these parameters are sharded by FSDP, which reduces their gradients itself: leave out sum_gradients, and "
             "call (startrail.gradient_factor(model) * loss).backward()"
         )
     check_same_parameters(((f"{i} {tuple(x.shape)}", x) for i, x in enumerate(parameters)), group)
-    grads = [x.grad for x in parameters if x.grad is not None]
+    grads = [_local(x.grad) for x in parameters if x.grad is not None]
     own = torch.stack([digest(grad) for grad in grads]).sum() if grads else torch.zeros((), dtype=torch.long)
     size = torch.stack([grad.abs().max().double() for grad in grads]).max() if grads else torch.zeros(())
     all_ranks = gather_tensors(torch.stack([own, (size > 0).long()]), group, "sum_gradients")
@@ -328,6 +338,12 @@ def _check_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGr
             "has the same tokens. With DDP leave out sum_gradients, and call (startrail.gradient_factor(model) * loss)"
             ".backward()"
         )
+
+
+def _local(gradient: Any) -> Tensor:
+    """This rank's part of a gradient, if tensor parallelism shards it: the same memory."""
+    local: Tensor = gradient.to_local() if is_sharded(gradient) else gradient
+    return local
 
 
 def _sum_bucket(grads: list[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -23,6 +23,7 @@ from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
 from startrail.planner.live.choose import choose
+from startrail.planner.sparse.rule import rule_for
 from startrail.planner.topology import Machine
 from startrail.planner.workload import Job, check_heads
 from startrail.routing.explain import explain
@@ -54,8 +55,9 @@ class SequenceParallel:
     The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh whose dimensions together form
     the sequence axis. ``wire_dtype`` is the dtype of messages (default: that of the inputs); sums are always kept in
     float32 or wider. ``layout`` says which tokens a rank owns: ``zones`` keeps each packed document on as few ranks as
-    can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. ``sparse=False`` always uses the
-    plan, also where a mask is so narrow that fetching just the visible keys (`direct`) sends fewer bytes. Set
+    can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. Where a mask is so narrow that
+    fetching just the visible keys (`direct`) sends fewer bytes, or is faster as simulated on ``cluster`` (if it or
+    STARTRAIL_CLUSTER is given), that is used instead of the plan; ``sparse=False`` always uses the plan. Set
     ``windows`` if most layers have windows or chunks: tokens are then laid out so that neighbours share a node, which
     such layers need; layers that see everything are then cut into more and smaller blocks.
     ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
@@ -97,7 +99,9 @@ class SequenceParallel:
             raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
         self.plan.check_world(self.world)
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
-        settings = Settings(self.plan, layout, wire_dtype, limit, check_every_call, bool(sparse))
+        described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
+        rule = bool(sparse) and rule_for(described, _machine(ranks))
+        settings = Settings(self.plan, layout, wire_dtype, limit, check_every_call, rule)
         self._runtime = Runtime(settings, ranks, self.rank)
         if windows:
             self.expect_windows()
@@ -120,8 +124,7 @@ class SequenceParallel:
             ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
         else:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
-        machine = Machine.of_ranks(asking, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # set by torchrun
-        plan, reason = choose(group, machine, ask, cluster)
+        plan, reason = choose(group, _machine(asking), ask, cluster)
         if ranks[self.rank] == 0:  # once, even if several groups share a job
             print(f"startrail: {reason}", file=sys.stderr)
         return plan
@@ -253,6 +256,10 @@ class SequenceParallel:
 
     def __reduce__(self) -> str:
         raise ValueError("SequenceParallel belongs to its process and cannot be pickled: make a new one from its plan")
+
+
+def _machine(ranks: tuple[int, ...]) -> Machine:
+    return Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # set by torchrun
 
 
 def _wrong_length(length: object) -> str:

@@ -131,3 +131,37 @@ def test_a_sequence_in_use_is_kept_when_one_rank_makes_many_others():
         return len(writes)
 
     assert run_local(on_rank, 2, deadline=60) == [0, 0]
+
+
+def test_the_simulator_decides_where_a_cluster_is_described(monkeypatch):
+    """Ranks whose descriptions differ, and who might decide differently, raise."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("STARTRAIL_CLUSTER")
+    length, window = 1024, 9
+    data = tensors(length)
+    visible = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+    truth = dense(*data, attn_mask=visible)
+
+    def on_rank(rank):
+        found = []
+        for cluster in (None, "lab", "pcie-8", "h200"):  # one level instead of two; no rates in float32
+            sp = startrail.SequenceParallel("1x2/u2", cluster=cluster)
+            sequence = sp.sequence(length)
+            q, k, v = (sequence.shard(x, 2).requires_grad_() for x in data[:3])
+            out = sequence.attention(q, k, v, causal=True, window=window)
+            grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
+            error = worst([out, *grads], [sequence.shard(x, 2) for x in truth])
+            (route,) = sequence.routes(q, k, v, causal=True, window=window)
+            text = sp.explain(length, heads=4, head_dim=16, dtype=torch.float32, window=window)
+            found.append((error, route.by_rule, text.splitlines()[-1]))
+        other = startrail.SequenceParallel("1x2/u2", cluster="lab" if rank else None, timeout=30)
+        problem = error_of(lambda: other.sequence(64).attention(*qkv(16), causal=True, window=window))
+        return found, problem
+
+    by_bytes = "1x2/u2 or direct: by bytes, outermost level first"
+    for found, problem in run_local(on_rank, 4, deadline=60):
+        errors, by_rule, texts = zip(*found, strict=True)
+        assert max(errors) < 2e-6
+        assert by_rule == (False, True, False, False)
+        assert texts[0] == texts[2] == texts[3] == by_bytes and "as simulated on lab" in texts[1]
+        assert "as simulated on lab" in problem and "rank 0" in problem

@@ -231,6 +231,28 @@ def test_lanes_connect_all_pairs_when_made_and_do_not_split_the_world():
         assert same, "the first pass made no new connections"
 
 
+def test_new_batches_make_no_communicators():
+    """Zones use the groups of the plan's levels, and ``direct`` the same ones from the second batch on."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/1x2", timeout=20)
+        programs, made = [], []
+        for documents in ((0, 64), (0, 40, 64), (0, 9, 20, 64), (0, 3, 60, 64), (0, 64)):
+            sequence = sp.sequence(64, documents)
+            inputs = [x.requires_grad_() for x in torch.randn(3, 1, 4, sequence.local, 8)]
+            for window in (None, 4):
+                out = sequence.attention(*inputs, causal=True, window=window)
+                torch.autograd.grad(out, inputs, torch.randn_like(out))
+                routes = sequence.routes(*inputs, causal=True, window=window)
+                programs += [str(route.chosen) for route in routes]
+            made.append(len(sp._runtime.executor_on(CPU).lanes._open.groups))
+        return programs, made
+
+    for programs, made in run_local(on_rank, 4, deadline=60):
+        assert {"u2/1x2", "direct"} <= set(programs)
+        assert set(made) == {2 + 2 + 1}, "of two levels, of direct on both, and of all ranks"
+
+
 def test_a_peer_that_does_not_connect_raises():
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x2", timeout=2)

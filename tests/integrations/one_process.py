@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import startrail
 from startrail.integrations.transformers import shard_batch
-from tests.integrations.tiny import InFloat64, differences, gradients, packed, padded, tiny, tokens
+from tests.integrations.tiny import InFloat64, backward, differences, gradients, packed, padded, tiny, tokens
 
 # What a gradient may be off by, relative to its norm; or twice what one process errs in the same dtype. float32 adds up
 # in another order on many ranks, which shows where a sum over all tokens has terms of both signs: one process itself
@@ -43,7 +43,7 @@ def one_process(name, batch, dtype=torch.float32):
     model = tiny(name, dtype)
     with InFloat64() if dtype == torch.float64 else nullcontext():
         loss = loss_of(model, name, batch)
-        loss.backward()
+        backward(loss)
     return loss.item(), gradients(model)
 
 
@@ -63,7 +63,7 @@ def loss_of(model, name, batch):
 def many_ranks(model, sp, batch):
     model.zero_grad()
     loss = model(**shard_batch(sp, **batch)).loss
-    loss.backward()
+    backward(loss)
     startrail.sum_gradients(model.parameters(), sp.group)
     return summed(loss), gradients(model)
 

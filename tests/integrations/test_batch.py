@@ -20,8 +20,25 @@ def test_traps_of_batches():
     assert "leave the attention_mask out" in error_of(lambda: shard_batch(sp, **both))
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     assert "row 0, token 6 has attention_mask 0" in error_of(lambda: shard_batch(sp, ids, ids, mask))
-    assert "pixel_values cannot be sharded by tokens: it is (1, 3)" in error_of(
-        lambda: shard_batch(sp, ids, pixel_values=torch.zeros(1, 3))
+    assert "features cannot be sharded by tokens: it is (1, 3)" in error_of(
+        lambda: shard_batch(sp, ids, features=torch.zeros(1, 3))
+    )
+    text = error_of(lambda: model(**shard_batch(sp, ids, ids, pixel_values=torch.zeros(1, 3))))
+    assert "LlamaForCausalLM takes no images" in text
+    assert "pass input_ids or inputs_embeds, got neither" in error_of(lambda: shard_batch(sp, labels=ids))
+    assert "not both" in error_of(lambda: shard_batch(sp, ids, inputs_embeds=torch.zeros(1, 8, 32)))
+    assert "inputs_embeds must be floats (batch, tokens, width)" in error_of(lambda: shard_batch(sp, inputs_embeds=ids))
+    assert "use_cache=True" in error_of(lambda: model(**shard_batch(sp, ids), use_cache=True))
+    text = error_of(lambda: model(**shard_batch(sp, ids, ids), output_router_logits=True))
+    assert "the routers' auxiliary loss" in text
+    expected = model(**shard_batch(sp, ids, ids), use_cache=False, logits=True)
+    embeds = model.get_input_embeddings()(ids)
+    made = model(**shard_batch(sp, inputs_embeds=embeds, labels=ids), logits=True)
+    assert torch.equal(made.logits, expected.logits) and torch.equal(made.loss, expected.loss)
+    assert model(**shard_batch(sp, ids, ids)).logits is None and model(**shard_batch(sp, ids)).logits.shape == (
+        1,
+        8,
+        64,
     )
     for wrong in (ids[0], ids.float(), [[1, 2]]):
         assert "input_ids must be an integer tensor (batch, tokens)" in error_of(lambda: shard_batch(sp, wrong))  # noqa: B023

@@ -91,6 +91,13 @@ class InFloat64(TorchFunctionMode):
         return torch.float64 if x is torch.float32 else x
 
 
+def backward(loss: Tensor) -> None:
+    """``loss.backward()`` that leaves ``InFloat64`` on, for what the backward pass computes again."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    ones = (torch.ones_like(loss),)
+    engine.run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
 

@@ -197,8 +197,8 @@ class Reader:
 
 
 def test_a_slow_reader_of_the_output_delays_neither_ranks_nor_verdicts(pair: lab.Cluster) -> None:
-    slow = Reader(4.0)
-    pair.start(["sh", "-c", "echo rank $RANK"], deadline=3).wait(echo=slow)
+    slow = Reader(7.0)
+    pair.start(["sh", "-c", "echo rank $RANK"], deadline=6).wait(echo=slow)
     assert slow.text == "rank 0\n"
     pair.start(["sh", "-c", "echo rank $RANK"], deadline=10).wait(echo=Reader(0.0, BrokenPipeError))
     quick = Reader(0.0)

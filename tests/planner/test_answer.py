@@ -35,6 +35,23 @@ def test_what_would_change_the_answer_is_a_new_search():
     assert "with half the memory, no plan fits: " in ask(cluster, model, 4 * run.length, top=1).why
 
 
+def test_the_best_plan_with_heads_outermost_is_a_row_with_its_reason():
+    """On the paper's cluster it fits with headroom, and the text compares it with ring and star4."""
+    answer = ask("a100-4x8", "gpt-7b", "512k")
+    rows = {row["role"]: row for row in answer.rows}
+    heads, ring = rows["heads outermost"], rows["ring"]
+    assert heads["plan"].startswith("u4/") and "exchange=twice" in heads["plan"]
+    assert heads["memory"] < 0.9 * 37e9 and heads["seconds"] > answer.rows[0]["seconds"]
+    for text in (
+        f"{heads['plan']}, sends 40.3 GB between nodes, needs",
+        f"{ring['seconds'] / heads['seconds']:.2f}x as fast as ring",
+        "x as fast as star4; it does not come first because it is ",
+        "exchanged again in the backward pass",
+    ):
+        assert text in answer.why
+    assert "heads outermost" not in [row["role"] for row in ask("h100-8x8@1x8", "llama3-8b", "128k").rows]
+
+
 def test_rows_as_json(capsys):
     argv = ["plan", "--cluster", "a100-4x8", "--model", "gpt-3b", "--length", "64k", "--json", "--top", "2"]
     assert main(argv) == 0

@@ -173,6 +173,9 @@ def test_every_curve_of_a_kernel_has_its_source():
 def test_all_missing_keys_are_named_at_once():
     with pytest.raises(ValueError, match=re.escape("a.toml: device: 'name', 'memory', 'copy' are missing")):
         read_cluster({"levels": CLUSTER["levels"], "device": {}}, "a", "a.toml")
+    both = "a.toml: levels[0]: 'size', 'bandwidth' are missing; device: 'name', 'memory', 'copy' are missing"
+    with pytest.raises(ValueError, match=re.escape(both)):
+        read_cluster({"levels": [{"name": "node"}], "device": {}}, "a", "a.toml")
 
 
 def test_a_cluster_without_overheads_gives_the_same_answer():

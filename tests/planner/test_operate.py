@@ -61,4 +61,21 @@ def test_only_one_way_to_say_the_length(capsys):
 
 def test_the_fewest_gpus_on_the_command_line(capsys):
     assert main(["plan", "--cluster", "a100-4x8@2x4", "--model", "gpt-3b", "--gpus-for", "256k", "--top", "1"]) == 0
-    assert "1 x 262144 tokens" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "1 x 262144 tokens" in text
+    assert "the fewest that fit 262,144 tokens: " in text
+
+
+def test_the_longest_length_and_the_batch_are_said(capsys):
+    argv = ["plan", "--cluster", "h100-8x8@1x2", "--model", "gpt-3b", "--top", "1"]
+    assert main([*argv, "--max-length"]) == 0
+    assert "the longest sequence that fits: " in capsys.readouterr().out
+    assert main([*argv, "--length", "32k", "--batch", "auto"]) == 0
+    assert "batch 2: twice as many sequences do not fit, or add less than 2%" in capsys.readouterr().out
+
+
+def test_what_saves_enough_memory_is_named(capsys):
+    """And it does fit: the message is no guess."""
+    argv = ["plan", "--cluster", "h100-8x8@1x8", "--model", "llama3-8b", "--length", "1M", "--top", "1"]
+    assert "it would fit with repeat_attention = true and offload = true; " in refusal(argv, capsys)
+    assert main([*argv, "--repeat-attention", "--offload"]) == 0

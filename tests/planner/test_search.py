@@ -32,7 +32,7 @@ def test_well_known_plans_are_always_among_the_rows():
         (
             "pcie-8",
             "gpt-tiny",
-            {"USP": "and this cluster has 8 GPUs", "double ring": "needs two levels", "star4": "4² = 16"},
+            {"USP": "and a group has 8 GPUs", "double ring": "needs two levels", "star4": "4² = 16"},
         ),
         ("a100-4x8", "dit-1b", {"Ulysses": "24 query heads cannot be split over u32"}),
         ("a100-4x8@4x7", "gpt-tiny", {"USP": "4 key/value heads cannot be split inside a node of 7", "star4": "16"}),

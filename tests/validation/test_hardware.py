@@ -1,13 +1,16 @@
 """Predictions against published figures: all targets are met, and nothing is fitted to the figures for judging."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 from startrail.planner.cluster import find_cluster
 from startrail.planner.peers import ENGINES
+from startrail.planner.predict import predict
 from startrail.planner.rows import expected_error
 from startrail.planner.step import Training
 from startrail.planner.workload import Run, find_model
+from startrail.schedule.plan import Plan
 from tests.helpers import ROOT
 from validation.hardware import __main__ as hardware
 from validation.hardware import fit
@@ -23,6 +26,32 @@ def test_predictions_meet_every_target():
     verdict += hardware.judge_rest(cases, steps)
     assert [line for line, met in verdict if not met] == []
     assert len(verdict) == 9
+
+
+def test_packed_documents_are_predicted_for_those_who_cut_each_over_all_ranks():
+    """On one node, with two sequences: Ulysses, the ring, all-gather and USP, both passes."""
+    found = hardware.read_cases(fit.FITTING / "packed.toml")
+    cases = [replace(case, packs=case.packs[:2]) for case in found if case.cluster.world == 8]
+    assert len(cases) == 8
+    sides = [ratio.right_side for ratio in hardware.ratios(cases) if ratio.counts]
+    assert sum(sides) >= 0.9 * len(sides)
+    assert all(0.6 < case.predicted() / case.published < 1.6 for case in cases)
+
+
+def test_torchtitans_gpus_are_as_slow_as_its_steps_without_context_parallelism():
+    """Half of the matrix products are recomputed: the mean of all and none."""
+    cases = list(hardware.read_training(fit.FITTING / "training.toml"))
+    case = next(case for case in cases if case.name.startswith("torchtitan"))
+    cluster, plan = replace(case.training.cluster, slow=()), Plan.parse("u1")
+    shares = []
+    for fp8, published in ((False, 6667), (True, 8532)):
+        seconds = []
+        for recompute in (False, True):
+            run = Run(8192, 16, fp8=fp8, recompute=recompute)
+            training = Training(cluster, case.training.model, run, data_parallel=8)
+            seconds.append(training.step(plan, lambda call, on=training.group: predict(on, plan, call)).seconds)
+        shares.append(published * sum(seconds) / 2 / (2 * 8192))
+    assert all(abs(share - case.training.cluster.slow[0].compute) < 0.02 for share in shares)
 
 
 def test_fitting_cannot_read_the_figures_for_judging(monkeypatch):

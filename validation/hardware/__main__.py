@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from validation.errors import record
@@ -21,8 +22,9 @@ SIDES, RATIO, RING = 0.90, 0.10, 0.12  # targets: share on the right side, media
 RATES = {"fitting": (0.10, 0.25), "judging": (0.15, 0.35)}  # median and worst error of attention rates
 STEPS, MEMORY = 0.10, 0.15
 NOT_PREDICTED = """
-Not predicted: MagiAttention's own schedule, which is not one of our plans; everything with packed documents or windows,
-because the planner prices dense masks only; and diffusers' inference steps, in which attention is a small part.
+Not predicted: MagiAttention's own schedule and Megatron's hybrid context parallelism, which are not plans of ours and
+place documents by rules that the source does not give; and diffusers' inference steps, in which attention is a small
+part, on GPUs (L20, 4090) whose attention kernels have no published speeds.
 """
 REMARKS = """
 What is off, and why:
@@ -30,16 +32,28 @@ What is off, and why:
 - Ring Attention of yunchang is 15 to 19 % slower than predicted with as many KV heads as query heads; its GQA rows are
   within 2 %. The difference is larger than its transfers without overlap explain.
 - Striped rings are predicted 3 to 7 % too fast.
-- Training steps are predicted 4 to 13 % too fast where attention dominates: long runs throttle, and hosts add time. The
-  Ulysses baseline of FPDT is faster than predicted: at 512K tokens a causal kernel reaches the speed of a full one.
-- torchtitan's CP 4 and 8 are far slower than its own rows for other lengths. So is EasyContext's step of 128K tokens:
-  per visible pair it takes 2.5 times as long as 512K.
-- prime-rl reports more tokens/s than 8 GPUs can compute with the whole model; between its rows, the ring is 28 to 49 %
-  slower than Ulysses, predicted are 4 to 8 %.
+- Packed documents: the publication's documents are not known, so others are drawn from its distribution (5 sequences;
+  rates vary threefold between them). Ulysses and USP agree; the ring and all-gather, which cut every document over all
+  GPUs, are predicted too fast. The time of a kernel's programs that have nothing to do was chosen by hand on these
+  rows (without those for judging).
+- USP and LoongTrain (and Ulysses, on 8 GPUs) are one plan to the planner. With packed documents their figures differ by
+  up to 58 %; such pairs do not count as ratios between plans.
+- Training steps are predicted 4 to 13 % too fast where attention dominates: long runs throttle, and hosts add time.
+  (TRL later measured 380 instead of 364 s for its 8B model.) The Ulysses baseline of FPDT is faster than predicted: at
+  512K tokens a causal kernel reaches the speed of a full one.
+- EasyContext's step of 128K tokens is 33 % slower than its own steps of 64K, 512K and 700K tokens suggest; the source
+  warns of variance. It is counted.
+- Unexplained, and not counted: torchtitan's CP 4 and 8, which are 1.4 to 1.5 times as slow as predicted at the speed of
+  its GPUs without context parallelism (CP 1 and 2 agree), and prime-rl's rings, 28 to 49 % slower than Ulysses on the
+  same GPUs, where 3 to 8 % are predicted.
+- prime-rl cannot have run all 46 layers: they would need 25 PFLOP/s of GPUs that have 8. 6 layers have the speed of
+  its row without context parallelism, which therefore is not counted.
+- NeMo counts the FLOPs of masked pairs, too, and Transformer Engine chooses cuDNN on H100. With the speeds published
+  for cuDNN a few months later, its steps are predicted 12 to 36 % too fast, with those of FlashAttention 2, 8 to 13 %
+  too slow.
+- Steps for which something is inferred are part of the median of all steps, but not of the intervals.
 - No training step or peak of memory is held out: how each was run, and the memory of gathered keys and of logits, were
   chosen with these figures in view. The judging figures were printed while the model was developed.
-- NeMo does not say how it counts FLOPs. With half of the pairs (causal) its figures are 20 to 32 % above predictions,
-  with all of them 12 to 40 % below.
 """
 
 
@@ -74,7 +88,7 @@ def training_lines(cases: list[TrainingCase]) -> list[str]:
             used = case.predicted_memory
             memory = f"{case.memory / 1e9:.1f} GB | {used / 1e9:.1f} GB | {used / case.memory - 1:+.1%}"
         seconds = f"{case.published:.4g} s | {case.step.seconds:.4g} s | {case.off:+.1%}"
-        note = f"unexplained: {case.unexplained}" if case.unexplained else ""
+        note = case.not_counted or (f"inferred: {case.inferred}" if case.inferred else "")
         lines.append(f"| {case.name} | `{case.plan}` | {seconds} | {memory} | {note} |")
     return lines
 
@@ -99,13 +113,14 @@ def judge_attention(name: str, cases: list[AttentionCase], found: list[Ratio]) -
 def judge_rest(cases: list[AttentionCase], steps: list[TrainingCase]) -> list[tuple[str, bool]]:
     rings = [case for case in cases if case.plan == f"1x{case.cluster.world}" and case.group.startswith("Magi")]
     ring = max(abs(case.predicted() / case.published - 1) for case in rings)
-    explained = [abs(case.off) for case in steps if not case.unexplained]
+    stated = [abs(case.off) for case in steps if not (case.inferred or case.not_counted)]
     memory = [abs(case.predicted_memory / case.memory - 1) for case in steps if case.memory is not None]
     return [
         (f"ring on 8 to 64 H100: worst error {ring:.1%} (at most {RING:.0%})", ring <= RING),
         (
-            f"median error of {len(explained)} training steps {statistics.median(explained):.1%} (at most {STEPS:.0%})",
-            statistics.median(explained) <= STEPS,
+            f"median error of {len(stated)} training steps (TRL, EasyContext, Automodel, FPDT) "
+            f"{statistics.median(stated):.1%} (at most {STEPS:.0%})",
+            statistics.median(stated) <= STEPS,
         ),
         (
             f"worst error of {len(memory)} peaks of memory {max(memory):.1%} (at most {MEMORY:.0%})",
@@ -114,7 +129,18 @@ def judge_rest(cases: list[AttentionCase], steps: list[TrainingCase]) -> list[tu
     ]
 
 
-def scatter(path: Path, cases: list[AttentionCase], judged: list[AttentionCase], steps: list[TrainingCase]) -> None:
+def other_medians(
+    packed: list[AttentionCase], judged_packed: list[AttentionCase], steps: list[TrainingCase]
+) -> Iterator[str]:
+    for name, found in (("packed documents", packed), ("packed documents for judging", judged_packed)):
+        errors = [abs(case.predicted() / case.published - 1) for case in found]
+        middle = statistics.median(errors)
+        yield f"median error of {len(errors)} rates with {name} {middle:.1%}, worst {max(errors):.1%}"
+    counted = [abs(case.off) for case in steps if not case.not_counted]
+    yield f"median error of all {len(counted)} training steps that are counted {statistics.median(counted):.1%}"
+
+
+def scatter(path: Path, attention: dict[str, list[AttentionCase]], steps: list[TrainingCase]) -> None:
     """Predicted over published seconds; nothing without matplotlib."""
     try:
         import matplotlib
@@ -124,12 +150,12 @@ def scatter(path: Path, cases: list[AttentionCase], judged: list[AttentionCase],
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5))
-    for label, found, marker in (("attention, fitting", cases, "o"), ("attention, judging", judged, "^")):
+    for marker, (label, found) in zip("o^v<", attention.items(), strict=True):
         xs = [case.seconds for case in found]
         ys = [case.predicted_seconds() / x for case, x in zip(found, xs, strict=True)]
         axes.scatter(xs, ys, s=16, marker=marker, label=label)
-    for label, marker, listed in (("training steps", "s", False), ("training steps, unexplained", "x", True)):
-        found_steps = [case for case in steps if bool(case.unexplained) == listed]
+    for label, marker, listed in (("training steps", "s", False), ("training steps, not counted", "x", True)):
+        found_steps = [case for case in steps if bool(case.not_counted) == listed]
         ys = [case.step.seconds / case.published for case in found_steps]
         axes.scatter([case.published for case in found_steps], ys, s=20, marker=marker, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -142,13 +168,15 @@ def scatter(path: Path, cases: list[AttentionCase], judged: list[AttentionCase],
 
 def main() -> int:
     cases, judged = fitting_cases(), list(read_cases(JUDGING / "attention.toml"))
+    packed, judged_packed = (list(read_cases(folder / "packed.toml")) for folder in (FITTING, JUDGING))
     steps = list(read_training(FITTING / "training.toml"))
-    between, judged_between = ratios(cases), ratios([*cases, *judged], of=judged)
+    between = ratios([*cases, *packed])
+    judged_between = ratios([*cases, *packed, *judged, *judged_packed], of=[*judged, *judged_packed])
     verdict = judge_attention("fitting", cases, between) + judge_attention("judging", judged, judged_between)
     verdict += judge_rest(cases, steps)
     met = all(fine for _, fine in verdict)
     record("attention", [case.predicted() / case.published - 1 for case in cases])
-    record("step", [case.off for case in steps if not case.unexplained])
+    record("step", [case.off for case in steps if not (case.inferred or case.not_counted)])
     text = [
         "# Predictions against figures published for real GPUs",
         "",
@@ -158,15 +186,20 @@ def main() -> int:
     text += ["", *(f"- {line}{'' if fine else ': NOT met'}" for line, fine in verdict)]
     text += [
         f"- {'all targets met' if met else 'NOT all targets met'}",
+        f"- without a target: {'; '.join(other_medians(packed, judged_packed, steps))}",
         *NOT_PREDICTED.splitlines(),
         *REMARKS.splitlines(),
     ]
     text += ["", "![Predicted over published](scatter.png)", ""]
     text += ["## Ratios between plans on the same hardware that differ by more than 5 %", "", *ratio_lines(between)]
     text += ["", "For judging only:", "", *ratio_lines(judged_between), "", "## Attention", "", *attention_lines(cases)]
-    text += ["", "For judging only:", "", *attention_lines(judged), "", "## Training steps", "", *training_lines(steps)]
+    text += ["", "For judging only:", "", *attention_lines(judged), "", "## Packed documents", ""]
+    text += [*attention_lines(packed), "", "For judging only:", "", *attention_lines(judged_packed), ""]
+    text += ["## Training steps", "", *training_lines(steps)]
     (HERE / "results.md").write_text("\n".join(text) + "\n")
-    scatter(HERE / "scatter.png", cases, judged, steps)
+    attention = {"attention, fitting": cases, "attention, judging": judged}
+    attention |= {"packed documents, fitting": packed, "packed documents, judging": judged_packed}
+    scatter(HERE / "scatter.png", attention, steps)
     print("\n".join(f"{'met   ' if fine else 'NOT MET'} {line}" for line, fine in verdict))
     return 0 if met else 1
 

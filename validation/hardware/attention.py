@@ -1,4 +1,5 @@
-"""Published figures of attention alone, and their predictions."""
+"""Published figures of attention alone, and their predictions. Packed documents are drawn anew: which ones the
+publication drew is not known."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from startrail.geometry.distributions import document_lengths
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.peers import ENGINES, Implementation
 from startrail.planner.peers.gathered import predict_gathered
+from startrail.planner.peers.packed import predict_packed, predict_packed_gathered
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.units import parse_quantity, read_file
 from startrail.schedule.plan import Plan
 
 Engines = Mapping[str, Implementation]
+PACKS = 5
 _predictions: dict[tuple[object, ...], Prediction] = {}
 
 
@@ -33,6 +37,7 @@ class AttentionCase:
     unit: str
     published: float
     partners: str = ""  # another group on the same hardware, to compare with
+    packs: tuple[tuple[int, ...], ...] = ()  # packed documents: cu_seqlens of several sequences
 
     @property
     def name(self) -> str:
@@ -54,6 +59,7 @@ class AttentionCase:
             return 1 / value
         flops = {"forward": 4, "backward": 10, "both": 14}[self.passes]
         pairs = self.call.length**2 / (2 if self.call.causal else 1)
+        pairs = self.call.pairs if self.packs else pairs
         return (
             flops * self.call.head_dim * self.call.heads * self.call.batch * pairs / self.cluster.world / value / 1e12
         )
@@ -63,18 +69,39 @@ class AttentionCase:
         return self._convert(self.predicted_seconds(engines))
 
     def predicted_seconds(self, engines: Engines = ENGINES) -> float:
+        if self.packs:  # the mean of their rates, as published
+            cases = [replace(self, packs=(), call=replace(self.call, documents=pack)) for pack in self.packs]
+            pairs = [case.call.pairs / self.call.pairs for case in cases]
+            rates = [share / case.predicted_seconds(engines) for case, share in zip(cases, pairs, strict=True)]
+            return len(rates) / sum(rates)
         engine = engines[self.engine]
-        key = self.group, self.cluster.name, self.plan, engine
+        key = self.cluster.name, self.call, self.plan, engine
         if key not in _predictions:
-            gathered = self.plan == "gather"
-            _predictions[key] = (
-                predict_gathered(self.cluster, self.call, engine)
-                if gathered
-                else predict(self.cluster, Plan.parse(self.plan), self.call, engine=engine)
-            )
+            _predictions[key] = self._predict(engine)
         prediction = _predictions[key]
         parts = {"forward": prediction.forward.seconds, "backward": prediction.backward.seconds}
         return sum(parts.values()) if self.passes == "both" else parts[self.passes]
+
+    def _predict(self, engine: Implementation) -> Prediction:
+        if self.plan == "gather":
+            gathered = predict_packed_gathered if self.call.documents else predict_gathered
+            return gathered(self.cluster, self.call, engine)
+        plan = Plan.parse(self.plan)
+        if self.call.documents:
+            return predict_packed(self.cluster, plan, self.call, engine)
+        return predict(self.cluster, plan, self.call, engine=engine)
+
+
+def draw_packs(distribution: str, length: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences of documents as MagiAttention packs them: those longer than a quarter of a sequence are cut."""
+    most, packs = length // 4, []
+    for seed in range(PACKS):
+        ends = [0]
+        for tokens in document_lengths(distribution, length, seed):
+            start = ends[-1]
+            ends += [*range(start + most, start + tokens, most), start + tokens]
+        packs.append(tuple(ends))
+    return tuple(packs)
 
 
 def read_cases(path: Path) -> Iterator[AttentionCase]:
@@ -84,10 +111,12 @@ def read_cases(path: Path) -> Iterator[AttentionCase]:
             nodes, world = cluster.levels[0].size, cluster.world
             shape: tuple[Any, ...] = group["heads"], group["kv_heads"], group["head_dim"], group.get("causal", True)
             call = AttentionShape(group["tokens_per_rank"] * world, group.get("batch", 1), *shape)
+            packs = draw_packs(group["documents"], call.length) if "documents" in group else ()
+            call = replace(call, documents=packs[0] if packs else ())
             for row in group["rows"]:
                 plan = row["plan"].replace("N", str(world)).replace("K", str(nodes)).removeprefix("1x1/")
                 about = group["name"], group["source"], cluster, call, plan, row["engine"], row["pass"], group["unit"]
-                yield AttentionCase(*about, float(row["figures"][at]), group.get("with", ""))
+                yield AttentionCase(*about, float(row["figures"][at]), group.get("with", ""), packs)
 
 
 def _cluster(group: Mapping[str, Any], name: str) -> ClusterSpec:
@@ -113,8 +142,13 @@ class Ratio:
 
     @property
     def counts(self) -> bool:
-        """The published figures differ by more than 5 %."""
-        return max(self.published, 1 / self.published) > 1.05
+        """The published figures differ by more than 5 %, and the plans differ, too."""
+        return max(self.published, 1 / self.published) > 1.05 and not self.same_plan
+
+    @property
+    def same_plan(self) -> bool:
+        """Two libraries run what is one plan to the planner, such as USP and LoongTrain."""
+        return (self.one.plan, self.one.engine) == (self.other.plan, self.other.engine)
 
     @property
     def right_side(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from startrail.planner.cluster import find_cluster
+from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.memory import estimate_memory
 from startrail.planner.peers import ENGINES, TRANSFORMER_ENGINE_GATHERED
 from startrail.planner.peers.gathered import predict_gathered
@@ -21,7 +21,8 @@ from startrail.schedule.plan import Plan
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One published step: its seconds, and its peak memory if that is known."""
+    """One published step: its seconds, and its peak memory if that is known. ``inferred``: what the source does not
+    say; ``not_counted``: why the step is only listed."""
 
     name: str
     source: str
@@ -30,7 +31,8 @@ class TrainingCase:
     engine: str
     published: float
     memory: float | None
-    unexplained: str
+    inferred: str = ""
+    not_counted: str = ""
 
     @cached_property
     def step(self) -> StepEstimate:
@@ -63,11 +65,14 @@ def read_training(path: Path) -> Iterator[TrainingCase]:
         cluster = find_cluster(table["cluster"])
         if "kernel" in table:
             cluster = cluster.with_kernel(table["kernel"])
+        if "speed" in table:  # ranks run in step, so one slow device slows all
+            cluster = replace(cluster, slow=(SlowMember(len(cluster.levels) - 1, 0, compute=table["speed"]),))
         model = read_model({"kind": "gpt", **table["model"]}, name, name)
         training = Training(cluster, model, read_run(table["run"], name), table.get("data_parallel", 1))
         memory = parse_quantity(table["memory"], "bytes") if "memory" in table else None
         seconds = _seconds(table, training)
-        about = table["plan"], table.get("engine", "startrail"), seconds, memory, table.get("unexplained", "")
+        notes = table.get("inferred", ""), table.get("not_counted", "")
+        about = table["plan"], table.get("engine", "startrail"), seconds, memory, *notes
         yield TrainingCase(name, table["source"], training, *about)
 
 
@@ -78,4 +83,9 @@ def _seconds(table: Mapping[str, Any], training: Training) -> float:
         return float(table["seconds"])
     if "tokens_per_second" in table:
         return run.length * run.batch / float(table["tokens_per_second"])
-    return training.flops / training.cluster.world / (float(table["tflops"]) * 1e12)
+    flops = training.flops
+    if table.get("pairs") == "all":
+        flops += (
+            run.batch * 6.0 * training.model.heads * training.model.head_dim * run.length**2 * training.model.layers
+        )
+    return flops / training.cluster.world / (float(table["tflops"]) * 1e12)

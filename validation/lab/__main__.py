@@ -2,7 +2,8 @@
 
 python -m validation.lab                       everything; about 15 minutes on two idle cores
 python -m validation.lab --quick               two trials as a smoke test (in report/validate-quick)
-python -m validation.lab --machines 4x4,8x4    only these machines (measurements of the others are kept)
+python -m validation.lab --machines 4x4,8x4    only these machines (other measurements are kept)
+python -m validation.lab --only sparse         only trials with a window or documents (or: --only dense)
 python -m validation.lab --again               repeat the predictions for the last measurements
 python -m validation.lab --report report/report.json      predict the results of `make bench`
 """
@@ -47,9 +48,15 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
         by_rank = run_on_cluster(machine, trials, progress, True, TIMEOUT_SECONDS)
         done = list(zip(*by_rank, strict=True))
         records = [measured_trial(machine, trial, row) for trial, row in zip(trials, done, strict=False)]
-        measured[shape] = records
+        new = {_key(record) for record in records}
+        measured[shape] = [record for record in measured.get(shape, []) if _key(record) not in new] + records
         path.write_text(json.dumps(measured, indent=1))
     return measured
+
+
+def _key(record: dict[str, Any]) -> str:
+    """What tells the trials of a machine apart."""
+    return json.dumps([record[name] for name in ("work", "pressure", "slow_node")])
 
 
 def missing(plan: dict[str, list[Any]], cases: list[Case]) -> tuple[str, ...]:
@@ -75,6 +82,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--machines", default="")
+    parser.add_argument("--only", choices=["sparse", "dense"])
     parser.add_argument("--report", type=Path)
     parser.add_argument("--out", type=Path, help="default: next to the committed results")
     options = parser.parse_args()
@@ -87,9 +95,13 @@ def main() -> int:
         if unknown := [shape for shape in wanted if shape not in plan]:
             parser.error(f"no trials for {', '.join(unknown)}; choose from {', '.join(plan)}")
         plan = {shape: plan[shape] for shape in wanted}
+    if options.only:
+        kept = {s: [t for t in trials if t.work.is_sparse == (options.only == "sparse")] for s, trials in plan.items()}
+        plan = {shape: trials for shape, trials in kept.items() if trials}
     if not (options.again or options.report) and (problem := available()):
         parser.error(f"the lab cannot run here: {problem}")
-    before = json.loads(path.read_text()) if path.exists() and (options.again or options.machines) else {}
+    partly = options.again or options.machines or options.only
+    before = json.loads(path.read_text()) if path.exists() and partly else {}
     if options.report:
         trials = json.loads(options.report.read_text())["trials"]
         calibration, others = [], cases_of(trials)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from startrail.planner.cluster import find_cluster
-from startrail.planner.search import TIE_SHARE
+from startrail.planner.rows import TIE_SHARE
 from validation.lab.model import SPEED, Case, predicted
 
 FITTED = ("call", "post", "handle", "copy")  # and SPEED

@@ -53,9 +53,12 @@ def seconds_lines() -> list[str]:
         measured_trial(machine, each, row) for each, row in zip(trials, zip(*by_rank, strict=True), strict=False)
     ]
     lines = ["| plan | measured | predicted |", "| --- | --- | --- |"]
-    for case in cases_of(records):
+    cases = list(cases_of(records))
+    for case in cases:
         lines.append(f"| `{case.plan}` | {case.seconds:.3f} s ({case.repeats}) | {predicted(case, {}).seconds:.3f} s |")
-    return lines
+    once, twice = ([case.seconds, predicted(case, {}).seconds] for case in cases)
+    measured, expected = (b / a for a, b in zip(once, twice, strict=True))
+    return [*lines, "", f"Exchanging again takes {measured:.2f}x as long; predicted: {expected:.2f}x."]
 
 
 def main() -> int:

@@ -8,7 +8,10 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +20,47 @@ from torch import Tensor
 import startrail
 from startrail.bench import host
 from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
-from startrail.bench.peers.contenders import whole_attention, with_gradients
+from startrail.bench.peers import sparse
+from startrail.bench.peers.contenders import Attention, whole_attention, with_gradients
+from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.training import memory
+
+SPARSE_FACTOR = 4  # how many times as long sparse sequences are
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """Attention to measure. ``documents`` are cu_seqlens, empty for a single document."""
+
+    name: str
+    length: int
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    causal: bool = True
+
+    @property
+    def is_sparse(self) -> bool:
+        return bool(self.window or self.documents)
+
+    def one_process(self) -> Attention:
+        """SDPA that computes visible blocks only: whole, by documents, or along the band of a window."""
+        if self.is_sparse:
+            return partial(sparse.whole_attention, self.documents or (0, self.length), self.window)
+        return partial(whole_attention, causal=self.causal)
+
+
+def engine_works(length: int, full: bool) -> list[EngineWork]:
+    """A dense mask, documents and a window. The sparse ones are longer, since they have less to compute."""
+    longer = SPARSE_FACTOR * length
+    lengths = document_lengths("pretraining", longer, seed=1)
+    return [
+        EngineWork("full" if full else "causal", length, causal=not full),
+        EngineWork(f"{len(lengths)} documents", longer, documents=(0, *accumulate(lengths))),
+        EngineWork(f"window {longer // 64}", longer, window=longer // 64),
+    ]
 
 
 def inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,14 +69,14 @@ def inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Te
     return torch.randn(size), torch.randn(size), torch.randn(size), torch.randn(size)
 
 
-def time_sdpa(options: argparse.Namespace) -> float:
+def time_sdpa(options: argparse.Namespace, work: EngineWork) -> float:
     def on_rank(rank: int) -> float:
         torch.set_num_threads(os.cpu_count() or 1)
-        q, k, v, dout = inputs(options, options.length)
+        q, k, v, dout = inputs(options, work.length)
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            with_gradients(partial(whole_attention, causal=not options.full), q, k, v, dout)
+            with_gradients(work.one_process(), q, k, v, dout)
             times.append(time.perf_counter() - start)
         return min(times[1:])
 
@@ -46,17 +85,24 @@ def time_sdpa(options: argparse.Namespace) -> float:
     return seconds
 
 
-def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, float, float]:
+class EngineTiming(NamedTuple):
     """Seconds, share of waiting, peak bytes that attention adds to a rank, and the engine's formula for them."""
 
-    def on_rank(rank: int) -> tuple[float, float, float, float]:
-        sp = startrail.SequenceParallel(plan)
-        sequence, few = sp.sequence(options.length), sp.sequence(16 * sp.world)
-        attention = partial(sequence.attention, causal=not options.full)
+    seconds: float
+    waiting: float
+    added: float
+    formula: float
+
+
+def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> EngineTiming:
+    def on_rank(rank: int) -> EngineTiming:
+        sp = startrail.SequenceParallel(plan, windows=work.window is not None)
+        sequence, few = sp.sequence(work.length, work.documents or None), sp.sequence(16 * sp.world)
+        attention = partial(sequence.attention, causal=work.causal, window=work.window)
         q, k, v, dout = inputs(options, sequence.local)
         sizes = sp.sizes(q, k)
         # memory of libraries and connections is not attention's
-        warm_up = partial(few.attention, causal=not options.full)
+        warm_up = partial(few.attention, causal=work.causal)
         with_gradients(warm_up, q[:, :, :16], k[:, :, :16], v[:, :, :16], dout[:, :, :16])
         resident = memory.resident_bytes()
         memory.reset_peak(dout.device)
@@ -70,11 +116,11 @@ def time_plan(options: argparse.Namespace, plan: str) -> tuple[float, float, flo
             times.append(time.perf_counter() - start)
             shares.append(sp.timings()["waiting"] / sp.timings()["total"])
         formula = max(sizes.peak_bytes(pass_, sp.world) for pass_ in PASSES)
-        return min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula
+        return EngineTiming(min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula)
 
     results = [result for result in run_local(on_rank, options.ranks) if result is not None]
     seconds, shares, added, formula = zip(*results, strict=True)
-    return max(seconds), statistics.mean(shares), max(added), formula[0]
+    return EngineTiming(max(seconds), statistics.mean(shares), max(added), formula[0])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,32 +133,42 @@ def run(options: argparse.Namespace) -> int:
     if options.host:
         print(host.table(plans, options.ranks, options.heads, options.calls))
         return 0
+    works = engine_works(options.length, options.full)
     print(
-        f"forward + backward, {'full' if options.full else 'causal'}, N = {options.length}, {options.heads} heads x "
-        f"{options.head_dim}, float32, {options.ranks} ranks of one thread; {os.cpu_count()} cores, "
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, startrail {startrail.__version__}"
+        f"forward + backward, {options.heads} heads x {options.head_dim}, float32, {options.ranks} one-thread ranks; "
+        f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
+        f"startrail {startrail.__version__}"
     )
-    sdpa: list[float] = []
-    ours: dict[str, list[tuple[float, float, float, float]]] = {plan: [] for plan in plans}
-    done, total = 0, options.rounds * len(plans)
+    cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
+    sdpa: dict[EngineWork, list[float]] = {work: [] for work in works}
+    ours: dict[tuple[EngineWork, str], list[EngineTiming]] = {case: [] for case in cases}
+    done, total = 0, options.rounds * len(cases)
     for _ in range(options.rounds):
-        sdpa.append(time_sdpa(options))
-        for plan in plans:
-            ours[plan].append(time_plan(options, plan))
+        for work in works:
+            sdpa[work].append(time_sdpa(options, work))
+        for case in cases:
+            ours[case].append(time_plan(options, case[1], case[0]))
             done += 1
             if sys.stderr.isatty():
                 bar, end = "#" * (40 * done // total), "" if done < total else "\n"
                 print(f"\r{done}/{total} {bar}", end=end, file=sys.stderr)
-    base = statistics.median(sdpa)
-    print(f"single-process SDPA, {os.cpu_count()} threads: {base:.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})\n")
-    heads = f"{'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} {'formula':>8s}"
-    print(f"{'plan':10s} {heads}")
-    for plan in sorted(plans, key=lambda name: statistics.median(r[0] for r in ours[name])):
-        seconds = [result[0] for result in ours[plan]]
-        ratio = statistics.median(a / b for a, b in zip(sdpa, seconds, strict=True))
-        waiting, added = (statistics.median(r[i] for r in ours[plan]) for i in (1, 2))
-        print(
-            f"{plan:10s} {statistics.median(seconds):8.3f} {min(seconds):7.3f}-{max(seconds):7.3f} {ratio:10.2f} "
-            f"{waiting:8.1%} {added / 2**20:10.1f} {ours[plan][0][3] / 2**20:8.1f}"
-        )
+    for work in works:
+        print(_table(work, sdpa[work], {plan: found for (of, plan), found in ours.items() if of == work}))
     return 0
+
+
+def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTiming]]) -> str:
+    lines = [
+        f"\n{work.name}, N = {work.length}; single-process SDPA{' of visible blocks' * work.is_sparse}, "
+        f"{os.cpu_count()} threads: {statistics.median(sdpa):.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})",
+        f"{'plan':10s} {'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} "
+        f"{'formula':>8s}",
+    ]
+    for plan in sorted(ours, key=lambda name: statistics.median(r.seconds for r in ours[name])):
+        seconds, waiting, added, formula = zip(*ours[plan], strict=True)
+        ratio = statistics.median(a / b for a, b in zip(sdpa, seconds, strict=True))
+        lines.append(
+            f"{plan:10s} {statistics.median(seconds):8.3f} {min(seconds):7.3f}-{max(seconds):7.3f} {ratio:10.2f} "
+            f"{statistics.median(waiting):8.1%} {statistics.median(added) / 2**20:10.1f} {formula[0] / 2**20:8.1f}"
+        )
+    return "\n".join(lines)

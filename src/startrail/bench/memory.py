@@ -9,6 +9,7 @@ import tempfile
 
 import torch
 
+from startrail.bench import walls
 from startrail.bench.train import RecordingDisplay
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
@@ -17,6 +18,7 @@ from startrail.training.recipes import Recipe, find
 from startrail.training.trainer import Trainer
 
 PLANS = {1: "1x1", 2: "2x1", 4: "2x2", 8: "2x4", 16: "4x4"}
+FEWER = 16  # whole logits are measured on so many times fewer tokens
 ALLOWED = 0.10  # difference as a share of the measured peak
 NARROW = dict(width=32, layers=2, heads=1, kv_heads=1, hidden=256)
 
@@ -65,5 +67,27 @@ def run(options: argparse.Namespace) -> int:
                 f"{expected.total / 2**20:6.1f} MiB {off:7.1%} {seconds:8.1f}"
             )
         print(seen[length, ranks], flush=True)
+    if options.wall_tokens:
+        worst = max(worst, _print_walls(walls.walls(options.wall_tokens, options.wall_tokens // FEWER)))
     print(f"\nworst difference: {worst:.1%} (allowed: {ALLOWED:.0%})")
     return 0 if worst <= ALLOWED else 1
+
+
+def _print_walls(rows: list[walls.Wall]) -> float:
+    """A row each; the largest difference."""
+    print(
+        f"\none training step of a Llama with a vocabulary of {walls.VOCABULARY:,d}, width {walls.WIDTH} and MLPs of "
+        f"{walls.HIDDEN:,d}, attached to {walls.RANKS} ranks ({walls.PLAN}), float32, layers recomputed\n"
+    )
+    print(f"{'':17s} {'N/P':>7s} {'measured':>12s} {'estimate':>12s} {'off':>7s}")
+    worst = 0.0
+    for wall in rows:
+        estimate = walls.expected(wall).total
+        measured, off = "not run", ""
+        if wall.measured:
+            peak = walls.measure(wall)
+            measured, off = f"{peak / 2**20:,.0f} MiB", f"{estimate / peak - 1:.1%}"
+            worst = max(worst, abs(estimate / peak - 1))
+        row = f"{wall.name:17s} {wall.tokens:7,d} {measured:>12s} {f'{estimate / 2**20:,.0f} MiB':>12s} {off:>7s}"
+        print(row, flush=True)
+    return worst

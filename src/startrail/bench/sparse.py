@@ -1,23 +1,21 @@
 """``startrail bench sparse``: windows, packed documents and mixed layers on emulated clusters, against the peers.
 
 Links are as fast as in the other trials: Ring Attention would keep a node's link busy for 24 or 8 times the compute of
-a dense causal mask. Every contender's results are checked against one process before it is timed.
+a dense causal mask. Every contender's results are checked against one process before it is timed. Contenders that are
+slow run once, and of a stack of layers one layer of each kind, whose times are added up.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Event
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +24,26 @@ from torch import Tensor
 
 from startrail.bench.cases import OUTERMOST, Workload
 from startrail.bench.measure import FAST_RATE
-from startrail.bench.peers.sparse import SPARSE_PEERS, Attend, SparseWork, compute_dense, whole_attention
+from startrail.bench.peers.sparse import (
+    SPARSE_PEERS,
+    Attend,
+    SparseWork,
+    Window,
+    compute_dense,
+    stack,
+    whole_attention,
+)
 from startrail.bench.report.balance import balance_table
+from startrail.bench.report.page import metadata
+from startrail.bench.report.sparse import SPARSE, SparseRow, sparse_claims, sparse_table, write_sparse
 from startrail.bench.sizes import ring_bytes
 from startrail.geometry.distributions import document_lengths
-from startrail.lab.cluster import Cluster, own_link_bytes
+from startrail.lab.cluster import Cluster, available, own_link_bytes
 from startrail.planner.topology import Machine, rate_for
 
 HEADS, HEAD_DIM = 32, 16  # one head per rank, so that DeepSpeed's Ulysses can run
-LENGTH = 4096
 REAL_LENGTH = 32 * 8192
-PRESSURES = (24.0, 8.0)
 WARM_UP = 3
-REPEATS = 5
-SLOW = ("ring", "all-gather", "ring-flash-attn llama3", "DeepSpeed Ulysses", "best dense plan")  # repeated once
 
 
 def sparse_works(length: int) -> list[SparseWork]:
@@ -61,86 +65,86 @@ def sparse_works(length: int) -> list[SparseWork]:
     ]
 
 
-@dataclass
-class SparseRow:
-    """One contender at one workload: the median of the slowest rank's seconds, and bytes sent by the busiest node."""
+def run(options: argparse.Namespace) -> int:
+    if reason := available():
+        print(f"startrail bench: {reason}", file=sys.stderr)
+        return 1
+    if options.length < 64 or options.repeats < 1 or min(options.pressures) <= 0:
+        raise ValueError(
+            f"--length {options.length} must be at least 64, --repeats {options.repeats} at least 1 and --pressures "
+            f"{' '.join(f'{pressure:g}' for pressure in options.pressures)} greater than 0"
+        )
+    works = [work for work in sparse_works(options.length) if options.only in work.name]
+    if not works:
+        names = "; ".join(work.name for work in sparse_works(options.length))
+        raise ValueError(f"--only {options.only}: no workload has this in its name ({names})")
+    machines = [Machine.parse(text) for text in options.shapes]
+    torch.set_num_threads(1)
+    started = time.time()
+    trials = _Trials(works, options.pressures, options.repeats, len(machines))
+    for machine in machines:
+        trials.measure(machine)
+    meta = metadata([f"{name}={value}" for name, value in vars(options).items() if name != "run"], started)
+    tables = [sparse_table(rows) for rows in trials.rows] + [balance_table(), sparse_claims(trials.all_rows)]
+    print("\n".join(tables[-2:]))
+    print(f"\n{write_sparse(options.out, meta, trials.all_rows, tables)}")
+    return int(any(row.problem.startswith("wrong") for row in trials.all_rows))
 
-    machine: str
-    pressure: float
-    work: str
-    contender: str
-    seconds: float | None
-    node_bytes: int
-    rate: int  # bit/s of a node's link
-    compute: float  # seconds of the arithmetic alone, if it is shared evenly
-    problem: str = ""
+
+class _Trials:
+    """Every workload at every pressure, machine after machine."""
+
+    def __init__(self, works: Sequence[SparseWork], pressures: Sequence[float], repeats: int, machines: int) -> None:
+        self.works, self.pressures, self.repeats = works, pressures, repeats
+        self.data = {work: _Data.of(work) for work in works}
+        self.rows: list[list[SparseRow]] = []  # one list per trial
+        self._total = machines * len(works) * len(pressures)
 
     @property
-    def bound(self) -> float:
-        """The time that neither this contender's bytes nor the arithmetic allow to beat."""
-        return max(self.compute, self.node_bytes * 8 / self.rate)
+    def all_rows(self) -> list[SparseRow]:
+        return [row for rows in self.rows for row in rows]
 
+    def measure(self, machine: Machine) -> None:
+        plan = OUTERMOST.get((str(machine), 16), (f"u{machine.nodes}/1x{machine.ranks_per_node}",))[0]
+        with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST_RATE}bit") as cluster:
+            length = self.works[0].length
+            seconds = max(cluster.call(partial(_time_compute, length)))
+            dense = Workload(length, HEADS, HEADS, HEAD_DIM, causal=True)
+            for pressure in self.pressures:
+                rate = rate_for(ring_bytes(machine, dense), seconds, pressure)
+                for work in self.works:
+                    self._show(f"{machine}, {pressure:g}x: {work.name}")
+                    _set_links(cluster, machine, FAST_RATE)
+                    checked, limited = Event(), Event()
+                    measure = partial(_measure, work, self.data[work], plan, self.repeats, checked, limited)
+                    job = cluster.fork(measure, deadline=900)
+                    checked.wait(300)  # results are checked on fast links
+                    _set_links(cluster, machine, rate)
+                    limited.set()
+                    rows = _rows(job.wait(), machine, pressure, work, rate, seconds * work.visible_share)
+                    self.rows.append(rows)
+                    self._show("")
+                    print(sparse_table(rows), flush=True)
 
-def run(options: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
-    rows: list[SparseRow] = []
-    for text in options.shapes:
-        rows += measure_machine(Machine.parse(text), options)
-    print(balance_table())
-    options.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    meta = {
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-    }
-    Path(options.out, "sparse.json").write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}))
-    print(f"\n{options.out / 'sparse.json'}")
-    return int(any(row.problem.startswith("wrong") for row in rows))
-
-
-def measure_machine(machine: Machine, options: argparse.Namespace) -> list[SparseRow]:
-    works = [work for work in sparse_works(options.length) if options.only in work.name]
-    data = {work: _Data.of(work) for work in works}
-    dense = Workload(options.length, HEADS, HEADS, HEAD_DIM, causal=True)
-    plan = OUTERMOST.get((str(machine), 16), (f"u{machine.nodes}/1x{machine.ranks_per_node}",))[0]
-    rows: list[SparseRow] = []
-    with Cluster(machine.nodes, machine.ranks_per_node, link=f"{FAST_RATE}bit") as cluster:
-        seconds = max(cluster.call(partial(_time_compute, options.length)))
-        for pressure in options.pressures:
-            rate = rate_for(ring_bytes(machine, dense), seconds, pressure)
-            for work in works:
-                _set_links(cluster, machine, FAST_RATE)
-                checked, limited = Event(), Event()
-                measure = partial(_measure, work, data[work], plan, options.repeats, checked, limited)
-                job = cluster.fork(measure, deadline=900)
-                checked.wait(300)  # results are checked on fast links
-                _set_links(cluster, machine, rate)
-                limited.set()
-                found = job.wait()
-                made = _rows(found, machine, pressure, work, rate, data[work].seconds / machine.world)
-                print(table(made), flush=True)
-                rows += made
-    return rows
+    def _show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            bar = "#" * (30 * len(self.rows) // self._total)
+            print(f"\r[{bar:.<30s}] {text:80s}", end="" if text else "\n", file=sys.stderr, flush=True)
 
 
 @dataclass
 class _Data:
-    """Inputs, cotangent and results of one process, shared with the forked ranks."""
+    """Inputs, cotangent and, for each kind of layer, the results of one process, shared with the forked ranks."""
 
     inputs: list[Tensor]
-    answers: list[Tensor]
-    seconds: float  # of the arithmetic on one core
+    answers: dict[Window, list[Tensor]]
 
     @classmethod
     def of(cls, work: SparseWork) -> _Data:
         generator = torch.Generator().manual_seed(0)
         inputs = [torch.randn(1, HEADS, work.length, HEAD_DIM, generator=generator) for _ in range(4)]
-        answers = _results(partial(whole_attention, work), inputs)
-        start = time.perf_counter()
-        _results(partial(whole_attention, work), inputs)
-        return cls(inputs, answers, time.perf_counter() - start)
+        answers = {w: _results(partial(whole_attention, work.ends, w), inputs) for w in work.kinds}
+        return cls(inputs, answers)
 
 
 def _results(attend: Attend, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -166,44 +170,69 @@ def _set_links(cluster: Cluster, machine: Machine, rate: int) -> None:
         cluster.set_link(node, f"{rate}bit")
 
 
+@dataclass
+class _Found:
+    """One contender on one rank: seconds, and bytes sent by this rank's node; or the problem."""
+
+    seconds: float = 0.0
+    sent: int = 0
+    note: str = ""
+    problem: str = ""
+
+
 def _measure(
     work: SparseWork, data: _Data, plan: str, repeats: int, checked: Any, limited: Any, rank: int
-) -> dict[str, Any]:
-    """Seconds, bytes sent by this rank's node, and any problem of every contender."""
+) -> dict[str, _Found]:
     warnings.simplefilter("ignore", FutureWarning)  # peers use deprecated names of collectives
-    found: dict[str, Any] = {}
-    right: dict[str, tuple[Attend, list[Tensor]]] = {}
+    found: dict[str, _Found] = {}
+    right: dict[str, tuple[dict[Window, Attend], list[Tensor]]] = {}
     for name, make in SPARSE_PEERS.items():
-        problem = ""
+        found[name] = _Found()
         try:
-            shard, attend = make(work, plan, HEADS)
-            inputs, expected = ([shard(x) for x in xs] for xs in (data.inputs, data.answers))
-            for result, want in zip(_results(attend, inputs), expected, strict=True):
-                if not torch.allclose(result, want, rtol=1e-3, atol=3e-5):
-                    problem = f"wrong by up to {(result - want).abs().max().item():.1e}"
-            right[name] = attend, inputs
+            contender = make(work, plan, HEADS)
+            layers = {window: contender.layer(window) for window in work.kinds}
+            inputs = [contender.shard(x) for x in data.inputs]
+            found[name].note = contender.note
+            for window, attend in layers.items():
+                expected = [contender.shard(x) for x in data.answers[window]]
+                for result, want in zip(_results(attend, inputs), expected, strict=True):
+                    if not torch.allclose(result, want, rtol=1e-3, atol=3e-5):
+                        found[name].problem = f"wrong by up to {(result - want).abs().max().item():.1e}"
+            right[name] = layers, inputs
         except (ValueError, NotImplementedError, AssertionError, ImportError) as error:
-            problem = str(error).splitlines()[0]
-        if not _agree_all_right(problem):
+            found[name].problem = str(error).splitlines()[0]
+        if not _agree_all_right(found[name].problem):
             right.pop(name, None)
-            found[name] = (None, 0, problem or "wrong on another rank")
+            found[name].problem = found[name].problem or "wrong on another rank"
     dist.barrier()
     if rank == 0:
         checked.set()
     limited.wait(300)
-    for name, (attend, inputs) in right.items():
-        times, sent = [], 0
-        for _ in range(1 if name in SLOW else repeats):
-            dist.barrier()
-            before = own_link_bytes()["sent"]
-            dist.barrier()
-            start = time.perf_counter()
-            _results(attend, inputs)
-            times.append(time.perf_counter() - start)
-            dist.barrier()
-            sent = own_link_bytes()["sent"] - before
-        found[name] = (statistics.median(times), sent, "")
-    return {name: found[name] for name in SPARSE_PEERS}
+    for name, (layers, inputs) in right.items():
+        if name == SPARSE:
+            stacks = {work.windows: 1}
+        else:
+            stacks, repeats = {(window,): layers for window, layers in work.kinds.items()}, 1
+        for windows, times in stacks.items():
+            seconds, sent = _timed(partial(stack, [layers[window] for window in windows]), inputs, repeats)
+            found[name].seconds += times * seconds
+            found[name].sent += times * sent
+    return found
+
+
+def _timed(attend: Attend, inputs: Sequence[Tensor], repeats: int) -> tuple[float, int]:
+    """Median seconds, and bytes that this rank's node sent in the last repeat."""
+    times, sent = [], 0
+    for _ in range(repeats):
+        dist.barrier()
+        before = own_link_bytes()["sent"]
+        dist.barrier()
+        start = time.perf_counter()
+        _results(attend, inputs)
+        times.append(time.perf_counter() - start)
+        dist.barrier()
+        sent = own_link_bytes()["sent"] - before
+    return statistics.median(times), sent
 
 
 def _agree_all_right(problem: str) -> bool:
@@ -213,32 +242,15 @@ def _agree_all_right(problem: str) -> bool:
 
 
 def _rows(
-    found: Sequence[dict[str, Any]], machine: Machine, pressure: float, work: SparseWork, rate: int, compute: float
+    found: Sequence[dict[str, _Found]], machine: Machine, pressure: float, work: SparseWork, rate: int, compute: float
 ) -> list[SparseRow]:
     rows = []
-    for name in found[0]:
+    for name, first in found[0].items():
         results = [of_rank[name] for of_rank in found]
-        problem = next((p for *_, p in results if p and not p.endswith("another rank")), results[0][2])
-        seconds = None if problem else max(s for s, *_ in results)
-        sent = max(b for _, b, _ in results)
-        rows.append(SparseRow(str(machine), pressure, work.name, name, seconds, sent, rate, compute, problem))
-    return rows
-
-
-def table(rows: Sequence[SparseRow]) -> str:
-    """One workload as a table: seconds, bound, speed over ring and over the best dense plan, bytes off a node."""
-    first, by_name = rows[0], {row.contender: row.seconds for row in rows}
-    lines = [
-        f"\n{first.machine}, ring {first.pressure:g}x its dense compute ({first.rate / 1e6:.0f} Mbit/s): {first.work}",
-        f"{'contender':28s} {'seconds':>8s} {'bound':>8s} {'x ring':>7s} {'x dense':>8s} {'MB off a node':>14s}",
-    ]
-    for row in rows:
-        if row.seconds is None:
-            lines.append(f"{row.contender:28s} {row.problem}")
-            continue
-        ring, dense = (by_name[name] or 0.0 for name in ("ring", "best dense plan"))
-        lines.append(
-            f"{row.contender:28s} {row.seconds:8.3f} {row.bound:8.3f} {ring / row.seconds:7.1f} "
-            f"{dense / row.seconds:8.1f} {row.node_bytes / 1e6:14.2f}"
+        problem = next((r.problem for r in results if r.problem and "another rank" not in r.problem), first.problem)
+        seconds = None if problem else max(r.seconds for r in results)
+        sent = max(r.sent for r in results)
+        rows.append(
+            SparseRow(str(machine), pressure, work.name, name, seconds, sent, rate, compute, first.note, problem)
         )
-    return "\n".join(lines)
+    return rows

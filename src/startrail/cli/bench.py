@@ -32,14 +32,16 @@ MEMORY = (
     "Compares the peak memory per rank with the planner's estimate, which training prints when it starts. "
     "The exit code is 1 if an estimate is more than 10 % off. First the sequence grows on a fixed number of ranks, "
     "then both grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². "
-    "Each run is a single step on fresh ranks."
+    "Each run is one step on fresh ranks. The third part attaches a Hugging Face model with a vocabulary of 128k and "
+    "wide MLPs: whole logits on a sixteenth of the tokens (all of them do not fit), logits in chunks, and tiled MLPs."
 )
 
 SPARSE = (
     "Times a narrow window, packed documents and a stack of five windowed layers and a full one, next to Ring "
-    "Attention, an all-gather of keys, ring-flash-attn's all-gather for packed documents, DeepSpeed's Ulysses and our "
-    "best plan for dense masks. --pressures sets the link rate: with a dense mask, Ring Attention communicates this "
-    "many times as long as it computes. The last table shows how evenly each layout spreads documents over ranks."
+    "Attention, an all-gather of keys, ring-flash-attn's ring and all-gather for packed documents, DeepSpeed's Ulysses "
+    "and our best plan for dense masks. --pressures sets the link rate: with a dense mask, Ring Attention communicates "
+    "this many times as long as it computes. Ends with how evenly each layout spreads documents over ranks, and the "
+    "claims. Writes sparse.json and sparse.txt."
 )
 
 
@@ -114,6 +116,7 @@ def _add_memory(benchmarks: Commands) -> None:
     option("--worlds", type=_numbers, default="2,4,8", help="P of the second part (default %(default)s)")
     option("--recipe", default="gpt-tiny", help="(default %(default)s)")
     option("--no-recompute", action="store_true", help="keep all activations")
+    option("--wall-tokens", type=int, default=16_384, metavar="N", help="N/P of the third part; 0: without it")
 
 
 def _add_sparse(benchmarks: Commands) -> None:
@@ -121,7 +124,7 @@ def _add_sparse(benchmarks: Commands) -> None:
     option = _add_benchmark(benchmarks, "sparse", "--shapes 4x8 --pressures 24", text, SPARSE).add_argument
     option("--shapes", nargs="+", default=["4x8", "8x4"], metavar="NxR", help="nodes x ranks (default 4x8 8x4)")
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0], help="(default 24 8)")
-    option("--length", type=int, default=4096, help="tokens (default %(default)s)")
+    option("--length", type=int, default=2816, help="tokens (default %(default)s)")
     option("--only", default="", metavar="TEXT", help="run only workloads whose name contains TEXT, such as layers")
     option("--repeats", type=int, default=5, help="of our sparse plan; others run once (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")

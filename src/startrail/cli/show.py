@@ -11,6 +11,7 @@ from startrail.cli.options import Commands, add_command, make_machine, read_toke
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import ASSUMED_TOKENS_PER_RANK, fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
+from startrail.planner.sparse.rule import rule_for
 from startrail.planner.topology import Machine
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
@@ -44,7 +45,7 @@ def add(commands: Commands) -> None:
     option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
     option("--head-dim", type=int, help="head dimension (default 128)")
     option("--length", type=read_tokens, help="tokens, such as 65536 or 64k (default 4096 per rank)")
-    option("--cluster", help="a cluster's name or .toml file, for auto and --html (default: STARTRAIL_CLUSTER)")
+    option("--cluster", help="a cluster's name or .toml file, for auto, --html, --window (default: STARTRAIL_CLUSTER)")
     option("--direction", choices=("forward", "backward"), default="forward")
     option("--full", action="store_true", help="every token sees every other (default: causal)")
     option("--window", type=int, help="a token sees this many tokens: itself and those before it")
@@ -66,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     pass_ = next(pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
     columns = shutil.get_terminal_size((120, 24)).columns
     if arguments.window is not None or arguments.documents is not None or plan.family.by_mask:
-        print(show_batch(plan, world, mask, length, pass_, ranks, 10**6 if arguments.rank else columns))
+        described = arguments.cluster or os.environ.get("STARTRAIL_CLUSTER", "")
+        rule = rule_for(described, make_machine(world, arguments.nodes))
+        print(show_batch(plan, world, mask, length, pass_, ranks, 10**6 if arguments.rank else columns, rule))
         print(f"\nmask: {mask}, {length} tokens; blocks without visible pairs are left out")
         return 0
     if not arguments.rank:

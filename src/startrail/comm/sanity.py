@@ -6,6 +6,7 @@ DDP and FSDP, which average, make every gradient P times too small.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from startrail._compat import fsdp_meshes
 from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.errors import peer_errors
@@ -30,7 +32,7 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.Proce
 
     Sharded parameters (DTensors), which differ by design, are skipped.
     """
-    unsharded = [(name, x) for name, x in named if not _is_sharded(x) and x.device.type != "meta"]
+    unsharded = [(name, x) for name, x in named if not is_sharded(x) and x.device.type != "meta"]
     if not unsharded or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     agree("comparing parameters", [f"{name} {tuple(x.shape)}" for name, x in unsharded], group, unsharded[0][1].device)
@@ -44,8 +46,31 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.Proce
             )
 
 
-def _is_sharded(x: object) -> bool:
+def is_sharded(x: object) -> bool:
     return hasattr(x, "device_mesh")
+
+
+def check_fsdp_meshes(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raises ``ValueError`` if FSDP2 does not reduce gradients over the ranks of a sequence, ``group``. Warns if it
+    copies parameters over one dimension of a 2D mesh, as it does if it is given a (data, sequence) mesh."""
+    ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else {0}
+    for mesh, shard_dim, copy_dim in dict.fromkeys(fsdp_meshes(model)):
+        inside = set(mesh.mesh.flatten().tolist())
+        names = mesh.mesh_dim_names or [f"dimension {dim}" for dim in range(mesh.ndim)]
+        if not ranks <= inside:
+            raise ValueError(
+                f"FSDP reduces gradients over ranks {sorted(inside)} ({', '.join(names)}), but a sequence is sharded "
+                f"over ranks {sorted(ranks)}, whose gradients must be summed too: pass it the flattened mesh of both, "
+                "such as mesh['dp', 'sp']._flatten() (or attach with check=False if you sum them yourself)"
+            )
+        if copy_dim is not None and shard_dim is not None:
+            shards, copies = mesh.size(shard_dim), mesh.size(copy_dim)
+            warnings.warn(
+                f"FSDP was given a 2D mesh, so it keeps {copies} copies of the parameters over {names[copy_dim]} and "
+                f"shards them over {names[shard_dim]} only (HSDP): each rank holds 1/{shards} of them, not "
+                f"1/{shards * copies}. Pass a flattened mesh, such as mesh['dp', 'sp']._flatten(), to shard over both",
+                stacklevel=4,
+            )
 
 
 def unchecked_parameters(loss: Tensor) -> list[Tensor]:
@@ -84,7 +109,7 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
-        probe = min((x for x in parameters if x.dim() and not _is_sharded(x)), key=Tensor.numel, default=parameters[0])
+        probe = min((x for x in parameters if x.dim() and not is_sharded(x)), key=Tensor.numel, default=parameters[0])
         self._probe = weakref.ref(probe)
         self._parameters = [weakref.ref(x) for x in parameters]
         self._group = group
@@ -121,7 +146,7 @@ class GradientCheck:
         local, self._local = self._local, None
         scales, self._scales = self._scales, []
         candidates = [probe] if id(probe) in optimized else self._sharded(probe, optimized)
-        ready = local is not None and not _is_sharded(local) and len(set(scales)) == 1 and scales[0] != 0
+        ready = local is not None and not is_sharded(local) and len(set(scales)) == 1 and scales[0] != 0
         ready = ready and bool(candidates) and all(x.grad is not None for x in candidates)
         # Every rank takes part: the others would wait for a rank that lacks a gradient.
         size = float(probe.numel())
@@ -169,7 +194,7 @@ class GradientCheck:
     def _sharded(self, probe: Tensor, optimized: dict[int, Tensor]) -> list[Any]:
         """Parameters that FSDP may have made from ``probe``, over exactly the ranks of this check's group."""
         ranks = sorted(dist.get_process_group_ranks(self._group))
-        same_shape: list[Any] = [x for x in optimized.values() if _is_sharded(x) and x.shape == probe.shape]
+        same_shape: list[Any] = [x for x in optimized.values() if is_sharded(x) and x.shape == probe.shape]
         return [x for x in same_shape if sorted(x.device_mesh.mesh.flatten().tolist()) == ranks]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from startrail.diagnostics.reference import CPU, TWO_CALL_STYLES, Case, CaseData, Error, make_data
 from startrail.diagnostics.rounding import Floor
@@ -26,6 +27,7 @@ from startrail.geometry.mask import Mask
 from startrail.kernels import kernel_for
 from startrail.launch.local import check_ranks, run_local
 from startrail.parallel import SequenceParallel
+from startrail.schedule.values import FORWARD
 from startrail.sequence import Sequence as SplitSequence
 
 Plans = dict[tuple[object, ...], SequenceParallel]
@@ -104,6 +106,11 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
     mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
     attend = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
+    if case.call_style == "checkpointed":
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    elif case.call_style == "compiled":
+        torch.compiler.reset()  # options of other cases would become variables, which layers of a model do not have
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     given = [(q, k, v, sinks, dout, dlse)]
     if case.call_style in TWO_CALL_STYLES:
         other = _mirrored(q, -1), _mirrored(k, -1), _mirrored(v, -2), _mirrored(sinks), _mirrored(dout, 0.5)
@@ -119,9 +126,11 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
         grads = torch.autograd.grad(list(made.values()), list(wanted.values()), cotangents)
         made |= dict(zip(wanted, grads, strict=True))
     sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
-    both = sequence.promised_traffic(q, k, v, mask=mask).values()
-    names = {name for part in both for name in part}
-    promised = {name: len(calls) * sum(part.get(name, 0) for part in both) for name in names}
+    by_pass = sequence.promised_traffic(q, k, v, mask=mask)
+    passes = [part for part in by_pass.values() for _ in calls]
+    if case.call_style == "checkpointed":
+        passes.append(by_pass[str(FORWARD)])  # once more
+    promised = {name: sum(part.get(name, 0) for part in passes) for name in {name for part in passes for name in part}}
     if case.call_style in TWO_CALL_STYLES:  # undo the mirroring
         signs = {"out": -0.5, "lse": 1.0}
         calls[0] = {n: _mirrored(x, signs[n]) if n in signs else -x for n, x in calls[0].items()}
@@ -209,7 +218,8 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks, and return a merged report for each. Cases that differ
     only in plan or layout share a reference."""
     torch.set_num_threads(1)
-    data = [_cached_data(replace(case, plan="", layout="zones", world=min(case.world, 2))) for case in cases]
+    shared = [replace(case, plan="", layout="zones", windows=False, world=min(case.world, 2)) for case in cases]
+    data = [_cached_data(case) for case in shared]
     by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
     return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 
@@ -228,7 +238,7 @@ def parallel_for(case: Case, plans: Plans) -> SequenceParallel:
     """The ``SequenceParallel`` for a case, shared by consecutive cases. Older ones are dropped: the connections of many
     plans on many ranks need thousands of threads."""
     heads = (case.q_heads, case.kv_heads) if case.plan == "auto" else ()
-    key = (case.plan, case.layout, case.wire_dtype, *heads)
+    key = (case.plan, case.layout, case.windows, case.wire_dtype, *heads)
     if key not in plans:
         plans.clear()
         plans[key] = case.parallel()

@@ -50,8 +50,8 @@ class AttentionRecord(NamedTuple):
 class Observed:
     """What a step did to a model. ``buffers`` are those that are saved with it, ``constants`` the others.
     ``training``: the mode of each module when it was last called. ``layout`` is that of the last sequence that
-    attended. ``dropout``: some activations were dropped (recorded on one process only). ``arguments``: the
-    tensors that the model was first called with, as (shape, digest)."""
+    attended. ``dropout``: some activations were dropped (recorded on one process only). ``arguments``: the tensors that
+    the model was first called with, as (shape, digest)."""
 
     loss: float
     gradients: Gradients

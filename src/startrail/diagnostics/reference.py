@@ -25,10 +25,11 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 
 # How a case calls attention: on plain tensors; on strided views, as projections to (batch, tokens, heads, dim) give;
-# with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; or after another call,
-# whose backward pass comes after its own (nested) or before it (in turn).
+# with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; recomputed in the
+# backward pass (checkpointed); compiled; or after another call, whose backward pass comes after its own (nested) or
+# before it (in turn).
 TWO_CALL_STYLES = ("nested", "in turn")
-CALL_STYLES = ("plain", "strided", "expanded", "q only", "k and v only", *TWO_CALL_STYLES)
+CALL_STYLES = ("plain", "strided", "expanded", "q only", "k and v only", "checkpointed", "compiled", *TWO_CALL_STYLES)
 CPU = torch.device("cpu")
 ROWS_BYTES = 2**30  # of float64 weights at a time
 
@@ -97,6 +98,7 @@ class Case:
     window: int | None = None
     documents: tuple[int, ...] | None = None
     layout: str = "zones"
+    windows: bool = False  # tokens in the order of ranks, as for models with windows
     wire_dtype: torch.dtype | None = None
     scale: float | None = None
     chunk: int | None = None
@@ -151,6 +153,7 @@ class Case:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             layout=self.layout,
+            windows=self.windows,
             wire_dtype=self.wire_dtype,
         )
 
@@ -238,7 +241,8 @@ def make_data(case: Case, device: torch.device = CPU) -> CaseData:
                 yardstick[name] = Error.worse(yardstick[name], error)
     max_logits = _max_logits(case, inputs, mask) if case.with_max_logits else None
     # float32 is enough to size errors
-    return CaseData(inputs, exact, yardstick, _rounding_floors(case, _as(inputs, torch.float32), mask), max_logits)
+    floors = _rounding_floors(case, _as(inputs, torch.float32), mask, exact)
+    return CaseData(inputs, exact, yardstick, floors, max_logits)
 
 
 def data_by_rows(case: Case, device: torch.device) -> CaseData:
@@ -310,7 +314,9 @@ def _max_logits(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> tu
     return largest, scores.masked_fill_(scores + errors < highest, float("inf")).amin((0, 2, 3))
 
 
-def _rounding_floors(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) -> dict[str, Floor]:
+def _rounding_floors(
+    case: Case, inputs: Sequence[Tensor | None], mask: Tensor, exact: dict[str, Tensor]
+) -> dict[str, Floor]:
     q, k, v, dout, sinks, dlse = inputs
     assert q is not None and k is not None and v is not None and dout is not None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
@@ -330,7 +336,12 @@ def _rounding_floors(case: Case, inputs: Sequence[Tensor | None], mask: Tensor) 
         floors["out"] = Floor(deviation, each.minimum(unit * total).maximum(floors["out"].each))
         for name, total in call.sizes().items():
             deviation, each = floors[name]
-            floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(unit * total))
+            rounded = unit * (2 * total + exact[name].abs())  # the parts at two levels of a plan, and their sum
+            floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(rounded))
+        if coarse != case.dtype:  # queries and keys are rounded too
+            rounded = unit * 2 * (weights * (q.abs() @ k.abs().mT)).sum(-1) * abs(scale)
+            deviation, each = floors["lse"]
+            floors["lse"] = Floor(deviation.maximum(ROUNDING**0.5 * rounded), each.maximum(rounded))
     return floors
 
 

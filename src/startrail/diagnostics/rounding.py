@@ -105,6 +105,12 @@ class Attention:
         of_out = of_out.clamp(min=0.0) + self._summed(out, inner @ v.square(), seen.unsqueeze(-1), is_merge=True)
         of_norm = of_sum(torch.ones_like(lse), inner.sum(-1), seen, products=False)
         of_out = of_out + out.square() * (of_norm.unsqueeze(-1) + 2)
+        if self.parts > 1:
+            # a merge weighs two parts by w and 1 - w, and one of these is rounded near 1, whatever the other is: an
+            # error times the parts' distance, whose square falls with the number of keys in each part
+            visible, keys = self.mask.to(q.dtype), seen.unsqueeze(-1).clamp(min=1.0)
+            distances = visible @ v.square() - 2 * out * (visible @ v) + keys * out.square()
+            of_out = of_out + 4 * keys.clamp(max=self.parts) / keys.square() * distances.clamp(min=0.0)
 
         # delta: the sum of dout * out in a row minus dlse, and the extra terms with sinks
         whole = (dout * out).sum(-1)

@@ -21,7 +21,7 @@ from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Costs, Tile, segments_of, tiles_of
 from startrail.kernels import Kernel
-from startrail.routing.route import ZoneRoute, route_of
+from startrail.routing.route import Rule, ZoneRoute, route_of
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program
 from startrail.schedule.sizes import Sizes
@@ -111,7 +111,7 @@ class BatchGeometry:
         self._routes: dict[tuple[Mask, Sizes], tuple[ZoneRoute, ...]] = {}
         self._tiles: dict[tuple[Mask, Costs, int, bool], BlockTiles] = {}
 
-    def routes(self, plan: Plan, mask: Mask, sizes: Sizes, sparse: bool) -> tuple[ZoneRoute, ...]:
+    def routes(self, plan: Plan, mask: Mask, sizes: Sizes, sparse: bool | Rule) -> tuple[ZoneRoute, ...]:
         """How a call with this ``mask`` is computed. Raises ``ValueError`` if it does not fit the sequence."""
         if (mask, sizes) not in self._routes:
             whole = self.boundaries.apply(mask)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from startrail.routing.route import Rule
 from startrail.schedule.plan import Plan
 
 
@@ -19,10 +20,12 @@ class Settings:
     wire_dtype: torch.dtype | None
     timeout: timedelta
     check_every_call: bool
-    sparse: bool
+    sparse: bool | Rule
     windows: bool = False
 
     def __str__(self) -> str:
+        """What all ranks must have in common."""
         text = f"plan {self.plan}, {self.layout}, wire {self.wire_dtype}"
-        flags = ("check_every_call", False), ("sparse", True), ("windows", False)
-        return text + "".join(f", {name}={not usual}" for name, usual in flags if getattr(self, name) != usual)
+        text += "" if self.sparse is True else f", direct {self.sparse}"
+        flags = "check_every_call", "windows"
+        return text + "".join(f", {name}=True" for name in flags if getattr(self, name))

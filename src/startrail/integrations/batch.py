@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,55 @@ from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence
 
 IGNORE = -100  # the label of tokens that are not learnt
+IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
+TOKEN_TYPES = "token_type_ids"  # 1 for the tokens of images (Gemma 3)
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # for flash-attn
+
+
+class Whole(NamedTuple):
+    """A batch that reaches the model whole, because images are embedded first. ``kept``: the tokens of all rows that
+    form the sequence, if rows are joined. ``own``: the places of this rank's tokens in it, -1 for padding.
+    ``positions`` (batch, tokens) are those without the images' axes, ``ones`` the attention mask of this rank's
+    tokens."""
+
+    kept: Tensor | None
+    own: Tensor
+    positions: Tensor
+    ones: Tensor
 
 
 @dataclass(eq=False)
 class BatchContext:
     """What all layers share about a batch. ``chunk_positions``: the position of each token that chunks are counted by,
     if not its index in the sequence. ``fully_masked``: True for those of this rank's tokens that are padding and see no
-    keys."""
+    keys. ``whole``: set if only the language model's inputs are split."""
 
     sequence: Sequence
     chunk_positions: Tensor | None
     fully_masked: Tensor | None = None
+    whole: Whole | None = None
     _by_chunk: dict[int, Sequence] = field(default_factory=dict)
+
+    def split(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
+        """This rank's tokens of a whole batch's tensor. Rows come before tokens, ``dim``. Ranks do not compare what
+        they split: a GPU may compute an image's features differently in the last bit."""
+        assert self.whole is not None
+        x, own = _joined(x, self.whole.kept, dim), self.whole.own
+        dim %= x.dim()
+        padding = (own < 0).view(-1, *(1,) * (x.dim() - dim - 1))
+        return x.index_select(dim, own.clamp(min=0)).masked_fill(padding, pad_value)
+
+    def check_blocks(self, inside: Tensor) -> None:
+        """Raise ``ValueError`` unless the blocks are the runs of ``inside`` (batch, tokens), by which the model would
+        mask."""
+        kept = None if self.whole is None else self.whole.kept
+        expected = _runs(_joined(inside, kept, 1)[0], self.sequence.documents)
+        if list(self.sequence.blocks) != expected:
+            shown, ours = (", ".join(map(str, blocks)) or "no blocks" for blocks in (expected, self.sequence.blocks))
+            raise ValueError(
+                f"the model's images are the blocks {shown}, but the batch has {ours}: pass {TOKEN_TYPES}= to "
+                "shard_batch, and no blocks"
+            )
 
     def sequence_for(self, chunk: int | None) -> tuple[Sequence, int | None]:
         """The sequence and the chunk size for a layer with this ``chunk``. Where chunks are counted by
@@ -52,11 +88,12 @@ class BatchContext:
 
 def shard_batch(
     sp: SequenceParallel,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     *,
+    inputs_embeds: Tensor | None = None,
     shift_labels: Tensor | None = None,
     documents: Tensor | SequenceOf[int] | None = None,
     blocks: Tensor | SequenceOf[tuple[int, int]] | None = None,
@@ -66,12 +103,17 @@ def shard_batch(
     """Keyword arguments for a model prepared by ``attach``. The *sum* over ranks of ``model(**arguments).loss`` is the
     loss of one process on the whole batch, and the sum over ranks of the gradients is its gradient.
 
-    Every rank passes the same batch: ``input_ids`` (batch, tokens), ``labels`` as for one process, not shifted (or
-    ``shift_labels``), ``attention_mask`` of ones and zeros, ``position_ids`` (batch, tokens) or (3, batch, tokens).
+    Every rank passes the same batch: ``input_ids`` (batch, tokens) or ``inputs_embeds`` (batch, tokens, width),
+    ``labels`` as for one process, not shifted (or ``shift_labels``), ``attention_mask`` of ones and zeros,
+    ``position_ids`` (batch, tokens) or (3, batch, tokens).
     As in transformers, without an attention mask a document begins wherever positions do not increase by one. You can
     also pass ``documents`` (or cu_seq_lens_q), the cu_seqlens of every row. Padding is removed on both sides.
     ``num_items_in_batch`` is the number of labels that the loss is divided by. Pass it if that is more than the labels
     of this batch: with gradient accumulation or data parallelism.
+
+    A batch with images (``pixel_values`` and the like) reaches the model whole, except for its labels: images are
+    embedded on every rank, and the language model's inputs are split. ``token_type_ids`` of 1, as Gemma 3's processor
+    makes them, become ``blocks``: the tokens of an image see each other.
 
     >>> sp = SequenceParallel("1x1")
     >>> ids, labels, mask = torch.tensor([[[5, 6, 7, 0]], [[5, 6, 7, -100]], [[1, 1, 1, 0]]])
@@ -79,24 +121,28 @@ def shard_batch(
     >>> batch["input_ids"].tolist(), batch["shift_labels"].tolist(), batch["num_items_in_batch"].item()
     ([[5, 6, 7]], [[6, 7, -100]], 2)
     """
-    _check_tensors(input_ids, labels, attention_mask, position_ids, shift_labels)
-    batch, length = input_ids.shape
+    given = _check_tensors(input_ids, inputs_embeds, labels, attention_mask, position_ids, shift_labels)
+    batch, length = given.shape[:2]
     flash = {name: others.pop(name) for name in FLASH_ARGUMENTS if name in others}
     if documents is None and batch == 1:
         documents = flash.get("cu_seq_lens_q")
     if shift_labels is None and labels is not None:
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    positions = torch.arange(length, device=input_ids.device) if position_ids is None else position_ids
+    has_images = any(others.get(name) is not None for name in IMAGES)
+    positions = torch.arange(length, device=given.device) if position_ids is None else position_ids
     positions = positions.expand(*positions.shape[:-2], batch, length)
     starts = _document_starts(positions, attention_mask, documents is not None)
     real = torch.ones_like(starts) if attention_mask is None else attention_mask.bool()
-    tensors = {"input_ids": input_ids, "shift_labels": shift_labels, **_per_token(others, batch, length)}
+    tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    tensors = {} if has_images else {**tensors, **_per_token(others, batch, length)}
+    tensors["shift_labels"] = shift_labels
     by_position = CHUNKS_FOLLOW_POSITIONS and bool(starts.any())
     row_index = torch.arange(length, device=real.device) - real.int().argmax(1, keepdim=True)
     counted = _text_axis(positions) if by_position else row_index
     chunk_positions = counted[0] if by_position else None
-    masked = None
-    if not bool(real.all()) or any(bool((x != x[:1]).any()) for x in (starts, counted)):
+    images = _image_tokens(others, blocks) if has_images else None
+    masked = kept = None
+    if not bool(real.all()) or any(bool((x != x[:1]).any()) for x in (starts, counted, images) if x is not None):
         if documents is not None or blocks is not None:
             raise ValueError(
                 "documents and blocks need rows with the same documents and positions, and no padding: pass one row"
@@ -105,30 +151,63 @@ def shard_batch(
         kept = (real | masked).flatten().nonzero().squeeze(1)
         starts = F.pad(starts[:, 1:] | masked[:, :-1], (1, 0), value=True) | masked  # at least one document per row
         documents = _cu_seqlens(_move_to_kept(starts, real | masked).flatten()[kept])
-        tensors = {name: None if x is None else x.flatten(0, 1)[kept].unsqueeze(0) for name, x in tensors.items()}
-        positions = positions.flatten(-2)[..., kept].unsqueeze(-2)
+        tensors = {name: None if x is None else _joined(x, kept, 1) for name, x in tensors.items()}
         chunk_positions = counted.flatten()[kept]
         masked = masked.flatten()[kept] if bool(masked.any()) else None
     elif documents is None:
         documents = _cu_seqlens(starts[0])
-    sequence = sp.sequence(positions.shape[-1], documents, blocks)
+    if images is not None:
+        blocks = _runs(_joined(images, kept, 1)[0], documents)
+    sequence = sp.sequence(length if kept is None else len(kept), documents, blocks)
     arguments: dict[str, Any] = {
         name: sequence.shard(x, 1, IGNORE if name == "shift_labels" else 0)
         for name, x in tensors.items()
         if x is not None
     }
-    arguments["position_ids"] = sequence.shard(positions, -1)
     # Ones, except for padding of a shard: it is only counted, by trainers and routers. Without it, models would take
     # a shard's positions for packed documents.
-    ones = torch.ones(len(arguments["input_ids"]), sequence.length, dtype=torch.long, device=input_ids.device)
-    arguments["attention_mask"] = sequence.shard(ones, 1)
+    rows = batch if kept is None else 1
+    ones = sequence.shard(torch.ones(rows, sequence.length, dtype=torch.long, device=given.device), 1)
+    if has_images:
+        own = sequence.shard(torch.arange(sequence.length, device=given.device), 0, -1)
+        whole = Whole(kept, own, _text_axis(positions), ones)
+        arguments["attention_mask"] = real.long()
+        arguments |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        arguments = {name: x for name, x in arguments.items() if x is not None}
+    else:
+        whole = None
+        arguments |= {"attention_mask": ones, "position_ids": sequence.shard(_joined(positions, kept, -1), -1)}
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
         count = (tensors["shift_labels"] != IGNORE).sum()
         arguments["num_items_in_batch"] = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     unchanged = {name: x for name, x in others.items() if name not in arguments}
-    context = BatchContext(sequence, chunk_positions, None if masked is None else sequence.shard(masked, 0))
-    return {**unchanged, **arguments, "use_cache": False, "startrail": context}
+    masked = None if masked is None else sequence.shard(masked, 0)
+    return {**unchanged, **arguments, "startrail": BatchContext(sequence, chunk_positions, masked, whole)}
+
+
+def _joined(x: Tensor, kept: Tensor | None, dim: int) -> Tensor:
+    """The rows of ``x`` as one, without padding: (..., batch, tokens, ...), tokens in dimension ``dim``."""
+    if kept is None:
+        return x
+    dim %= x.dim()
+    return x.flatten(dim - 1, dim).index_select(dim - 1, kept).unsqueeze(dim - 1)
+
+
+def _image_tokens(others: dict[str, Any], blocks: object) -> Tensor | None:
+    """(batch, tokens) True for tokens of images that see each other, if the batch says so and no blocks are given."""
+    types = others.get(TOKEN_TYPES)
+    return None if types is None or blocks is not None else types == 1
+
+
+def _runs(inside: Tensor, documents: Tensor | SequenceOf[int]) -> list[tuple[int, int]]:
+    """Runs (start, stop) of True, which end where documents do."""
+    before = F.pad(inside[:-1], (1, 0))
+    cuts = torch.zeros_like(inside)
+    cuts[torch.as_tensor(documents, device=inside.device)[:-1].long()] = True
+    starts, after = inside & (~before | cuts), F.pad(inside[1:] & ~cuts[1:], (0, 1))
+    stops = (inside & ~after).nonzero().squeeze(1) + 1
+    return list(zip(starts.nonzero().squeeze(1).tolist(), stops.tolist(), strict=True))
 
 
 def count_labels(labels: Tensor, shift_labels: Tensor | None = None) -> int:
@@ -137,13 +216,21 @@ def count_labels(labels: Tensor, shift_labels: Tensor | None = None) -> int:
     return int((shifted != IGNORE).sum())
 
 
-def _check_tensors(input_ids: object, labels: object, mask: object, positions: object, shifted: object) -> None:
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+def _check_tensors(
+    input_ids: object, embeds: object, labels: object, mask: object, positions: object, shifted: object
+) -> Tensor:
+    """The ids or the embeddings, of which there must be one."""
+    if (input_ids is None) == (embeds is None):
+        raise ValueError(f"pass input_ids or inputs_embeds, {'not both' if embeds is not None else 'got neither'}")
+    given = embeds if input_ids is None else input_ids
+    if input_ids is None and (not isinstance(embeds, Tensor) or embeds.dim() != 3 or not embeds.is_floating_point()):
+        raise ValueError(f"inputs_embeds must be floats (batch, tokens, width), got {_shape_text(embeds)}")
+    if not isinstance(given, Tensor) or (embeds is None and (given.dim() != 2 or given.is_floating_point())):
         raise ValueError(f"input_ids must be an integer tensor (batch, tokens), got {_shape_text(input_ids)}")
+    shape = given.shape[:2]
     for name, x in (("labels", labels), ("attention_mask", mask), ("shift_labels", shifted)):
-        if x is not None and (not isinstance(x, Tensor) or x.shape != input_ids.shape):
-            shape = tuple(input_ids.shape)
-            raise ValueError(f"{name} must have the shape of input_ids, {shape}, got {_shape_text(x)}")
+        if x is not None and (not isinstance(x, Tensor) or x.shape != shape):
+            raise ValueError(f"{name} must be (batch, tokens) like the input, {tuple(shape)}, got {_shape_text(x)}")
     if isinstance(mask, Tensor) and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("attention_mask must consist of ones and zeros (use position_ids for packed documents)")
     if isinstance(mask, Tensor) and not bool(mask.bool().any()):
@@ -157,9 +244,10 @@ def _check_tensors(input_ids: object, labels: object, mask: object, positions: o
     if positions is not None and (
         not isinstance(positions, Tensor)
         or positions.dim() not in (2, 3)
-        or positions.shape[-2:] not in (input_ids.shape, (1, input_ids.shape[1]))
+        or positions.shape[-2:] not in (shape, (1, shape[1]))
     ):
         raise ValueError(f"position_ids must be (batch, tokens) or (n, batch, tokens), got {_shape_text(positions)}")
+    return given
 
 
 def _shape_text(x: object) -> str:

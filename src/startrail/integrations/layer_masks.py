@@ -7,14 +7,16 @@ composed function, and rejects any other by name.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from startrail.integrations.batch import BatchContext
 from startrail.kernels import kernel_for
+from startrail.schedule.places import divisors
+from startrail.schedule.plan import Plan
 
 # Arguments that models pass to every layer but attention does not use.
 UNUSED_ARGUMENTS = {
@@ -25,16 +27,19 @@ UNUSED_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The keys that one kind of layer sees."""
+    """The keys that one kind of layer sees. ``blocks``: also all keys of the query's block (an image), as far as the
+    window reaches."""
 
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
+    blocks: bool = False
 
     def __str__(self) -> str:
         text = "causal" if self.causal else "full"
         text += "" if self.window is None else f" window {self.window}"
-        return text + ("" if self.chunk is None else f" chunk {self.chunk}")
+        text += "" if self.chunk is None else f" chunk {self.chunk}"
+        return text + (" and blocks" if self.blocks else "")
 
 
 class MaskUseError(AttributeError, TypeError):
@@ -73,14 +78,31 @@ def read_layer_kind(function: Any) -> LayerKind:
         return LayerKind(causal=False, window=closure["sliding_window"])
     if name.startswith("sliding_window_bidirectional_overlay"):  # on each side
         return LayerKind(causal=False, window=closure["sliding_window"] + 1)
+    if name.startswith("blockwise_overlay"):
+        return LayerKind(causal=False, blocks=True)
     if name.startswith("chunked_overlay"):
         return LayerKind(causal=False, chunk=closure["chunk_size"])
     if name.startswith("and_masks"):
         parts = [read_layer_kind(part) for part in closure["mask_functions"]]
         windows = [part.window for part in parts if part.window is not None]
         chunks = [part.chunk for part in parts if part.chunk is not None]
-        return LayerKind(any(part.causal for part in parts), min(windows, default=None), min(chunks, default=None))
+        blocks = any(part.blocks for part in parts)
+        causal = any(part.causal for part in parts)
+        return LayerKind(causal, min(windows, default=None), min(chunks, default=None), blocks)
+    if name.startswith("or_masks"):
+        first, *rest = closure["mask_functions"]
+        if len(rest) == 1 and rest[0].__qualname__.startswith("blockwise_overlay"):
+            return replace(read_layer_kind(first), blocks=True)
     raise ValueError(f"unsupported mask function {name}")
+
+
+def find_blocks(function: Any) -> Tensor:
+    """(batch, tokens) True where the mask function of a layer with blocks has one."""
+    closure = inspect.getclosurevars(function).nonlocals
+    if "block_sequence_ids" in closure:
+        inside: Tensor = closure["block_sequence_ids"] >= 0
+        return inside
+    return next(find_blocks(part) for part in closure["mask_functions"] if read_layer_kind(part).blocks)
 
 
 def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, others: dict[str, Any]) -> str | None:
@@ -107,6 +129,20 @@ def layer_problem(query: Tensor, key: Tensor, mask: object, dropout: float, othe
         shown = tuple(given.shape) if isinstance(given, Tensor) else given
         return f"unsupported argument to attention: {name}={shown}"
     return None
+
+
+def heads_problem(module: nn.Module, heads: int, plan: Plan) -> str | None:
+    """The reason a plan cannot split the heads that a layer has on this rank, or None. KV heads are replicated where
+    there are fewer of them."""
+    if heads % plan.heads == 0:
+        return None
+    total = getattr(getattr(module, "config", None), "num_attention_heads", heads)
+    tensor = total // heads
+    return (
+        f"(heads / TP) % U must be 0: ({total} / {tensor}) % {plan.heads} = {heads % plan.heads}. Plan {plan} splits "
+        f"heads over U = {plan.heads} ranks, and tensor parallelism leaves {heads} of {total} query heads: use "
+        + " or ".join(f"u{size}" for size in divisors(heads))
+    )
 
 
 def softcap_problem(query: Tensor, softcap: float) -> str | None:

@@ -20,31 +20,35 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.comm.sanity import CHECKED_STEPS, check_gradients, check_same_parameters, unchecked_parameters
-from startrail.integrations import layer_masks
+from startrail.comm.sanity import (
+    CHECKED_STEPS,
+    check_fsdp_meshes,
+    check_gradients,
+    check_same_parameters,
+    unchecked_parameters,
+)
+from startrail.integrations import layer_masks, probe, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
-from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder, MaskUseError
-from startrail.integrations.token_mixing import find_token_mixing
+from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
+from startrail.integrations.probe import ROUTER_LOSS
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
+from startrail.offload import HostOffload
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
-
-PROBE_TOKENS = 4
 
 _numbers = itertools.count()
 
@@ -64,6 +68,10 @@ class Attached:
         self.context: BatchContext | None = None
         self.probed: list[tuple[str, str | None]] | None = None
         self.original_attention: dict[str, str | None] = {}
+        self.logits = self.wants_logits = False  # by default, and in this call
+        self.loss_chunk: int | None = None  # tokens whose logits are computed at a time; None: by the vocabulary
+        self.announced = False  # what that saves
+        self.offload = False
         self.steps = 0
         self.checking = False  # True during the first training steps
 
@@ -80,6 +88,11 @@ class Attached:
             if self.kinds.setdefault(key, kind) != kind:
                 raise ValueError(f"cannot distinguish the masks {kind} and {self.kinds[key]}")
             return MaskPlaceholder(None, kind)
+        if not torch.compiler.is_compiling():
+            kind = layer_masks.read_layer_kind(mask_function)
+            if kind.blocks and self.context is not None:
+                self.context.check_blocks(layer_masks.find_blocks(mask_function))
+            return MaskPlaceholder(self.context, kind)
         if key not in self.kinds:
             raise ValueError(f"the model asks for a mask that it did not ask for in attach: {key}")
         return MaskPlaceholder(self.context, self.kinds[key])
@@ -104,9 +117,10 @@ class Attached:
             if softcap is not None:
                 self.softcaps.add(softcap)
                 problem = problem or layer_masks.softcap_problem(query, softcap)
+            problem = problem or layer_masks.heads_problem(module, query.shape[1], self.sp.plan)
             self.probed.append((name, problem))
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-        problem = problem or self._batch_problem(attention_mask.context, s_aux)
+        problem = problem or self._batch_problem(attention_mask.context, attention_mask.kind, s_aux)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
         kind, context = attention_mask.kind, attention_mask.context
@@ -117,9 +131,13 @@ class Attached:
             out = out.masked_fill(context.fully_masked.view(1, 1, -1, 1), 0)
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
 
-    def _batch_problem(self, context: BatchContext | None, sinks: Tensor | None) -> str | None:
+    def _batch_problem(self, context: BatchContext | None, kind: LayerKind, sinks: Tensor | None) -> str | None:
         if context is None:
             return "the model was called without a batch: call model(**shard_batch(sp, ...))"
+        if kind.blocks and kind.window is not None:
+            longest = max((stop - start for start, stop in context.sequence.blocks), default=0)
+            if longest > kind.window:
+                return f"an image of {longest} tokens is longer than the layer's window of {kind.window}: not supported"
         if context.fully_masked is not None and sinks is None and "eager" in self.original_attention.values():
             return (
                 "a label is predicted from padding on the left, which sees all keys in transformers' eager attention: "
@@ -130,23 +148,42 @@ class Attached:
     def before_forward(
         self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Remove the batch's context from the model's arguments; in the first training steps, compare parameters."""
+        """Remove what is for startrail from the model's arguments; in the first training steps, compare parameters."""
         self.context = options.pop("startrail", None)
+        self.wants_logits = options.pop("logits", self.logits)
         if self.probed is None and self.context is None:
             raise ValueError(
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
+        if self.context is not None and self.context.whole is not None and vision.language_model_name(model) is None:
+            raise ValueError(f"{type(model).__name__} takes no images: leave pixel_values out of shard_batch")
+        if options.setdefault("use_cache", False):
+            raise ValueError("use_cache=True: a sharded sequence has no cache; leave it out, or detach(model) first")
+        if options.get("output_router_logits"):
+            raise ValueError(ROUTER_LOSS)
         self.checking = self.probed is None and self.steps < CHECKED_STEPS and model.training
         self.checking = self.checking and not torch.compiler.is_compiling()
         if self.checking:
             self.steps += 1
             check_same_parameters(model.named_parameters(), self.sp.group)
+            if self.steps == 1:
+                check_fsdp_meshes(model, self.sp.group)
         return arguments, options
 
 
-def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) -> PreTrainedModel:
+def attach(
+    model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True, logits: bool = False,
+    tile_mlp: int | None = None, offload: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """Make ``model`` attend over all ranks of ``sp``, and return it.
+
+    The loss is computed on chunks of tokens, and logits are not returned unless there are no labels or the call asks
+    for them, ``model(**batch, logits=True)``. ``logits=True`` here makes every call return them.
+
+    Two options save memory, at the price of computing more: ``tile_mlp`` runs each MLP on so many tokens at a time, and
+    computes it again in the backward pass; ``offload`` recomputes layers (gradient checkpointing) from their inputs,
+    which wait in host memory.
 
     Raises ``ValueError`` with the reason and the layer if the model cannot run. With ``check``, the first two training
     steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
@@ -159,7 +196,9 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     if hasattr(model, "_startrail"):
         raise ValueError(f"the model is already attached to {model._startrail.sp}; detach(model) first")
     warn_if_untested()
-    _check_config(model)
+    if not vision.is_tested(model):
+        raise ValueError(_other_vision_model(model, sp))
+    probe.check_config(model)
     if _is_mostly_narrow(model):
         sp.expect_windows()
     attached = Attached(sp)
@@ -169,13 +208,18 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     AttentionInterface.register(attached.name, _weak_method(attached, "attend"))
     AttentionMaskInterface.register(attached.name, _weak_method(attached, "mask"))
     weakref.finalize(attached, _unregister, attached.name)
-    configs = _configs(model)
+    language_model = vision.text_model(model)
+    configs = _configs(language_model)
     attached.original_attention = {name: config._attn_implementation for name, config in configs.items()}
     for config in configs.values():
         config._attn_implementation_internal = attached.name
     model._startrail, model._startrail_hooks = attached, []
+    attached.logits, attached.offload = logits, offload
     try:
-        _probe(model, attached)
+        without_logits.install(model)
+        if tile_mlp is not None:
+            tiles.tile_mlps(model, language_model, tile_mlp)
+        probe.probe(model, attached)
     except BaseException:
         detach(model)
         raise
@@ -183,13 +227,31 @@ def attach(model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True) 
     # the model, not ``attached``, holds the hooks' handles: a copy of the model has its own
     before = model.register_forward_pre_hook(attached.before_forward, with_kwargs=True, prepend=True)
     model._startrail_hooks.append(before)
+    if language_model is not model:
+        split = partial(vision.split_inputs, attached)
+        model._startrail_hooks.append(language_model.register_forward_pre_hook(split, with_kwargs=True, prepend=True))
     if check and sp.world > 1:
         model._startrail_hooks.append(model.register_forward_hook(_watch_loss))
     # a bound method, so that a copy of the model has one bound to the copy
     model.gradient_checkpointing_enable = MethodType(_enable_checkpointing, model)
-    if is_checkpointing(model):
+    if offload or is_checkpointing(model):
         model.gradient_checkpointing_enable()
     return model
+
+
+def _other_vision_model(model: PreTrainedModel, sp: SequenceParallel) -> str:
+    """Why a model with images, sound or video is refused, and whether its language model would run by itself."""
+    name, kind = vision.language_model_name(model), model.config.model_type
+    tested = ", ".join(vision.TESTED)
+    refused = f"{type(model).__name__}: of the models with more than text, only {tested} run, not {kind}"
+    try:
+        detach(attach(model.get_submodule(name), sp, check=False))
+    except ValueError as error:
+        return f"{refused}; nor does its language model: {error}"
+    return (
+        f"{refused}. Its language model does: attach(model.{name}, sp), embed images and text on all ranks, and call "
+        f"model.{name}(**shard_batch(sp, inputs_embeds=..., position_ids=...))"
+    )
 
 
 def _is_mostly_narrow(model: PreTrainedModel) -> bool:
@@ -206,102 +268,14 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     attached: Attached | None = model.__dict__.pop("_startrail", None)
     if attached is None:
         raise ValueError("the model is not attached to startrail")
-    for name, config in _configs(model).items():
+    for name, config in _configs(vision.text_model(model)).items():
         config._attn_implementation_internal = attached.original_attention[name]
     for hook in model.__dict__.pop("_startrail_hooks"):
         hook.remove()
+    without_logits.remove(model)
+    tiles.untile_mlps(model)
     model.__dict__.pop("gradient_checkpointing_enable", None)
     return model
-
-
-# --- checks
-
-
-def _check_config(model: PreTrainedModel) -> None:
-    config, name = model.config, type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name}: a decoder that attends to an encoder's states is not supported")
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"{name}: the routers' auxiliary loss would see only this rank's tokens; set "
-            "config.output_router_logits=False"
-        )
-    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    for index, kind in enumerate(layer_types):
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention", None):
-            recurrent = "linear" in str(kind)
-            reason = "its state would have to pass from rank to rank" if recurrent else "unsupported layer type"
-            raise ValueError(f"{name}: layer {index} is {kind!r}: {reason}")
-
-
-def _probe(model: PreTrainedModel, attached: Attached) -> None:
-    """Run forward passes of a few tokens, in which layers show their arguments and attention returns zeros."""
-    expected = {module._startrail_name for module in model.modules() if _is_attention(module)}
-    device = next(model.parameters()).device
-    ids = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0) % 2
-    labels = torch.tensor([[1, 0, 1, IGNORE]], device=device)
-    options = dict(labels=labels, shift_labels=labels, num_items_in_batch=7)
-
-    def run(ids: Tensor, **options: Any) -> Any:
-        mask, positions = torch.ones_like(ids), torch.full_like(ids, 3)
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **options)
-
-    with _probing(model, attached):
-        model.train()
-        output = run(ids, **options)
-        probed = attached.probed or []
-    for name, problem in probed:
-        if problem:
-            raise ValueError(f"{name}: {problem}")
-    if not probed:
-        raise ValueError(f"no layer of {type(model).__name__} calls attention through transformers' AttentionInterface")
-    if silent := expected - {name for name, _ in probed}:
-        raise ValueError(
-            f"{min(silent)} does not call attention through transformers' AttentionInterface, or not for text"
-        )
-    with _probing(model, attached):
-        model.eval()  # without dropout
-        module = find_token_mixing(model, lambda ids: run(ids)[0])
-    if module is not None:
-        raise ValueError(
-            f"{module}: a token's result depends on other tokens outside attention (a recurrence, a convolution or a "
-            "token shift): its state would have to pass from rank to rank"
-        )
-    if device.type != "meta" and getattr(output, "loss", None) is not None:
-        logits = output.logits.float().reshape(-1, output.logits.shape[-1])
-        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") / 7
-        if not torch.allclose(output.loss.float(), loss, rtol=1e-3, atol=1e-5):
-            raise ValueError(
-                f"{type(model).__name__}: its loss is not the sum over shift_labels divided by num_items_in_batch "
-                f"({output.loss.item():.4f}, expected {loss.item():.4f}): compute your own loss from its logits"
-            )
-
-
-@contextmanager
-def _probing(model: PreTrainedModel, attached: Attached) -> Iterator[None]:
-    """Inside, attention records its layers and returns zeros. Any error of the model becomes a ``ValueError``."""
-    training = [(module, module.training) for module in model.modules()]
-    attached.probed = []
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    except ValueError:
-        raise
-    except Exception as error:  # a model that expects another kind of mask can fail anywhere
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, MaskUseError):
-            reason = "a layer computes with its mask (a position bias such as ALiBi, or its own attention)"
-        raise ValueError(f"{type(model).__name__} cannot run with startrail: {reason}") from error
-    finally:
-        attached.probed = None
-        for module, was_training in training:
-            module.training = was_training
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """True if a module projects to queries, keys and values: the innermost one with attention in its name."""
-    here = "attention" in type(module).__name__.lower() and any(True for _ in module.parameters())
-    return here and not any("attention" in type(child).__name__.lower() for child in module.children())
 
 
 # --- configs, hooks and registered functions
@@ -364,3 +338,13 @@ def _enable_checkpointing(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # 5.23 deprecates this name, but calls overrides of it
         type(model).gradient_checkpointing_enable(model, options, **others)
+    if model._startrail.offload:
+        offload = HostOffload()
+        for module in model.modules():
+            if "_gradient_checkpointing_func" in module.__dict__:
+                module._gradient_checkpointing_func = partial(_inside, offload, module._gradient_checkpointing_func)
+
+
+def _inside(context: HostOffload, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with context:
+        return function(*arguments, **options)

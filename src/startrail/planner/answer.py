@@ -19,9 +19,9 @@ from typing import Any
 
 from startrail.planner.candidates import LARGE_WORLD
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
-from startrail.planner.operate import cost_per_million, longest_length, smallest_cluster, worthwhile_batch
-from startrail.planner.rows import DoesNotFitError, Row, SearchResult, expected_error
-from startrail.planner.search import TIE_SHARE, YOURS, search
+from startrail.planner.operate import cost_per_million, settle
+from startrail.planner.rows import HEADS_OUTERMOST, TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error
+from startrail.planner.search import YOURS, search
 from startrail.planner.sparse.advice import LEAST_PRICED, price_row, price_sparse
 from startrail.planner.units import Fields, count_text, plural, read_file
 from startrail.planner.workload import Model, Run, find_model, read_run
@@ -39,6 +39,7 @@ class Answer:
 
     result: SearchResult
     price: float | None = None  # per device and hour
+    asked: tuple[str, ...] = ()  # what was looked for, and found: the longest sequence, the fewest devices, the batch
 
     @property
     def best(self) -> str:
@@ -81,7 +82,8 @@ class Answer:
         result = self.result
         head = f"{_model_text(result.model)}, {_run_text(result.run)}, on {result.cluster}: "
         head += f"{result.cluster.world} x {result.cluster.device.name}"
-        notes = [f"what runs: {'; '.join(result.runs)}"] if result.runs else []
+        notes = list(self.asked)
+        notes += [f"what runs: {'; '.join(result.runs)}"] if result.runs else []
         notes += [f"note: {text}" for text in _warnings(result)]
         notes += [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
         if result.closest is not None:
@@ -187,19 +189,23 @@ def _why(result: SearchResult) -> Iterator[str]:
     if fastest.seconds < 0.999 * best.seconds:
         faster = 1 - fastest.seconds / best.seconds
         yield f"{fastest.name} is predicted {faster:.1%} faster, which counts as equal, {_than(fastest, best)}."
-    ring = next((row for row in result.rows if row.role.startswith("ring")), None)
+    alike = [row for row in result.rows if row.training.data_parallel == best.training.data_parallel]
+    ring = next((row for row in alike if row.role.startswith("ring")), None)
     if ring is not None and ring is not best and sent:
         yield (
             f"Each rank sends {sent / 1e9:.3g} GB per step between {links}; Ring Attention sends "
             f"{ring.step.sent[outer] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
         )
-    stars = [row for row in (*result.rows, *result.too_large) if row.role.startswith("star") and row is not best]
-    if stars:
-        star = min(stars, key=lambda row: row.seconds)
+    stars = [row for row in (*alike, *result.too_large) if row.role.startswith("star") and row is not best]
+    star = min(stars, key=lambda row: row.seconds, default=None)
+    if star is not None:
         would = "would take" if star in result.too_large else "takes"
         fits = ", and does not fit" if star in result.too_large else ""
         yield f"The paper's schedule, {star.role}, {would} {star.seconds / best.seconds:.2f}x as long{fits}."
     yield f"Ranks wait for transfers {best.exposed:.1%} of the step."
+    for row in result.rows[1:]:
+        if row.role == HEADS_OUTERMOST:
+            yield _about_heads(row, fastest, [each for each in (ring, star) if each is not None])
     for row in result.rows:
         if YOURS in row.role and row is not best:
             yield f"Yours, {row.name}, {_compare(row, best)}."
@@ -217,12 +223,31 @@ def _why(result: SearchResult) -> Iterator[str]:
         yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
 
 
+def _about_heads(heads: Row, fastest: Row, known: Sequence[Row]) -> str:
+    """How good the best plan with heads over the nodes is, and why it does not come first."""
+    cluster, outer = heads.training.cluster, _outermost(heads.training.cluster)
+    links, sent = plural(cluster.levels[outer].label), heads.step.sent[outer] / 1e9
+    memory = heads.step.memory.total / 1e9
+    text = f"The best plan with heads over the {links}, {heads.name}, sends {sent:.3g} GB between {links}, needs "
+    text += f"{memory:.1f} GB per {cluster.levels[-1].label}"
+    if known:
+        faster = (f"{row.seconds / heads.seconds:.2f}x as fast as {row.role.split()[0]}" for row in known)
+        text += f", and is {' and '.join(faster)}"
+    reason = f"{heads.seconds / fastest.seconds - 1:.1%} slower than the fastest"
+    if heads.exposed > fastest.exposed:
+        reason += f" (ranks wait {heads.exposed:.1%} of the step: nothing hides its first and last exchange)"
+    return f"{text}; it does not come first because it is {reason}."
+
+
 def _shape(row: Row) -> str:
     """The plan in words, level by level."""
     levels = ", then ".join(level.describe() for level in row.plan.levels)
+    levels = "each rank computes sequences of its own" if row.training.group.world == 1 else levels
     parts = [f"{levels} (outermost first)" if len(row.plan.levels) > 1 else levels]
     if row.plan.keep != "none":
         parts.append(f"keep={row.plan.keep} saves the backward pass transfers that the forward pass already made")
+    if row.plan.heads > 1 and not row.plan.keeps_exchanged:
+        parts.append("exchange=twice saves memory: queries, keys and values are exchanged again in the backward pass")
     if row.plan.groups > 1:
         parts.append(f"with {row.plan.groups} groups, transfers of one overlap with compute of another")
     return "; ".join(parts)
@@ -341,16 +366,11 @@ def plan(
     limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
     if price is not None and not 0 < price < 1e6:
         raise ValueError(f"price = {price!r} is not a price per device and hour, such as 2.5")
-    if max_length:
-        described = replace(described, length=longest_length(cluster, model, described, limit))
-    if gpus_for:
-        cluster = smallest_cluster(cluster, model, described, limit)
-    if auto_batch:
-        described = replace(described, batch=worthwhile_batch(cluster, model, described, limit))
+    cluster, described, asked = settle(cluster, model, described, limit, max_length, gpus_for, auto_batch)
     plans = tuple(Plan.parse(text) for text in compare)
     sparse = documents or any(model.windows)
     found = search(cluster, model, described, max(top, LEAST_PRICED) if sparse else top, limit, compare=plans)
-    return Answer(price_sparse(found, replace(described, documents=documents), top), price)
+    return Answer(price_sparse(found, replace(described, documents=documents), top), price, asked)
 
 
 def _described(cluster: str | ClusterSpec, model: str | Model, kernel: str | None) -> tuple[ClusterSpec, Model]:

@@ -51,6 +51,12 @@ def plans_on(cluster: ClusterSpec, heads: int) -> Iterator[Plan | str]:
             continue
 
 
+def heads_outermost(plan: Plan, cluster: ClusterSpec) -> bool:
+    """True if ``plan`` splits heads over all members of the outermost of several levels."""
+    outer, first = cluster.levels[0].size, plan.levels[0]
+    return 1 < outer < cluster.world and isinstance(first, Heads) and first.size % outer == 0
+
+
 def least_traffic(plan: Plan) -> list[Plan]:
     """The variants that send the least: with everything kept, or with queries travelling in the backward pass."""
     if not plan.shard_levels:
@@ -86,11 +92,13 @@ def well_known(cluster: ClusterSpec, model: Model) -> Iterator[WellKnown]:
     yield from (WellKnown(f"star{team}", f"star{team}") for team in simulated)
     for team in STARS[:2]:
         if team not in fitting:
-            yield WellKnown(f"star{team}", f"star{team}", f"{team}² = {team**2} does not divide {world} ranks")
+            yield WellKnown(
+                f"star{team}", f"star{team}", f"{team}² = {team**2} does not divide {count_text(world, 'rank')}"
+            )
     reason = ""
     if outside == 1 or inside == 1:
         levels = ", ".join(count_text(level.size, level.label) for level in cluster.levels)
-        reason = f"it needs two levels of several members each, and this cluster has {levels}"
+        reason = f"it needs two levels of several members each, and a group has {levels}"
     yield WellKnown("double ring", f"1x{outside}/1x{inside}", reason)
     if heads == 1 and not reason:
         reason = f"{model.kv_heads} key/value heads cannot be split inside a {cluster.levels[0].label} of {inside}"

@@ -13,11 +13,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from startrail.planner.kernels import Curve, KernelCurves, find_kernel, read_curve
-from startrail.planner.units import Table, check_keys, find_file, parse_quantity, read_file, shipped, short_repr
+from startrail.planner.units import (
+    Table,
+    check_keys,
+    find_file,
+    parse_quantity,
+    read_all,
+    read_file,
+    shipped,
+    short_repr,
+)
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSPORTS = ("nccl", "gloo")
@@ -89,7 +98,8 @@ class Device:
 class LinkLevel:
     """One level of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: the
     devices of a member share one link; otherwise each device has one. ``peer``: each device has a separate link to
-    every other device of the level."""
+    every other device of the level. ``under_compute``: what transfers reach that leave most multiprocessors to
+    attention (``comm.process_groups``: 8 channels instead of 32); 0 if that is all."""
 
     name: str
     size: int
@@ -98,6 +108,7 @@ class LinkLevel:
     shared: bool
     duplex: bool
     peer: bool = False
+    under_compute: float = 0.0
 
     @property
     def ways(self) -> int:
@@ -270,7 +281,10 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     tables, slow = table["levels"], table.get("slow", [])
     if not isinstance(tables, list) or not tables:
         raise ValueError(f"{where}: levels must be a list of tables, [[levels]], outermost first")
-    levels = tuple(_level(item, f"{where}: levels[{at}]") for at, item in enumerate(tables))
+    transport = fields.choice("transport", TRANSPORTS, "nccl")
+    read = [partial(_level, item, f"{where}: levels[{at}]") for at, item in enumerate(tables)]
+    *found, device = read_all([*read, partial(_device, table["device"], transport, f"{where}: device")], where)
+    levels: tuple[LinkLevel, ...] = tuple(found)
     for at, level in enumerate(levels):
         if level.name in [other.name for other in levels[:at]]:
             raise ValueError(f"{where}: levels[{at}]: name: level {level.name!r} exists already")
@@ -279,8 +293,6 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     _check_ranks([level.size for level in levels], where)
     if not isinstance(slow, list):
         raise ValueError(f"{where}: slow must be a list of tables, [[slow]]")
-    transport = fields.choice("transport", TRANSPORTS, "nccl")
-    device = _device(table["device"], transport, f"{where}: device")
     accuracy = fields.number("accuracy", least=0.0, most=0.9, default=0.25)
     cores = fields.integer("cores", least=0, most=MAX_RANKS)
     members = tuple(_slow(item, levels, f"{where}: slow[{at}]") for at, item in enumerate(slow))
@@ -289,11 +301,13 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
 
 def _level(table: object, where: str) -> LinkLevel:
     required = ("name", "size", "bandwidth")
-    fields = check_keys(table, (*required, "latency", "links", "duplex"), required, where)
+    fields = check_keys(table, (*required, "under_compute", "latency", "links", "duplex"), required, where)
     links = fields.choice("links", ("device", "member", "peer"), "device")
     name, size = fields.line("name"), fields.integer("size", most=MAX_RANKS)
     bandwidth, latency = fields.quantity("bandwidth", "bytes/s"), fields.quantity("latency", "s", "0 s")
-    return LinkLevel(name, size, bandwidth, latency, links == "member", fields.boolean("duplex", True), links == "peer")
+    few = fields.quantity("under_compute", "bytes/s") if "under_compute" in fields.table else 0.0
+    duplex = fields.boolean("duplex", True)
+    return LinkLevel(name, size, bandwidth, latency, links == "member", duplex, links == "peer", few)
 
 
 def _device(table: object, transport: str, where: str) -> Device:
@@ -372,6 +386,7 @@ def cluster_text(cluster: ClusterSpec, comment: str) -> str:
         links = "peer" if level.peer else "member" if level.shared else "device"
         lines += ["", "[[levels]]", f"name = {json.dumps(level.name)}", f"size = {level.size}"]
         lines += [f'bandwidth = "{level.bandwidth / 1e9:.5f} GB/s"']
+        lines += [f'under_compute = "{level.under_compute / 1e9:.5f} GB/s"'] if level.under_compute else []
         lines += [f'latency = "{level.latency * 1e6:.2f} us"'] if level.latency else []
         lines += [f'links = "{links}"', f"duplex = {str(level.duplex).lower()}"]
     for slow in cluster.slow:

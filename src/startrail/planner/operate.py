@@ -18,7 +18,7 @@ from startrail.planner.cluster import MAX_RANKS, ClusterSpec
 from startrail.planner.rows import DoesNotFitError, Row
 from startrail.planner.search import limit_memory, search
 from startrail.planner.step import Training
-from startrail.planner.units import MAX_COUNT
+from startrail.planner.units import MAX_COUNT, count_text
 from startrail.planner.workload import Model, Run
 from startrail.schedule.plan import Plan
 
@@ -101,3 +101,25 @@ def worthwhile_batch(cluster: ClusterSpec, model: Model, run: Run, memory: float
 def cost_per_million(row: Row, price: float) -> float:
     """Of a million tokens, at ``price`` per device and hour."""
     return price * row.training.cluster.world / 3600 / row.tokens_per_second * 1e6
+
+
+def settle(
+    cluster: ClusterSpec, model: Model, run: Run, memory: float | None, length: bool, devices: bool, batch: bool
+) -> tuple[ClusterSpec, Run, tuple[str, ...]]:
+    """The cluster and the run with the longest length, the fewest devices and the batch that is worth it, where these
+    are asked for, and what was found in words."""
+    found = []
+    if length:
+        run = replace(run, length=longest_length(cluster, model, run, memory))
+        found.append(f"the longest sequence that fits: {run.length:,} tokens")
+    if devices:
+        cluster = smallest_cluster(cluster, model, run, memory)
+        outer, inner = cluster.levels[0], cluster.levels[-1]
+        fewest = f"{count_text(cluster.world, inner.label)} in {count_text(outer.size, outer.label)}"
+        found.append(f"the fewest that fit {run.length:,} tokens: {fewest} (tried: 1, 2, 3, 4, 6, 8, 12, ...)")
+    if batch:
+        run = replace(run, batch=worthwhile_batch(cluster, model, run, memory))
+        found.append(
+            f"batch {run.batch}: twice as many sequences do not fit, or add less than {BATCH_GAIN:.0%} of speed"
+        )
+    return cluster, run, tuple(found)

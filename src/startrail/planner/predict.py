@@ -107,7 +107,7 @@ def predict(
     prices = _prices(cluster, plan, call, engine)
     if all_ranks or order is not None:
         return Prediction(*(_simulate_all_ranks(cluster, prices, pass_, order) for pass_ in PASSES))
-    return Prediction(*(_simulate_one_rank(cluster, prices, pass_) for pass_ in PASSES))
+    return Prediction(*(simulate_one_rank(cluster, prices, pass_) for pass_ in PASSES))
 
 
 def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation) -> Prices:
@@ -129,7 +129,7 @@ def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int, engine: 
     passes = []
     priced = [(cluster, _prices(cluster, plan, call, engine)) for cluster, plan, call in (first, second)]
     for pass_ in PASSES:
-        a, b = (_simulate_one_rank(cluster, prices, pass_) for cluster, prices in priced)
+        a, b = (simulate_one_rank(cluster, prices, pass_) for cluster, prices in priced)
         seconds, waiting = line(a[:2], b[:2])
         passes.append(SimulatedPass(seconds, waiting, line(a.sent, b.sent), line(a.busy, b.busy)))
     return Prediction(*passes)
@@ -261,7 +261,7 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
 # --- one rank for all
 
 
-def _simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
+def simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
     """Ranks run in step, so a slow member slows all ranks: links and devices are as fast as the slowest. There is one
     link per level, followed by one per peer if the last level connects peers."""
     prices.in_step = True
@@ -286,7 +286,7 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
     That is known for lanes whose ranks are all behind the same link or all behind different ones. For other lanes
     (Ring Attention over nodes) it is counted in the programs of a member's ranks."""
     world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
-    known = _known_lanes(cluster, prices.sizes.plan)
+    known, few = _known_lanes(cluster, prices.sizes.plan), prices.lanes_with_few_channels()
     tasks, counted = call_tasks(prices, world, prices.busiest(pass_), pass_), {}
     if len(known) < len(prices.sizes.plan.levels):
         sampled = _sampled_ranks(cluster, prices.sizes.plan)
@@ -308,6 +308,7 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
 
     def route(_: int, message: PricedMessage) -> Path:
         links, latency, shares = known[message.lane] if message.lane in known else counted[message.number]
+        links = tuple((link, load * few.get(message.lane, {}).get(link, 1.0)) for link, load in links) if few else links
         if inner.peer and links and links[-1][0] == last:
             links = (*links[:-1], (last + 1 + message.peer % inner.size, links[-1][1]))
         return Path(links, latency, tuple(share * message.nbytes for share in shares))

@@ -1,14 +1,15 @@
-"""What the search finds: rows with their predicted step, the interval of its error, and the whole result."""
+"""What the search finds: rows with their predicted step and its interval, their order, and the whole result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from startrail.planner.candidates import WellKnown
+from startrail.planner.candidates import WellKnown, heads_outermost
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.step import StepEstimate, Training
 from startrail.planner.units import read_file
@@ -16,6 +17,10 @@ from startrail.planner.workload import Model, Run
 from startrail.schedule.plan import Plan
 
 ERRORS = Path(__file__).parent / "errors.toml"
+HEADS_OUTERMOST = "heads outermost"  # that of the best plan that splits heads over the nodes, if another one wins
+TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
+TWIN_SHARE = 0.01  # plans of the same levels in another order whose times differ by less are one
+EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
 
 
 class ExpectedError(NamedTuple):
@@ -121,3 +126,49 @@ class DoesNotFitError(ValueError):
     def __init__(self, problem: str, hints: Iterable[str], plan: Plan, needs: str) -> None:
         super().__init__("; ".join([problem, *hints]))
         self.problem, self.plan, self.needs = problem, plan, needs
+
+
+def ranked_rows(rows: list[Row]) -> list[Row]:
+    """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
+    all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
+    waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
+    fastest = min(row.seconds for row in rows)
+    tied = [row for row in rows if row.seconds <= fastest * (1 + TIE_SHARE)]
+    exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
+    least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
+
+    def rank(row: Row) -> tuple[object, ...]:
+        if row not in tied:
+            return 1, row.seconds
+        plan = row.plan
+        sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
+        simple = len(plan.levels) + (plan.keep != "none")
+        outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
+        return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
+
+    return _without_twins(sorted(rows, key=rank))
+
+
+def with_heads_outermost(ranked: list[Row]) -> list[Row]:
+    """With a role for the best plan that splits heads over the nodes, if another one wins: it sends the least between
+    nodes, so people ask why it does not come first."""
+    group = ranked[0].training.group
+    found = next((row for row in ranked if row.training.group is group and heads_outermost(row.plan, group)), None)
+    if found is None or found is ranked[0] or found.role:
+        return ranked
+    return [replace(row, role=HEADS_OUTERMOST) if row is found else row for row in ranked]
+
+
+def _without_twins(rows: list[Row]) -> list[Row]:
+    """Without plans that do the same as one before them in another order of levels, such as u4/1x2 and 1x2/u4 inside a
+    node."""
+    kept: list[Row] = []
+    seen: dict[tuple[object, ...], float] = {}
+    for row in rows:
+        plan = row.plan
+        options = plan.backward, plan.keep, plan.groups
+        same = row.training.data_parallel, tuple(sorted(map(str, plan.levels))), options
+        if row.role or abs(row.seconds / seen.get(same, inf) - 1) > TWIN_SHARE:
+            kept.append(row)
+        seen.setdefault(same, row.seconds)
+    return kept

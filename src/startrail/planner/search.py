@@ -13,13 +13,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, inf
+from typing import Any
 
 from startrail.planner.bounds import Bound, Bounds
-from startrail.planner.candidates import GROUPS, LARGE_WORLD, WellKnown, least_traffic, options_of, plans_on, well_known
+from startrail.planner.candidates import (
+    GROUPS,
+    LARGE_WORLD,
+    WellKnown,
+    heads_outermost,
+    least_traffic,
+    options_of,
+    plans_on,
+    well_known,
+)
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
-from startrail.planner.rows import DoesNotFitError, Row, SearchResult
+from startrail.planner.rows import TIE_SHARE, DoesNotFitError, Row, SearchResult, ranked_rows, with_heads_outermost
 from startrail.planner.step import HEADROOM, Training
 from startrail.planner.units import count_text, plural
 from startrail.planner.workload import Model, Run
@@ -27,11 +37,14 @@ from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
 YOURS = "yours"  # the role of plans that the user asks about
-TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
-TWIN_SHARE = 0.01  # plans of the same levels in another order whose times differ by less are one
-EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
 MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
+MOST_WITH_HEADS = 4  # plans with heads outermost that are simulated if none is among those
+_INPUTS = dict(recompute=True, repeat_attention=True, offload=True)
+SAVINGS: tuple[dict[str, Any], ...] = (  # settings that save memory, the cheapest first
+    *(dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3), dict(recompute=True, offload=True), _INPUTS),
+    *(dict(states="bfloat16"), dict(offload_states=True), dict(**_INPUTS, offload_states=True)),
+)
 Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
 
 
@@ -209,14 +222,38 @@ class _Search:
         if not self.rows:
             raise self.nothing_fits()
         training = min(self.rows, key=lambda row: row.seconds).training
+        if known and self.cluster.world <= LARGE_WORLD:
+            self.simulate_heads_outermost(training)
+        if training.group.world == 1:
+            return  # every sequence has a rank of its own: all plans are the same
         for one in well_known(training.group, self.model) if known else ():
             self.add_well_known(one, training)
         if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
             self.add_peers(training)
 
+    def simulate_heads_outermost(self, training: Training) -> None:
+        """Simulate the best plans that split heads over the nodes of a group, unless some were: the answer compares
+        with them."""
+        if any(heads_outermost(row.plan, training.group) for row in self.rows if row.training is training):
+            return
+        self.queue = [
+            entry for entry in self.queue if entry[3] is training and heads_outermost(entry[2], training.group)
+        ]
+        heapq.heapify(self.queue)
+        fastest, simulated = inf, 0
+        while self.queue and simulated < MOST_WITH_HEADS:
+            bound, _, plan, _, ready = heapq.heappop(self.queue)
+            if bound >= fastest:
+                break
+            if not ready:
+                self.add_options(plan, training)
+                continue
+            self.rows.append(self.simulate(plan, training))
+            fastest, simulated = min(fastest, self.rows[-1].seconds), simulated + 1
+
     def add_peers(self, training: Training) -> None:
         """Ring Attention as others run it, if ours fits."""
-        for ring in [row for row in self.rows if row.role == "ring" and training.group.world > 1]:
+        for ring in [row for row in self.rows if row.role == "ring"]:
             for engine in RINGS:
 
                 def predicted(
@@ -244,7 +281,7 @@ class _Search:
                     if known.role.startswith("star"):
                         self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
-                reason = error.problem if isinstance(error, PlanError) else str(error)
+                reason = error.problem.removeprefix(f"plan {plan}: ") if isinstance(error, PlanError) else str(error)
         if reason:
             self.missing.append(known._replace(reason=reason))
             return
@@ -265,7 +302,7 @@ class _Search:
         return Row(plan, training, training.step(plan, predicted))
 
     def result(self) -> SearchResult:
-        ranked = ranked_rows(self.rows)
+        ranked = with_heads_outermost(ranked_rows(self.rows))
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain
@@ -299,16 +336,17 @@ class _Search:
         run, cluster = self.run, self.cluster
 
         def fits(cluster: ClusterSpec, run: Run) -> bool:
-            world = cluster.world // training.data_parallel
-            memory = Training(cluster, self.model, run, training.data_parallel).memory(Plan.parse(f"1x{world}"))
+            groups = gcd(run.batch // run.accumulate, training.data_parallel)
+            memory = Training(cluster, self.model, run, groups).memory(Plan.parse(f"1x{cluster.world // groups}"))
             return memory.total <= memory.limit
 
-        for change in (dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3)):
+        for change in SAVINGS:
             if replace(run, **change) != run and fits(cluster, replace(run, **change)):
-                yield "it would fit with " + " and ".join(f"{key} = {value}".lower() for key, value in change.items())
+                new = {key: value for key, value in change.items() if getattr(run, key) != value}
+                yield "it would fit with " + " and ".join(f"{key} = {value}".lower() for key, value in new.items())
                 break
         batch = run.batch // 2
-        while batch and (batch % training.data_parallel or not fits(cluster, replace(run, batch=batch))):
+        while batch and (batch % run.accumulate or not fits(cluster, replace(run, batch=batch))):
             batch //= 2
         if batch:
             yield f"a batch of {batch} would fit"
@@ -322,42 +360,6 @@ class _Search:
             if fits(cluster.resized([sizes[0] * factor, *sizes[1:]]), run):
                 yield f"{factor} times the {plural(cluster.levels[0].label)} would fit"
                 break
-
-
-def ranked_rows(rows: list[Row]) -> list[Row]:
-    """Fastest first. Ties go to the plan that sends least over the outermost links, if ranks wait for transfers at
-    all, then to the smallest teams and the fewest groups, because predictions are least certain about the cost of
-    waiting and of messages; then to the plan that sends least inside, and then to the simplest."""
-    fastest = min(row.seconds for row in rows)
-    tied = [row for row in rows if row.seconds <= fastest * (1 + TIE_SHARE)]
-    exposed = any(row.exposed > EXPOSED_SHARE for row in tied)
-    least = [max(min(sent), 1.0) for sent in zip(*(row.step.sent for row in tied), strict=True)]
-
-    def rank(row: Row) -> tuple[object, ...]:
-        if row not in tied:
-            return 1, row.seconds
-        plan = row.plan
-        sent = tuple(round(nbytes / fewest, 1) for nbytes, fewest in zip(row.step.sent, least, strict=True))
-        simple = len(plan.levels) + (plan.keep != "none")
-        outer, inner = (sent[:1], sent[1:]) if exposed else ((), ())
-        return 0, outer, plan.family.team(plan), plan.groups, inner, simple, row.seconds, row.step.memory.total
-
-    return _without_twins(sorted(rows, key=rank))
-
-
-def _without_twins(rows: list[Row]) -> list[Row]:
-    """Without plans that do the same as one before them in another order of levels, such as u4/1x2 and 1x2/u4 inside a
-    node."""
-    kept: list[Row] = []
-    seen: dict[tuple[object, ...], float] = {}
-    for row in rows:
-        plan = row.plan
-        options = plan.backward, plan.keep, plan.groups
-        same = row.training.data_parallel, tuple(sorted(map(str, plan.levels))), options
-        if row.role or abs(row.seconds / seen.get(same, inf) - 1) > TWIN_SHARE:
-            kept.append(row)
-        seen.setdefault(same, row.seconds)
-    return kept
 
 
 def _least_step(training: Training, both: Bounded) -> float:

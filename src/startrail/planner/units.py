@@ -18,7 +18,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,6 +172,19 @@ class Fields:
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise self._error(key, value, "one line of text")
         return value
+
+
+def read_all(readers: Iterable[Callable[[], Any]], where: str) -> list[Any]:
+    """What the readers return. Raises one ``ValueError`` with the problems of all parts of a file."""
+    found, problems = [], []
+    for read in readers:
+        try:
+            found.append(read())
+        except ValueError as error:
+            problems.append(str(error).removeprefix(f"{where}: "))
+    if problems:
+        raise ValueError(f"{where}: {'; '.join(problems)}")
+    return found
 
 
 def check_keys(table: object, known: Iterable[str], required: Iterable[str], where: str) -> Fields:

@@ -14,19 +14,20 @@ tokens of rank 0       ranks  runs     sent per rank by level, forward + backwar
 tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
 10 (56 %)              4      direct   0.000 MB, 0.001 MB; 1x2/1x2 would send 0.008 MB, 0.015 MB
 8 (44 %)               1      alone    nothing
+1x2/1x2 or direct: by bytes, outermost level first
 """
 
 from __future__ import annotations
 
 from startrail.geometry.layout import Layout
 from startrail.geometry.mask import Mask
-from startrail.routing.route import ByLevel, ZoneRoute, route_of
+from startrail.routing.route import ByLevel, Rule, ZoneRoute, route_of
 from startrail.routing.work import work_by_rank
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 
 
-def explain(plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, sparse: bool = True) -> str:
+def explain(plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, sparse: bool | Rule = True) -> str:
     """A table of this rank's zones. ``mask`` includes documents; ``sizes`` are the plan's for the whole batch."""
     documents, world = mask.documents or (0, layout.length), layout.world
     work = work_by_rank(layout, documents)
@@ -38,10 +39,18 @@ def explain(plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, spa
         f"{max(work) * world / sum(work):.2f} x the mean work if causal",
         f"{f'tokens of rank {rank}':22s} ranks  runs     sent per rank by level, forward + backward",
     ]
-    for route in route_of(plan, layout, rank, mask, sizes, sparse):
+    routes = route_of(plan, layout, rank, mask, sizes, sparse)
+    for route in routes:
         share = f"{route.zone.tokens:,} ({100 * route.zone.tokens / layout.local:.0f} %)"
         lines.append(f"{share:22s} {route.zone.size:<6d} {_program(route):8s} {_sent(route)}")
+    rules = {str(sparse) if route.by_rule else "by bytes, outermost level first" for route in routes if _chosen(route)}
+    lines += [f"{plan} or direct: {rule}" for rule in sorted(rules)]
     return "\n".join(lines)
+
+
+def _chosen(route: ZoneRoute) -> bool:
+    """True if there were two ways."""
+    return bool(route.plan_bytes) and route.direct_bytes is not None
 
 
 def _program(route: ZoneRoute) -> str:
@@ -51,13 +60,11 @@ def _program(route: ZoneRoute) -> str:
 def _sent(route: ZoneRoute) -> str:
     if route.zone.size == 1:
         return "nothing"
-    if route.fetches is None:
-        return _megabytes(route, route.plan_bytes)
-    assert route.direct_bytes is not None
-    text = _megabytes(route, route.direct_bytes)
-    if not route.plan_bytes:
-        return text
-    return f"{text}; {route.plan} would send {_megabytes(route, route.plan_bytes)}"
+    sent = [("direct", route.direct_bytes), (str(route.plan), route.plan_bytes or None)]
+    own, other = sent if route.fetches is not None else sent[::-1]
+    assert own[1] is not None
+    text = _megabytes(route, own[1])
+    return text if other[1] is None else f"{text}; {other[0]} would send {_megabytes(route, other[1])}"
 
 
 def _megabytes(route: ZoneRoute, sent: ByLevel) -> str:

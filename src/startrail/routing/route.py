@@ -1,7 +1,8 @@
 """The route of a call: for each zone of the batch, the plan's program or ``direct``, whichever sends fewer bytes.
 
-Bytes are compared level by level, outermost first, summed over the ranks of the zone and over both passes. All ranks
-compute the same numbers, so they decide alike without talking. ``direct`` is considered only if the mask is narrow: no
+Bytes are compared level by level, outermost first, summed over the ranks of the zone and over both passes. A rule may
+decide instead (`planner.sparse.rule` simulates both on a described cluster). All ranks compute the same numbers, so
+they decide alike without talking. ``direct`` is considered only if the mask is narrow: no
 rank sees more than half of the zone's other tokens, or more than ``NARROW`` times as many as it owns, since it holds
 all that it fetches at once.
 
@@ -18,6 +19,7 @@ direct (196608, 393216) (10752, 21504)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -31,13 +33,16 @@ from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, PASSES, Pass
 
 ByLevel = tuple[int, ...]  # bytes sent over each level's links
+# Given a zone, a mask and the sizes of the zone's plan: is direct better? None: bytes decide.
+Rule = Callable[[Zone, Mask, Sizes], bool | None]
 
 
 @dataclass(frozen=True, eq=False)
 class ZoneRoute:
     """How the tokens of one zone are attended. ``start`` is the index of this rank's first token of the zone,
     ``member`` the rank's place among the zone's ranks. ``plan_bytes`` and ``direct_bytes`` are what all ranks of the
-    zone send over each level in both passes; ``direct_bytes`` is None if that was not considered."""
+    zone send over each level in both passes; ``direct_bytes`` is None if that was not considered. ``by_rule`` is True
+    if a rule has chosen between them."""
 
     zone: Zone
     start: int
@@ -48,6 +53,7 @@ class ZoneRoute:
     keep_own: bool  # the forward pass keeps its own inputs for the backward pass
     plan_bytes: ByLevel
     direct_bytes: ByLevel | None
+    by_rule: bool = False
 
     @property
     def chosen(self) -> Plan:
@@ -76,34 +82,39 @@ class ZoneRoute:
 
 
 def route_of(
-    plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, sparse: bool = True
+    plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, sparse: bool | Rule = True
 ) -> tuple[ZoneRoute, ...]:  # fmt: skip
     """The routes of a rank's zones, outermost first. ``mask`` includes documents and blocks. ``sizes`` are those of the
-    plan for the whole batch. With ``sparse=False`` every zone uses the plan."""
+    plan for the whole batch. With ``sparse=False`` every zone uses the plan; a rule decides where it can."""
     return tuple(
         replace(zone_route(plan, zone, layout.length, mask, sizes, sparse), start=start, member=rank - zone.first)
         for zone, start in layout.zones_of(rank)
     )
 
 
-def zone_route(plan: Plan, zone: Zone, length: int, mask: Mask, sizes: Sizes, sparse: bool = True) -> ZoneRoute:
+def zone_route(
+    plan: Plan, zone: Zone, length: int, mask: Mask, sizes: Sizes, sparse: bool | Rule = True
+) -> ZoneRoute:  # fmt: skip
     """The route of a zone, as its first rank has it if it has no larger zone."""
     inner = plan.inside(zone.level)
     of_zone = replace(sizes, plan=inner, local=zone.tokens)
     plan_bytes = direct_bytes = None
     if not inner.family.by_mask:
         plan_bytes = _plan_bytes(of_zone, zone.size)
-    fetches = None
-    if zone.size > 1 and (inner.family.by_mask or (sparse and is_narrow(zone, length, mask))):
+    fetches, answer = None, None
+    if inner.family.by_mask or (zone.size > 1 and sparse and is_narrow(zone, length, mask)):
         fetches = fetches_in(inner, zone, length, mask)
         direct = replace(of_zone, plan=Plan((DirectLevel(),)))
         per_token = 2 * _bytes_per_token(direct, "kv") + _bytes_per_token(direct, "dkv")  # keys in both passes
         direct_bytes = tuple(count * per_token for count in fetches.tokens_by_level())
-        if plan_bytes is None or direct_bytes < plan_bytes:
+        if plan_bytes is not None and callable(sparse):
+            answer = sparse(zone, mask, of_zone)
+        if plan_bytes is None or (direct_bytes < plan_bytes if answer is None else answer):
             of_zone = direct
         else:
             fetches = None
-    return ZoneRoute(zone, 0, 0, inner, of_zone, fetches, plan.keeps_exchanged, plan_bytes or (), direct_bytes)
+    sent = plan_bytes or (), direct_bytes
+    return ZoneRoute(zone, 0, 0, inner, of_zone, fetches, plan.keeps_exchanged, *sent, answer is not None)
 
 
 def _bytes_per_token(sizes: Sizes, kind: str) -> int:

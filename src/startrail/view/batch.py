@@ -5,6 +5,7 @@
 32 tokens in 1 document on 4 ranks: 8 per rank, 0.0 % padding, busiest rank 1.00 x the mean work if causal
 tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
 8 (100 %)              4      direct   0.147 MB; 1x4 would send 1.573 MB
+1x4 or direct: by bytes, outermost level first
 <BLANKLINE>
 direct forward, the zone of ranks 0 to 3
 step  rank 0       rank 1
@@ -27,7 +28,7 @@ from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.routing.explain import explain
-from startrail.routing.route import ZoneRoute, route_of
+from startrail.routing.route import Rule, ZoneRoute, route_of
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import Pass
@@ -37,15 +38,19 @@ ASSUMED_HEADS, ASSUMED_HEAD_DIM = 32, 128  # MHA in bfloat16, for the bytes
 MAX_BUNDLES = 12  # listed
 
 
-def show_batch(plan: Plan, world: int, mask: Mask, length: int, pass_: Pass, ranks: Sequence[int], columns: int) -> str:
-    """What the first of ``ranks`` runs for a batch, and the programs of its zones on those ranks that share them."""
+def show_batch(
+    plan: Plan, world: int, mask: Mask, length: int, pass_: Pass, ranks: Sequence[int], columns: int,
+    sparse: bool | Rule = True,
+) -> str:  # fmt: skip
+    """What the first of ``ranks`` runs for a batch, and the programs of its zones on those ranks that share them.
+    ``sparse`` is the rule that chooses between the plan and ``direct``."""
     layout, sizes = batch_of(plan, world, mask, length)
-    parts = [explain(plan, layout, ranks[0], mask, sizes)]
-    for number, route in enumerate(route_of(plan, layout, ranks[0], mask, sizes)):
+    parts = [explain(plan, layout, ranks[0], mask, sizes, sparse)]
+    for number, route in enumerate(route_of(plan, layout, ranks[0], mask, sizes, sparse)):
         if route.zone.size > 1:
             zone = range(route.zone.first, route.zone.first + route.zone.size)
             inside = [rank for rank in ranks if rank in zone]
-            routes = [route_of(plan, layout, rank, mask, sizes)[number] for rank in inside]
+            routes = [route_of(plan, layout, rank, mask, sizes, sparse)[number] for rank in inside]
             parts.append(_zone_text(routes, inside, pass_, columns, mask, length))
     return "\n\n".join(parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from startrail.planner.rows import Row, SearchResult
+from startrail.planner.rows import HEADS_OUTERMOST, Row, SearchResult
 from startrail.planner.sparse.advice import price_row
 from startrail.planner.step import Training
 
@@ -28,9 +28,9 @@ def parts_of(row: Row) -> dict[str, float]:
 
 
 def shown_rows(result: SearchResult) -> list[Row]:
-    """The best plans, the ring and the paper's schedules."""
-    known = [row for row in result.rows[SHOWN:] if row.role.startswith(("ring", "star"))]
-    return [*result.rows[:SHOWN], *known]
+    """The best plans, the ring and the paper's schedules, also those that do not fit."""
+    known = [row for row in result.rows[SHOWN:] if row.role.startswith(("ring", "star", HEADS_OUTERMOST))]
+    return [*result.rows[:SHOWN], *known, *result.too_large]
 
 
 def plot_answer(result: SearchResult, path: Path) -> None:
@@ -43,7 +43,7 @@ def plot_answer(result: SearchResult, path: Path) -> None:
 
     rows = shown_rows(result)
     figure, (bars, lines) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    names = [row.name + (f"\n({row.role})" if row.role else "") for row in rows]
+    names = [row.name + (f"\n({_remark(row, result)})" if row.role else "") for row in rows]
     left = [0.0] * len(rows)
     for part in parts_of(rows[0]):
         widths = [parts_of(row)[part] for row in rows]
@@ -56,7 +56,10 @@ def plot_answer(result: SearchResult, path: Path) -> None:
         points = [(length, speed) for length in LENGTHS if (speed := _tokens_per_second(row, length))]
         xs = [length * result.run.length for length, _ in points]
         lines.plot(xs, [speed for _, speed in points], marker="o", label=row.name)
-    lines.set(xscale="log", yscale="log", xlabel="tokens per sequence", ylabel="tokens/s")
+    lines.set(xscale="log", xlabel="tokens per sequence", ylabel="tokens/s", ylim=(0, None))
+    ticks = [round(length * result.run.length) for length in LENGTHS]
+    lines.set_xticks(ticks, [f"{tick / 1024:,.0f}k" for tick in ticks])
+    lines.minorticks_off()
     lines.legend(fontsize=8)
     figure.suptitle(f"{result.model.name} on {result.cluster}, as predicted")
     figure.tight_layout()
@@ -64,6 +67,10 @@ def plot_answer(result: SearchResult, path: Path) -> None:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise ValueError(f"--plot {path}: {error}") from None
+
+
+def _remark(row: Row, result: SearchResult) -> str:
+    return f"{row.role}, does not fit" if row in result.too_large else row.role
 
 
 def _tokens_per_second(row: Row, share: float) -> float | None:

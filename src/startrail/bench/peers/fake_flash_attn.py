@@ -90,7 +90,7 @@ def _flash_attn_varlen_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:
     """Several documents, one after the other; tensors are (tokens, heads, dim)."""
-    kernel, visible = CpuKernel(q.dtype), _varlen_tiles(cu_seqlens_q, cu_seqlens_k, window_size_left)
+    kernel, visible = CpuKernel(q.dtype), _varlen_tiles(cu_seqlens_q, cu_seqlens_k, causal, window_size_left)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     result = kernel.forward(q, k, v, visible, softmax_scale)
     return result.out[0].transpose(0, 1).to(q.dtype), result.lse[0].float(), None, None
@@ -120,18 +120,21 @@ def _flash_attn_varlen_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> None:
-    kernel, visible = CpuKernel(q.dtype), _varlen_tiles(cu_seqlens_q, cu_seqlens_k, window_size_left)
+    kernel, visible = CpuKernel(q.dtype), _varlen_tiles(cu_seqlens_q, cu_seqlens_k, causal, window_size_left)
     dout, q, k, v, out = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in (dout, q, k, v, out))
     gradients = kernel.backward(dout, q, k, v, out, softmax_lse.unsqueeze(0), visible, softmax_scale)
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient.value[0].transpose(0, 1))
 
 
-def _varlen_tiles(cu_q: Tensor, cu_k: Tensor, left: int) -> tuple[Tile, ...]:
-    """What a causal call sees: the last row of a document sees its last key, and a window of ``left`` keys before."""
+def _varlen_tiles(cu_q: Tensor, cu_k: Tensor, causal: bool, left: int) -> tuple[Tile, ...]:
+    """What a call sees. If it is causal, the last row of a document sees its last key, and a window of ``left`` keys
+    before."""
+    if not causal:
+        _no_window(left, -1)
     segments = []
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        own = Mask.from_slices([(0, q1 - q0, 0, k1 - k0, True)])
+        own = Mask.from_slices([(0, q1 - q0, 0, k1 - k0, causal)])
         shift = (k1 - k0) - (q1 - q0)  # row t is the document's token t + shift
         mask = own if left < 0 else Mask(causal=True, window=left + 1)
         rows = ((shift if left >= 0 else 0, q1 - q0),)

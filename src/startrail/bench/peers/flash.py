@@ -26,7 +26,8 @@ def ring_flash_attn() -> tuple[ModuleType, ModuleType]:
     adapter that is not used here."""
     fake_flash_attn.install()
     spec = find_spec("ring_flash_attn")
-    assert spec is not None and spec.submodule_search_locations is not None
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError("ring-flash-attn is not installed (pip install 'startrail[bench]')")
     package = ModuleType("ring_flash_attn")
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["ring_flash_attn"] = package
@@ -34,12 +35,13 @@ def ring_flash_attn() -> tuple[ModuleType, ModuleType]:
 
 
 @cache
-def llama3_flash_attn() -> ModuleType:
-    """ring-flash-attn's all-gather for packed documents."""
-    if find_spec("ring_flash_attn") is None:
-        raise ImportError("ring-flash-attn is not installed (pip install 'startrail[bench]')")
+def varlen_flash_attn(name: str) -> ModuleType:
+    """A module of ring-flash-attn for packed documents."""
     ring_flash_attn()
-    return import_module("ring_flash_attn.llama3_flash_attn_varlen")
+    module = import_module(f"ring_flash_attn.{name}_varlen")
+    if hasattr(module, backward := f"{name}_varlen_backward"):
+        fake_flash_attn.in_float32(module, backward)
+    return module
 
 
 @cache

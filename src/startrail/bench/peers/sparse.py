@@ -1,13 +1,14 @@
-"""Contenders for sparse masks. Each entry of ``SPARSE_PEERS`` makes, on one rank, a function that returns this rank's
-part of a tensor (batch, heads, tokens, dim) and one that attends such parts."""
+"""Contenders for sparse masks. Each entry of ``SPARSE_PEERS`` makes one on each rank, or raises ``ValueError`` with the
+reason why it cannot do the work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,57 +16,83 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail import SequenceParallel, ring
+from startrail._compat import gather_shards_autograd
 from startrail.bench.peers.contenders import deepspeed, local_part
-from startrail.bench.peers.flash import llama3_flash_attn
+from startrail.bench.peers.flash import varlen_flash_attn
 from startrail.geometry.layout import Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.kernels import kernel_for
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Contender = tuple[Callable[[Tensor], Tensor], Attend]
+Window = int | None  # of a layer; None: it sees everything before
+
+
+class SparsePeer(NamedTuple):
+    """``shard`` returns this rank's part of a tensor (batch, heads, tokens, dim), ``layer`` attention to such parts for
+    layers with this window."""
+
+    shard: Callable[[Tensor], Tensor]
+    layer: Callable[[Window], Attend]
+    note: str = ""  # what its users must do
 
 
 @dataclass(frozen=True)
 class SparseWork:
-    """Causal attention over one packed sequence: one layer for each of ``windows`` (None: no window), whose outputs are
-    added. ``documents`` are cu_seqlens, empty for a single document."""
+    """Causal attention over one packed sequence: one layer for each of ``windows``, whose outputs are added.
+    ``documents`` are cu_seqlens, empty for a single document."""
 
     name: str
     length: int
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     documents: tuple[int, ...] = ()
 
-    def masks(self) -> list[Mask]:
-        return [Mask(True, window, self.documents or None) for window in self.windows]
+    @property
+    def kinds(self) -> Counter[Window]:
+        """How many layers there are of each kind."""
+        return Counter(self.windows)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.documents or (0, self.length)
+
+    def mask(self, window: Window) -> Mask:
+        return Mask(True, window, self.documents or None)
+
+    @property
+    def visible_share(self) -> float:
+        """Visible pairs of all layers over those of one dense causal layer."""
+        pairs = 0
+        for window, layers in self.kinds.items():
+            seen = (self.mask(window).visible(query, self.length) for query in range(self.length))
+            pairs += layers * sum(high - low for low, high in seen)
+        return pairs / (self.length * (self.length + 1) / 2)
 
 
-def whole_attention(work: SparseWork, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention on one process, document by document, so that only visible blocks are computed."""
-    ends = work.documents or (0, work.length)
-    outs = []
-    for start, stop in pairwise(ends):
-        parts = [x[:, :, start:stop] for x in (q, k, v)]
-        outs.append(_sum([_in_document(window, *parts) for window in work.windows]))
-    return torch.cat(outs, 2)
+def whole_attention(ends: Sequence[int], window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention on one process, document by document, so that only visible blocks are computed. Tensors are split at
+    once: the gradient of a slice would be as large as the whole."""
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    documents = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+    return torch.cat([_in_document(window, *qkv) for qkv in documents], 2)
 
 
-def _in_document(window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    tokens = q.shape[2]
-    if window is None or window >= tokens:
+def _in_document(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if window is None or window >= q.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    outs = []
-    for start in range(0, tokens, window):  # a block of queries sees at most two blocks of keys
-        first, stop = max(start - window + 1, 0), min(start + window, tokens)
-        rows, keys = torch.arange(start, stop).unsqueeze(1), torch.arange(first, stop)
-        visible = (keys <= rows) & (rows - keys < window)
-        outs.append(
-            F.scaled_dot_product_attention(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], visible)
-        )
+    rows, keys = torch.arange(window).unsqueeze(1), torch.arange(2 * window)
+    visible = (keys > rows) & (keys <= rows + window)  # in its own block of keys and the one before
+    queries, keys_of, values = (x.split(window, 2) for x in (q, k, v))
+    outs = [F.scaled_dot_product_attention(queries[0], keys_of[0], values[0], is_causal=True)]
+    for at, own in enumerate(queries[1:], start=1):
+        both = [torch.cat(x[at - 1 : at + 1], 2) for x in (keys_of, values)]
+        outs.append(F.scaled_dot_product_attention(own, both[0], both[1], visible[: own.shape[2], : both[0].shape[2]]))
     return torch.cat(outs, 2)
 
 
-def _sum(outs: list[Tensor]) -> Tensor:
+def stack(layers: Sequence[Attend], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The sum of all layers' outputs."""
+    outs = [attend(q, k, v) for attend in layers]
     return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
 
 
@@ -80,37 +107,19 @@ def compute_dense(length: int, heads: int, head_dim: int) -> None:
     kernel.backward(dout, q, k, v, result.out, result.lse.float(), visible, scale)
 
 
-def _ring(work: SparseWork, plan: str, heads: int) -> Contender:
+def _ring(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """Textbook Ring Attention: all keys travel around, and only visible blocks are computed."""
     layout = zigzag(range(dist.get_world_size()), work.length)
-    visible = [ring.visible_by_hop(layout, mask) for mask in work.masks()]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _sum([ring.RingAttention.apply(q, k, v, tiles, ring.pass_on) for tiles in visible])
+    def layer(window: Window) -> Attend:
+        visible = ring.visible_by_hop(layout, work.mask(window))
+        return lambda q, k, v: ring.RingAttention.apply(q, k, v, visible, ring.pass_on)
 
-    return partial(_part, layout), attend
+    return SparsePeer(partial(_part, layout), layer)
 
 
 def _part(layout: Layout, x: Tensor) -> Tensor:
     return local_part(x, layout, dist.get_rank())
-
-
-class _AllGather(torch.autograd.Function):
-    """All ranks' keys; the gradient of a rank's keys is the sum of all ranks' gradients for them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, 2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        world = dist.get_world_size()
-        sent = torch.stack(grad.chunk(world, 2))
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent)
-        return got.sum(0)
 
 
 class _KernelAttention(torch.autograd.Function):
@@ -131,20 +140,24 @@ class _KernelAttention(torch.autograd.Function):
         return (*(grad.value for grad in grads), None)
 
 
-def _gathered(work: SparseWork, plan: str, heads: int) -> Contender:
+def _gather(x: Tensor) -> Tensor:
+    assert dist.group.WORLD is not None
+    return gather_shards_autograd(x.contiguous(), 2, dist.group.WORLD)
+
+
+def _gathered(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """A plain all-gather of keys and values; contiguous shards, so that gathered keys are in order."""
     layout = contiguous(range(dist.get_world_size()), work.length)
     own = layout.runs(dist.get_rank())
-    visible = [tiles_of(mask, own, ((0, work.length),)) for mask in work.masks()]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layers = ((_AllGather.apply(k), _AllGather.apply(v), tiles) for tiles in visible)
-        return _sum([_KernelAttention.apply(q, keys, values, tiles) for keys, values, tiles in layers])
+    def layer(window: Window) -> Attend:
+        visible = tiles_of(work.mask(window), own, ((0, work.length),))
+        return lambda q, *kv: _KernelAttention.apply(q, *(_gather(x) for x in kv), visible)
 
-    return partial(_part, layout), attend
+    return SparsePeer(partial(_part, layout), layer)
 
 
-def _deepspeed(work: SparseWork, plan: str, heads: int) -> Contender:
+def _deepspeed(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """DeepSpeed's DistributedAttention around attention that computes visible blocks only."""
     if heads % dist.get_world_size():
         raise ValueError(f"{heads} heads are not a multiple of {dist.get_world_size()} ranks")
@@ -152,45 +165,69 @@ def _deepspeed(work: SparseWork, plan: str, heads: int) -> Contender:
     comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     layout = contiguous(range(dist.get_world_size()), work.length)
 
-    def layer(window: int | None) -> Any:
-        one = SparseWork(work.name, work.length, (window,), work.documents)
+    def layer(window: Window) -> Attend:
+        def local(*qkv: Tensor) -> Tensor:
+            return whole_attention(work.ends, window, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
 
-        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return whole_attention(one, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        module = distributed_attention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        return lambda *qkv: module(*(x.transpose(1, 2).contiguous() for x in qkv), 0).transpose(1, 2)
 
-        return distributed_attention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-
-    layers = [layer(window) for window in work.windows]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        qkv = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        return _sum([each(*qkv, 0).transpose(1, 2) for each in layers])
-
-    return partial(_part, layout), attend
+    return SparsePeer(partial(_part, layout), layer)
 
 
-def _llama3(work: SparseWork, plan: str, heads: int) -> Contender:
+def _llama3(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """ring-flash-attn's all-gather for packed documents (``llama3_flash_attn_varlen_func``) on a substitute kernel."""
-    layout, module = contiguous(range(dist.get_world_size()), work.length), llama3_flash_attn()
-    ends = torch.tensor(work.documents or (0, work.length), dtype=torch.int32)
+    layout, module = contiguous(range(dist.get_world_size()), work.length), varlen_flash_attn("llama3_flash_attn")
+    ends = torch.tensor(work.ends, dtype=torch.int32)
     cu_q, cu_k, max_q, max_k, keys = module.llama3_flash_attn_prepare_cu_seqlens(
         ends, True, dist.get_rank(), dist.get_world_size()
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        qkv = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
-        outs = []
-        for window in work.windows:
-            size = (-1, -1) if window is None else (window - 1, 0)
-            outs.append(
-                module.llama3_flash_attn_varlen_func(
-                    *qkv, cu_q, cu_k, max_q, max_k, heads_k_stride=heads, local_k_slice=keys, causal=True,
-                    window_size=size,
-                )
-            )  # fmt: skip
-        return _sum(outs).transpose(0, 1).unsqueeze(0)
+    def layer(window: Window) -> Attend:
+        size = (-1, -1) if window is None else (window - 1, 0)
+        attend = partial(
+            module.llama3_flash_attn_varlen_func, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q,
+            max_seqlen_k=max_k, heads_k_stride=heads, local_k_slice=keys, causal=True, window_size=size,
+        )  # fmt: skip
+        return lambda *qkv: _tokens_first(attend, *qkv)
 
-    return partial(_part, layout), attend
+    return SparsePeer(partial(_part, layout), layer)
+
+
+def _varlen_ring(work: SparseWork, plan: str, heads: int) -> SparsePeer:
+    """ring-flash-attn's ring for packed documents (``zigzag_ring_flash_attn_varlen_func``) on a substitute kernel. It
+    cuts each document into 2 x ranks chunks of equal size, so every document is padded to a multiple of that."""
+    module, world, rank = varlen_flash_attn("zigzag_ring_flash_attn"), dist.get_world_size(), dist.get_rank()
+    if any(work.windows):
+        raise ValueError("has no windows")
+    if not work.documents:
+        raise ValueError("is for packed documents")
+    lengths = [-(-(stop - start) // (2 * world)) * 2 * world for start, stop in pairwise(work.ends)]
+    chosen: list[int] = []  # this rank's tokens; work.length is padding
+    for (start, stop), padded in zip(pairwise(work.ends), lengths, strict=True):
+        chunk = padded // (2 * world)
+        for first in (rank * chunk, (2 * world - 1 - rank) * chunk):
+            chosen += [at if at < stop else work.length for at in range(start + first, start + first + chunk)]
+    index = torch.tensor(chosen)
+    real = (index < work.length).view(1, 1, -1, 1)
+    ends = torch.tensor((0, *accumulate(tokens // world for tokens in lengths)), dtype=torch.int32)
+
+    def shard(x: Tensor) -> Tensor:
+        return x.index_select(2, index.clamp(max=work.length - 1)) * real
+
+    def layer(window: Window) -> Attend:
+        attend = partial(
+            module.zigzag_ring_flash_attn_varlen_func, cu_seqlens=ends, max_seqlen=max(lengths) // world, causal=True
+        )
+        return lambda *qkv: _tokens_first(attend, *qkv) * real
+
+    note = f"documents padded to multiples of {2 * world}: {sum(lengths):,} tokens"
+    return SparsePeer(shard, layer, note)
+
+
+def _tokens_first(attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+    """Call ``attend`` with tensors (tokens, heads, dim)."""
+    return attend(*(x[0].transpose(0, 1).contiguous() for x in qkv)).transpose(0, 1).unsqueeze(0)
 
 
 @cache
@@ -198,19 +235,18 @@ def _engine(plan: str, layout: str, sparse: bool, windows: bool) -> SequencePara
     return SequenceParallel(plan, layout=layout, sparse=sparse, windows=windows)
 
 
-def _ours(layout: str, sparse: bool, work: SparseWork, plan: str, heads: int) -> Contender:
+def _ours(layout: str, sparse: bool, work: SparseWork, plan: str, heads: int) -> SparsePeer:
     windows = sparse and any(work.windows)
     sequence = _engine(plan, layout, sparse, windows).sequence(work.length, work.documents or None)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _sum([sequence.attention(q, k, v, causal=True, window=window) for window in work.windows])
-
-    return lambda x: sequence.shard(x, 2), attend
+    return SparsePeer(
+        lambda x: sequence.shard(x, 2), lambda window: partial(sequence.attention, causal=True, window=window)
+    )
 
 
-SPARSE_PEERS: dict[str, Callable[[SparseWork, str, int], Contender]] = {
+SPARSE_PEERS: dict[str, Callable[[SparseWork, str, int], SparsePeer]] = {
     "ring": _ring,
     "all-gather": _gathered,
+    "ring-flash-attn varlen ring": _varlen_ring,
     "ring-flash-attn llama3": _llama3,
     "DeepSpeed Ulysses": _deepspeed,
     "best dense plan": partial(_ours, "zigzag", False),

@@ -23,22 +23,26 @@ CHUNKS = 2  # a zigzag shard has two, and each is one kernel call over the keys 
 
 
 def predict_gathered(cluster: ClusterSpec, call: AttentionShape, engine: Implementation) -> Prediction:
-    """The gather is not overlapped; the backward pass gathers again and scatters the sum of the gradients."""
     world = cluster.world
     sizes = call.sizes(Plan.parse(f"1x{world}"), world)
     prices = Prices(cluster, sizes, call.causal, None, call.dtype, engine)
 
-    def simulated(pass_: Pass) -> SimulatedPass:
-        area, rows = call.pairs / world / CHUNKS, sizes.tokens / CHUNKS
-        work = CHUNKS * prices.kernel(pass_, area, rows) + cluster.device.start
-        if pass_ is BACKWARD:
-            keys = sum(field.shape[1] * field.shape[3] for field in sizes.fields("kv", 1)) * call.batch * call.length
-            work += prices.touch(keys * (engine.add or 0.0))
-        moves = sizes.nbytes("kv") * (1 if pass_ is FORWARD else 2)
-        busy, sent = collective(cluster, moves * world)
-        return SimulatedPass(work + max(busy), max(busy), sent, busy)
+    def kernels(pass_: Pass) -> float:
+        return CHUNKS * prices.kernel(pass_, call.pairs / world / CHUNKS, sizes.tokens / CHUNKS)
 
-    return Prediction(*(simulated(pass_) for pass_ in PASSES))
+    return Prediction(*(gathered_pass(prices, call, pass_, kernels(pass_)) for pass_ in PASSES))
+
+
+def gathered_pass(prices: Prices, call: AttentionShape, pass_: Pass, kernels: float) -> SimulatedPass:
+    """The gather is not overlapped; the backward pass gathers again and scatters the sum of the gradients."""
+    cluster, sizes = prices.cluster, prices.sizes
+    work = kernels + cluster.device.start
+    if pass_ is BACKWARD:
+        keys = sum(field.shape[1] * field.shape[3] for field in sizes.fields("kv", 1)) * call.batch * call.length
+        work += prices.touch(keys * (prices.engine.add or 0.0))
+    moves = sizes.nbytes("kv") * (1 if pass_ is FORWARD else 2)
+    busy, sent = collective(cluster, moves * cluster.world)
+    return SimulatedPass(work + max(busy), max(busy), sent, busy)
 
 
 def collective(cluster: ClusterSpec, nbytes: float) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.rows import Row, SearchResult
-from startrail.planner.search import ranked_rows
+from startrail.planner.rows import Row, SearchResult, ranked_rows
 from startrail.planner.sparse.documents import describe_documents
 from startrail.planner.sparse.predict import MAX_RANKS, SparseCall, predict_call
 from startrail.planner.workload import Run

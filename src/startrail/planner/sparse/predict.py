@@ -25,7 +25,7 @@ from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
 from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task
-from startrail.routing.route import ZoneRoute, zone_route
+from startrail.routing.route import Rule, ZoneRoute, zone_route
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -63,11 +63,14 @@ def predict_call(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Pred
 
 @dataclass(frozen=True, eq=False)
 class SparseCall:
-    """One call with its layout and routes."""
+    """One call with its layout and routes. ``rule`` chooses between the plan and ``direct``, by default fewer bytes.
+    ``in_rank_order``: tokens are laid out as for models with windows."""
 
     cluster: ClusterSpec
     plan: Plan
     call: AttentionShape
+    rule: bool | Rule = True
+    in_rank_order: bool = False
 
     @cached_property
     def mask(self) -> Mask:
@@ -77,6 +80,7 @@ class SparseCall:
     @cached_property
     def layout(self) -> Layout:
         levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.cluster.world)]
+        levels = [level.in_rank_order() for level in levels] if self.in_rank_order else levels
         return make_layout("zones", levels, self.call.documents or (0, self.call.length))
 
     @cached_property
@@ -84,7 +88,7 @@ class SparseCall:
         """The route of every zone, and its prices."""
         call, layout = self.call, self.layout
         sizes = replace(call.sizes(self.plan, self.cluster.world), local=layout.local)
-        routes = [zone_route(self.plan, zone, layout.length, self.mask, sizes) for zone in layout.zones]
+        routes = [zone_route(self.plan, zone, layout.length, self.mask, sizes, self.rule) for zone in layout.zones]
         return tuple((route, self._prices(route)) for route in routes)
 
     def _prices(self, route: ZoneRoute) -> TilePrices:

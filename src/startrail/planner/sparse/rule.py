@@ -1,0 +1,87 @@
+"""Decides between a zone's plan and ``direct`` by simulating both on a described cluster.
+
+Fewer bytes are not always faster: where links are fast, many small messages and blocks can cost more than they save.
+
+>>> from startrail.geometry.layout import zigzag
+>>> from startrail.routing.route import zone_route
+>>> from startrail.schedule.plan import Plan
+>>> rule, plan, mask = SimulatedRule(find_cluster("h200@2x4")), Plan.parse("1x2/u4"), Mask(causal=True, window=3353)
+>>> sizes, (zone,) = Sizes(plan, 2048, 1, 32, 8, 128, itemsize=2), zigzag(plan.slots(8), 8 * 2048).zones
+>>> rule(zone, mask, sizes), zone_route(plan, zone, 8 * 2048, mask, sizes, rule).chosen == plan
+(False, True)
+>>> str(zone_route(plan, zone, 8 * 2048, mask, sizes).chosen)     # by bytes
+'direct'
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from zlib import crc32
+
+from startrail.geometry.layout import Zone
+from startrail.geometry.mask import Mask
+from startrail.planner.auto import fit_cluster
+from startrail.planner.cluster import DTYPES, ClusterSpec, cluster_text, find_cluster
+from startrail.planner.predict import AttentionShape, simulate_tasks
+from startrail.planner.sparse.predict import SparseCall
+from startrail.planner.topology import Machine
+from startrail.routing.route import Rule
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import PASSES
+
+MAX_RANKS = 64  # of a zone: more take seconds to simulate
+MIN_TOKENS = 256  # per rank: with fewer, a call takes less time than its simulation could save
+
+
+class SimulatedRule:
+    """A rule for `routing.route`. Like all rules it must give the same answer on all ranks: it depends on nothing but
+    the cluster's description and its arguments.
+
+    It simulates one document that fills the zone, with the tokens per rank rounded up to a power of two. So there are
+    few kinds of calls however documents change, and each is simulated once.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self._known: dict[object, bool] = {}
+
+    def __str__(self) -> str:
+        return f"as simulated on {self.cluster} ({crc32(cluster_text(self.cluster, '').encode()):08x})"
+
+    def __call__(self, zone: Zone, mask: Mask, sizes: Sizes) -> bool | None:
+        """True if ``direct`` is faster, None if it does not say: for masks without a window or chunks, few tokens, many
+        ranks, and zones that the cluster's description does not fit."""
+        window, rates = mask.window or mask.chunk, self.cluster.device.rates
+        dtype = next((name for name, size in DTYPES.items() if size == sizes.itemsize and name in rates), None)
+        if window is None or zone.size > MAX_RANKS or sizes.local < MIN_TOKENS or dtype is None:
+            return None
+        tokens = 1 << (sizes.local - 1).bit_length()
+        starts = [runs[0][0] for runs in zone.runs if runs]
+        key = replace(sizes, local=tokens), zone.size, window, mask.causal, starts == sorted(starts)
+        if key not in self._known:
+            ranks_per_node = self.cluster.levels[-1].size
+            nodes = max(zone.size // ranks_per_node, 1)
+            try:
+                cluster = fit_cluster(self.cluster, Machine(nodes, zone.size // nodes))
+            except ValueError:
+                return None
+            shape = zone.size * tokens, sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.head_dim
+            call = AttentionShape(*shape, mask.causal, dtype, window)
+            seconds = []
+            for direct in (False, True):
+                forced = SparseCall(cluster, sizes.plan, call, lambda *_, direct=direct: direct, key[-1])
+                seconds.append(sum(simulate_tasks(cluster, forced.tasks(pass_)).seconds for pass_ in PASSES))
+            self._known[key] = seconds[1] < seconds[0]
+        return self._known[key]
+
+
+def rule_for(cluster: str, machine: Machine) -> bool | Rule:
+    """The rule for a described cluster (a name or a file), or True: if there is none, or it does not describe this
+    machine, bytes decide."""
+    if not cluster or machine.world == 1:
+        return True
+    described = find_cluster(cluster)
+    try:
+        return SimulatedRule(fit_cluster(described, machine))
+    except ValueError:
+        return True
