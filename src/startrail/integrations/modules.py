@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from startrail.integrations.regions import AttachedModule, run_block, run_root
-from startrail.integrations.wrapping import unwrap, wrap
+from startrail.integrations.splitting.regions import AttachedModule, run_block, run_root
+from startrail.integrations.splitting.wrapping import unwrap, wrap
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach"]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail._compat import unobserved, without_torch_functions
-from startrail.integrations.sdpa import torch_attention
+from startrail.integrations.splitting.sdpa import torch_attention
 from startrail.parallel import SequenceParallel
 
 

@@ -24,10 +24,10 @@ from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.gather import gather_tensors
 from startrail.comm.sanity import CHECKED_STEPS, check_same_parameters
-from startrail.integrations.sdpa import AttentionMode, TorchCall, calling_module
-from startrail.integrations.streams import StreamPart, Streams
-from startrail.integrations.trial import BlockPlan, Kind, Known, RefusedError, call_problem, try_block
-from startrail.integrations.wrapping import argument_names, inner_forward, wrap
+from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
+from startrail.integrations.splitting.streams import StreamPart, Streams
+from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, RefusedError, call_problem, try_block
+from startrail.integrations.splitting.wrapping import argument_names, inner_forward, wrap
 from startrail.parallel import SequenceParallel
 
 UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from startrail._compat import tree_flatten, tree_unflatten, unobserved
-from startrail.integrations.sdpa import AttentionMode, TorchCall, calling_module
-from startrail.integrations.streams import StreamPart
-from startrail.integrations.wrapping import inner_forward
+from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
+from startrail.integrations.splitting.streams import StreamPart
+from startrail.integrations.splitting.wrapping import inner_forward
 
 PICKED = {StreamPart.TOKENS: [4, 1, 9, 3, 7], StreamPart.TEXT: [2, 0, 5]}  # rows of the first run that the second has
 PROBED = 4  # the token whose gradients are taken
@@ -148,7 +148,7 @@ def _tables(leaves: list[Any], taken: set[int], sizes: set[tuple[StreamPart, int
         yield tuple(itertools.chain(*chosen))
 
 
-class _Call(NamedTuple):
+class _TrialCall(NamedTuple):
     module: nn.Module
     attention: TorchCall
 
@@ -158,7 +158,7 @@ class _BlockTrial:
 
     def __init__(self, block: nn.Module, leaves: list[Any], spec: Any, choice: _RowChoice) -> None:
         self.block, self.spec, self.choice = block, spec, choice
-        self.calls: list[_Call] = []
+        self.calls: list[_TrialCall] = []
         avoided = {size for x in leaves if isinstance(x, Tensor) for size in x.shape}
         first = next(n for n in itertools.count(11, 2) if not avoided & {n, n + 7})
         self.sizes = {StreamPart.TOKENS: first, StreamPart.TEXT: 7}
@@ -237,7 +237,7 @@ class _BlockTrial:
 
     def _attend(self, call: TorchCall) -> Tensor:
         """A function of each query's own token."""
-        self.calls.append(_Call(calling_module(self.block), call))
+        self.calls.append(_TrialCall(calling_module(self.block), call))
         if call.q.shape[-2] != call.k.shape[-2]:
             return call._replace(dropout=0.0).run()
         repeats = [1] * call.v.dim()
