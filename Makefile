@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles everything again
 
-.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train clean
+export NO_MKDOCS_2_WARNING := 1  # advertises another generator
+
+.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train docs dist clean
 
 setup: $(VENV)/ready
 
@@ -92,6 +94,14 @@ validate-paper: setup  ## the paper's byte counts, and its Figure 7 as predicted
 
 scaling: setup-bench   ## weak scaling to 16,384 GPUs as predicted: validation/scaling.md, scaling.png
 	$(BIN)/python -m validation.scaling
+
+docs: setup            ## the documentation site, offline, with strict checks of links: build/site/index.html
+	$(BIN)/mkdocs build --quiet --strict
+
+dist: setup            ## wheel and sdist in dist/, installed into an empty environment and tried there
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/python -m tests.release dist
 
 clean:
 	rm -rf .venv .venv-torch-* build dist src/*.egg-info .mypy_cache .ruff_cache

@@ -23,9 +23,13 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
+__all__ = [
+    "FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode", "tree_flatten", "tree_leaves",
+    "tree_unflatten",
+]  # fmt: skip
 
 # --- process groups
 
@@ -292,3 +296,20 @@ def can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 def torch_ring_attention() -> Any:
     """The module of torch's own ring attention."""
     return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+
+
+def in_backward() -> bool:
+    """True in a function that autograd runs, such as one that is recomputed in the backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, activation checkpointing does not see operations and the tensors that they save."""
+    with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
+def without_torch_functions() -> Any:
+    """A context in which no ``TorchFunctionMode`` sees calls."""
+    return torch._C.DisableTorchFunction()

@@ -9,14 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -28,11 +26,6 @@ def checkpoint_context() -> Any:
     """Pass as ``context_fn``: the backward pass recomputes everything except attention, whose results are saved."""
     assert _op.attention is not None  # importing it registers the op
     return create_selective_checkpoint_contexts([torch.ops.startrail.attention.default])
-
-
-def inputs_on_host(offload: bool = True) -> AbstractContextManager[Any]:
-    """Inside, ``checkpoint`` keeps the inputs of what it runs in host memory. (On a CPU they are there already.)"""
-    return save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
 
 
 def in_chunks(
@@ -76,7 +69,7 @@ def _join(results: list[Tensor], summed: bool) -> Tensor:
     return torch.stack(results).sum(0) if summed else torch.cat(results, 1)
 
 
-class _Call(nn.Module):
+class _WithParameters(nn.Module):
     """Calls a function while the parameters of ``module`` are replaced (``functional_call``)."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Tensor]) -> None:
@@ -108,7 +101,8 @@ class _InChunks(torch.autograd.Function):
         per_token, saved = rest[:num_per_token], rest[num_per_token:]
         need_x, *need = ctx.needs_input_grad[1:2] + ctx.needs_input_grad[2 + num_per_token :]
         parameters = [x.detach().requires_grad_(needed) for x, needed in zip(saved, need, strict=True)]
-        call, replaced = _Call(module, function), {f"module.{x}": y for x, y in zip(names, parameters, strict=True)}
+        call = _WithParameters(module, function)
+        replaced = {f"module.{name}": parameter for name, parameter in zip(names, parameters, strict=True)}
         grad_x = torch.empty_like(x) if need_x else None
         totals: list[Tensor | None] = [None] * len(parameters)
         start = 0

@@ -149,6 +149,9 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     assert "is not a complete startrail checkpoint" in refusal(
         ["export", str(tmp_path), str(tmp_path / "other")], capfd
     )
+    assert main(["export", str(out), str(tmp_path / "llama")]) == 0
+    assert "tensors of step 3" in capfd.readouterr().out
+    assert "already exists" in refusal(["export", str(out), str(tmp_path / "llama")], capfd)
 
 
 def test_what_a_killed_run_left_half_written_is_removed(text, tmp_path, capfd):

@@ -35,6 +35,7 @@ from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda, kernel_for
 from startrail.kernels.flash_ops import flash_attn_ops
+from startrail.kernels.rearrange import split_tokens
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -78,11 +79,11 @@ def test_ints_on_a_gpu_are_cached_per_stream(monkeypatch):
     whole, parts = torch.arange(8.0).view(1, 1, 8, 1), torch.empty(2, 1, 1, 4, 1)
     packs = ((2, 2), (3, 3))
     first = cuda._cu_seqlens(packs, cpu)
-    made.split(whole, parts)
+    split_tokens([(parts, whole)], made.chunks_on(cpu))
     assert torch.equal(parts.flatten(), whole.flatten())
     assert cuda._cu_seqlens(packs, cpu) is first and len(made._places_on) == 1
     stream = 2
-    made.split(whole, parts)
+    split_tokens([(parts, whole)], made.chunks_on(cpu))
     assert cuda._cu_seqlens(packs, cpu) is not first and len(made._places_on) == 2
     cuda._cu_seqlens_on.cache_clear()
 

@@ -1,11 +1,13 @@
 """Backends against each other and against float64, for all kinds of tiles, and the traps of ATen's CPU kernel."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import tiles_of
-from startrail.kernels import kernel_for, surrogate_out
+from startrail.geometry.tiles import Tile, tiles_of
+from startrail.kernels import cpu, kernel_for, surrogate_out
 from startrail.kernels.cpu import CpuKernel, check_block
 from startrail.kernels.reference import ReferenceKernel
 from tests.helpers import tensors
@@ -133,3 +135,34 @@ def test_gradients_of_values_that_are_not_finite_match_one_process(spoilt, value
     out = surrogate_out(dout, (dout * partial.out).sum(-1))
     grads = kernel.backward(dout, q, k, v, out, partial.lse.float(), visible, 0.3)
     assert tuple((~grad.value.isfinite()).sum().item() for grad in grads) == bad
+
+
+@pytest.mark.parametrize("rows, calls", [(1024, 5), (300, 3), (257, 1), (128, 1)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_causal_square_is_computed_in_smaller_ones(rows, calls, batch, monkeypatch):
+    """Exactly, in as many calls as it has sizes. ATen computes 512 keys at a time for up to 256 rows, so what it
+    computes is the rows of a call times all of its keys."""
+    computed = Counter()
+
+    def counted(name, op):
+        def call(*given, **options):
+            q, k = given[:2] if name == "forward" else given[1:3]
+            computed[name] += 1
+            computed[f"{name} pairs"] += q.shape[0] * q.shape[2] * k.shape[2]
+            return op(*given, **options)
+
+        return call
+
+    for name in ("forward", "backward"):
+        op = f"cpu_flash_{name}"
+        monkeypatch.setattr(cpu, op, counted(name, getattr(cpu, op)))
+    q, k, v, dout = (torch.randn(batch, heads, rows, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    visible, results = [Tile(0, rows, 0, rows, "causal")], []
+    for kernel in (CpuKernel(torch.float64), ReferenceKernel()):
+        partial = kernel.forward(q, k, v, visible, 0.3)
+        grads = kernel.backward(dout, q, k, v, partial.out, partial.lse, visible, 0.3)
+        results.append([partial.out, partial.lse, *(grad.value for grad in grads)])
+    assert all((ours - truth).abs().max() < 1e-12 for ours, truth in zip(*results, strict=True))
+    assert computed["forward"] == computed["backward"] == batch * calls
+    if rows == 1024:
+        assert computed["forward pairs"] == computed["backward pairs"] < 1.07 * batch * rows * (rows + 1) / 2

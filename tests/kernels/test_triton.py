@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from startrail.kernels import accumulate, base
+from startrail.kernels import accumulate, base, rearrange
 from startrail.kernels.accumulate import Partial, Sum
 from startrail.kernels.fused import fused_on
+from startrail.kernels.rearrange import Chunks
 
 fused = pytest.importorskip("startrail.kernels.triton_kernels", reason="Triton is not installed: pip install triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,13 +30,17 @@ POINTERS = {
         out="*fp32", lse="*fp64", **{f"new{i}": "*bf16" for i in range(4)}, **{f"lse{i}": "*fp32" for i in range(4)}
     ),
     "_add": dict(total="*fp32", **{f"new{i}": "*bf16" for i in range(4)}),
+    "_rearrange": dict(
+        places="*i64", **{f"to{i}": "*bf16" for i in range(3)}, **{f"source{i}": "*fp32" for i in range(3)}
+    ),
     "_row_sums": dict(dout="*bf16", out="*bf16", sums="*fp32"),
     "_surrogate_out": dict(dout="*bf16", delta="*fp32", out="*bf16", limit="fp32"),
 }
 for name, pointers in POINTERS.items():
     kernel = getattr(kernels, name)
-    elements = kernels.MERGED_ELEMENTS if name in ("_merge", "_add") else kernels.ELEMENTS
-    constants = dict(PICKS=3, COUNT=4, FIRST=False, ROWS=elements // 128, DIM=128)
+    elements = kernels.MERGED_ELEMENTS if name in ("_merge", "_add", "_rearrange") else kernels.ELEMENTS
+    constants = dict(PICKS=3, COUNT=4, FIRST=False, ROWS=elements // 128, DIM=128, TO_WHOLE=False, FROM_WHOLE=True)
+    constants |= {f"{key}{i}": constants[key] for key in ("ROWS", "DIM") for i in range(3)}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     types = {key: "constexpr" if key in constants else pointers.get(key, "i32") for key in kernel.arg_names}
     print(f"kernel {name}", flush=True)
@@ -124,6 +129,71 @@ def test_gradients_that_wait_are_added_at_once(count, monkeypatch):
     torch.testing.assert_close(found[1], parts[0].value, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("added", ["nothing", "all rows", "some rows", "both"])
+def test_a_sum_is_added_to_that_of_a_peer_and_rounded_once(dtype, added, monkeypatch):
+    """To the bit as if the peer's were added to ours in float32, and then sent. Not in bfloat16, to which Triton's
+    interpreter cuts numbers off."""
+    shape = (1, 2, 37, 20)
+    grads = [rows(shape, dtype, seed) for seed in (1, 2)]
+    totals = []
+    for is_fused in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(accumulate, "fused_on", lambda device, is_fused=is_fused: fused if is_fused else None)
+            ours, peer = Sum(shape, torch.float32, DEVICE), rows(shape, dtype)
+            if added in ("all rows", "both"):
+                ours.add(grads[0].clone(), donated=True)
+            if added in ("some rows", "both"):
+                ours.add(grads[1][:, :, 20:], slice(20, 37), donated=True)
+            ours.add_to(peer)
+        totals.append(peer)
+    expected = rows(shape, dtype).float()
+    if added in ("all rows", "both"):
+        expected += grads[0]
+    if added in ("some rows", "both"):
+        sums = grads[0].float() * (added == "both")
+        sums[:, :, 20:] += grads[1][:, :, 20:]
+        expected = rows(shape, dtype).float() + sums
+    assert all(torch.equal(total, expected.to(dtype)) for total in totals)
+
+
+@pytest.mark.parametrize(
+    "dtype, wire", [(torch.float32, torch.float16), (torch.float64, torch.float32), (HALF[0],) * 2]
+)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_copies_of_an_exchange_are_one_launch_per_three_tensors(dtype, wire, count, monkeypatch):
+    """To the bit as torch's copies: heads to ranks, tokens of ranks to whole pieces, and back, with a cast."""
+    launches, launch = [], fused._rearrange.run
+    monkeypatch.setattr(fused._rearrange, "run", lambda *given, **more: (launches.append(1), launch(*given, **more)))
+    ranks, batch, length, chunk = 4, 2, 6, 3
+    order = torch.randperm(ranks * length // chunk, generator=torch.Generator().manual_seed(count))
+    chunks = Chunks(order.view(ranks, -1).to(DEVICE), chunk)
+    sizes = [(3, 20), (1, 64), (2,), (5, 1)][:count]  # heads and dim; or one number per row
+    results = []
+    for is_fused in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        monkeypatch.setattr(rearrange, "fused_on", lambda device, is_fused=is_fused: fused if is_fused else None)
+
+        def made(*shape, dtype=dtype, generator=generator):
+            return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+        given = [made(batch, length, ranks * heads, *dim).transpose(1, 2) for heads, *dim in sizes]
+        shares = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in given]
+        parts = [made(ranks, batch, heads, length, *dim, dtype=wire) for heads, *dim in sizes]
+        wholes = [made(batch, heads, ranks * length, *dim, dtype=wire) for heads, *dim in sizes]
+        wide = [made(batch, ranks * length, heads, *dim).transpose(1, 2) for heads, *dim in sizes]
+        other = [torch.zeros_like(x) for x in parts]
+        back = [torch.zeros_like(x) for x in given]
+        rearrange.copy_parts([*zip(parts, shares, strict=True)])
+        rearrange.join_tokens([*zip(wholes, parts, strict=True)], chunks)
+        rearrange.split_tokens([*zip(other, wide, strict=True)], chunks)
+        pairs = [(x.unflatten(1, (ranks, -1)).movedim(1, 0), y) for x, y in zip(back, other, strict=True)]
+        rearrange.copy_parts(pairs)
+        results.append([*parts, *wholes, *other, *back])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert len(launches) == 4 * (1 if count <= 3 else 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64])
 @pytest.mark.parametrize("dim", [20, 64])
 def test_row_sums(dtype, dim):
@@ -188,5 +258,5 @@ def test_compiled_for_an_h100_no_kernel_runs_out_of_registers(tmp_path):
         (stack,) = re.findall(r"(\d+) bytes stack frame", text)
         (registers,) = re.findall(r"Used (\d+) registers", text)
         found[text.splitlines()[0]] = int(stack), int(registers)
-    assert len(found) == 4
+    assert len(found) == 5
     assert all(stack == 0 and registers <= 168 for stack, registers in found.values()), found

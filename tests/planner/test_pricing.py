@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from startrail.comm.lanes import hidden_lanes
 from startrail.planner.cluster import find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.peers import RING_FLASH_ATTENTION, STARTRAIL, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_GATHERED
@@ -11,9 +12,11 @@ from startrail.planner.peers.gathered import predict_gathered
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.pricing import Prices
 from startrail.schedule.plan import Plan
-from startrail.schedule.values import BACKWARD, FORWARD
+from startrail.schedule.program import build_program
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES
 
 H100 = find_cluster("h100-8x8@1x8")
+ALL_CHANNELS = replace(H100, levels=(H100.levels[0], replace(H100.levels[1], under_compute=0.0)))
 GROUPED = AttentionShape(length=65536, batch=1, heads=64, kv_heads=8, head_dim=128, causal=True)
 TOKENS, HEADS, KV_HEADS, DIM = 8192, 64, 8, 128
 
@@ -71,3 +74,23 @@ def test_other_ring_implementations_are_slower_and_ulysses_is_faster_inside_a_no
     }
     seconds["gathered"] = predict_gathered(H100, GROUPED, TRANSFORMER_ENGINE_GATHERED).forward.seconds
     assert seconds["gathered"] < seconds["Ulysses"] < seconds["ours"] < seconds["engine"] < seconds["flash"]
+
+
+@pytest.mark.parametrize(
+    "plan", ["1x8", "u8", "u4/1x2", "1x2/u4", "2x4", "8x1", "star2", "u8,groups=2", "u4/2x1,groups=2"]
+)
+def test_lanes_under_compute_have_the_rate_of_few_channels(plan):
+    """The lanes to which the engine gives few channels, and ours only."""
+    made, call = Plan.parse(plan), replace(GROUPED, kv_heads=16)
+    hidden = hidden_lanes([build_program(made, 8, 0, pass_) for pass_ in PASSES])
+    assert prices(call, plan).lanes_with_few_channels() == {lane: {1: 3.6} for lane in hidden}
+    assert not prices(call, plan, TRANSFORMER_ENGINE).lanes_with_few_channels()
+    ours, free = (predict(cluster, made, call).seconds for cluster in (H100, ALL_CHANNELS))
+    assert ours > free if hidden else ours == free
+
+
+def test_a_ring_that_few_channels_cannot_feed_is_slower():
+    """With all heads of 4k tokens, a hop takes 34 MB: 0.34 ms over 8 channels, more than its block."""
+    call = replace(GROUPED, length=32768, heads=16, kv_heads=16)
+    slow, fast = (predict(cluster, Plan.parse("1x8"), call).seconds for cluster in (H100, ALL_CHANNELS))
+    assert 1.4 < slow / fast < 3.6

@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -17,11 +19,14 @@ import torch.distributed as dist
 
 from startrail._compat import make_fake_store, work_error
 from startrail.comm.transfers import InFlight, TransferMonitor
-from startrail.kernels import Partial, Sum
+from startrail.geometry.tiles import Tile
+from startrail.kernels import Partial, Sum, block_max_logits
 from startrail.kernels.cpu import CpuKernel
 from startrail.parallel import SequenceParallel
 
 TOKENS, HEAD_DIM = 16, 8  # per rank
+DOCUMENTS, PACKED_TOKENS = 4000, 8192  # of a batch, and per rank
+BLOCK, BLOCK_DIM = 2048, 64  # of which the largest logits are measured
 WARM_UP = 5
 LIMITS = 1.0, 1.6  # milliseconds of a forward and of a backward pass
 
@@ -44,12 +49,13 @@ class _CompletedMonitor(TransferMonitor):
         return work_error(transfer.work) is None
 
 
-def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of every forward call on rank 0 and of its backward pass through autograd."""
+def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[list[float], list[float], float]:
+    """Milliseconds of every forward call on rank 0 and of its backward pass through autograd; and of a new batch of
+    packed documents, up to its first call."""
     dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=ranks)
     try:
         with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype)):
-            return _measure(SequenceParallel(plan), heads, calls)
+            return *_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads)
     finally:
         dist.destroy_process_group()
 
@@ -72,14 +78,52 @@ def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[list[float],
     return forward, backward
 
 
+def _new_batch(sp: SequenceParallel, heads: int) -> float:
+    """The layout, routes and tiles of packed documents: the first call of a batch beyond the second. The best of three
+    batches."""
+    times, length = [], PACKED_TOKENS * sp.world
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        ends = torch.randperm(length - 1, generator=generator)[: DOCUMENTS - 1].sort().values + 1
+        points = [time.perf_counter()]
+        sequence = sp.sequence(length, documents=[0, *ends.tolist(), length])
+        x = torch.zeros(1, heads, sequence.local, HEAD_DIM)
+        for _ in range(2):
+            sequence.attention(x, x, x, causal=True)
+            points.append(time.perf_counter())
+        times.append(1000 * (2 * points[1] - points[0] - points[2]))
+    return min(times)
+
+
+def largest_logits(heads: int) -> tuple[float, float]:
+    """Milliseconds of the largest logits (``max_logits=True``) of a causal block, and of its attention."""
+    q, kernel, times = torch.randn(1, heads, BLOCK, BLOCK_DIM), CpuKernel(torch.float32), []
+    tile = [Tile(0, BLOCK, 0, BLOCK, "causal")]
+    for compute in (partial(block_max_logits, q, q, tile, 0.125), partial(kernel.forward, q, q, q, tile, 0.125)):
+        starts = []
+        for _ in range(4):
+            starts.append(time.perf_counter())
+            compute()
+        starts.append(time.perf_counter())
+        times.append(1000 * min(b - a for a, b in pairwise(starts)))
+    return times[0], times[1]
+
+
 def table(plans: Sequence[str], ranks: int, heads: int, calls: int) -> str:
     lines = [
         f"host time per call on rank 0 of {ranks} in ms, minimum and median of {calls}; target: below "
         f"{LIMITS[0]:g} forward and {LIMITS[1]:g} backward",
-        f"{'plan':10s} {'forward':>8s} {'median':>8s} {'backward':>9s} {'median':>8s}",
+        f"{'plan':10s} {'forward':>8s} {'median':>8s} {'backward':>9s} {'median':>8s} {'new batch':>10s}",
     ]
     for plan in plans:
-        forward, backward = host_times(plan, ranks, heads, calls)
+        forward, backward, batch = host_times(plan, ranks, heads, calls)
         medians = statistics.median(forward), statistics.median(backward)
-        lines.append(f"{plan:10s} {min(forward):8.2f} {medians[0]:8.2f} {min(backward):9.2f} {medians[1]:8.2f}")
+        columns = f"{min(forward):8.2f} {medians[0]:8.2f} {min(backward):9.2f} {medians[1]:8.2f} {batch:10.2f}"
+        lines.append(f"{plan:10s} {columns}")
+    logits, attention = largest_logits(heads)
+    lines += [
+        f"new batch: layout and tiles of {DOCUMENTS} documents, {PACKED_TOKENS} tokens per rank, once per batch",
+        f"largest logits of a causal block of {BLOCK} tokens, {heads} heads x {BLOCK_DIM}: {logits:.1f} ms on one "
+        f"thread, its attention {attention:.1f} ms",
+    ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 from startrail import __version__
@@ -28,6 +29,7 @@ COMMANDS = (show, check, plan, simulate, doctor, verify, models, train, recognis
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch has no need of it here
     # What follows "--" belongs to the program that a command starts; argparse would take some of it.
     end = argv.index("--") if "--" in argv else len(argv)
     try:

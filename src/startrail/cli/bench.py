@@ -32,8 +32,8 @@ MEMORY = (
     "Compares the peak memory per rank with the planner's estimate, which training prints when it starts. "
     "The exit code is 1 if an estimate is more than 10 % off. First the sequence grows on a fixed number of ranks, "
     "then both grow together at a fixed N/P: memory must follow N/P. The model is narrow, because attention costs N². "
-    "Each run is a single step on fresh ranks. The third part attaches a Hugging Face model with a vocabulary of 128k "
-    "and wide MLPs: whole logits on a sixteenth of the tokens (all of them do not fit), logits in chunks, tiled MLPs."
+    "Each run is one step on fresh ranks. The third part attaches a Hugging Face model with a vocabulary of 128k and "
+    "wide MLPs: whole logits on a sixteenth of the tokens (all of them do not fit), logits in chunks, and tiled MLPs."
 )
 
 SPARSE = (

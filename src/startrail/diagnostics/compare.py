@@ -91,9 +91,9 @@ def factor_of(actual: Gradients, expected: Gradients, limit: float) -> float | N
     return factor
 
 
-def lost_or_scaled(actual: Gradients, expected: Gradients, close: Comparison) -> str | None:
-    """What happened if some parameters have gradients that are zero or multiples of the right ones, and all others are
-    right."""
+def lost_or_scaled(actual: Gradients, expected: Gradients, close: Comparison, world: int) -> str | None:
+    """What happened on ``world`` ranks if some parameters have gradients that are zero or multiples of the right ones,
+    and all others are right."""
     names = [name for name in expected if name in close.wrong]
     if len(names) == len(expected):
         return None
@@ -102,6 +102,9 @@ def lost_or_scaled(actual: Gradients, expected: Gradients, close: Comparison) ->
     if lost:
         return f"gradient of {lost[0]} is lost: it is zero on ranks" + also
     factors = {name: factor_of({name: actual[name]}, {name: expected[name]}, close.match) for name in names}
+    if all(x is not None and abs(x / world - 1) < 1e-3 for x in factors.values()):
+        counted = "what every rank has in full, such as text tokens, is counted once per rank"
+        return f"gradient of {names[0]} is {world} times one process's: {counted}" + also
     if all(x is not None for x in factors.values()):
         return f"gradient of {names[0]} is {factors[names[0]]:.4g} times one process's" + also
     return None

@@ -28,6 +28,7 @@ from startrail.diagnostics.observe import (
     gradients,
 )
 from startrail.diagnostics.setups import Setup, map_tensors
+from startrail.diagnostics.shard_faults import recurrent_layers, separate_calls, unsplit_text
 from startrail.geometry.layout import Layout
 from startrail.losses import chunked_cross_entropy
 
@@ -97,6 +98,12 @@ def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultP
             positions[shard] = torch.arange(len(shard))
         yield _predict(make, LOCAL_POSITIONS, Changes(positions=positions, calls=calls if known else None))
         yield _predict(make, LABELS_LOST, Changes(shards=shards, cut=True))
+        if unsplit := unsplit_text(alone, ranks):
+            separate = separate_calls(alone, ranks, shards)
+            if separate is not None:
+                yield _predict(make, unsplit, Changes(calls=separate))
+        for fault, on_shards in recurrent_layers(make, shards):
+            yield _predict(on_shards, fault, Changes())
         both = f"{LABELS_LOST}; losses are averaged: sum them"
         yield _predict(make, both, Changes(shards=shards, cut=True, mean=True))
         yield _predict(make, AVERAGED, Changes(shards=shards, mean=True))

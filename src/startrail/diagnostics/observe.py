@@ -7,9 +7,11 @@ were passed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,8 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from startrail.comm.digest import digest
 from startrail.engine.validate import read_call
 from startrail.geometry.layout import Layout
+from startrail.integrations.wrapping import argument_names
+from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence
 
 MAX_LENGTH = 4096  # of sequences whose masks are recorded: a mask has the square of it
@@ -28,20 +33,25 @@ Gradients = dict[str, Tensor]
 
 class AttentionRecord(NamedTuple):
     """One attention call. ``visible`` (batch or 1, length, length) is True where a query (row) sees a key (column), and
-    None if that is not known."""
+    None if that is not known. ``unsplit``: the layer, if torch's attention was called on a rank, so that nothing was
+    sent."""
 
     visible: Tensor | None
     scale: float
     softcap: float | None
     sinks: bool
     dtype: torch.dtype
+    unsplit: str | None = None
+    tokens: int = 0
+    bytes: int = 0  # that this rank sends in both passes, or would send if the call were split
 
 
 @dataclass
 class Observed:
     """What a step did to a model. ``buffers`` are those that are saved with it, ``constants`` the others.
     ``training``: the mode of each module when it was last called. ``layout`` is that of the last sequence that
-    attended. ``dropout``: some activations were dropped (recorded on one process only)."""
+    attended. ``dropout``: some activations were dropped (recorded on one process only). ``arguments``: the tensors that
+    the model was first called with, as (shape, digest)."""
 
     loss: float
     gradients: Gradients
@@ -51,6 +61,7 @@ class Observed:
     attention: list[AttentionRecord] = field(default_factory=list)
     layout: Layout | None = None
     dropout: bool = False
+    arguments: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,22 +84,28 @@ class Results:
 
 @dataclass
 class RankResults(Results):
-    """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks."""
+    """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks,
+    ``arguments`` the arguments of the model that do."""
 
     losses: list[float]
     unequal: list[str]
+    arguments: list[str] = field(default_factory=list)
 
 
-def observe(step: Callable[[], Any], model: nn.Module, one_process: bool) -> Observed:
+def observe(
+    step: Callable[[], Any], model: nn.Module, one_process: bool, sp: SequenceParallel | None = None
+) -> Observed:
     """Run ``step``, which trains ``model`` and returns the loss."""
     observed = Observed(0.0, {}, {}, {})
+    recorder = _CallRecorder(observed, {id(module): name for name, module in model.named_modules()}, one_process, sp)
     hooks = [
         module.register_forward_pre_hook(lambda module, _, name=name: observed.training.update({name: module.training}))
         for name, module in model.named_modules()
     ]
+    hooks.append(model.register_forward_pre_hook(partial(_record_arguments, observed), with_kwargs=True))
     torch.manual_seed(1)
     try:
-        with recorded_attention(observed), _CallRecorder(observed) if one_process else nullcontext():
+        with recorded_attention(observed), recorder:
             loss = step()
     finally:
         for hook in hooks:
@@ -102,6 +119,14 @@ def observe(step: Callable[[], Any], model: nn.Module, one_process: bool) -> Obs
     for name, x in model.named_buffers():
         (observed.buffers if name in saved else observed.constants)[name] = _whole(x).clone()
     return observed
+
+
+def _record_arguments(observed: Observed, model: nn.Module, args: Any, kwargs: Any) -> None:
+    if observed.arguments:
+        return
+    for name, x in argument_names(model, args, kwargs).items():
+        if isinstance(x, Tensor):
+            observed.arguments[name] = tuple(x.shape), int(digest(x))
 
 
 def gradients(model: nn.Module) -> Gradients:
@@ -155,7 +180,10 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
         out = result[0] if isinstance(result, tuple) else result
         sinks = given.get("sinks") is not None
         scale = call.scale_for(q.shape[-1])
-        observed.attention.append(AttentionRecord(visible, scale, call.softcap, sinks, out.dtype))
+        given_mask = {name: x for name, x in given.items() if name in ("causal", "window", "chunk", "mask")}
+        passes = sequence.promised_traffic(q, k, v, **given_mask).values()
+        sent = sum(sum(levels.values()) for levels in passes)
+        observed.attention.append(AttentionRecord(visible, scale, call.softcap, sinks, out.dtype, bytes=sent))
         observed.layout = sequence._layout
         return result
 
@@ -164,22 +192,38 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Records torch's own attention, and whether anything is dropped."""
+    """Records torch's own attention, and on one process whether anything is dropped."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(
+        self, observed: Observed, names: dict[int, str], one_process: bool, sp: SequenceParallel | None
+    ) -> None:
         super().__init__()
-        self._observed = observed
+        self._observed, self._names, self._one_process, self._sp = observed, names, one_process, sp
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is F.scaled_dot_product_attention:
             call = TorchAttention.of(*args, **(kwargs or {}))
-            self._observed.attention.append(call.record())
-            self._observed.dropout |= call.dropout_p > 0
-        elif function is F.dropout:
+            if self._one_process:
+                self._observed.attention.append(call.record())
+                self._observed.dropout |= call.dropout_p > 0
+            elif call.query.shape[-2] == call.key.shape[-2]:
+                self._observed.attention.append(self._unsplit(call))
+        elif self._one_process and function is F.dropout:
             rate, training = [*args[1:], *(kwargs or {}).values()][:2]
             self._observed.dropout |= training and rate > 0
         return result
+
+    def _unsplit(self, call: TorchAttention) -> AttentionRecord:
+        frame: Any = sys._getframe(2)
+        while frame is not None and id(frame.f_locals.get("self")) not in self._names:
+            frame = frame.f_back
+        layer = "the model" if frame is None else self._names[id(frame.f_locals["self"])] or "the model"
+        promised = 0
+        if self._sp is not None and call.query.dim() == 4:
+            passes = self._sp.promised_traffic(call.query, call.key, call.value).values()
+            promised = sum(sum(levels.values()) for levels in passes)
+        return call.record()._replace(visible=None, unsplit=layer, tokens=call.query.shape[-2], bytes=promised)
 
 
 class TorchAttention(NamedTuple):

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from startrail._compat import tree_leaves
 from startrail.losses import sum_gradients
 from startrail.parallel import SequenceParallel
 
@@ -26,9 +28,11 @@ class Setup:
     """What the user's function returned.
 
     ``step(model, batch, sp)`` runs forward and backward on this rank, sums the gradients and returns the loss. Without
-    it, a transformers model is attached to ``sp`` and called with ``shard_batch(sp, **batch)``. ``reference(model,
-    batch)`` does the same on one process, without startrail. Without it, the reference is ``model(**batch).loss`` for a
-    transformers model; for any other model it is the step on a single rank.
+    it, a transformers model is attached to ``sp`` and called with ``shard_batch(sp, **batch)``. A model of diffusers or
+    any other module is attached and called with ``batch``, a dictionary of its arguments; the loss is the mean squared
+    error to its ``"target"``, or what the module returns as loss. ``reference(model, batch)`` does the same on one
+    process, without startrail. Without it, the reference is the model called on one process; with a step of a model
+    that is not of transformers, it is the step on a single rank.
     """
 
     model: nn.Module
@@ -56,9 +60,10 @@ class Setup:
             raise ValueError(f"{type(setup.model).__name__} has no trainable parameters")
         if isinstance(setup.batch, Mapping) and not setup.batch:
             raise ValueError("the batch is empty")
-        if setup.step is None and not setup.is_transformers:
+        if setup.step is None and not setup.is_transformers and not isinstance(setup.batch, Mapping):
             raise ValueError(
-                f"{type(setup.model).__name__} is not a transformers model: return a step(model, batch, sp) as well"
+                f"the batch of {type(setup.model).__name__} must be a dictionary of its arguments, with a target, or "
+                "return a step(model, batch, sp) as well"
             )
         if setup.reference is None and setup.is_transformers:
             if not isinstance(setup.batch, Mapping):
@@ -77,7 +82,7 @@ class Setup:
     @property
     def limits(self) -> str:
         """What the comparison cannot see; empty if the reference is independent of the step."""
-        if self.reference is not None or self.is_transformers:
+        if self.reference is not None or self.is_transformers or self.step is None:
             return ""
         return (
             "compared with the same step on one rank: mistakes that it makes there too, such as a missing window, mask "
@@ -92,15 +97,18 @@ class Setup:
         """The reference's loss."""
         if self.reference is not None:
             return self.reference(model, batch)
-        if not self.is_transformers:
-            assert self.step is not None
+        if self.is_transformers:
+            loss = model(**{"use_cache": False, **batch}).loss  # with a cache, packed documents see each other
+        elif self.step is not None:
             return self.step(model, batch, SequenceParallel("1x1"))
-        loss = model(**{"use_cache": False, **batch}).loss  # with a cache, packed documents see each other
+        else:
+            loss = _module_loss(model, batch)
         loss.backward()
         return loss
 
     def run_on_rank(self, sp: SequenceParallel) -> Any:
-        return (self.step or _default_step)(self.model, self.batch, sp)
+        default = _default_step if self.is_transformers else _default_module_step
+        return (self.step or default)(self.model, self.batch, sp)
 
 
 def _kinds(made: Any) -> str:
@@ -117,6 +125,32 @@ def _default_step(model: Any, batch: Any, sp: SequenceParallel) -> Tensor:
     loss.backward()
     sum_gradients(model.parameters(), sp.group)
     return loss
+
+
+def _default_module_step(model: Any, batch: Any, sp: SequenceParallel) -> Tensor:
+    if any(kind.__module__.startswith("diffusers.") for kind in type(model).__mro__):
+        from startrail.integrations.diffusers import attach
+    else:
+        from startrail.integrations.modules import attach  # type: ignore[assignment]
+    attach(model, sp)
+    loss = _module_loss(model, batch)
+    loss.backward()
+    sum_gradients(model.parameters(), sp.group)
+    return loss
+
+
+def _module_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """The mean squared error to the batch's target, or the only number among the results."""
+    results = tree_leaves(model(**{name: x for name, x in batch.items() if name != "target"}))
+    if "target" in batch:
+        return F.mse_loss(results[0], batch["target"])
+    numbers = [x for x in results if isinstance(x, Tensor) and x.dim() == 0]
+    if len(numbers) != 1:
+        raise ValueError(
+            f"{type(model).__name__} returns no loss: give the batch a target, or return a step(model, batch, sp)"
+        )
+    number: Tensor = numbers[0]
+    return number
 
 
 # --- batches

@@ -25,6 +25,7 @@ from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
 from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
+from startrail.diagnostics.shard_faults import differing_arguments, unsplit_text
 from startrail.launch.local import RankError, run_local
 from startrail.parallel import SequenceParallel
 
@@ -123,7 +124,7 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
             return f"weights differ between ranks: {kind} {name}; load the same weights or set the same seed"
 
     def run(setup: Setup) -> Observed:
-        return observe(lambda: setup.run_on_rank(sp), setup.model, one_process=False)
+        return observe(lambda: setup.run_on_rank(sp), setup.model, one_process=False, sp=sp)
 
     dtype = _dtype(setup.model)
     native = run(setup)
@@ -134,9 +135,14 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
     losses = [torch.empty((), dtype=torch.float64) for _ in range(sp.world)]
     dist.all_gather(losses, torch.tensor((precise or native).loss, dtype=torch.float64))
     unequal = _unequal_gradients((precise or native).gradients)
+    given = {name: torch.tensor(each) for name, (_, each) in native.arguments.items()}
+    arguments = []
+    while given and (name := _first_mismatch(given)):
+        arguments.append(name)
+        del given[name]
     if dist.get_rank():
         return None
-    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal)
+    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal, arguments)
 
 
 def _parallel(setup: Setup, plan: str) -> SequenceParallel:
@@ -185,7 +191,7 @@ def judge(make: Callable[[], Any], alone: Results, ranks: RankResults) -> Verdic
     """Compare what ranks gave with what one process gave. Runs faults, so needs a process of its own."""
     if alone.precise_dtype != ranks.precise_dtype:  # it runs in float64 on one side only
         alone = Results(alone.native, None, None)
-        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal)
+        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal, ranks.arguments)
     ours, theirs = ranks.best, alone.best
     if text := _trainable_text(ours.gradients, theirs.gradients) or _not_finite(ours, theirs):
         return Verdict(False, text)
@@ -238,6 +244,8 @@ def _name_fault(
         here, there = ("eval", "training") if theirs.training[modes[0]] else ("training", "eval")
         text = f"{modes[0] or 'the model'} is in {here} mode on ranks, and in {there} mode on one process"
         return False, f"{text}: dropout and normalization differ", True
+    if arguments := differing_arguments(ranks, alone):
+        return False, arguments, True
     factor = factor_of(ours.gradients, theirs.gradients, close.limit)
     if factor is not None and abs(factor - 1) > close.limit:
         return False, factor_text(factor, world), False
@@ -258,11 +266,11 @@ def _name_fault(
     if different := _different(ours.constants, theirs.constants, close.loss_limit):
         text = f"buffer {different[0]} differs from one process's, and so do the gradients: the step changes the model"
         return False, text, False
-    if partly := lost_or_scaled(ours.gradients, theirs.gradients, close):
+    if partly := lost_or_scaled(ours.gradients, theirs.gradients, close, world):
         return False, partly, False
     count = f"{len(close.wrong)} of {len(theirs.gradients)} gradients differ from one process"
     text = f"{count}, by {close.total:.1e} of their norm; {close.wrong[0]} differs most. No known fault explains it"
-    attention = attention_text(theirs, ours)
+    attention = unsplit_text(theirs, ours) or attention_text(theirs, ours)
     return False, text + (f", but attention differs: {attention}" if attention else ""), False
 
 

@@ -1,4 +1,4 @@
-"""Buffers for messages, reused by later passes."""
+"""Buffers for messages, reused by later passes, and the input pieces that lie in them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,26 @@ class Buffer:
         arrivals, self.arrivals = self.arrivals, []
         for wait in arrivals:
             wait()
+
+
+class InputPiece:
+    """An input piece that this rank holds or is about to receive: views of the user's tensors, or a buffer.
+
+    ``prepared`` holds its tensors in the form that the kernel takes.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], buffer: Buffer | None = None, pooled: bool = False) -> None:
+        self.tensors, self.buffer = tensors, buffer
+        self.pooled = pooled  # the buffer goes back to the pool when the piece is released
+        self.joins: list[Callable[[], None]] = []  # join the parts that came over heads
+        self.prepared: tuple[Tensor, ...] = ()
+
+    def arrive(self) -> None:
+        if self.buffer is not None:
+            self.buffer.arrive()
+        joins, self.joins = self.joins, []
+        for join in joins:
+            join()
 
 
 Key = tuple[int, torch.device, int]

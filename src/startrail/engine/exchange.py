@@ -6,7 +6,7 @@ The rank's own part is copied, not sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from startrail.engine.buffers import Buffer, BufferPool
 from startrail.engine.wire import Wire
+from startrail.kernels.rearrange import copy_parts, join_tokens, split_tokens
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Piece
+
+Tensors = Mapping[Piece, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -54,45 +57,45 @@ class Exchange:
     def __init__(
         self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int, all_to_all: bool
     ) -> None:
-        self.wire, self.pool, self.head = wire, pool, head
+        self.wire, self.pool, self.head, self.device = wire, pool, head, device
         self.leaving = Parts.make(wire, pieces, pool, device)
         self.coming = Parts.make(wire, pieces, pool, device)
         self.open = set(pieces)  # not taken yet
         self.at_once = all_to_all and self.leaving.dense
+        self.inputs: Tensors = {}  # whole pieces, to be filled
 
-    def send_inputs(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
-        """Pack our tokens (batch, heads, tokens, ...): each head rank gets the heads that it computes."""
-        for target, x in zip(self.leaving.views[piece], tensors, strict=True):
-            target.copy_(self.wire.shares(x, piece))
-        self._keep_own(piece)
+    def pack(self, inputs: Tensors, results: Tensors) -> None:
+        """Pack what leaves: of ``inputs``, our tokens, each head rank gets the heads that it computes; of ``results``,
+        our heads, it gets its tokens."""
+        leaving = self.leaving.views
+        copy_parts(self._pairs(leaving, {p: [self.wire.shares(x, p) for x in xs] for p, xs in inputs.items()}))
+        split_tokens(self._pairs(leaving, results), self.wire.chunks_on(self.device))
+        if not self.at_once:
+            for piece in (*inputs, *results):
+                for target, own in zip(self.coming.views[piece], leaving[piece], strict=True):
+                    target[self.head] = own[self.head]
 
-    def send_results(self, piece: Piece, tensors: Sequence[Tensor]) -> None:
-        """Pack our heads: each head rank gets the results of its tokens."""
-        for target, whole in zip(self.leaving.views[piece], tensors, strict=True):
-            self.wire.split(whole, target)
-        self._keep_own(piece)
+    def take_inputs(self) -> None:
+        """When the first input is needed: wait for all parts, and unpack our heads of all tokens."""
+        inputs, self.inputs = self.inputs, {}
+        if inputs:
+            self.coming.buffer.arrive()
+            join_tokens(self._pairs(inputs, self.coming.views), self.wire.chunks_on(self.device))
+            self._taken(inputs)
 
-    def _keep_own(self, piece: Piece) -> None:
-        if self.at_once:
-            return
-        for target, own in zip(self.coming.views[piece], self.leaving.views[piece], strict=True):
-            target[self.head] = own[self.head]
-
-    def take_inputs(self, piece: Piece, whole: Sequence[Tensor]) -> None:
-        """Wait for all parts, and unpack our heads of all tokens."""
-        self.coming.buffer.arrive()
-        for target, parts in zip(whole, self.coming.views[piece], strict=True):
-            self.wire.join(target, parts)
-        self._taken(piece)
-
-    def take_results(self, piece: Piece, local: Sequence[Tensor]) -> None:
+    def take_results(self, local: Tensors) -> None:
         """Wait for all parts, and unpack all heads of our tokens."""
         self.coming.buffer.arrive()
-        for target, parts in zip(local, self.coming.views[piece], strict=True):
-            self.wire.shares(target, piece).copy_(parts)
-        self._taken(piece)
+        targets = {piece: [self.wire.shares(x, piece) for x in xs] for piece, xs in local.items()}
+        copy_parts(self._pairs(targets, self.coming.views))
+        self._taken(local)
 
-    def _taken(self, piece: Piece) -> None:
-        self.open.discard(piece)
+    def _pairs(self, targets: Tensors, sources: Tensors) -> list[tuple[Tensor, Tensor]]:
+        """Targets and sources of the pieces that both have."""
+        both = (zip(xs, sources[piece], strict=True) for piece, xs in targets.items() if piece in sources)
+        return [pair for of_piece in both for pair in of_piece]
+
+    def _taken(self, pieces: Iterable[Piece]) -> None:
+        self.open.difference_update(pieces)
         if not self.open:
             self.pool.put(self.coming.buffer)

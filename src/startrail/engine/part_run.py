@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from startrail._compat import is_profiling
 from startrail.comm.transfers import PendingTransfer
-from startrail.engine.buffers import Buffer
+from startrail.engine.buffers import Buffer, InputPiece
 from startrail.engine.bundles import BundleCopies
 from startrail.engine.exchange import Exchange
 from startrail.engine.wire import Wire
@@ -43,26 +43,6 @@ from startrail.schedule.walk import (
 
 if TYPE_CHECKING:
     from startrail.engine.executor import Executor
-
-
-class InputPiece:
-    """An input piece that this rank holds or is about to receive: views of the user's tensors, or a buffer.
-
-    ``prepared`` holds its tensors in the form that the kernel takes.
-    """
-
-    def __init__(self, tensors: tuple[Tensor, ...], buffer: Buffer | None = None, pooled: bool = False) -> None:
-        self.tensors, self.buffer = tensors, buffer
-        self.pooled = pooled  # the buffer goes back to the pool when the piece is released
-        self.joins: list[Callable[[], None]] = []  # join the parts that came over heads
-        self.prepared: tuple[Tensor, ...] = ()
-
-    def arrive(self) -> None:
-        if self.buffer is not None:
-            self.buffer.arrive()
-        joins, self.joins = self.joins, []
-        for join in joins:
-            join()
 
 
 Inputs = Mapping[str, tuple[Tensor, ...]]
@@ -110,7 +90,8 @@ class PartRun:
         self.rows: dict[Piece, tuple[Tensor, Tensor, Tensor]] = {}  # dout, out, lse as the backward kernel takes them
         self.results: dict[Piece, Partial | Sums] = {}
         self.partials: dict[int, Buffer] = {}  # partial results in flight, by message
-        self.exchanges: dict[Piece, Exchange] = {}  # bring the results of our own tokens from the ranks of all heads
+        self.arrived: dict[Piece, Buffer] = {}  # sums of a peer, to which ours are added when they are sent on
+        self.exchanges: list[Exchange] = []  # bring the results of our own tokens from the ranks of all heads
         self.open_sends: list[Callable[[], None]] = []
         self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
         self.step = 0
@@ -152,12 +133,10 @@ class PartRun:
         """Local results in the user's layout and dtype. Every transfer of this part has ended when it returns."""
         start = time.perf_counter()
         results = {kind: self.wire.local_results(kind, self.context.device) for kind in self.program.pass_.results}
-        for piece in self.walk.results:
-            local = results[piece.kind]
-            if self.over_heads:
-                self.exchanges[piece].take_results(piece, local)
-                continue
-            for target, source in zip(local, self._result(piece).tensors(), strict=True):
+        for exchange in self.exchanges:
+            exchange.take_results({piece: results[piece.kind] for piece in exchange.open if piece.kind in RESULTS})
+        for piece in () if self.over_heads else self.walk.results:
+            for target, source in zip(results[piece.kind], self._final(piece), strict=True):
                 self.wire.shares(target, piece)[0].copy_(source)
         for wait in self.open_sends:
             wait()
@@ -264,23 +243,25 @@ class PartRun:
         """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
         all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
         exchange = Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
-        for piece in pieces:
-            if piece.kind in INPUTS:
-                exchange.send_inputs(piece, self.inputs[piece.kind])
-                held = self.pieces[piece]
-                held.joins.append(partial(exchange.take_inputs, piece, held.tensors))
-            else:
-                exchange.send_results(piece, self._result(piece).tensors())
-                self.exchanges[piece] = exchange
+        exchange.inputs = {piece: self.pieces[piece].tensors for piece in pieces if piece.kind in INPUTS}
+        results = {piece: self._final(piece) for piece in pieces if piece.kind in RESULTS}
+        exchange.pack({piece: self.inputs[piece.kind] for piece in exchange.inputs}, results)
+        for piece in exchange.inputs:
+            self.pieces[piece].joins.append(exchange.take_inputs)
+        self.exchanges += [exchange] if results else []
         return exchange
 
     def _payload(self, message: Message) -> Buffer:
         """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""
         (piece,) = message.pieces
         if piece.kind in RESULTS:
-            result = self._result(piece)
+            result, arrived = self._result(piece), self.arrived.pop(piece, None)
             del self.results[piece]
-            return self._packed(piece, result.tensors())
+            if arrived is None:
+                return self._packed(piece, result.tensors())
+            assert isinstance(result, Sums)
+            result.add_to(self._views(arrived, piece))
+            return arrived
         if piece.shard in self.program.bundles:
             self.pieces[piece] = self._bundle(piece)
         held = self.pieces[piece]
@@ -374,16 +355,28 @@ class PartRun:
             self.results[piece] = Partial(shapes[0], acc, device) if piece.kind == "out" else Sums(shapes, acc, device)
         return self.results[piece]
 
+    def _final(self, piece: Piece) -> tuple[Tensor, ...]:
+        """The tensors of a result to which nothing more is added."""
+        result, arrived = self._result(piece), self.arrived.pop(piece, None)
+        if arrived is not None:
+            result.take(self._views(arrived, piece))
+            self.pool.put(arrived)
+        return result.tensors()
+
     def combine(self, event: Combine) -> None:
-        buffer = self.partials.pop(event.message)
+        buffer, piece = self.partials.pop(event.message), event.piece
         buffer.arrive()
-        views = self._views(buffer, event.piece)
-        if event.piece.shard in self.program.bundles:
-            copies = self._copies(event.piece.shard)
+        views = self._views(buffer, piece)
+        if piece.shard in self.program.bundles:
+            copies = self._copies(piece.shard)
             for shard in copies.shards:
-                result = self._result(event.piece._replace(shard=shard))
-                for total, view in zip(result.tensors(), views, strict=True):
+                result = self._result(piece._replace(shard=shard))
+                assert isinstance(result, Sums)
+                for total, view in zip(result.values(), views, strict=True):
                     copies.add(shard, view, total)
+        elif isinstance(result := self._result(piece), Sums) and piece not in self.arrived:
+            self.arrived[piece] = buffer
+            return
         else:
-            self._result(event.piece).take(views)
+            result.take(views)
         self.pool.put(buffer)

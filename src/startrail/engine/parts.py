@@ -13,14 +13,14 @@ from startrail.engine.batch import BatchGeometry
 from startrail.engine.part_run import Inputs, PassPart
 from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import Costs
+from startrail.kernels import Kernel
 from startrail.routing.route import ZoneRoute
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Pass
 
 
 def make_parts(
-    geometry: BatchGeometry, routes: Sequence[ZoneRoute], pass_: Pass, mask: Mask, costs: Costs, dtype: torch.dtype,
+    geometry: BatchGeometry, routes: Sequence[ZoneRoute], pass_: Pass, mask: Mask, kernel: Kernel, dtype: torch.dtype,
     wire_dtype: torch.dtype,
 ) -> tuple[PassPart, ...]:  # fmt: skip
     """The parts of a pass. Their kept pieces lie one after the other in the kept bytes, in both passes alike."""
@@ -30,19 +30,20 @@ def make_parts(
         program = route.program(pass_)
         kept = route.sizes.kept_slices(program.kept, start)
         start = max((aligned(part.stop) for part in kept.values()), default=start)
-        tiles = geometry.tiles(mask, costs, route, program)
+        tiles = geometry.tiles(mask, kernel.costs, route, program)
         direct_level = None if route.fetches is None or route.zone.size == 1 else route.zone.level
-        parts.append(PassPart(program, wire_of(route, dtype, wire_dtype), kept, tiles, route.start, direct_level, {}))
+        wire = wire_of(route, dtype, wire_dtype, kernel.rows_first)
+        parts.append(PassPart(program, wire, kept, tiles, route.start, direct_level, {}))
     return tuple(parts)
 
 
-def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype) -> Wire:
+def wire_of(route: ZoneRoute, dtype: torch.dtype, wire_dtype: torch.dtype, rows_first: bool) -> Wire:
     """The pieces of a zone as tensors. Members that split heads sort the tokens of all of them by position."""
     chunk, places = 1, tuple[tuple[int, ...], ...]()
     if route.chosen.heads > 1:
         place = route.chosen.place(route.zone.size, route.member)
         chunk, places = route.zone.places(place.shard_ranks(place.shard))
-    return Wire(route.sizes, dtype, wire_dtype, chunk, places)
+    return Wire(route.sizes, dtype, wire_dtype, chunk, places, rows_first)
 
 
 def sm_margin(parts: Sequence[PassPart]) -> int:

@@ -333,7 +333,7 @@ class Runtime:
             self._refuse(str(error))
         signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
         detail = f"{signature}, {geometry.boundaries}, {settings}"
-        parts = make_parts(geometry, routes, pass_, call.mask, kernel.costs, q.dtype, self._wire_dtype(q.dtype))
+        parts = make_parts(geometry, routes, pass_, call.mask, kernel, q.dtype, self._wire_dtype(q.dtype))
         order, kernel.sm_margin = run_order([part.program for part in parts]), sm_margin(parts)
         return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))
 

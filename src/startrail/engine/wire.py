@@ -14,6 +14,7 @@ from torch import Tensor
 
 from startrail.kernels import accumulator
 from startrail.kernels.device import current_stream_id, ints_on
+from startrail.kernels.rearrange import Chunks
 from startrail.schedule.sizes import Field, Sizes
 from startrail.schedule.values import KINDS, Piece
 
@@ -22,21 +23,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class Wire:
     """``dtype`` is that of the inputs, ``wire_dtype`` that of messages. A piece consists of chunks of ``chunk`` tokens;
-    ``places`` says for each head rank where its chunks stand in the piece (``Zone.places``).
+    ``places`` says for each head rank where its chunks stand in the piece (``Zone.places``). ``rows_first``: the bytes
+    are in the order (batch, rows, heads, dim), as the kernel takes them; views are (batch, heads, rows, dim) anyway.
 
     ``nbytes`` are the bytes of a whole piece by kind, ``part_bytes`` those of one head rank's tokens. ``format`` tells
     apart pieces whose bytes mean different things; it is a text because Python caches a text's hash.
     """
 
     def __init__(
-        self, sizes: Sizes, dtype: torch.dtype, wire_dtype: torch.dtype, chunk: int, places: tuple[tuple[int, ...], ...]
-    ) -> None:
-        self.sizes, self.dtype, self.wire_dtype = sizes, dtype, wire_dtype
+        self, sizes: Sizes, dtype: torch.dtype, wire_dtype: torch.dtype,
+        chunk: int, places: tuple[tuple[int, ...], ...], rows_first: bool = False,
+    ) -> None:  # fmt: skip
+        self.sizes, self.dtype, self.wire_dtype, self.rows_first = sizes, dtype, wire_dtype, rows_first
         self.chunk, self.places = chunk, places
         self.acc = accumulator(dtype)
         self.nbytes = sizes.by_kind
         self.part_bytes = {kind: sizes.part_bytes(kind) for kind in KINDS}
-        self.format = f"{sizes} {dtype} {wire_dtype}"
+        self.format = f"{sizes} {dtype} {wire_dtype} {rows_first}"
         self._holds_inputs = torch.promote_types(wire_dtype, dtype) == wire_dtype
         self._fields: dict[tuple[str, int], tuple[Field, ...]] = {}
         self._places_on: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream
@@ -54,7 +57,12 @@ class Wire:
         for index in sorted(range(len(fields)), key=lambda index: -dtypes[index].itemsize):
             shape, dtype = fields[index].shape, dtypes[index]
             stop = start + prod(shape) * dtype.itemsize
-            views[index] = flat[..., start:stop].view(dtype).unflatten(-1, shape)
+            numbers = flat[..., start:stop].view(dtype)
+            if self.rows_first and len(shape) == 4:
+                batch, heads, rows, dim = shape
+                views[index] = numbers.unflatten(-1, (batch, rows, heads, dim)).transpose(-3, -2)
+            else:
+                views[index] = numbers.unflatten(-1, shape)
             start = stop
         return views
 
@@ -116,21 +124,9 @@ class Wire:
         batch = self.sizes.batch // groups
         return x[group * batch : (group + 1) * batch].unflatten(1, (ranks, -1)).movedim(1, 0)
 
-    def join(self, whole: Tensor, parts: Tensor) -> None:
-        """Copy the tokens of all head ranks to their places in the whole piece (batch, heads, tokens, ...)."""
-        places, by_place, by_rank = self._chunks(whole, parts)
-        by_place[places] = by_rank
-
-    def split(self, whole: Tensor, parts: Tensor) -> None:
-        """The inverse of ``join``."""
-        places, by_place, by_rank = self._chunks(whole, parts)
-        by_rank.copy_(by_place[places])
-
-    def _chunks(self, whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The places of all head ranks' chunks (head ranks, chunks), and views with these dimensions in front."""
-        device, chunk = whole.device, self.chunk
+    def chunks_on(self, device: torch.device) -> Chunks:
+        """Where the tokens of all head ranks stand in a whole piece."""
         key = device, current_stream_id(device)
         if key not in self._places_on:
             self._places_on[key] = ints_on(device, self.places, torch.int64)
-        by_place, by_rank = whole.unflatten(2, (-1, chunk)).movedim(2, 0), parts.unflatten(3, (-1, chunk)).movedim(3, 1)
-        return self._places_on[key], by_place, by_rank
+        return Chunks(self._places_on[key], self.chunk)

@@ -18,6 +18,7 @@ documents, a narrow window) are several computed together under an explicit mask
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from startrail.geometry.layout import Runs
@@ -73,19 +74,27 @@ def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
     if mask.documents is not None:
         end = max(end, mask.documents[-1])
 
+    starts = [start for start, _ in keys]
+    before = [0, *itertools.accumulate(count for _, count in keys)]
+    edges = [edge for start, count in keys for edge in (start, start + count)]
+
     def index_of(position: int) -> int:  # number of keys before a position
-        return sum(min(max(position - start, 0), count) for start, count in keys)
+        run = bisect_right(starts, position) - 1
+        return before[run] + min(position - starts[run], keys[run][1]) if run >= 0 else 0
 
     def bounds_at(position: int) -> tuple[int, int]:
         low, high = mask.visible(position, end)
         return index_of(low), index_of(high)
 
-    edges = [edge for start, count in keys for edge in (start, start + count)]
+    def edges_passed(start: int, stop: int) -> list[int]:  # by either end of what these queries see
+        ends = zip(mask.visible(start, end), mask.visible(stop - 1, end), strict=True)
+        return [edge for first, last in ends for edge in edges[bisect_left(edges, first) : bisect_right(edges, last)]]
+
     merged: list[Segment] = []
     offset = 0
     for start, count in queries:
         stop = start + count
-        points = sorted({start, stop} | mask.breakpoints(start, stop, edges, end))
+        points = sorted({start, stop} | mask.breakpoints(start, stop, edges_passed(start, stop), end))
         for p0, p1 in itertools.pairwise(points):
             low, high = bounds_at(p0)
             next_low, next_high = bounds_at(p0 + 1) if p1 - p0 > 1 else (low, high)

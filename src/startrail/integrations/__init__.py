@@ -1,4 +1,4 @@
-"""Sequence parallelism for models that others wrote: Hugging Face transformers and its Trainer.
+"""Sequence parallelism for models that others wrote: Hugging Face transformers and its Trainer, diffusers, any module.
 
 May import the public API and the packages below it. Start with ``transformers``: ``attach`` and ``shard_batch``.
 
@@ -10,4 +10,7 @@ May import the public API and the packages below it. Start with ``transformers``
 - ``trainer``: ``StarTrailTrainer``, and ``StarTrailMixin`` for classes derived from ``Trainer``
 - ``survey``: ``startrail models``, which tries every family of the installed transformers
 - ``versions``: the tested versions of transformers, and where they differ
+- ``modules``: any module that calls ``F.scaled_dot_product_attention``; ``diffusers``: its transformers
+- ``regions``, ``streams``, ``trial``, ``sdpa``, ``wrapping``: what those two share: part of a model on part of the
+  tokens, text next to tokens, a block tried on a few tokens, attention calls, and replaced ``forward``s
 """

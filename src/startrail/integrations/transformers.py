@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from startrail.checkpoint import checkpoint_context, inputs_on_host
+from startrail.checkpoint import checkpoint_context
 from startrail.comm.sanity import (
     CHECKED_STEPS,
     check_fsdp_meshes,
@@ -45,6 +45,7 @@ from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
 from startrail.integrations.probe import ROUTER_LOSS
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
+from startrail.offload import HostOffload
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
@@ -340,11 +341,12 @@ def _enable_checkpointing(
         warnings.simplefilter("ignore", FutureWarning)  # 5.23 deprecates this name, but calls overrides of it
         type(model).gradient_checkpointing_enable(model, options, **others)
     if model._startrail.offload:
+        offload = HostOffload()
         for module in model.modules():
             if "_gradient_checkpointing_func" in module.__dict__:
-                module._gradient_checkpointing_func = partial(_with_inputs_on_host, module._gradient_checkpointing_func)
+                module._gradient_checkpointing_func = partial(_inside, offload, module._gradient_checkpointing_func)
 
 
-def _with_inputs_on_host(recompute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    with inputs_on_host():
-        return recompute(*arguments, **options)
+def _inside(context: HostOffload, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with context:
+        return function(*arguments, **options)

@@ -1,6 +1,7 @@
 """Running results: partial outputs merged by log-sum-exp, and gradients that add up.
 
-Both return their tensors in the order of a message (``tensors``) and add those of a peer (``take``).
+Both return their tensors in the order of a message (``tensors``) and add those of a peer (``take``). Sums can also be
+added to a peer's where these are (``add_to``), which is then sent on.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Accumulator(ABC, Generic[Result]):
         waiting.append(result)
         if not patient or len(waiting) == MAX_MERGED:
             self._add_waiting((start, stop))
+
+    def _only_result(self) -> Result | None:
+        """The result of all rows if there is no other: it needs no accumulator."""
+        alone = self._is_new and [*map(len, self._waiting.values())] == [1]
+        return self._waiting[0, self.shape[2]][0] if alone and (0, self.shape[2]) in self._waiting else None
 
     def _settle(self) -> None:
         """Add all results that wait."""
@@ -126,18 +132,24 @@ class Partial(Accumulator[tuple[Tensor, Tensor]]):
         if fused is not None:
             self._wait((out, lse), rows, patient=donated and not wide)
             return
-        mine, total = _rows(self.out, rows), _rows(self.lse, rows)
-        lse = lse.double()
-        weight = torch.sigmoid(lse - total).masked_fill_(lse.isneginf(), 0.0)  # not NaN if neither has seen a key
-        mine.lerp_(out.to(self.dtype), weight.to(self.dtype).unsqueeze(-1))
-        total.copy_(torch.logaddexp(total, lse))
+        merge_rows(_rows(self.out, rows), _rows(self.lse, rows), out, lse)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
+        if (only := self._only_result()) is not None:
+            return only[1], only[0]
         return self.lse, self.out
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         lse, out = tensors
         self.merge(out, lse)
+
+
+def merge_rows(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """Merge results of the same rows into ``out`` and ``lse`` (float64), in place."""
+    new_lse = new_lse.double()
+    weight = torch.sigmoid(new_lse - lse).masked_fill_(new_lse.isneginf(), 0.0)  # not NaN if neither has seen a key
+    out.lerp_(new.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
+    torch.logaddexp(lse, new_lse, out=lse)
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
@@ -168,18 +180,44 @@ class Sum(Accumulator[Tensor]):
         self._value = make(self.shape, dtype=self.dtype, device=self.device)
 
     def _add_all(self, results: Sequence[Tensor], rows: slice, first: bool) -> None:
-        fused = fused_on(self.device)
-        assert fused is not None and self._value is not None
-        fused.add(_rows(self._value, rows), results, first)
+        assert self._value is not None
+        _add_to(_rows(self._value, rows), results, first)
 
     def add(self, grad: Tensor, rows: slice = slice(None), donated: bool = False) -> None:
+        """Add a gradient of ``rows``. ``donated``: the caller gives the tensor away; it may wait."""
         fused, wide = fused_on(self.device), grad.dtype == self.dtype
         if donated and self._is_new and grad.shape == self.shape and (wide or fused is None):
             self._value = grad.to(self.dtype)
         elif fused is not None:
             self._wait(grad, rows, patient=donated and not wide)
+        elif donated and self._is_new and not self._waiting:
+            self._wait(grad, rows, patient=True)  # added to a peer's sum perhaps, which needs no zeros
         else:
-            _rows(self.value, rows).add_(grad)  # value[rows] += grad would copy the rows onto themselves as well
+            _add_to(_rows(self.value, rows), [grad])
+
+    def result(self) -> Tensor:
+        """The sum, in any dtype that holds it."""
+        only = self._only_result()
+        return self.value if only is None else only
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the sum to a peer's, in place, and round once."""
+        if self._is_new and len(self._waiting) == 1:
+            ((rows, grads),) = self._waiting.items()
+            _add_to(_rows(total, slice(*rows)), grads)
+        elif not self._is_new or self._waiting:
+            _add_to(total, [self.value])
+
+
+def _add_to(total: Tensor, grads: Sequence[Tensor], first: bool = False) -> None:
+    """Add gradients of the same rows to ``total``, in place. ``first``: it holds nothing yet."""
+    if (fused := fused_on(total.device)) is not None:
+        fused.add(total, grads, first)
+        return
+    if first:
+        total.copy_(grads[0])
+    for grad in grads[first:]:
+        total.add_(grad)
 
 
 class Sums:
@@ -189,8 +227,17 @@ class Sums:
         self.sums = tuple(Sum(shape, dtype, device) for shape in shapes)
 
     def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(part.result() for part in self.sums)
+
+    def values(self) -> tuple[Tensor, ...]:
+        """The running sums themselves."""
         return tuple(part.value for part in self.sums)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         for part, x in zip(self.sums, tensors, strict=True):
             part.add(x)
+
+    def add_to(self, tensors: Sequence[Tensor]) -> None:
+        """Add these sums to a peer's, in place."""
+        for part, x in zip(self.sums, tensors, strict=True):
+            part.add_to(x)

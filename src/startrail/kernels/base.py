@@ -47,13 +47,15 @@ class Kernel(ABC):
 
     ``costs`` decide how its blocks are cut into tiles. ``reason`` says why this backend was chosen. With a ``softcap``
     c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits. ``sm_margin``: the
-    multiprocessors of a GPU that transfers hold while blocks are computed."""
+    multiprocessors of a GPU that transfers hold while blocks are computed. ``rows_first``: messages hold (batch, rows,
+    heads, dim). All backends of one device type and dtype agree: ranks may choose different ones."""
 
     name: str
     costs = Costs()
     reason = ""
     softcap: float | None = None
     sm_margin = 0
+    rows_first = False
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Tensor:
@@ -170,13 +172,14 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
         return fused.surrogate_out(dout, delta, picks)
     out, rest, size = torch.zeros_like(dout), delta.unsqueeze(-1), dout.abs()
     limit = torch.finfo(dout.dtype).max
-    for _ in range(picks):
+    for pick in range(picks):
         place = size.argmax(-1, keepdim=True)
         value = dout.gather(-1, place).to(delta.dtype)
         part = (rest / value).clamp(-limit, limit).where(value != 0, 0).where(rest.isfinite(), torch.nan).to(dout.dtype)
         out.scatter_(-1, place, part)
-        size = size.scatter(-1, place, -1)  # do not pick it again
-        rest = rest - value * part
+        if pick + 1 < picks:
+            size.scatter_(-1, place, -1)  # do not pick it again
+            rest = rest - value * part
     return out
 
 

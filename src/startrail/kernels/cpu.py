@@ -20,6 +20,7 @@ from torch import Tensor
 from startrail._compat import cpu_flash_backward, cpu_flash_forward
 from startrail.kernels.accumulate import accumulator
 from startrail.kernels.base import BackwardTile, ForwardTile, Kernel, TileMask
+from startrail.kernels.diagonal import backward_causal, forward_causal
 from startrail.kernels.reference import ReferenceKernel
 
 MAX_CACHED_CHECKS = 256
@@ -83,15 +84,26 @@ class CpuKernel(Kernel):
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
-        mask = _additive(tile_mask.boolean, q.dtype)
-        return cpu_flash_forward(q, k, v, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
+        mask, scale = _additive(tile_mask.boolean, q.dtype), tile_mask.scale
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+            return cpu_flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+        return forward_causal(forward, q, k, v) if tile_mask.causal else forward(q, k, v, False)
 
     def backward_tile(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
-        mask = _additive(tile_mask.boolean, q.dtype)
-        return cpu_flash_backward(dout, q, k, v, out, lse, 0.0, tile_mask.causal, attn_mask=mask, scale=tile_mask.scale)
+        mask, scale = _additive(tile_mask.boolean, q.dtype), tile_mask.scale
+
+        def backward(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            return cpu_flash_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+
+        block = dout, q, k, v, out, lse
+        return backward_causal(backward, *block) if tile_mask.causal else backward(*block, False)
 
     def _plain_math(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         return ReferenceKernel(self.softcap).forward_tile(q.double(), k.double(), v.double(), tile_mask)

@@ -160,6 +160,7 @@ class EfficientKernel(Kernel):
 
     name = "cuda-efficient"
     costs = Costs(call=_CALL_PAIRS)
+    rows_first = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

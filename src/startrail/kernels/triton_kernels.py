@@ -1,6 +1,6 @@
 """Small Triton kernels, one launch each, that replace many launches of torch: merging by log-sum-exp (9), delta (2 per
-few heads) and the substitute for a row's output (10 to 40). The arithmetic is that of the plain versions in
-`accumulate` and `base`.
+few heads), the substitute for a row's output (10 to 40) and the copies of a head exchange (1 or 2 per tensor). The
+arithmetic is that of the plain versions in `accumulate`, `base` and `rearrange`.
 
 Tensors are (batch, heads, rows, dim) with any strides, except that the last dimension is dense. Tests run them in
 Triton's interpreter (TRITON_INTERPRET=1); they have not run on a GPU yet.
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from startrail.kernels.fused import MAX_MERGED
 
-ELEMENTS, MERGED_ELEMENTS = 2048, 512  # per program: with four times as many they run out of registers
+# Per program; the second where several tensors take part: with four times as many they run out of registers.
+ELEMENTS, MERGED_ELEMENTS = 2048, 512
 
 
 @triton.jit
@@ -90,17 +91,17 @@ def _add(
     new0_b, new0_h, new0_r, new1_b, new1_h, new1_r, new2_b, new2_h, new2_r, new3_b, new3_h, new3_r,
     heads, rows, dim, COUNT: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Adds ``COUNT`` tensors one after the other, as single additions would."""
+    """Adds ``COUNT`` tensors one after the other, in float32 or wider, and rounds once."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, DIM)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
-    kind = total.dtype.element_ty
+    kind: tl.constexpr = tl.float64 if total.dtype.element_ty == tl.float64 else tl.float32
     to = total + batch * total_b + head * total_h + row[:, None] * total_r + column[None, :]
     at0 = new0 + batch * new0_b + head * new0_h + row[:, None] * new0_r + column[None, :]
     value = tl.load(at0, mask=inside, other=0.0).to(kind)
     if not FIRST:
-        value = tl.load(to, mask=inside, other=0.0) + value
+        value = tl.load(to, mask=inside, other=0.0).to(kind) + value
     if COUNT > 1:
         at1 = new1 + batch * new1_b + head * new1_h + row[:, None] * new1_r + column[None, :]
         value += tl.load(at1, mask=inside, other=0.0).to(kind)
@@ -110,7 +111,7 @@ def _add(
     if COUNT > 3:
         at3 = new3 + batch * new3_b + head * new3_h + row[:, None] * new3_r + column[None, :]
         value += tl.load(at3, mask=inside, other=0.0).to(kind)
-    tl.store(to, value, mask=inside)
+    tl.store(to, value.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -155,6 +156,88 @@ def _surrogate_out(
         rest -= value * part
     at = out + batch * out_b + head * out_h + row[:, None] * out_r + column[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _copy_rows(
+    to, source, places, to_k, to_b, to_h, to_r, source_k, source_b, source_h, source_r, heads, dim,
+    ranks, batch, rows, chunk, TO_WHOLE: tl.constexpr, FROM_WHOLE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Copies rows (rank, batch, head, row). Of a whole piece, ``places`` (ranks, chunks) says where the row stands."""
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, DIM)
+    here = index < ranks * batch * heads * rows
+    row, head = index % rows, index // rows % heads
+    sequence, rank = index // rows // heads % batch, index // rows // heads // batch
+    to_row, source_row = row, row
+    if TO_WHOLE or FROM_WHOLE:
+        place = tl.load(places + rank * (rows // chunk) + row // chunk, mask=here, other=0) * chunk + row % chunk
+        if TO_WHOLE:
+            to_row = place
+        else:
+            source_row = place
+    inside = here[:, None] & (column < dim)[None, :]
+    at = source + rank * source_k + sequence * source_b + head * source_h + source_row * source_r
+    into = to + rank * to_k + sequence * to_b + head * to_h + to_row * to_r
+    value = tl.load(at[:, None] + column[None, :], mask=inside, other=0.0)
+    tl.store(into[:, None] + column[None, :], value.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rearrange(
+    to0, to1, to2, source0, source1, source2, places,
+    to0_k, to0_b, to0_h, to0_r, to1_k, to1_b, to1_h, to1_r, to2_k, to2_b, to2_h, to2_r,
+    source0_k, source0_b, source0_h, source0_r, source1_k, source1_b, source1_h, source1_r,
+    source2_k, source2_b, source2_h, source2_r, heads0, heads1, heads2, dim0, dim1, dim2, ranks, batch, rows, chunk,
+    TO_WHOLE: tl.constexpr, FROM_WHOLE: tl.constexpr,
+    ROWS0: tl.constexpr, ROWS1: tl.constexpr, ROWS2: tl.constexpr,
+    DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
+):  # fmt: skip
+    """Copies up to three tensors, each by the programs of its own index in the grid's second dimension."""
+    if tl.program_id(1) == 0:
+        _copy_rows(
+            to0, source0, places, to0_k, to0_b, to0_h, to0_r, source0_k, source0_b, source0_h, source0_r, heads0, dim0,
+            ranks, batch, rows, chunk, TO_WHOLE, FROM_WHOLE, ROWS0, DIM0,
+        )  # fmt: skip
+    elif tl.program_id(1) == 1:
+        _copy_rows(
+            to1, source1, places, to1_k, to1_b, to1_h, to1_r, source1_k, source1_b, source1_h, source1_r, heads1, dim1,
+            ranks, batch, rows, chunk, TO_WHOLE, FROM_WHOLE, ROWS1, DIM1,
+        )  # fmt: skip
+    else:
+        _copy_rows(
+            to2, source2, places, to2_k, to2_b, to2_h, to2_r, source2_k, source2_b, source2_h, source2_r, heads2, dim2,
+            ranks, batch, rows, chunk, TO_WHOLE, FROM_WHOLE, ROWS2, DIM2,
+        )  # fmt: skip
+
+
+def rearrange(pairs: Sequence[tuple[Tensor, Tensor]], chunks: tuple[Tensor, int] | None, join: bool) -> None:
+    """Copy each source to its target and cast it, up to three of them in one launch. Both are (ranks, batch, heads,
+    rows, ...); with ``chunks`` the target (``join``) or the source is a whole piece (batch, heads, all rows, ...)."""
+    split = chunks is not None and not join
+    for start in range(0, len(pairs), 3):
+        some = pairs[start : start + 3]
+        targets, sources = zip(*some, *[some[0]] * (3 - len(some)), strict=True)
+        sizes = [(*x.shape, 1)[:5] for x in (sources if join else targets)]
+        targets = tuple(_rows_of_ranks(x, size, join) for x, size in zip(targets, sizes, strict=True))
+        sources = tuple(_rows_of_ranks(_dense(x), size, split) for x, size in zip(sources, sizes, strict=True))
+        ranks, batch, _, rows, _ = sizes[0]
+        places, chunk = (targets[0], 1) if chunks is None else chunks
+        widths = [triton.next_power_of_2(size[4]) for size in sizes]
+        blocks = [max(1, MERGED_ELEMENTS // width) for width in widths]
+        programs = max(triton.cdiv(ranks * batch * x[2] * rows, block) for x, block in zip(sizes, blocks, strict=True))
+        strides = (step for x in (*targets, *sources) for step in x.stride()[:4])
+        numbers = (*(size[2] for size in sizes), *(size[4] for size in sizes), ranks, batch, rows, chunk)
+        constants = {f"ROWS{i}": block for i, block in enumerate(blocks)} | {f"DIM{i}": d for i, d in enumerate(widths)}
+        _rearrange[programs, len(some)](
+            *targets, *sources, places, *strides, *numbers, **constants, TO_WHOLE=join, FROM_WHOLE=split
+        )
+
+
+def _rows_of_ranks(x: Tensor, size: Sequence[int], whole: bool) -> Tensor:
+    """``x`` with five dimensions: (ranks, batch, heads, rows, dim). A whole piece is the same for all ranks."""
+    x = x.expand(size[0], *x.shape) if whole else x
+    return x if x.dim() == 5 else x.unsqueeze(-1)
 
 
 def merge(out: Tensor, lse: Tensor, results: Sequence[tuple[Tensor, Tensor]], first: bool = False) -> None:

@@ -98,7 +98,8 @@ class Device:
 class LinkLevel:
     """One level of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: the
     devices of a member share one link; otherwise each device has one. ``peer``: each device has a separate link to
-    every other device of the level."""
+    every other device of the level. ``under_compute``: what transfers reach that leave most multiprocessors to
+    attention (``comm.process_groups``: 8 channels instead of 32); 0 if that is all."""
 
     name: str
     size: int
@@ -107,6 +108,7 @@ class LinkLevel:
     shared: bool
     duplex: bool
     peer: bool = False
+    under_compute: float = 0.0
 
     @property
     def ways(self) -> int:
@@ -299,11 +301,13 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
 
 def _level(table: object, where: str) -> LinkLevel:
     required = ("name", "size", "bandwidth")
-    fields = check_keys(table, (*required, "latency", "links", "duplex"), required, where)
+    fields = check_keys(table, (*required, "under_compute", "latency", "links", "duplex"), required, where)
     links = fields.choice("links", ("device", "member", "peer"), "device")
     name, size = fields.line("name"), fields.integer("size", most=MAX_RANKS)
     bandwidth, latency = fields.quantity("bandwidth", "bytes/s"), fields.quantity("latency", "s", "0 s")
-    return LinkLevel(name, size, bandwidth, latency, links == "member", fields.boolean("duplex", True), links == "peer")
+    few = fields.quantity("under_compute", "bytes/s") if "under_compute" in fields.table else 0.0
+    duplex = fields.boolean("duplex", True)
+    return LinkLevel(name, size, bandwidth, latency, links == "member", duplex, links == "peer", few)
 
 
 def _device(table: object, transport: str, where: str) -> Device:
@@ -382,6 +386,7 @@ def cluster_text(cluster: ClusterSpec, comment: str) -> str:
         links = "peer" if level.peer else "member" if level.shared else "device"
         lines += ["", "[[levels]]", f"name = {json.dumps(level.name)}", f"size = {level.size}"]
         lines += [f'bandwidth = "{level.bandwidth / 1e9:.5f} GB/s"']
+        lines += [f'under_compute = "{level.under_compute / 1e9:.5f} GB/s"'] if level.under_compute else []
         lines += [f'latency = "{level.latency * 1e6:.2f} us"'] if level.latency else []
         lines += [f'links = "{links}"', f"duplex = {str(level.duplex).lower()}"]
     for slow in cluster.slow:

@@ -286,7 +286,7 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
     That is known for lanes whose ranks are all behind the same link or all behind different ones. For other lanes
     (Ring Attention over nodes) it is counted in the programs of a member's ranks."""
     world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
-    known = _known_lanes(cluster, prices.sizes.plan)
+    known, few = _known_lanes(cluster, prices.sizes.plan), prices.lanes_with_few_channels()
     tasks, counted = call_tasks(prices, world, prices.busiest(pass_), pass_), {}
     if len(known) < len(prices.sizes.plan.levels):
         sampled = _sampled_ranks(cluster, prices.sizes.plan)
@@ -308,6 +308,7 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
 
     def route(_: int, message: PricedMessage) -> Path:
         links, latency, shares = known[message.lane] if message.lane in known else counted[message.number]
+        links = tuple((link, load * few.get(message.lane, {}).get(link, 1.0)) for link, load in links) if few else links
         if inner.peer and links and links[-1][0] == last:
             links = (*links[:-1], (last + 1 + message.peer % inner.size, links[-1][1]))
         return Path(links, latency, tuple(share * message.nbytes for share in shares))

@@ -22,6 +22,7 @@ from startrail.geometry.tiles import tiles_of
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
+from startrail.schedule.families.base import Heads
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass, Piece
@@ -80,6 +81,15 @@ class Prices:
         self.wide = {kind: sizes.wide_bytes(kind) for kind in KINDS}
         self._blocks: dict[tuple[object, ...], float] = {}
         self._chunks: dict[tuple[Pass, int], float] = {}  # seconds of two chunks, by their distance
+
+    def lanes_with_few_channels(self) -> dict[int, dict[int, float]]:
+        """Our lanes whose transfers run under compute, and how many times longer they take on each level's links."""
+        limited = {at: level for at, level in enumerate(self.cluster.levels) if level.under_compute}
+        slower = {at: max(level.bandwidth / level.under_compute, 1.0) for at, level in limited.items()}
+        plan = self.sizes.plan
+        if not slower or self.engine is not STARTRAIL:
+            return {}
+        return {n: slower for n, level in enumerate(plan.levels) if plan.groups > 1 or not isinstance(level, Heads)}
 
     def block(
         self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False

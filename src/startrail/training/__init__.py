@@ -4,6 +4,7 @@ Start reading at ``trainer``, the loop of one rank; ``recipes`` has every settin
 
 - ``data/``, ``models/``, ``checkpoints/``: what a run reads, trains and saves.
 - ``tasks``: text with a GPT, images with a DiT.
-- ``sharding``, ``collectives``, ``memory``: parameters over ranks, host collectives, recomputation and offloading.
+- ``sharding``, ``collectives``: parameters over ranks, host collectives.
+- ``memory``, ``offload``: recomputation, activations in host memory, and what a process holds.
 - ``metrics``, ``display``: what a run records and shows.
 """

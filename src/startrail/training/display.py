@@ -149,11 +149,19 @@ class LiveDisplay(LineDisplay):
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self._console = Console()
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[status]}")
-        self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=self._console)
+        # in a narrow terminal rich shrinks what has no minimum: first the bar, then the end of the status
+        columns = (
+            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True, min_width=13)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+            TextColumn("left", table_column=Column(no_wrap=True, min_width=4)),
+            TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20),
+        )
+        self._bar = Progress(*columns, console=self._console)
 
     def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
         super().start(recipe, begin, data, plan, world, expected)

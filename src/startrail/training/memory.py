@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from startrail.checkpoint import checkpoint_context, inputs_on_host
+from startrail.checkpoint import checkpoint_context
+from startrail.offload import HostOffload
 from startrail.training.models.dit import DiT
 from startrail.training.models.gpt import GPT
 
@@ -23,12 +24,13 @@ def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
     """Make every block keep only its input and its attention output, and recompute the rest in the backward pass.
     Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs are kept in
     host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations."""
+    context = HostOffload() if offload else nullcontext()
     for block in model.blocks:
-        block.forward = partial(_recompute, block.forward, offload)
+        block.forward = partial(_recompute, block.forward, context)
 
 
-def _recompute(forward: Callable[..., Tensor], offload: bool, *args: Any) -> Tensor:
-    with inputs_on_host(offload):
+def _recompute(forward: Callable[..., Tensor], context: AbstractContextManager[None], *args: Any) -> Tensor:
+    with context:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False)
 
 

@@ -111,7 +111,16 @@ class TextTask(Task):
         prompt, continuation = self.data.decode(tokens[0, :PROMPT_TOKENS]), self.data.decode(tokens[0, PROMPT_TOKENS:])
         if dist.get_rank() == 0:
             (folder / "sample.txt").write_text(prompt + continuation)
-        return f"a held-out prompt, continued by the model after |:\n{prompt}|{continuation}"
+        return printable(f"a held-out prompt, continued by the model after |:\n{prompt}|{continuation}")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which would change a terminal's state.
+
+    >>> printable("one\\x1b[2J two\\n")
+    'one\ufffd[2J two\\n'
+    """
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,43 @@
-"""A checkpoint's model as one safetensors file, for other programs."""
+"""A checkpoint's model for other programs: one safetensors file, or a folder that transformers loads."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from startrail.training.checkpoints.pieces import empty_tensors, read_into
 from startrail.training.checkpoints.saving import checkpoint_path, first_line, read_state, steps_in
+from startrail.training.models.configs import GPTConfig
+from startrail.training.models.gpt import NORM_EPS
 
 MODEL_PREFIX = "model."
 
+# Names of a GPT's parameters, and what transformers' Llama, the same architecture, calls them.
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+
 
 def export(checkpoint: Path, target: Path) -> str:
-    """Write a checkpoint's model as one safetensors file with its recipe as metadata; return a line about it.
-    ``checkpoint`` may be the folder of a run: then its newest good checkpoint is used."""
+    """Write a checkpoint's model and return a line about it. A ``target`` that ends in ``.safetensors`` is one file
+    with our names and the recipe as metadata. Any other is a folder with a GPT as a Llama: what
+    ``AutoModelForCausalLM.from_pretrained`` loads. ``checkpoint`` may be the folder of a run: then its newest good
+    checkpoint is used."""
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError:
@@ -22,18 +45,58 @@ def export(checkpoint: Path, target: Path) -> str:
     checkpoint, state, skipped = _newest_good(checkpoint)
     if target.exists():
         raise ValueError(f"{target} already exists")
+    as_file = target.suffix == ".safetensors"
+    config = None if as_file else llama_config(state["recipe"])
     partial = target.with_name(f".{target.name}.writing")
     try:
         tensors = empty_tensors(state["tensors"], MODEL_PREFIX)
         read_into(tensors, state["tensors"], checkpoint)
         named = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
-        save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
+        if as_file:
+            save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
+        else:
+            partial.mkdir()
+            (partial / "config.json").write_text(json.dumps(config, indent=2))
+            llama = {llama_name(name): tensor for name, tensor in named.items()}
+            save_file(llama, partial / "model.safetensors", metadata={"format": "pt"})
         partial.rename(target)
     except Exception as error:  # safetensors has its own exceptions
-        partial.unlink(missing_ok=True)
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         raise ValueError(f"cannot export {checkpoint} to {target}: {first_line(error)}") from error
-    done = f"{target}: {len(tensors)} tensors of step {state['step']}, {target.stat().st_size / 2**20:.1f} MiB"
+    size = sum(path.stat().st_size for path in [target, *target.glob("*")] if path.is_file())
+    done = f"{target}: {len(tensors)} tensors of step {state['step']}, {size / 2**20:.1f} MiB"
     return "\n".join([*skipped, done])
+
+
+def llama_name(name: str) -> str:
+    """
+    >>> llama_name("blocks.3.query.weight"), llama_name("norm.weight")
+    ('model.layers.3.self_attn.q_proj.weight', 'model.norm.weight')
+    """
+    return ".".join(LLAMA_NAMES.get(part, part) for part in name.split("."))
+
+
+def llama_config(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a recipe's model."""
+    if "vocab" not in recipe:
+        raise ValueError(f"{recipe['name']} is not a GPT: export it to a file that ends in .safetensors")
+    config = GPTConfig(**{item.name: recipe[item.name] for item in fields(GPTConfig)})
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "max_position_embeddings": recipe["length"],
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        "rope_theta": config.rotary_base,  # where transformers before 5 looks
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": "float32",
+    }
 
 
 def _newest_good(checkpoint: Path) -> tuple[Path, dict[str, Any], list[str]]:

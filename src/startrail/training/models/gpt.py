@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from startrail.training.models.configs import GPTConfig
 from startrail.training.models.transformer import Attention, angles, merge_heads, split_heads
 
+NORM_EPS = 1e-5
+
 
 class GPT(nn.Module):
     """Maps tokens to hidden states; the loss takes them and ``output_weight``, to avoid holding all logits."""
@@ -31,7 +33,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width, eps=1e-5)
+        self.norm = RMSNorm(config.width, eps=NORM_EPS)
         self.head = None if config.tied else nn.Linear(config.width, config.vocab, bias=False)
         self.reset_parameters()
 
@@ -90,12 +92,12 @@ class GPTBlock(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         kv_width = config.kv_heads * config.head_dim
-        self.attention_norm = RMSNorm(config.width, eps=1e-5)
+        self.attention_norm = RMSNorm(config.width, eps=NORM_EPS)
         self.query = nn.Linear(config.width, config.width, bias=False)
         self.key = nn.Linear(config.width, kv_width, bias=False)
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
-        self.mlp_norm = RMSNorm(config.width, eps=1e-5)
+        self.mlp_norm = RMSNorm(config.width, eps=NORM_EPS)
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)

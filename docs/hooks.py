@@ -1,0 +1,126 @@
+"""What mkdocs cannot read from a file: command help, error messages, drawings, and the page that plays schedules."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from startrail.cli.app import COMMANDS, build_parser, main
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "startrail"
+
+# Drawings that pages show, and the arguments of `startrail show` that make them.
+DRAWINGS = {
+    "ring.svg": ["1x8", "--nodes", "2"],
+    "teams.svg": ["2x4", "--nodes", "2"],
+    "heads.svg": ["u4/1x8", "--nodes", "4"],
+    "nested.svg": ["2x2/u8", "--nodes", "4"],
+    "ring-4x8.svg": ["1x32", "--nodes", "4"],
+}
+WORKER_FROM_THE_WEB = "https://unpkg.com/iframe-worker/shim"
+PAGE = ["u4/1x8", "--nodes", "4", "--cluster", "a100-4x8"]
+
+
+def on_files(files: Files, config: object) -> Files:
+    def add(uri: str, content: str) -> None:
+        files.append(File.generated(config, uri, content=content))
+
+    add("reference/commands.md", command_reference())
+    add("reference/errors.md", error_reference())
+    add("hardware.md", (ROOT / "validation/hardware/results.md").read_text().replace("scatter.png", "hardware.png"))
+    files.append(File.generated(config, "hardware.png", abs_src_path=str(ROOT / "validation/hardware/scatter.png")))
+    files.append(File.generated(config, "scaling.png", abs_src_path=str(ROOT / "validation/scaling.png")))
+    for name, arguments in DRAWINGS.items():
+        add(f"drawings/{name}", shown(arguments, "--svg"))
+    add("learn/page.html", shown(PAGE, "--html"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: object, config: object, files: Files) -> str:
+    """Links to files of the repository that are no pages become code; figures' sources are not shown."""
+    markdown = re.sub(
+        r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown
+    )
+    ring = (SOURCE / "ring.py").read_text()
+    markdown = markdown.replace("{{ ring.py }}", ring[ring.index("def visible_by_hop") :].rstrip())
+    return markdown.replace("](../validation/scaling.png)", "](scaling.png)")
+
+
+def on_post_page(output: str, page: Page, config: object) -> str:
+    """Search without a network: our own stand-in for a worker instead of one from the web."""
+    return output.replace(WORKER_FROM_THE_WEB, "../" * page.url.count("/") + "assets/search-worker.js")
+
+
+def on_post_template(output: str, template_name: str, config: object) -> str:
+    return output.replace(WORKER_FROM_THE_WEB, "assets/search-worker.js")
+
+
+def shown(arguments: list[str], option: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "out")
+        with redirect_stdout(None):
+            assert main(["show", *arguments, option, str(file)]) == 0
+        return file.read_text()
+
+
+def command_reference() -> str:
+    """The help of every command, as the program prints it."""
+    parser = build_parser()
+    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    parts = ["# Command line\n", "All commands take `--help`. Options can also be written with underscores.\n"]
+    for name, command in subparsers.choices.items():
+        parts.append(f"## startrail {name}\n\n```text\n{command.format_help().rstrip()}\n```\n")
+    assert len(subparsers.choices) == len(COMMANDS)
+    return "\n".join(parts)
+
+
+def error_reference() -> str:
+    """Every message that startrail raises, by package, with the values left open."""
+    parts = [
+        "# Error messages\n",
+        "Every message that startrail raises as a `ValueError`, `TypeError` or `PeerError`, with `...` for values. "
+        "Most name their remedy. [Troubleshooting](../troubleshooting.md) explains the ones that have a story. "
+        "Search for a few words of yours.\n",
+    ]
+    by_module: dict[str, list[str]] = {}
+    for module, text in sorted(set(messages())):
+        by_module.setdefault(module, []).append(text)
+    for module, texts in by_module.items():
+        parts.append(f"## {module}\n\n" + "\n".join(f"- `{text}`" for text in texts) + "\n")
+    return "\n".join(parts)
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Pairs of module and message, of every exception that is raised with a text."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id.endswith("Error"):
+                text = template(call.args[0]) if call.args else ""
+                if len(text.replace("...", "").strip()) > 3:
+                    yield module, text.replace("`", "'").replace("\n", " ")
+
+
+def template(node: ast.expr) -> str:
+    """The constant parts of a message.
+
+    >>> template(ast.parse("f'a tensor of {n} tokens' + hint", mode='eval').body)
+    'a tensor of ... tokens...'
+    """
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "..."

@@ -1,0 +1,223 @@
+"""Renders the figures of README and docs from the recorded results.
+
+python -m results.figures          # says which pages differ from their results; exit code 1 if any does
+python -m results.figures --write  # renders them anew
+
+A page holds ``<!-- figures: NAME -->``, the rendered block, and ``<!-- end of figures -->``. ``NAME, at most 50 commits
+old`` says how many commits may have changed the measured code (``MEASURED``) since the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from startrail.bench.cases import OURS
+from startrail.bench.report.findings import Line, lines_of
+from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"<!-- figures: (\w+)(?:, at most (\d+) commits old)? -->\n(.*?)<!-- end of figures -->", re.DOTALL)
+MEASURED = [f"src/startrail/{package}" for package in ("comm", "engine", "geometry", "kernels", "routing", "schedule")]
+
+Json = dict[str, Any]
+
+
+def recorded(name: str) -> Json:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """
+    >>> print(table(["plan", "s"], [["1x8", "2.0"]]))
+    | plan | s |
+    | --- | --- |
+    | 1x8 | 2.0 |
+    """
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(name: str) -> str:
+    meta = recorded(name)["meta"]
+    return f"Measured on {meta['date']} at {meta['commit'][:10]} with torch {meta['torch']} (`results/{name}.json`)."
+
+
+# --- blocks
+
+
+def headline() -> str:
+    """One row per setting: our plan, and the fastest of the others."""
+    rows = []
+    for trial in _dense_trials(causal=True, pressure=24.0):
+        lines = lines_of(trial)
+        ours, other = _best(lines, ours=True), _best(lines, ours=False)
+        setting = f"{trial['nodes']} nodes of {trial['ranks_per_node']}, dense"
+        rows.append([setting, f"`{ours.plan}`", f"**{ours.against_ring:.1f}x**", _against(other)])
+    for (machine, pressure, work), of_trial in _sparse_trials():
+        if machine == "4x8" and pressure == 24.0:
+            seconds = {row.contender: row.seconds for row in of_trial if row.seconds}
+            others = {name: s for name, s in seconds.items() if name not in (SPARSE, RING, DENSE)}
+            other = min(others, key=lambda name: others[name])
+            best = f"{other} {seconds[RING] / others[other]:.1f}x"
+            rows.append([f"4 nodes of 8, {work}", "zones, direct", f"**{seconds[RING] / seconds[SPARSE]:.1f}x**", best])
+    heads = ["nodes x ranks, mask", "our plan", "over ring", "fastest other library"]
+    return f"{table(heads, rows)}\n\n{source('dense')} {source('sparse')}"
+
+
+def dense() -> str:
+    """Every contender of the causal and full trials."""
+    parts = []
+    for trial in _dense_trials():
+        mask = "causal" if trial["work"]["causal"] else "full"
+        lines = sorted((line for line in lines_of(trial) if line.role != "compute"), key=lambda line: line.seconds)
+        rows = [
+            [
+                f"**{line.name}**" if line is _best(lines, ours=True) else line.name,
+                f"`{line.plan}`" if line.plan else "",
+                f"{line.seconds:.2f}",
+                f"{line.against_ring:.2f}",
+                f"{line.share_of_bound:.0%}",
+            ]
+            for line in lines
+        ]
+        title = f"{trial['machine']}, {mask}, {trial['work']['length']:,} tokens, ring at {trial['pressure']:g}x:"
+        parts.append(f"{title}\n\n{table(['contender', 'plan', 's', 'x ring', 'of its bound'], rows)}")
+    return "\n\n".join([*parts, source("dense")])
+
+
+def sparse() -> str:
+    """Seconds and speed over ring of every contender, one table per machine and pressure."""
+    settings: dict[tuple[str, float], dict[str, list[SparseRow]]] = {}
+    for (machine, pressure, work), rows in _sparse_trials():
+        settings.setdefault((machine, pressure), {})[work] = rows
+    parts = []
+    for (machine, pressure), works in settings.items():
+        names = list(dict.fromkeys(row.contender for rows in works.values() for row in rows))
+        body = [[f"**{n}**" if n == SPARSE else n, *(_cell(rows, n) for rows in works.values())] for n in names]
+        title = f"{machine}, ring at {pressure:g}x its dense compute; seconds (x ring):"
+        parts.append(f"{title}\n\n{table(['contender', *works], body)}")
+    return "\n\n".join([*parts, source("sparse")])
+
+
+def engine() -> str:
+    found = recorded("engine")
+    rows = [
+        [row["case"], f"`{row['plan']}`", f"{row['seconds']:.2f}", f"{row['efficiency']:.2f}", f"{row['waiting']:.1%}"]
+        for row in found["rows"]
+    ]
+    heads = ["case", "plan", "s", "efficiency (SDPA's time / ours)", "waiting"]
+    return f"{table(heads, rows)}\n\n{source('engine')}"
+
+
+def memory() -> str:
+    found = recorded("memory")
+    rows = [
+        [
+            row["case"],
+            f"{row['measured'] / 2**20:,.0f} MiB",
+            f"{row['estimate'] / 2**20:,.0f} MiB",
+            f"{row['off']:+.1%}",
+        ]
+        for row in found["rows"]
+    ]
+    return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, dense, sparse, engine, memory)}
+
+
+def _dense_trials(causal: bool | None = None, pressure: float | None = None) -> Iterator[Json]:
+    for trial in recorded("dense")["trials"]:
+        work = trial["work"]
+        plain = not work["model"] and not trial["slow_node"] and work["kv_heads"] == work["heads"]
+        right = causal in (None, work["causal"]) and trial["pressure"] and pressure in (None, trial["pressure"])
+        if (
+            plain
+            and right
+            and _best(lines_of(trial), ours=True)
+            and any(row["role"] == "ring" for row in trial["rows"])
+        ):
+            yield trial
+
+
+def _best(lines: Sequence[Line], ours: bool) -> Line | None:
+    """The fastest of our plans, or of other libraries."""
+    fitting = (line for line in lines if line.role in (OURS if ours else ("peer",)))
+    return min(fitting, key=lambda line: line.seconds, default=None)
+
+
+def _against(line: Line | None) -> str:
+    return f"{line.name} {line.against_ring:.1f}x" if line else ""
+
+
+def _sparse_trials() -> Iterator[tuple[tuple[str, float, str], list[SparseRow]]]:
+    trials: dict[tuple[str, float, str], list[SparseRow]] = {}
+    for fields in recorded("sparse")["rows"]:
+        row = SparseRow(**fields)
+        trials.setdefault((row.machine, row.pressure, row.work), []).append(row)
+    yield from trials.items()
+
+
+def _cell(rows: Sequence[SparseRow], name: str) -> str:
+    seconds = {row.contender: row.seconds for row in rows if row.seconds}
+    return f"{seconds[name]:.2f} ({seconds[RING] / seconds[name]:.1f})" if name in seconds else ""
+
+
+# --- pages
+
+
+def problems(write: bool) -> Iterator[str]:
+    """What differs from the recorded results; ``write`` mends what can be mended."""
+    for page in PAGES:
+        text = page.read_text()
+        new = text
+        for found in BLOCK.finditer(text):
+            name, allowed, old = found[1], found[2], found[3]
+            rendered = f"\n{BLOCKS[name]()}\n\n"
+            if old != rendered:
+                new = new.replace(found[0], found[0].replace(old, rendered) if old else _filled(found[0], rendered))
+                if not write:
+                    yield f"{page.relative_to(ROOT)}: the figures '{name}' are not those of results/*.json"
+            yield from _too_old(page, name, int(allowed or 0))
+        if write and new != text:
+            page.write_text(new)
+
+
+def _filled(block: str, rendered: str) -> str:
+    head, end = block.split("\n", 1)
+    return f"{head}\n{rendered}{end}"
+
+
+def _too_old(page: Path, name: str, allowed: int) -> Iterator[str]:
+    for file in {"headline": ("dense", "sparse")}.get(name, (name,)):
+        commit = recorded(file)["meta"]["commit"]
+        command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            yield f"results/{file}.json: commit {commit} is not part of this history"
+        elif int(done.stdout) > allowed:
+            yield (
+                f"{page.relative_to(ROOT)}: {done.stdout.strip()} commits changed the measured code since "
+                f"results/{file}.json, the page admits {allowed}"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="render the figures anew")
+    found = list(problems(parser.parse_args().write))
+    print("\n".join(found) or "every figure is that of its file")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

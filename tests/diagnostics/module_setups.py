@@ -1,0 +1,108 @@
+"""Set-ups of modules for ``verify``: models of diffusers, plain modules, and faults of layers and arguments."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import startrail
+from tests.integrations.plain_modules import GPT, ViT
+
+LENGTH, WIDTH = 24, 16
+
+
+def gpt():
+    ids = torch.arange(27).view(1, 27) * 5 % 31
+    return GPT(), {"ids": ids, "targets": ids.roll(-1, 1)}
+
+
+def vit():
+    return ViT(), {"x": torch.randn(2, 3, 10, 10), "target": torch.randn(2, 5)}
+
+
+def dit():
+    from tests.integrations.tiny_diffusers import dit
+
+    model, batch = dit()
+    return model, {**batch, "target": torch.randn_like(batch["hidden_states"])}
+
+
+def noise_differs():
+    from startrail.integrations.diffusers import attach
+
+    model, batch = dit()
+
+    def step(model, batch, sp):
+        attach(model, sp)
+        given = {name: x for name, x in batch.items() if name != "target"}
+        noisy = given["hidden_states"] + torch.randn(
+            batch["target"].shape, generator=torch.Generator().manual_seed(sp.rank)
+        )
+        loss = F.mse_loss(model(**{**given, "hidden_states": noisy}).sample, batch["target"])
+        loss.backward()
+        startrail.sum_gradients(model.parameters(), sp.group)
+        return loss
+
+    return model, batch, step
+
+
+class Net(nn.Module):
+    """Two layers of attention, a recurrent one and a timestep. ``attend`` is None for torch's own attention."""
+
+    def __init__(self, recurrent: bool = False) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.time, self.text = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True) if recurrent else None
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, attends: list) -> Tensor:
+        x = x + self.time(timestep.view(-1, 1, 1).to(x.dtype)) + self.text(text)
+        for layer, attend in zip(self.inside, attends, strict=True):
+            q, k, v = layer(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            x = x + attend(q, k, v).transpose(1, 2).flatten(2)
+        return x if self.gru is None else self.gru(x)[0]
+
+
+def make(unsplit: bool = False, recurrent: bool = False, timestep: bool = False, text: int = 1):
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(1, LENGTH, WIDTH),
+        torch.tensor([3]),
+        torch.randn(1, 1, WIDTH),
+        torch.randn(1, LENGTH, WIDTH),
+    ]
+
+    def step(model, batch, sp):
+        seq = sp.sequence(LENGTH)
+        x, t, caption, target = batch
+        shard = lambda each: seq.shard(each, 1)  # noqa: E731
+        attends = [seq.attention, F.scaled_dot_product_attention if unsplit else seq.attention]
+        out = model(shard(x), t + (sp.rank if timestep else 0), caption, attends)
+        loss = startrail.global_mean(
+            F.mse_loss(out, shard(target), reduction="sum"), target.numel() // sp.world, sp.group
+        )
+        loss.backward()
+        startrail.sum_gradients(model.parameters(), sp.group)
+        for x in model.text.parameters():
+            x.grad *= text
+        return loss
+
+    def reference(model, batch):
+        x, t, caption, target = batch
+        loss = F.mse_loss(model(x, t, caption, [F.scaled_dot_product_attention] * 2), target)
+        loss.backward()
+        return loss
+
+    return Net(recurrent), tensors, step, reference
+
+
+RIGHT = [gpt, vit, dit, make]
+FAULTS = {
+    "attention was not split in 1 of 2 calls (the model): each rank attended to its own tokens only": lambda: make(
+        unsplit=True
+    ),
+    "recurrent layer gru ran on shards": lambda: make(recurrent=True),
+    "timestep differs between ranks of a sequence: timestep of the model": lambda: make(timestep=True),
+    "is 4 times one process's: what every rank has in full, such as text tokens, is counted": lambda: make(text=4),
+}

@@ -1,0 +1,82 @@
+"""README and docs: code runs, commands exist, links lead somewhere, and figures are those of the recorded results."""
+
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from results import figures
+from startrail.cli.app import build_parser, main
+from startrail.cli.options import UsageError
+from tests.helpers import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page, language):
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands(page):
+    """Every call of `startrail` in a page's shell blocks, as arguments."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^|\s)(?:startrail|-m startrail\.cli) (.*)", line.partition("  #")[0])
+            if found and "--help" not in found[1]:
+                yield shlex.split(re.sub(r"[|>&].*", "", found[1]), comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_docs_exist(page):
+    for arguments in commands(page):
+        own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        try:
+            _, unknown = build_parser().parse_known_args(own)
+        except UsageError as error:
+            pytest.fail(f"startrail {' '.join(arguments)}: {error}")
+        assert not unknown, f"startrail {' '.join(arguments)}: no such options: {unknown}"
+
+
+def test_the_readme_and_the_first_example_run_as_they_stand(tmp_path):
+    block, _ = blocks(ROOT / "README.md", "python")
+    (tmp_path / "readme.py").write_text(block)
+    script = tmp_path / "both.py"  # one start of torchrun for both
+    script.write_text(
+        f"import runpy\nwhole = runpy.run_path({str(tmp_path / 'readme.py')!r})['whole']\nprint(tuple(whole.shape))\n"
+        f"runpy.run_path({str(ROOT / 'examples' / 'first.py')!r})\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    done = subprocess.run([*torchrun, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(1, 8, 1000, 64)") == 4
+    error = float(re.search(r"largest difference from one process: (\S+)", done.stdout)[1])
+    assert 0 < error < 3e-6
+
+
+def test_commands_of_the_readme_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = [arguments for arguments in commands(ROOT / "README.md") if arguments[0] in ("show", "check")]
+    inline = re.findall(
+        r"`startrail ((?:show|plan)[^`]*)`", textwrap.fill(ROOT.joinpath("README.md").read_text(), 10**6)
+    )
+    for arguments in [*shown, *map(shlex.split, inline)]:
+        assert main(arguments) == 0, arguments
+    assert (tmp_path / "page.html").exists()
+    assert "ok: exact" in capsys.readouterr().out
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            generated = re.search(r"drawings/|page\.html|reference/(commands|errors)\.md|hardware\.md", target)
+            if not re.match(r"https?:|mailto:", target) and not generated:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_figures_are_those_of_the_recorded_results():
+    assert list(figures.problems(write=False)) == []
