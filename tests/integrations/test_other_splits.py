@@ -120,8 +120,8 @@ def test_accelerate_takes_no_other_backend_and_none_on_cpus():
 def test_a_model_of_diffusers_is_refused_with_what_to_do():
     model = type("DiTTransformer2DModel", (torch.nn.Module,), {"__module__": "diffusers.models.transformers.dit"})()
     assert error_of(lambda: attach(model, startrail.SequenceParallel("1x1"))) == (
-        "ValueError: attach needs a transformers model, got DiTTransformer2DModel of diffusers: give its attention "
-        "modules a processor that calls sequence.attention"
+        "ValueError: attach needs a transformers model, got DiTTransformer2DModel: "
+        "use startrail.integrations.diffusers.attach"
     )
 
 

@@ -191,10 +191,9 @@ def attach(
     steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
     """
     if not isinstance(model, PreTrainedModel):
-        hint = ""
-        if type(model).__module__.startswith("diffusers."):
-            hint = " of diffusers: give its attention modules a processor that calls sequence.attention"
-        raise ValueError(f"attach needs a transformers model, got {type(model).__name__}{hint}")
+        package = "diffusers" if type(model).__module__.startswith("diffusers.") else "modules"
+        hint = f"use startrail.integrations.{package}.attach" if isinstance(model, nn.Module) else "pass the model"
+        raise ValueError(f"attach needs a transformers model, got {type(model).__name__}: {hint}")
     if hasattr(model, "_startrail"):
         raise ValueError(f"the model is already attached to {model._startrail.sp}; detach(model) first")
     warn_if_untested()
