@@ -53,6 +53,8 @@ FAILED_CASES = [
          seed=660, call_style="nested"),
     Case("star3,keep=all,groups=2", 9, length=34, batch=4, head_dim=1, dtype=torch.bfloat16, causal=True,
          documents=(0, 22, 34), scale=0.7, seed=946, call_style="nested"),
+    Case("1x2/2x2,backward=queries", 8, length=80, q_heads=12, kv_heads=6, head_dim=8, dtype=torch.bfloat16,
+         documents=(0, *range(60, 81)), scale=0.7, value_dim=24, seed=3416),
     # logits of inputs that the wire rounds
     Case("1x2/1x2,keep=queries,groups=2", 4, length=1, batch=2, q_heads=1, kv_heads=1, head_dim=1, window=45,
          documents=(0, 0, 1), layout="contiguous", wire_dtype=torch.float16, lse=True, seed=1494, call_style="nested"),

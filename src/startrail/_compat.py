@@ -24,8 +24,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode"]
+__all__ = [
+    "FileStore", "PrefixStore", "Store", "TCPStore", "TorchDispatchMode", "tree_flatten", "tree_leaves",
+    "tree_unflatten",
+]  # fmt: skip
 
 # --- process groups
 
@@ -304,3 +308,8 @@ def unobserved() -> Iterator[None]:
     """Inside, activation checkpointing does not see operations and the tensors that they save."""
     with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
+
+
+def without_torch_functions() -> Any:
+    """A context in which no ``TorchFunctionMode`` sees calls."""
+    return torch._C.DisableTorchFunction()

@@ -69,7 +69,7 @@ def _join(results: list[Tensor], summed: bool) -> Tensor:
     return torch.stack(results).sum(0) if summed else torch.cat(results, 1)
 
 
-class _Call(nn.Module):
+class _WithParameters(nn.Module):
     """Calls a function while the parameters of ``module`` are replaced (``functional_call``)."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Tensor]) -> None:
@@ -101,7 +101,8 @@ class _InChunks(torch.autograd.Function):
         per_token, saved = rest[:num_per_token], rest[num_per_token:]
         need_x, *need = ctx.needs_input_grad[1:2] + ctx.needs_input_grad[2 + num_per_token :]
         parameters = [x.detach().requires_grad_(needed) for x, needed in zip(saved, need, strict=True)]
-        call, replaced = _Call(module, function), {f"module.{x}": y for x, y in zip(names, parameters, strict=True)}
+        call = _WithParameters(module, function)
+        replaced = {f"module.{name}": parameter for name, parameter in zip(names, parameters, strict=True)}
         grad_x = torch.empty_like(x) if need_x else None
         totals: list[Tensor | None] = [None] * len(parameters)
         start = 0

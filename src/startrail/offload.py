@@ -50,7 +50,8 @@ class _SavedBlock:
         self._before = None if before is None else weakref.ref(before)
 
     def fetch_before(self) -> None:
-        before, self._before = self._before and self._before(), None  # once
+        weak, self._before = self._before, None  # once
+        before = None if weak is None else weak()
         for entry in () if before is None else before.saved:
             if (saved := entry()) is not None:
                 saved.fetch()

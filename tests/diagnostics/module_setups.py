@@ -36,7 +36,9 @@ def noise_differs():
     def step(model, batch, sp):
         attach(model, sp)
         given = {name: x for name, x in batch.items() if name != "target"}
-        noisy = given["hidden_states"] + torch.randn(batch["target"].shape, generator=torch.Generator().manual_seed(sp.rank))
+        noisy = given["hidden_states"] + torch.randn(
+            batch["target"].shape, generator=torch.Generator().manual_seed(sp.rank)
+        )
         loss = F.mse_loss(model(**{**given, "hidden_states": noisy}).sample, batch["target"])
         loss.backward()
         startrail.sum_gradients(model.parameters(), sp.group)
@@ -64,7 +66,12 @@ class Net(nn.Module):
 
 def make(unsplit: bool = False, recurrent: bool = False, timestep: bool = False, text: int = 1):
     torch.manual_seed(0)
-    tensors = [torch.randn(1, LENGTH, WIDTH), torch.tensor([3]), torch.randn(1, 1, WIDTH), torch.randn(1, LENGTH, WIDTH)]
+    tensors = [
+        torch.randn(1, LENGTH, WIDTH),
+        torch.tensor([3]),
+        torch.randn(1, 1, WIDTH),
+        torch.randn(1, LENGTH, WIDTH),
+    ]
 
     def step(model, batch, sp):
         seq = sp.sequence(LENGTH)
@@ -72,7 +79,9 @@ def make(unsplit: bool = False, recurrent: bool = False, timestep: bool = False,
         shard = lambda each: seq.shard(each, 1)  # noqa: E731
         attends = [seq.attention, F.scaled_dot_product_attention if unsplit else seq.attention]
         out = model(shard(x), t + (sp.rank if timestep else 0), caption, attends)
-        loss = startrail.global_mean(F.mse_loss(out, shard(target), reduction="sum"), target.numel() // sp.world, sp.group)
+        loss = startrail.global_mean(
+            F.mse_loss(out, shard(target), reduction="sum"), target.numel() // sp.world, sp.group
+        )
         loss.backward()
         startrail.sum_gradients(model.parameters(), sp.group)
         for x in model.text.parameters():

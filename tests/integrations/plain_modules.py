@@ -27,7 +27,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, *heads: int, **options) -> None:
         super().__init__()
-        self.attention, self.mlp = Attention(*heads, **options), nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH))
+        self.attention, self.mlp = (
+            Attention(*heads, **options),
+            nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)),
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ from tests.integrations.split_runs import mistakes, spread
 def made(name, dtype):
     """The model and its arguments in ``dtype``; the same on every rank."""
     model, batch = getattr(tiny_diffusers, name)()
-    batch = {key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()}
+    batch = {
+        key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()
+    }
     return spread(model).to(dtype), batch
 
 
@@ -48,7 +50,8 @@ def whole(model, sp):
 
 MAKES = {name: trained(name) for name in ("dit", "sd3", "flux", "wan")}
 MAKES |= {"sd3, whole text": trained("sd3"), "flux, whole text": trained("flux"), "qwen": trained("qwen")}
-MAKES |= {"wan by token": trained("wan_by_token"), "flux recomputed": trained("flux", True)}
+MAKES |= {"wan by token": trained("wan_by_token"), "dit recomputed": trained("dit", True)}
+MAKES |= {"flux recomputed, whole text": trained("flux", True)}
 ATTACHERS = {name: whole if "whole" in name else attach for name in MAKES}
 
 

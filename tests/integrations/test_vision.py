@@ -146,6 +146,9 @@ def test_text_alone_and_what_is_refused():
     assert "an image of 4 tokens is longer than the layer's window of 3" in text
     text = error_of(lambda: attach(tiny_seeing("gemma3"), sp)(**shard_batch(sp, **batch, blocks=[(0, 2)])))
     assert "the model's images are the blocks (10, 14), (21, 25), but the batch has (0, 2)" in text
+    typed = {key: batch[key] for key in ("input_ids", "labels", "token_type_ids")}
+    text = error_of(lambda: attach(tiny_seeing("gemma3"), sp)(**shard_batch(sp, **typed)))
+    assert "token_type_ids without images: leave them out, and pass blocks=" in text
     siglip = models()["gemma3"][1].vision_config
     config = hf.LlavaConfig(text_config=hf.LlamaConfig(**SMALL), vision_config=siglip, image_token_id=60)
     model = hf.LlavaForConditionalGeneration(config)

@@ -134,6 +134,8 @@ def test_logits_when_asked_for_and_forward_passes_of_others():
         assert torch.allclose(made.logits, expected.logits, rtol=1e-5, atol=1e-5) and torch.allclose(
             made.loss, expected.loss
         )
+    averaged = {**shard_batch(sp, **batch), "num_items_in_batch": None}
+    assert torch.allclose(attach(tiny("gemma2"), sp)(**averaged).loss, expected.loss), "a mean, not a sum of means"
     as_tuple = model(**shard_batch(sp, **batch), return_dict=False)
     assert as_tuple[1].shape == expected.logits.shape
     made = shard_batch(sp, **batch)

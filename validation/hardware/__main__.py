@@ -22,8 +22,8 @@ SIDES, RATIO, RING = 0.90, 0.10, 0.12  # targets: share on the right side, media
 RATES = {"fitting": (0.10, 0.25), "judging": (0.15, 0.35)}  # median and worst error of attention rates
 STEPS, MEMORY = 0.10, 0.15
 NOT_PREDICTED = """
-Not predicted: MagiAttention's own schedule and Megatron's hybrid context parallelism, which are not plans of ours
-and place documents by rules that the source does not give; and diffusers' inference steps, in which attention is a small
+Not predicted: MagiAttention's own schedule and Megatron's hybrid context parallelism, which are not plans of ours and
+place documents by rules that the source does not give; and diffusers' inference steps, in which attention is a small
 part, on GPUs (L20, 4090) whose attention kernels have no published speeds.
 """
 REMARKS = """

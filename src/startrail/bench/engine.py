@@ -85,7 +85,7 @@ def time_sdpa(options: argparse.Namespace, work: EngineWork) -> float:
     return seconds
 
 
-class Measured(NamedTuple):
+class EngineTiming(NamedTuple):
     """Seconds, share of waiting, peak bytes that attention adds to a rank, and the engine's formula for them."""
 
     seconds: float
@@ -94,8 +94,8 @@ class Measured(NamedTuple):
     formula: float
 
 
-def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> Measured:
-    def on_rank(rank: int) -> Measured:
+def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> EngineTiming:
+    def on_rank(rank: int) -> EngineTiming:
         sp = startrail.SequenceParallel(plan, windows=work.window is not None)
         sequence, few = sp.sequence(work.length, work.documents or None), sp.sequence(16 * sp.world)
         attention = partial(sequence.attention, causal=work.causal, window=work.window)
@@ -116,11 +116,11 @@ def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> Measu
             times.append(time.perf_counter() - start)
             shares.append(sp.timings()["waiting"] / sp.timings()["total"])
         formula = max(sizes.peak_bytes(pass_, sp.world) for pass_ in PASSES)
-        return Measured(min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula)
+        return EngineTiming(min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula)
 
     results = [result for result in run_local(on_rank, options.ranks) if result is not None]
     seconds, shares, added, formula = zip(*results, strict=True)
-    return Measured(max(seconds), statistics.mean(shares), max(added), formula[0])
+    return EngineTiming(max(seconds), statistics.mean(shares), max(added), formula[0])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     )
     cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
     sdpa: dict[EngineWork, list[float]] = {work: [] for work in works}
-    ours: dict[tuple[EngineWork, str], list[Measured]] = {case: [] for case in cases}
+    ours: dict[tuple[EngineWork, str], list[EngineTiming]] = {case: [] for case in cases}
     done, total = 0, options.rounds * len(cases)
     for _ in range(options.rounds):
         for work in works:
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[Measured]]) -> str:
+def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTiming]]) -> str:
     lines = [
         f"\n{work.name}, N = {work.length}; single-process SDPA{' of visible blocks' * work.is_sparse}, "
         f"{os.cpu_count()} threads: {statistics.median(sdpa):.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})",

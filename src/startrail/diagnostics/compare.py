@@ -92,8 +92,8 @@ def factor_of(actual: Gradients, expected: Gradients, limit: float) -> float | N
 
 
 def lost_or_scaled(actual: Gradients, expected: Gradients, close: Comparison, world: int) -> str | None:
-    """What happened on ``world`` ranks if some parameters have gradients that are zero or multiples of the right ones, and all others are
-    right."""
+    """What happened on ``world`` ranks if some parameters have gradients that are zero or multiples of the right ones,
+    and all others are right."""
     names = [name for name in expected if name in close.wrong]
     if len(names) == len(expected):
         return None

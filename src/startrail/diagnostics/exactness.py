@@ -105,7 +105,7 @@ def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     left_out = {"q only": ("dk", "dv", "dsinks"), "k and v only": ("dq", "dsinks")}.get(case.call_style, ())
     wanted = {name: x.requires_grad_() for name, x in wanted.items() if name not in left_out}
     mask = Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps)
-    attend = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
+    attend: Any = partial(sequence.attention, mask=mask, scale=case.scale, softcap=case.softcap, return_lse=True)
     if case.call_style == "checkpointed":
         attend = partial(checkpoint, attend, use_reentrant=False)
     elif case.call_style == "compiled":
@@ -218,8 +218,8 @@ def check_cases(cases: list[Case], deadline: float = 300.0) -> list[Report]:
     """Run cases of one world size on one set of forked ranks, and return a merged report for each. Cases that differ
     only in plan or layout share a reference."""
     torch.set_num_threads(1)
-    shared = dict(plan="", layout="zones", windows=False)
-    data = [_cached_data(replace(case, **shared, world=min(case.world, 2))) for case in cases]
+    shared = [replace(case, plan="", layout="zones", windows=False, world=min(case.world, 2)) for case in cases]
+    data = [_cached_data(case) for case in shared]
     by_rank = run_local(lambda rank: check_all(cases, data), cases[0].world, deadline)
     return [merge(reports) for reports in zip(*(reports for reports in by_rank if reports is not None), strict=True)]
 

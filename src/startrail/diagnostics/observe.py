@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from startrail.comm.digest import digest
 from startrail.engine.validate import read_call
 from startrail.geometry.layout import Layout
-from startrail.integrations.trial import argument_names
+from startrail.integrations.splitting.wrapping import argument_names
 from startrail.parallel import SequenceParallel
 from startrail.sequence import Sequence
 

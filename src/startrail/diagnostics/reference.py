@@ -336,7 +336,7 @@ def _rounding_floors(
         floors["out"] = Floor(deviation, each.minimum(unit * total).maximum(floors["out"].each))
         for name, total in call.sizes().items():
             deviation, each = floors[name]
-            rounded = unit * (total + exact[name].abs())  # the parts, and their sum
+            rounded = unit * (2 * total + exact[name].abs())  # the parts at two levels of a plan, and their sum
             floors[name] = Floor(deviation.maximum(ROUNDING**0.5 * unit * total), each.maximum(rounded))
         if coarse != case.dtype:  # queries and keys are rounded too
             rounded = unit * 2 * (weights * (q.abs() @ k.abs().mT)).sum(-1) * abs(scale)

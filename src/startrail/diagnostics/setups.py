@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from startrail._compat import tree_leaves
 from startrail.losses import sum_gradients
 from startrail.parallel import SequenceParallel
 
@@ -141,7 +141,7 @@ def _default_module_step(model: Any, batch: Any, sp: SequenceParallel) -> Tensor
 
 def _module_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """The mean squared error to the batch's target, or the only number among the results."""
-    results = [x for x in tree_leaves(model(**{name: x for name, x in batch.items() if name != "target"}))]
+    results = tree_leaves(model(**{name: x for name, x in batch.items() if name != "target"}))
     if "target" in batch:
         return F.mse_loss(results[0], batch["target"])
     numbers = [x for x in results if isinstance(x, Tensor) and x.dim() == 0]
@@ -149,7 +149,8 @@ def _module_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
         raise ValueError(
             f"{type(model).__name__} returns no loss: give the batch a target, or return a step(model, batch, sp)"
         )
-    return numbers[0]
+    number: Tensor = numbers[0]
+    return number
 
 
 # --- batches

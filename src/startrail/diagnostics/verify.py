@@ -244,8 +244,8 @@ def _name_fault(
         here, there = ("eval", "training") if theirs.training[modes[0]] else ("training", "eval")
         text = f"{modes[0] or 'the model'} is in {here} mode on ranks, and in {there} mode on one process"
         return False, f"{text}: dropout and normalization differ", True
-    if text := differing_arguments(ranks, alone):
-        return False, text, True
+    if arguments := differing_arguments(ranks, alone):
+        return False, arguments, True
     factor = factor_of(ours.gradients, theirs.gradients, close.limit)
     if factor is not None and abs(factor - 1) > close.limit:
         return False, factor_text(factor, world), False

@@ -64,8 +64,11 @@ class BatchContext:
     def check_blocks(self, inside: Tensor) -> None:
         """Raise ``ValueError`` unless the blocks are the runs of ``inside`` (batch, tokens), by which the model would
         mask."""
-        kept = None if self.whole is None else self.whole.kept
-        expected = _runs(_joined(inside, kept, 1)[0], self.sequence.documents)
+        if self.whole is None:  # ``inside`` is about this rank's tokens only
+            if bool(inside.any()):
+                raise ValueError(f"{TOKEN_TYPES} without images: leave them out, and pass blocks= to shard_batch")
+            return
+        expected = _runs(_joined(inside, self.whole.kept, 1)[0], self.sequence.documents)
         if list(self.sequence.blocks) != expected:
             shown, ours = (", ".join(map(str, blocks)) or "no blocks" for blocks in (expected, self.sequence.blocks))
             raise ValueError(

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from startrail._compat import in_backward
 from startrail.checkpoint import checkpoint_context
 from startrail.integrations import modules
-from startrail.integrations.regions import Attached
-from startrail.integrations.streams import Part
-from startrail.integrations.trial import RefusedError
+from startrail.integrations.splitting.regions import AttachedModule
+from startrail.integrations.splitting.streams import StreamPart
+from startrail.integrations.splitting.trial import RefusedError
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach"]
@@ -38,8 +38,8 @@ Splits = dict[str | int, Any]
 
 
 def attach(
-    transformer: ModelMixin, sp: SequenceParallel, *, text: Literal["split", "whole"] = "split", check: bool = True
-) -> ModelMixin:
+    transformer: Any, sp: SequenceParallel, *, text: Literal["split", "whole"] = "split", check: bool = True
+) -> Any:
     """Split the sequence of ``transformer`` over the ranks of ``sp``, and return it.
 
     ``text``: whether text that attends jointly with the image is split over ranks too, or kept whole on each. *Sum* the
@@ -48,7 +48,7 @@ def attach(
 
     A transformer that cannot be split raises ``ValueError``, here or in its first call, with the module's name.
     """
-    if not isinstance(transformer, ModelMixin):
+    if not issubclass(type(transformer), ModelMixin):
         raise ValueError(
             f"attach needs a model of diffusers, got {type(transformer).__name__}: for other modules use "
             "startrail.integrations.modules.attach"
@@ -56,7 +56,7 @@ def attach(
     if text not in ("split", "whole"):
         raise ValueError(f"text={text!r} must be 'split' or 'whole'")
     plan = _plan_of(transformer)
-    attached = Attached(sp, whole_text=text == "whole", splits_blocks=plan is None, strict=True)
+    attached = AttachedModule(sp, whole_text=text == "whole", splits_blocks=plan is None, strict=True)
     modules.prepare(transformer, attached, check)
     transformer.__dict__["_startrail_hooks"] = []
     try:
@@ -72,7 +72,7 @@ def attach(
     return transformer
 
 
-def detach(transformer: ModelMixin) -> ModelMixin:
+def detach(transformer: Any) -> Any:
     """Undo ``attach``, and return the transformer."""
     modules.detach(transformer)
     for hook in transformer.__dict__.pop("_startrail_hooks"):
@@ -99,13 +99,15 @@ def _plan_of(transformer: Any) -> dict[str, Any] | None:
     return plan if simple and not any("mask" in name for name in arguments) else None
 
 
-def _follow(attached: Attached, transformer: Any, name: str, entry: Any) -> list[Any]:
+def _follow(attached: AttachedModule, transformer: Any, name: str, entry: Any) -> list[Any]:
     """Hooks that split and gather what an entry of a plan says."""
     module = transformer.get_submodule(name)
     if isinstance(entry, ContextParallelOutput):
         return [module.register_forward_hook(partial(_gather, attached, entry))]
     if not isinstance(entry, dict) or not all(isinstance(each, ContextParallelInput) for each in entry.values()):
-        raise RefusedError(f"{type(transformer).__name__}: its _cp_plan has an entry for {name!r} that is not supported")
+        raise RefusedError(
+            f"{type(transformer).__name__}: its _cp_plan has an entry for {name!r} that is not supported"
+        )
     if not name:
         attached.before_root = partial(_split_arguments, attached, entry)
         return []
@@ -119,7 +121,7 @@ def _is_text(name: str) -> bool:
     return any(word in name for word in ("encoder", "txt", "text"))
 
 
-def _split_arguments(attached: Attached, entry: Splits, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _split_arguments(attached: AttachedModule, entry: Splits, module: nn.Module, args: Any, kwargs: Any) -> Any:
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     found = {}
     for name, how in entry.items():
@@ -130,7 +132,7 @@ def _split_arguments(attached: Attached, entry: Splits, module: nn.Module, args:
     return bound.args[1:], bound.kwargs
 
 
-def _split_results(attached: Attached, entry: Splits, module: nn.Module, arguments: object, output: Any) -> Any:
+def _split_results(attached: AttachedModule, entry: Splits, module: nn.Module, arguments: object, output: Any) -> Any:
     outputs = [output] if isinstance(output, Tensor) else list(output)
     found = {}
     for index, how in entry.items():
@@ -141,7 +143,7 @@ def _split_results(attached: Attached, entry: Splits, module: nn.Module, argumen
     return outputs[0] if isinstance(output, Tensor) else tuple(outputs)
 
 
-def _split(attached: Attached, module: nn.Module, found: dict[str, tuple[Tensor, int]]) -> dict[str, Tensor]:
+def _split(attached: AttachedModule, module: nn.Module, found: dict[str, tuple[Tensor, int]]) -> dict[str, Tensor]:
     """This rank's rows of each tensor, which is given with its dimension of tokens."""
     if not found or not (attached.running or in_backward()):
         return {}
@@ -156,16 +158,18 @@ def _split(attached: Attached, module: nn.Module, found: dict[str, tuple[Tensor,
         streams = attached.open(sizes[False].pop(), sizes[True].pop() if sizes[True] else 0)
     split = {}
     for name, (x, dim) in found.items():
-        part = Part.TEXT if _is_text(name) else Part.TOKENS
+        part = StreamPart.TEXT if _is_text(name) else StreamPart.TOKENS
         split[name] = x if x.shape[dim] == streams.local(part) else streams.shard(x, dim, part)
     return split
 
 
-def _gather(attached: Attached, entry: ContextParallelOutput, module: nn.Module, arguments: object, x: Tensor) -> Tensor:
+def _gather(
+    attached: AttachedModule, entry: ContextParallelOutput, module: nn.Module, arguments: object, x: Tensor
+) -> Tensor:
     streams = attached.current()
     if streams is None:
         return x
-    whole = streams.unshard(x, entry.gather_dim, Part.TOKENS)
+    whole = streams.unshard(x, entry.gather_dim, StreamPart.TOKENS)
     if attached.running:
         attached.streams = None
     return whole

@@ -5,8 +5,8 @@
     loss.backward()
     startrail.sum_gradients(model.parameters(), sp.group)
 
-The module is called as on one process. Its blocks, the modules of a ``ModuleList`` or ``Sequential`` that attend, run on
-this rank's tokens; everything else, such as embeddings, class tokens, position tables, pooling and the loss, sees all
+The module is called as on one process. Its blocks, the modules of a ``ModuleList`` or ``Sequential`` that attend, run
+on this rank's tokens; all else, such as embeddings, class tokens, position tables, pooling and the loss, sees all
 tokens. In the first call each block is tried on a few tokens. A block that mixes tokens outside attention, or whose
 attention cannot be split, is refused by name.
 """
@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from startrail.integrations.regions import Attached, run_block, run_root, unwrap, wrap
+from startrail.integrations.splitting.regions import AttachedModule, run_block, run_root
+from startrail.integrations.splitting.wrapping import unwrap, wrap
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach"]
@@ -37,7 +38,7 @@ def attach(
 
     A module that cannot be split raises ``ValueError`` in its first call.
     """
-    attached = Attached(sp, whole_text=False, splits_blocks=True, strict=attention == "auto")
+    attached = AttachedModule(sp, whole_text=False, splits_blocks=True, strict=attention == "auto")
     prepare(module, attached, check)
     names = dict(module.named_modules())
     if attention != "auto":
@@ -55,14 +56,14 @@ def attach(
 
 def detach(module: Module) -> Module:
     """Undo ``attach``, and return the module."""
-    if not isinstance(module.__dict__.get("_startrail"), Attached):
+    if not isinstance(module.__dict__.get("_startrail"), AttachedModule):
         raise ValueError("the module is not attached to startrail")
     for each in module.modules():
         unwrap(each)
     return module
 
 
-def prepare(module: nn.Module, attached: Attached, check: bool) -> None:
+def prepare(module: nn.Module, attached: AttachedModule, check: bool) -> None:
     """Give every module its name and ``attached``, and wrap the module itself."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"attach needs a torch.nn.Module, got {type(module).__name__}")
@@ -76,7 +77,7 @@ def prepare(module: nn.Module, attached: Attached, check: bool) -> None:
     wrap(module, run_root)
 
 
-def wrap_blocks(module: nn.Module, attached: Attached) -> None:
+def wrap_blocks(module: nn.Module, attached: AttachedModule) -> None:
     """Wrap the modules of all lists. Consecutive ones of one class keep their tokens split."""
     for blocks in module.modules():
         if not isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -85,5 +86,5 @@ def wrap_blocks(module: nn.Module, attached: Attached) -> None:
         for block in reversed(list(blocks)):
             last = block if last is None or type(last) is not type(block) else last
             if "_startrail_forward" not in block.__dict__:
-                attached.last_of_run[block._startrail_name] = str(last._startrail_name)
+                attached.last_of_run[str(block._startrail_name)] = str(last._startrail_name)
                 wrap(block, run_block)

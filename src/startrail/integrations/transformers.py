@@ -158,6 +158,8 @@ class Attached:
             )
         if self.context is not None and self.context.whole is not None and vision.language_model_name(model) is None:
             raise ValueError(f"{type(model).__name__} takes no images: leave pixel_values out of shard_batch")
+        if torch.compiler.is_compiling() and self.context is not None and self.context.whole is not None:
+            raise ValueError("compile the layers of a vision-language model, not the whole: its masks depend on images")
         if options.setdefault("use_cache", False):
             raise ValueError("use_cache=True: a sharded sequence has no cache; leave it out, or detach(model) first")
         if options.get("output_router_logits"):

@@ -99,8 +99,10 @@ def layers_name(model: PreTrainedModel) -> str | None:
 
 
 def _asks_for_logits(model: PreTrainedModel, options: dict[str, Any]) -> bool:
-    """True if the caller reads logits, or computes the loss without them by itself. A compiler sees only the model's
-    own forward pass."""
+    """True if the caller reads logits, or computes the loss without them by itself, or if the loss is a mean over this
+    rank's tokens. A compiler sees only the model's own forward pass."""
+    if options.get("num_items_in_batch") is None:
+        return True
     as_tuple = options.get("return_dict", getattr(model.config, "return_dict", True)) is False
     return bool(options.get(FUSED)) or "logits_to_keep" in options or as_tuple or torch.compiler.is_compiling()
 

@@ -23,7 +23,7 @@ from startrail.kernels.accumulate import merge_rows
 SIDE = 64  # rows of the smallest squares, at least; with fewer, calls cost more than they save
 WORTHWHILE = 4 * SIDE  # rows from which it pays
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]  # q, k, v, causal
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -49,12 +49,13 @@ def forward_causal(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def _forward_one(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     rows = q.shape[2]
     least = smallest_side(rows)
-    first, first_lse = forward(*(_squares(x, least, 0, least) for x in (q, k, v)), True)
+    q_, k_, v_ = (_squares(x, least, 0, least) for x in (q, k, v))
+    first, first_lse = forward(q_, k_, v_, True)
     out, lse = _joined(first), _joined(first_lse).double()
     for side in _sides(least, rows):
-        keys = (_squares(x, side, 0, 2 * side) for x in (k, v))
-        new, new_lse = forward(_squares(q, side, side, 2 * side), *keys, False)
-        merge_rows(*(_squares(x, side, side, 2 * side) for x in (out, lse)), new, new_lse)
+        q_, out_, lse_ = (_squares(x, side, side, 2 * side) for x in (q, out, lse))
+        k_, v_ = (_squares(x, side, 0, 2 * side) for x in (k, v))
+        merge_rows(out_, lse_, *forward(q_, k_, v_, False))
     return out, lse
 
 
@@ -72,8 +73,8 @@ def _backward_one(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.shape[2]
     least = smallest_side(rows)
-    first = backward(*(_squares(x, least, 0, least) for x in (dout, q, k, v, out, lse)), True)
-    dq, dk, dv = map(_joined, first)
+    dout_, q_, k_, v_, out_, lse_ = (_squares(x, least, 0, least) for x in (dout, q, k, v, out, lse))
+    dq, dk, dv = map(_joined, backward(dout_, q_, k_, v_, out_, lse_, True))
     for side in _sides(least, rows):
         dout_, q_, out_, lse_, dq_ = (_squares(x, side, side, 2 * side) for x in (dout, q, out, lse, dq))
         k_, v_, dk_, dv_ = (_squares(x, side, 0, 2 * side) for x in (k, v, dk, dv))

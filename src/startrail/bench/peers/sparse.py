@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Window = int | None  # of a layer; None: it sees everything before
 
 
-class Contender(NamedTuple):
+class SparsePeer(NamedTuple):
     """``shard`` returns this rank's part of a tensor (batch, heads, tokens, dim), ``layer`` attention to such parts for
     layers with this window."""
 
@@ -82,13 +82,11 @@ def _in_document(window: Window, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     rows, keys = torch.arange(window).unsqueeze(1), torch.arange(2 * window)
     visible = (keys > rows) & (keys <= rows + window)  # in its own block of keys and the one before
-    blocks = list(zip(*(x.split(window, 2) for x in (q, k, v)), strict=True))
-    outs = [F.scaled_dot_product_attention(*blocks[0], is_causal=True)]
-    for (_, *before), (queries, *own) in pairwise(blocks):
-        kv = [torch.cat(pair, 2) for pair in zip(before, own, strict=True)]
-        outs.append(
-            F.scaled_dot_product_attention(queries, *kv, visible[: queries.shape[2], : window + queries.shape[2]])
-        )
+    queries, keys_of, values = (x.split(window, 2) for x in (q, k, v))
+    outs = [F.scaled_dot_product_attention(queries[0], keys_of[0], values[0], is_causal=True)]
+    for at, own in enumerate(queries[1:], start=1):
+        both = [torch.cat(x[at - 1 : at + 1], 2) for x in (keys_of, values)]
+        outs.append(F.scaled_dot_product_attention(own, both[0], both[1], visible[: own.shape[2], : both[0].shape[2]]))
     return torch.cat(outs, 2)
 
 
@@ -109,7 +107,7 @@ def compute_dense(length: int, heads: int, head_dim: int) -> None:
     kernel.backward(dout, q, k, v, result.out, result.lse.float(), visible, scale)
 
 
-def _ring(work: SparseWork, plan: str, heads: int) -> Contender:
+def _ring(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """Textbook Ring Attention: all keys travel around, and only visible blocks are computed."""
     layout = zigzag(range(dist.get_world_size()), work.length)
 
@@ -117,7 +115,7 @@ def _ring(work: SparseWork, plan: str, heads: int) -> Contender:
         visible = ring.visible_by_hop(layout, work.mask(window))
         return lambda q, k, v: ring.RingAttention.apply(q, k, v, visible, ring.pass_on)
 
-    return Contender(partial(_part, layout), layer)
+    return SparsePeer(partial(_part, layout), layer)
 
 
 def _part(layout: Layout, x: Tensor) -> Tensor:
@@ -143,10 +141,11 @@ class _KernelAttention(torch.autograd.Function):
 
 
 def _gather(x: Tensor) -> Tensor:
+    assert dist.group.WORLD is not None
     return gather_shards_autograd(x.contiguous(), 2, dist.group.WORLD)
 
 
-def _gathered(work: SparseWork, plan: str, heads: int) -> Contender:
+def _gathered(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """A plain all-gather of keys and values; contiguous shards, so that gathered keys are in order."""
     layout = contiguous(range(dist.get_world_size()), work.length)
     own = layout.runs(dist.get_rank())
@@ -155,10 +154,10 @@ def _gathered(work: SparseWork, plan: str, heads: int) -> Contender:
         visible = tiles_of(work.mask(window), own, ((0, work.length),))
         return lambda q, *kv: _KernelAttention.apply(q, *(_gather(x) for x in kv), visible)
 
-    return Contender(partial(_part, layout), layer)
+    return SparsePeer(partial(_part, layout), layer)
 
 
-def _deepspeed(work: SparseWork, plan: str, heads: int) -> Contender:
+def _deepspeed(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """DeepSpeed's DistributedAttention around attention that computes visible blocks only."""
     if heads % dist.get_world_size():
         raise ValueError(f"{heads} heads are not a multiple of {dist.get_world_size()} ranks")
@@ -173,10 +172,10 @@ def _deepspeed(work: SparseWork, plan: str, heads: int) -> Contender:
         module = distributed_attention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
         return lambda *qkv: module(*(x.transpose(1, 2).contiguous() for x in qkv), 0).transpose(1, 2)
 
-    return Contender(partial(_part, layout), layer)
+    return SparsePeer(partial(_part, layout), layer)
 
 
-def _llama3(work: SparseWork, plan: str, heads: int) -> Contender:
+def _llama3(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """ring-flash-attn's all-gather for packed documents (``llama3_flash_attn_varlen_func``) on a substitute kernel."""
     layout, module = contiguous(range(dist.get_world_size()), work.length), varlen_flash_attn("llama3_flash_attn")
     ends = torch.tensor(work.ends, dtype=torch.int32)
@@ -192,10 +191,10 @@ def _llama3(work: SparseWork, plan: str, heads: int) -> Contender:
         )  # fmt: skip
         return lambda *qkv: _tokens_first(attend, *qkv)
 
-    return Contender(partial(_part, layout), layer)
+    return SparsePeer(partial(_part, layout), layer)
 
 
-def _varlen_ring(work: SparseWork, plan: str, heads: int) -> Contender:
+def _varlen_ring(work: SparseWork, plan: str, heads: int) -> SparsePeer:
     """ring-flash-attn's ring for packed documents (``zigzag_ring_flash_attn_varlen_func``) on a substitute kernel. It
     cuts each document into 2 x ranks chunks of equal size, so every document is padded to a multiple of that."""
     module, world, rank = varlen_flash_attn("zigzag_ring_flash_attn"), dist.get_world_size(), dist.get_rank()
@@ -223,7 +222,7 @@ def _varlen_ring(work: SparseWork, plan: str, heads: int) -> Contender:
         return lambda *qkv: _tokens_first(attend, *qkv) * real
 
     note = f"documents padded to multiples of {2 * world}: {sum(lengths):,} tokens"
-    return Contender(shard, layer, note)
+    return SparsePeer(shard, layer, note)
 
 
 def _tokens_first(attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
@@ -236,15 +235,15 @@ def _engine(plan: str, layout: str, sparse: bool, windows: bool) -> SequencePara
     return SequenceParallel(plan, layout=layout, sparse=sparse, windows=windows)
 
 
-def _ours(layout: str, sparse: bool, work: SparseWork, plan: str, heads: int) -> Contender:
+def _ours(layout: str, sparse: bool, work: SparseWork, plan: str, heads: int) -> SparsePeer:
     windows = sparse and any(work.windows)
     sequence = _engine(plan, layout, sparse, windows).sequence(work.length, work.documents or None)
-    return Contender(
+    return SparsePeer(
         lambda x: sequence.shard(x, 2), lambda window: partial(sequence.attention, causal=True, window=window)
     )
 
 
-SPARSE_PEERS: dict[str, Callable[[SparseWork, str, int], Contender]] = {
+SPARSE_PEERS: dict[str, Callable[[SparseWork, str, int], SparsePeer]] = {
     "ring": _ring,
     "all-gather": _gathered,
     "ring-flash-attn varlen ring": _varlen_ring,

@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.integrations.sdpa import torch_attention
+from startrail._compat import unobserved, without_torch_functions
+from startrail.integrations.splitting.sdpa import torch_attention
 from startrail.parallel import SequenceParallel
 
 
-class Part(Enum):
+class StreamPart(Enum):
     """The rows of a tensor, or the queries and keys of an attention call."""
 
     TOKENS = "tokens"
@@ -59,43 +60,46 @@ class Streams:
     def shape(self) -> tuple[int, int, bool]:
         return self.tokens, self.text, self.whole_text
 
-    def whole(self, part: Part) -> int:
+    def whole(self, part: StreamPart) -> int:
         """The number of rows on one process."""
-        return {Part.TOKENS: self.tokens, Part.TEXT: self.text}.get(part, self.tokens + self.text)
+        return {StreamPart.TOKENS: self.tokens, StreamPart.TEXT: self.text}.get(part, self.tokens + self.text)
 
-    def local(self, part: Part) -> int:
+    def local(self, part: StreamPart) -> int:
         """The number of rows on this rank."""
         text = self.text if self.whole_text else len(self._own_text)
-        return {Part.TOKENS: len(self._own_tokens), Part.TEXT: text}.get(part, len(self._own_tokens) + text)
+        return {StreamPart.TOKENS: len(self._own_tokens), StreamPart.TEXT: text}.get(part, len(self._own_tokens) + text)
 
-    def shard(self, x: Tensor, dim: int, part: Part) -> Tensor:
+    def shard(self, x: Tensor, dim: int, part: StreamPart) -> Tensor:
         """This rank's rows of a tensor that every rank has in full."""
         if x.shape[dim] != self.whole(part):
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows in dimension {dim}, but the sequence has "
                 f"{self.whole(part)} ({part.value})"
             )
-        if part in (Part.TEXT_FIRST, Part.TEXT_LAST):
+        if part in (StreamPart.TEXT_FIRST, StreamPart.TEXT_LAST):
             text, tokens = self._apart(x, dim, part, self.text)
-            return self._joined(self.shard(text, dim, Part.TEXT), self.shard(tokens, dim, Part.TOKENS), dim, part)
-        if part is Part.TEXT:
+            return self._joined(
+                self.shard(text, dim, StreamPart.TEXT), self.shard(tokens, dim, StreamPart.TOKENS), dim, part
+            )
+        if part is StreamPart.TEXT:
             return x if self.whole_text else x.index_select(dim, self._own_text.to(x.device))
         own = self._own_tokens.to(x.device)
         padding = (own >= self.tokens).view([-1 if index == dim % x.dim() else 1 for index in range(x.dim())])
         return x.index_select(dim, own.clamp(max=self.tokens - 1)).masked_fill(padding, 0)
 
-    def unshard(self, x: Tensor, dim: int, part: Part) -> Tensor:
+    def unshard(self, x: Tensor, dim: int, part: StreamPart) -> Tensor:
         """The full tensor on every rank: the inverse of ``shard``."""
-        if part in (Part.TEXT_FIRST, Part.TEXT_LAST):
-            text, tokens = self._apart(x, dim, part, self.local(Part.TEXT))
-            return self._joined(self.unshard(text, dim, Part.TEXT), self.unshard(tokens, dim, Part.TOKENS), dim, part)
-        if part is Part.TEXT:
+        if part in (StreamPart.TEXT_FIRST, StreamPart.TEXT_LAST):
+            text, tokens = self._apart(x, dim, part, self.local(StreamPart.TEXT))
+            return self._joined(
+                self.unshard(text, dim, StreamPart.TEXT), self.unshard(tokens, dim, StreamPart.TOKENS), dim, part
+            )
+        if part is StreamPart.TEXT:
             return x if self.whole_text else self._gather_text(x, dim)
         x = x.narrow(dim, 0, self._num_tokens)
-        if not self.text:
-            return self.sequence.unshard(x, dim)
         shape = [self._num_text if index == dim % x.dim() else size for index, size in enumerate(x.shape)]
-        both = self.sequence.unshard(torch.cat([x.new_zeros(shape), x], dim), dim)
+        with unobserved():  # ranks may exchange more messages in a pass that is recomputed
+            both = self.sequence.unshard(torch.cat([x.new_zeros(shape), x], dim) if self.text else x, dim)
         return both.narrow(dim, self.text, self.tokens)
 
     def _gather_text(self, x: Tensor, dim: int) -> Tensor:
@@ -103,67 +107,75 @@ class Streams:
         dim %= x.dim()  # with a negative one, torch gathers a batch of one row in another order
         x, longest = x.narrow(dim, 0, self._num_text), max(map(len, self._text_of_ranks))
         pad = [0, 0] * (x.dim() - 1 - dim) + [0, longest - x.shape[dim]]
-        rows = self.sequence._gather(F.pad(x, pad), dim)
+        with unobserved():
+            rows = self.sequence._gather(F.pad(x, pad), dim)
         place = {p: rank * longest + i for rank, own in enumerate(self._text_of_ranks) for i, p in enumerate(own)}
         return rows.index_select(dim, torch.tensor([place[p] for p in range(self.text)], device=x.device))
 
-    def _apart(self, x: Tensor, dim: int, part: Part, text: int) -> tuple[Tensor, Tensor]:
+    def _apart(self, x: Tensor, dim: int, part: StreamPart, text: int) -> tuple[Tensor, Tensor]:
         """Text and tokens of a tensor that has ``text`` rows of text."""
         rest = x.shape[dim] - text
-        if part is Part.TEXT_FIRST:
+        if part is StreamPart.TEXT_FIRST:
             return x.narrow(dim, 0, text), x.narrow(dim, text, rest)
         return x.narrow(dim, rest, text), x.narrow(dim, 0, rest)
 
-    def _joined(self, text: Tensor, tokens: Tensor, dim: int, part: Part) -> Tensor:
-        return torch.cat([text, tokens] if part is Part.TEXT_FIRST else [tokens, text], dim)
+    def _joined(self, text: Tensor, tokens: Tensor, dim: int, part: StreamPart) -> Tensor:
+        return torch.cat([text, tokens] if part is StreamPart.TEXT_FIRST else [tokens, text], dim)
 
     # --- attention, (batch, heads, rows, head dim)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, part: Part, *, causal: bool = False, scale: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, part: StreamPart, *, causal: bool = False, scale: float | None = None
     ) -> Tensor:
         """Self-attention of the whole sequence's ``part``, for this rank's rows of it."""
         if q.shape[-2] != self.local(part):
-            raise ValueError(f"attention over {q.shape[-2]} rows, but this rank holds {self.local(part)} ({part.value})")
+            raise ValueError(
+                f"attention over {q.shape[-2]} rows, but this rank holds {self.local(part)} ({part.value})"
+            )
         heads = q.shape[1]
         if missing := -heads % self.sequence.sp.plan.heads:  # more heads, of zeros, so that they can be split evenly
             k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
         return self._attention(q, k, v, part, causal, scale)[:, :heads]
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, part: Part, causal: bool, scale: float | None) -> Tensor:
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, part: StreamPart, causal: bool, scale: float | None
+    ) -> Tensor:
         if not self.text:
             return self.sequence.attention(q, k, v, causal=causal, scale=scale)
-        if part is Part.TEXT and self.whole_text:
-            with torch._C.DisableTorchFunction():
+        if part is StreamPart.TEXT and self.whole_text:
+            with without_torch_functions():
                 return torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-        if part in (Part.TOKENS, Part.TEXT):  # the other stream takes part as a document of its own, of zeros
+        if part in (
+            StreamPart.TOKENS,
+            StreamPart.TEXT,
+        ):  # the other stream takes part as a document of its own, of zeros
             sequence = self.sequence.packed([0, self.text, self.text + self.tokens])
             q, k, v = (self._with_zeros(x, part) for x in (q, k, v))
         else:
             sequence = self.sequence
             q, k, v = (self._in_order(x, part) for x in (q, k, v))
         out = sequence.attention(q, k, v, causal=causal, scale=scale)
-        text, tokens = self._apart(out, -2, Part.TEXT_FIRST, self._num_text)
-        if self.whole_text and part is not Part.TOKENS:
+        text, tokens = self._apart(out, -2, StreamPart.TEXT_FIRST, self._num_text)
+        if self.whole_text and part is not StreamPart.TOKENS:
             text = self._gather_text(text, -2)
-        text, tokens = self._filled(text, Part.TEXT), self._filled(tokens, Part.TOKENS)
-        if part in (Part.TOKENS, Part.TEXT):
-            return text if part is Part.TEXT else tokens
+        text, tokens = self._filled(text, StreamPart.TEXT), self._filled(tokens, StreamPart.TOKENS)
+        if part in (StreamPart.TOKENS, StreamPart.TEXT):
+            return text if part is StreamPart.TEXT else tokens
         return self._joined(text, tokens, -2, part)
 
-    def _in_order(self, x: Tensor, part: Part) -> Tensor:
+    def _in_order(self, x: Tensor, part: StreamPart) -> Tensor:
         """This rank's own text, then its tokens."""
-        text, tokens = self._apart(x, -2, part, self.local(Part.TEXT))
+        text, tokens = self._apart(x, -2, part, self.local(StreamPart.TEXT))
         if self.whole_text:
             text = text.index_select(-2, self._own_text.to(x.device))
         return torch.cat([text.narrow(-2, 0, self._num_text), tokens.narrow(-2, 0, self._num_tokens)], -2)
 
-    def _with_zeros(self, x: Tensor, part: Part) -> Tensor:
-        own, other = (self._num_text, self._num_tokens)[:: 1 if part is Part.TEXT else -1]
+    def _with_zeros(self, x: Tensor, part: StreamPart) -> Tensor:
+        own, other = (self._num_text, self._num_tokens)[:: 1 if part is StreamPart.TEXT else -1]
         parts = [x.narrow(-2, 0, own), x.new_zeros(*x.shape[:-2], other, x.shape[-1])]
-        return torch.cat(parts if part is Part.TEXT else parts[::-1], -2)
+        return torch.cat(parts if part is StreamPart.TEXT else parts[::-1], -2)
 
-    def _filled(self, x: Tensor, part: Part) -> Tensor:
+    def _filled(self, x: Tensor, part: StreamPart) -> Tensor:
         """With a row of zeros in place of the one that is ignored."""
         return F.pad(x, (0, 0, 0, self.local(part) - x.shape[-2])) if x.shape[-2] < self.local(part) else x

@@ -13,37 +13,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from startrail._compat import in_backward
+from startrail._compat import in_backward, tree_flatten, tree_unflatten
 from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.gather import gather_tensors
 from startrail.comm.sanity import CHECKED_STEPS, check_same_parameters
-from startrail.integrations.sdpa import Attention, AttentionMode, calling_module
-from startrail.integrations.streams import Part, Streams
-from startrail.integrations.trial import (
-    BlockPlan,
-    Kind,
-    Known,
-    RefusedError,
-    argument_names,
-    call_problem,
-    inner_forward,
-    try_block,
-)
+from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
+from startrail.integrations.splitting.streams import StreamPart, Streams
+from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, RefusedError, call_problem, try_block
+from startrail.integrations.splitting.wrapping import argument_names, inner_forward, wrap
 from startrail.parallel import SequenceParallel
 
 UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient
 
 
-class Attached:
+class AttachedModule:
     """State of a module, shared by its copies.
 
     ``streams`` are those of the running call while its tokens are split. ``plans`` are those of the blocks, by name and
@@ -56,7 +46,7 @@ class Attached:
         self.strict = strict  # attention over whole sequences is an error
         self.last_of_run: dict[str, str] = {}  # the last of consecutive blocks, by the name of each
         self.plans: dict[tuple[object, ...], BlockPlan | None] = {}
-        self.order: Part | None = None  # of text and tokens in joint attention
+        self.order: StreamPart | None = None  # of text and tokens in joint attention
         self.streams: Streams | None = None
         self.last: Streams | None = None
         self.running = self.inside_block = self.trying = False
@@ -69,7 +59,7 @@ class Attached:
         self.before_root: Callable[..., Any] | None = None  # splits the arguments of the model itself
         self.live: weakref.WeakSet[Streams] = weakref.WeakSet()  # of calls whose graphs exist
 
-    def __deepcopy__(self, memo: object) -> Attached:
+    def __deepcopy__(self, memo: object) -> AttachedModule:
         return self
 
     def current(self) -> Streams | None:
@@ -133,15 +123,17 @@ class Attached:
                 if "_startrail_forward" not in module.__dict__:
                     wrap(module, _run_attention)
                 module.__dict__["_startrail_kinds"] = kinds
-                joint = [kind.queries for kind in kinds if kind.queries in (Part.TEXT_FIRST, Part.TEXT_LAST)]
+                joint = [
+                    kind.queries for kind in kinds if kind.queries in (StreamPart.TEXT_FIRST, StreamPart.TEXT_LAST)
+                ]
                 self.order = joint[0] if joint else self.order
 
     def _try(self, block: nn.Module, args: Any, kwargs: Any, streams: Streams | None) -> BlockPlan | None:
         """What a trial finds, the same on all ranks."""
         known = None
         if streams is not None:
-            parts = list(Part) if streams.text else [Part.TOKENS]
-            known = Known(*({part: rows(part) for part in parts} for rows in (streams.local, streams.whole)), self.order)
+            parts = list(StreamPart) if streams.text else [StreamPart.TOKENS]
+            known = Known({p: streams.local(p) for p in parts}, {p: streams.whole(p) for p in parts}, self.order)
         if next(block.children(), None) is None:
             return None
         plan, refused = None, None
@@ -176,7 +168,7 @@ class Attached:
     def _gather_results(self, name: str, plan: BlockPlan, output: Any, streams: Streams) -> Any:
         leaves, spec = tree_flatten(output)
         if self.last_of_run[name] != name:
-            rows = next(rows for rows in plan.outputs if rows.part is not Part.TEXT)
+            rows = next(rows for rows in plan.outputs if rows.part is not StreamPart.TEXT)
             self.end = _identity(leaves[rows.leaf])
             return output
         for leaf, dim, part in plan.outputs:
@@ -195,7 +187,7 @@ class Attached:
 
     # --- attention
 
-    def attend(self, call: Attention, kind: Kind, module: nn.Module, streams: Streams) -> Tensor:
+    def attend(self, call: TorchCall, kind: Kind, module: nn.Module, streams: Streams) -> Tensor:
         """One call of a module inside a block."""
         problem = call_problem(call, kind)
         if problem is None and call.mask is not None and kind.keys is not None:
@@ -206,17 +198,17 @@ class Attached:
         if kind.keys is None:
             return call.run()
         q, k, v = (x if x.dim() == 4 else x.unsqueeze(1) for x in (call.q, call.k, call.v))
-        if kind.keys is Part.TEXT and kind.queries is not Part.TEXT:
-            k, v = (streams.unshard(x, -2, Part.TEXT) for x in (k, v))
-            out = Attention(q, k, v, None, 0.0, False, call.scale, True).run()
+        if kind.keys is StreamPart.TEXT and kind.queries is not StreamPart.TEXT:
+            k, v = (streams.unshard(x, -2, StreamPart.TEXT) for x in (k, v))
+            out = TorchCall(q, k, v, None, 0.0, False, call.scale, True).run()
         else:
             out = streams.attention(q, k, v, kind.queries, causal=call.causal, scale=call.scale)
         return out if call.q.dim() == 4 else out.squeeze(1)
 
-    def _unknown_attention(self, call: Attention) -> Tensor:
+    def _unknown_attention(self, call: TorchCall) -> Tensor:
         raise RefusedError(f"{_name_of_caller()}: attends in a way that it did not when its block was first called")
 
-    def note_whole(self, call: Attention) -> Tensor:
+    def note_whole(self, call: TorchCall) -> Tensor:
         """Attention outside of the split."""
         if call.q.shape[-2] == call.k.shape[-2]:
             self.whole.append((_name_of_caller(), call.q.shape[-2]))
@@ -315,31 +307,15 @@ def _name_of_caller() -> str:
 # --- wrapped modules
 
 
-def wrap(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Replace ``forward``, with a bound method: a copy of the module has one bound to the copy."""
-    module.__dict__["_startrail_forward"] = module.__dict__.get("forward")
-    module.forward = MethodType(run, module)
-
-
-def unwrap(module: nn.Module) -> None:
-    if "_startrail_forward" in module.__dict__:
-        original = module.__dict__.pop("_startrail_forward")
-        del module.__dict__["forward"]
-        if original is not None:
-            module.forward = original
-    for name in ("_startrail", "_startrail_name", "_startrail_kinds", "_startrail_plan"):
-        module.__dict__.pop(name, None)
-
-
 def _run_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that attends inside a block."""
-    attached: Attached = module._startrail
+    attached: AttachedModule = module._startrail
     streams = attached.current()
     if streams is None or attached.trying or "_startrail_kinds" not in module.__dict__:
         return inner_forward(module)(*args, **kwargs)
     kinds = iter(module._startrail_kinds)
 
-    def attend(call: Attention) -> Tensor:
+    def attend(call: TorchCall) -> Tensor:
         kind = next(kinds, None)
         return attached._unknown_attention(call) if kind is None else attached.attend(call, kind, module, streams)
 
@@ -354,7 +330,7 @@ def run_block(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def run_root(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of the attached module."""
-    attached: Attached = module._startrail
+    attached: AttachedModule = module._startrail
     named = argument_names(module, args, kwargs)
     leaves = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.device.type != "meta"}
     attached.inputs = leaves
@@ -377,17 +353,20 @@ def run_root(module: Any, *args: Any, **kwargs: Any) -> Any:
     return _shares(attached, type(module).__name__, output, checking)
 
 
-def _shares(attached: Attached, name: str, output: Any, checking: bool) -> Any:
+def _shares(attached: AttachedModule, name: str, output: Any, checking: bool) -> Any:
     """The results, whose gradients are divided by the number of ranks."""
     leaves, spec = tree_flatten(output)
     for index, x in enumerate(leaves):
         if not isinstance(x, Tensor | int | float | str | None):
-            raise RefusedError(f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them")
+            raise RefusedError(
+                f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them"
+            )
         if isinstance(x, Tensor) and x.requires_grad and attached.sp.world > 1:
             leaves[index] = _Share.apply(x, attached, name if checking else None)
     for x in leaves:
         if isinstance(x, Tensor) and x.grad_fn is not None and attached.last is not None:
-            x.grad_fn.metadata["startrail"] = attached.last  # lives as long as the graph
+            node: Any = x.grad_fn
+            node.metadata["startrail"] = attached.last  # lives as long as the graph
             attached.live.add(attached.last)
     return tree_unflatten(leaves, spec)
 
@@ -396,7 +375,7 @@ class _Share(torch.autograd.Function):
     """The same tensor. Its gradient is divided by the number of ranks, and first compared if ``name`` is given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, attached: Attached, name: str | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, attached: AttachedModule, name: str | None) -> Tensor:
         ctx.attached, ctx.name = attached, name
         return x.view_as(x)
 

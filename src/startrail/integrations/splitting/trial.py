@@ -9,22 +9,20 @@ over tokens all fail. Nothing is sent, and the cost does not depend on the lengt
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from startrail._compat import unobserved
-from startrail.integrations.sdpa import Attention, AttentionMode, calling_module
-from startrail.integrations.streams import Part
+from startrail._compat import tree_flatten, tree_unflatten, unobserved
+from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
+from startrail.integrations.splitting.streams import StreamPart
+from startrail.integrations.splitting.wrapping import inner_forward
 
-PICKED = {Part.TOKENS: [4, 1, 9, 3, 7], Part.TEXT: [2, 0, 5]}  # rows of the first run that the second has
+PICKED = {StreamPart.TOKENS: [4, 1, 9, 3, 7], StreamPart.TEXT: [2, 0, 5]}  # rows of the first run that the second has
 PROBED = 4  # the token whose gradients are taken
 MAX_TRIALS = 256
 
@@ -34,14 +32,14 @@ class Rows(NamedTuple):
 
     leaf: int
     dim: int
-    part: Part
+    part: StreamPart
 
 
 class Kind(NamedTuple):
     """An attention call: the part that ``queries`` are of, and ``keys``, or None if every rank has all keys."""
 
-    queries: Part
-    keys: Part | None
+    queries: StreamPart
+    keys: StreamPart | None
 
 
 class BlockPlan(NamedTuple):
@@ -63,9 +61,9 @@ class Known(NamedTuple):
     """What is known about a block's arguments because tokens were split before: the rows of each part that this rank
     has, those of the whole sequence, and the order of text and tokens in joint attention."""
 
-    local: dict[Part, int]
-    whole: dict[Part, int]
-    order: Part | None
+    local: dict[StreamPart, int]
+    whole: dict[StreamPart, int]
+    order: StreamPart | None
 
 
 def try_block(block: nn.Module, args: Any, kwargs: Any, known: Known | None = None) -> BlockPlan | None:
@@ -78,7 +76,7 @@ def try_block(block: nn.Module, args: Any, kwargs: Any, known: Known | None = No
     failed: Exception | None = None
     with _undisturbed(block):
         for choice in itertools.islice(_choices(leaves, known), MAX_TRIALS):
-            trial = _Trial(block, leaves, spec, choice)
+            trial = _BlockTrial(block, leaves, spec, choice)
             try:
                 return trial.plan() if trial.attends() else None
             except RefusedError as error:
@@ -93,50 +91,50 @@ def try_block(block: nn.Module, args: Any, kwargs: Any, known: Known | None = No
     return None
 
 
-class _Choice(NamedTuple):
+class _RowChoice(NamedTuple):
     stream: Rows
     text: Rows | None
     rows: tuple[Rows, ...]  # including those two
 
 
-def _choices(leaves: list[Any], known: Known | None) -> Iterator[_Choice]:
+def _choices(leaves: list[Any], known: Known | None) -> Iterator[_RowChoice]:
     """What the arguments may mean, the likeliest first: those that least is split of."""
     floating = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
     for stream in _streams(leaves, floating, known):
         x, dim = leaves[stream.leaf], stream.dim
         alike = [i for i in floating if i != stream.leaf and _shape_without(leaves[i], dim) == _shape_without(x, dim)]
-        texts = [Rows(i, dim, Part.TEXT) for i in alike]
+        texts = [Rows(i, dim, StreamPart.TEXT) for i in alike]
         if known is not None:
-            count = known.local.get(Part.TEXT)
+            count = known.local.get(StreamPart.TEXT)
             texts = [each for each in texts if leaves[each.leaf].shape[dim] == count]
         for text in texts if known is not None and texts else (None, *texts):
-            sizes = {(Part.TOKENS, x.shape[dim])}
+            sizes = {(StreamPart.TOKENS, x.shape[dim])}
             if known is not None:
                 sizes = {*known.local.items(), *known.whole.items()}
             elif text is not None:
                 rows = leaves[text.leaf].shape[dim]
                 joint = x.shape[dim] + rows
-                sizes |= {(Part.TEXT, rows), (Part.TEXT_FIRST, joint), (Part.TEXT_LAST, joint)}
+                sizes |= {(StreamPart.TEXT, rows), (StreamPart.TEXT_FIRST, joint), (StreamPart.TEXT_LAST, joint)}
             fixed = [each for each in (stream, text) if each is not None]
             for tables in _tables(leaves, {each.leaf for each in fixed}, sizes):
-                yield _Choice(stream, text, (*fixed, *tables))
+                yield _RowChoice(stream, text, (*fixed, *tables))
 
 
 def _streams(leaves: list[Any], floating: list[int], known: Known | None) -> Iterator[Rows]:
     """Which argument may be the tokens, and in which dimension."""
     if known is not None:
-        parts = [Part.TOKENS, *([] if known.order is None else [known.order])]
+        parts = [StreamPart.TOKENS, *([] if known.order is None else [known.order])]
         places = itertools.product(parts, (1, 0), floating)
         yield from (Rows(i, dim, part) for part, dim, i in places if leaves[i].shape[dim] == known.local.get(part))
     elif floating:
-        yield from (Rows(floating[0], dim, Part.TOKENS) for dim in (1, 0))
+        yield from (Rows(floating[0], dim, StreamPart.TOKENS) for dim in (1, 0))
 
 
 def _shape_without(x: Tensor, dim: int) -> list[int]:
     return [size for index, size in enumerate(x.shape) if index != dim]
 
 
-def _tables(leaves: list[Any], taken: set[int], sizes: set[tuple[Part, int]]) -> Iterator[tuple[Rows, ...]]:
+def _tables(leaves: list[Any], taken: set[int], sizes: set[tuple[StreamPart, int]]) -> Iterator[tuple[Rows, ...]]:
     """Each choice of the other arguments that have rows. Arguments of one shape are alike."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, x in enumerate(leaves):
@@ -144,31 +142,33 @@ def _tables(leaves: list[Any], taken: set[int], sizes: set[tuple[Part, int]]) ->
             by_shape.setdefault(tuple(x.shape), []).append(index)
     options = []
     for shape, alike in by_shape.items():
-        matches = [(dim, part) for dim, size in enumerate(shape) for part in Part if (part, size) in sizes]
+        matches = [(dim, part) for dim, size in enumerate(shape) for part in StreamPart if (part, size) in sizes]
         options.append([(), *([Rows(index, dim, part) for index in alike] for dim, part in matches)])
     for chosen in itertools.product(*options):
         yield tuple(itertools.chain(*chosen))
 
 
-class _Call(NamedTuple):
+class _TrialCall(NamedTuple):
     module: nn.Module
-    attention: Attention
+    attention: TorchCall
 
 
-class _Trial:
+class _BlockTrial:
     """Both runs of a block with one choice of rows."""
 
-    def __init__(self, block: nn.Module, leaves: list[Any], spec: Any, choice: _Choice) -> None:
+    def __init__(self, block: nn.Module, leaves: list[Any], spec: Any, choice: _RowChoice) -> None:
         self.block, self.spec, self.choice = block, spec, choice
-        self.calls: list[_Call] = []
+        self.calls: list[_TrialCall] = []
         avoided = {size for x in leaves if isinstance(x, Tensor) for size in x.shape}
         first = next(n for n in itertools.count(11, 2) if not avoided & {n, n + 7})
-        self.sizes = {Part.TOKENS: first, Part.TEXT: 7}
+        self.sizes = {StreamPart.TOKENS: first, StreamPart.TEXT: 7}
         self.leaves = self._made_up(leaves)
 
     def attends(self) -> bool:
         """Run on some tokens; False if the block does not attend."""
-        sharded = any(hasattr(x, "device_mesh") for x in self.block.parameters())  # FSDP communicates in the backward pass
+        sharded = any(
+            hasattr(x, "device_mesh") for x in self.block.parameters()
+        )  # FSDP communicates in the backward pass
         with torch.inference_mode(False), torch.set_grad_enabled(not sharded):
             self.first, self.results = self._run(self.leaves)
         self.first_calls, self.calls = self.calls, []
@@ -189,7 +189,7 @@ class _Trial:
                 if rows is None:
                     raise RefusedError(f"{self.name()}: its result {tuple(x.shape)} does not have one row per token")
                 outputs.append(Rows(index, *rows))
-        if not any(rows.part is not Part.TEXT for rows in outputs):
+        if not any(rows.part is not StreamPart.TEXT for rows in outputs):
             raise RefusedError(f"{self.name()}: no result has one row per token")
         return BlockPlan(self.choice.stream, self.choice.text, self.choice.rows, tuple(outputs), kinds)
 
@@ -213,7 +213,7 @@ class _Trial:
             made[stream] = made[stream].requires_grad_()
         return made
 
-    def _count(self, part: Part) -> int:
+    def _count(self, part: StreamPart) -> int:
         return self.sizes[part] if part in self.sizes else sum(self.sizes.values())
 
     def _run(self, leaves: list[Any]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
@@ -235,9 +235,9 @@ class _Trial:
         found.extend((self.name(), x) for x in leaves if isinstance(x, Tensor))
         return leaves, found
 
-    def _attend(self, call: Attention) -> Tensor:
+    def _attend(self, call: TorchCall) -> Tensor:
         """A function of each query's own token."""
-        self.calls.append(_Call(calling_module(self.block), call))
+        self.calls.append(_TrialCall(calling_module(self.block), call))
         if call.q.shape[-2] != call.k.shape[-2]:
             return call._replace(dropout=0.0).run()
         repeats = [1] * call.v.dim()
@@ -247,33 +247,33 @@ class _Trial:
 
     # --- comparing
 
-    def _pick(self, x: Tensor, dim: int, part: Part) -> Tensor:
+    def _pick(self, x: Tensor, dim: int, part: StreamPart) -> Tensor:
         """The rows of the second run."""
-        text, tokens = PICKED[Part.TEXT], PICKED[Part.TOKENS]
+        text, tokens = PICKED[StreamPart.TEXT], PICKED[StreamPart.TOKENS]
         picked = {
-            Part.TOKENS: tokens,
-            Part.TEXT: text,
-            Part.TEXT_FIRST: text + [self.sizes[Part.TEXT] + i for i in tokens],
-            Part.TEXT_LAST: tokens + [self.sizes[Part.TOKENS] + i for i in text],
+            StreamPart.TOKENS: tokens,
+            StreamPart.TEXT: text,
+            StreamPart.TEXT_FIRST: text + [self.sizes[StreamPart.TEXT] + i for i in tokens],
+            StreamPart.TEXT_LAST: tokens + [self.sizes[StreamPart.TOKENS] + i for i in text],
         }[part]
         return x.index_select(dim, torch.tensor(picked, device=x.device))
 
-    def _rows(self, x: Tensor, y: Tensor) -> tuple[int, Part] | None:
+    def _rows(self, x: Tensor, y: Tensor) -> tuple[int, StreamPart] | None:
         """The dimension and the part of the rows; None if there are none, or if rows differ."""
         for dim, part in self._possible(x, y):
             if _close(self._pick(x, dim, part), y):
                 return dim, part
         return None
 
-    def _possible(self, x: Tensor, y: Tensor) -> list[tuple[int, Part]]:
+    def _possible(self, x: Tensor, y: Tensor) -> list[tuple[int, StreamPart]]:
         if x.dim() != y.dim():
             return []
         different = [dim for dim in range(x.dim()) if x.shape[dim] != y.shape[dim]]
         if len(different) != 1:
             return []
         sizes = x.shape[different[0]], y.shape[different[0]]
-        counts = {part: len(self._pick(torch.arange(self._count(part)), 0, part)) for part in Part}
-        return [(different[0], part) for part in Part if sizes == (self._count(part), counts[part])]
+        counts = {part: len(self._pick(torch.arange(self._count(part)), 0, part)) for part in StreamPart}
+        return [(different[0], part) for part in StreamPart if sizes == (self._count(part), counts[part])]
 
     def _compare(self, first: list[tuple[str, Tensor]], second: list[tuple[str, Tensor]]) -> None:
         probes: list[tuple[str, Tensor]] = []
@@ -284,7 +284,7 @@ class _Trial:
             pooled = x.shape == y.shape and not _close(x, y)
             if pooled or (rows is None and self._possible(x, y)):
                 raise RefusedError(_mixing(name))
-            if rows is not None and rows[1] is not Part.TEXT and x.requires_grad:
+            if rows is not None and rows[1] is not StreamPart.TEXT and x.requires_grad:
                 probes.append((name, x.select(rows[0], self._probed(rows[1]))))
         if probes and self._leaks([x for _, x in probes]):
             raise RefusedError(_mixing(next(name for name, x in probes if self._leaks([x]))))
@@ -298,8 +298,8 @@ class _Trial:
         others = torch.tensor([i for i in range(x.shape[dim]) if i != probed], device=x.device)
         return grad is not None and bool(grad.index_select(dim, others).any())
 
-    def _probed(self, part: Part) -> int:
-        return PROBED + (self.sizes[Part.TEXT] if part is Part.TEXT_FIRST else 0)
+    def _probed(self, part: StreamPart) -> int:
+        return PROBED + (self.sizes[StreamPart.TEXT] if part is StreamPart.TEXT_FIRST else 0)
 
     def _kinds(self) -> dict[str, list[Kind]]:
         """The kinds of all calls. Raises ``RefusedError`` for one that cannot be split."""
@@ -311,10 +311,11 @@ class _Trial:
             queries, keys = (self._rows_of_call(*pair) for pair in ((first.q, second.q), (first.k, second.k)))
             whole_keys = first.k.shape == second.k.shape
             if queries is None or (keys is None and not whole_keys):
-                counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {self._count(Part.TOKENS)} tokens"
+                tokens = self._count(StreamPart.TOKENS)
+                counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {tokens} tokens"
                 raise RefusedError(f"{name}: attention with {counts} is not over the sequence")
             kind = Kind(queries, None if whole_keys else keys)
-            if kind.keys not in (None, queries) and kind != (Part.TOKENS, Part.TEXT):
+            if kind.keys not in (None, queries) and kind != (StreamPart.TOKENS, StreamPart.TEXT):
                 raise RefusedError(f"{name}: queries are {queries.value}, but keys are {keys and keys.value}")
             problem = call_problem(first, kind)
             if problem is not None:
@@ -322,11 +323,11 @@ class _Trial:
             kinds.setdefault(name, []).append(kind)
         return kinds
 
-    def _rows_of_call(self, x: Tensor, y: Tensor) -> Part | None:
+    def _rows_of_call(self, x: Tensor, y: Tensor) -> StreamPart | None:
         return next((part for dim, part in [self._rows(x, y) or (0, None)] if dim == x.dim() - 2), None)
 
 
-def call_problem(call: Attention, kind: Kind) -> str | None:
+def call_problem(call: TorchCall, kind: Kind) -> str | None:
     """Why a call cannot be computed on ranks, or None."""
     if call.dropout:
         return f"attention dropout {call.dropout} is not supported: set it to 0"
@@ -337,7 +338,7 @@ def call_problem(call: Attention, kind: Kind) -> str | None:
     if call.mask is not None and not (kind.keys is kind.queries and call.is_key_mask()):
         shape = tuple(call.mask.shape)
         return f"an attn_mask {shape} cannot be split: use is_causal=True, or leave it out if it hides nothing"
-    if call.causal and kind != (Part.TOKENS, Part.TOKENS) and kind.queries is not Part.TEXT_FIRST:
+    if call.causal and kind != (StreamPart.TOKENS, StreamPart.TOKENS) and kind.queries is not StreamPart.TEXT_FIRST:
         return f"causal attention over {kind.queries.value}"
     heads, kv_heads = (x.shape[1] if x.dim() == 4 else 1 for x in (call.q, call.k))
     if heads != kv_heads and kv_heads != 1 and not call.gqa:
@@ -345,13 +346,6 @@ def call_problem(call: Attention, kind: Kind) -> str | None:
     if call.q.shape[0] != call.k.shape[0] or call.k.shape[0] != call.v.shape[0]:
         return f"queries and keys have different batches, {call.q.shape[0]} and {call.k.shape[0]}"
     return None
-
-
-def inner_forward(module: nn.Module) -> Callable[..., Any]:
-    """The ``forward`` that a module had before it was wrapped."""
-    original = module.__dict__.get("_startrail_forward")
-    wrapped = "_startrail_forward" in module.__dict__
-    return original or partial(type(module).forward, module) if wrapped else module.forward
 
 
 def _mixing(name: str) -> str:
@@ -386,19 +380,5 @@ def _undisturbed(block: nn.Module) -> Iterator[None]:
         finally:
             for x in zeros:
                 x.data.zero_()
-            for x, before in buffers:
-                x.data.copy_(before)
-
-
-def argument_names(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of ``module`` by name."""
-    function = inspect.unwrap(type(module).forward)
-    try:
-        bound = inspect.signature(function).bind(module, *args, **kwargs).arguments
-    except TypeError:  # a decorated forward; the call itself will say what is wrong
-        bound = {**{str(index): x for index, x in enumerate(args)}, **kwargs}
-    named = dict(bound)
-    named.pop("self", None)
-    for name in [name for name, x in named.items() if isinstance(x, dict)]:
-        named.update({f"{name}.{key}" if name not in ("kwargs", "options") else key: x for key, x in named.pop(name).items()})
-    return {name: x for name, x in named.items() if x is not module}
+            for buffer, before in buffers:
+                buffer.data.copy_(before)

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from startrail._compat import without_torch_functions
+
 torch_attention = F.scaled_dot_product_attention
 
 
-class Attention(NamedTuple):
+class TorchCall(NamedTuple):
     """The arguments of a call of ``F.scaled_dot_product_attention``."""
 
     q: Tensor
@@ -31,12 +32,12 @@ class Attention(NamedTuple):
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Attention:  # fmt: skip
+    ) -> TorchCall:  # fmt: skip
         return cls(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     def run(self) -> Tensor:
         """Torch's own attention, which no mode sees."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             return torch_attention(
                 self.q, self.k, self.v, self.mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.gqa
             )
@@ -49,19 +50,21 @@ class Attention(NamedTuple):
 class AttentionMode(TorchFunctionMode):
     """Inside, ``attend`` is called in place of ``F.scaled_dot_product_attention``."""
 
-    def __init__(self, attend: Callable[[Attention], Tensor], without_dropout: bool = False) -> None:
+    def __init__(self, attend: Callable[[TorchCall], Tensor], without_dropout: bool = False) -> None:
         super().__init__()
         self._attend, self._without_dropout = attend, without_dropout
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if function is torch_attention:
-            return self._attend(Attention.of(*args, **options))
+            return self._attend(TorchCall.of(*args, **options))
         if function is F.multi_head_attention_forward:  # calls attention where modes do not see it
-            instead = patch.object(F, "scaled_dot_product_attention", lambda *a, **o: self._attend(Attention.of(*a, **o)))
+            instead = patch.object(
+                F, "scaled_dot_product_attention", lambda *a, **o: self._attend(TorchCall.of(*a, **o))
+            )
             if self._without_dropout:
                 options = {**options, "training": False}
-            with instead, torch._C.DisableTorchFunction():
+            with instead, without_torch_functions():
                 return function(*args, **options)
         if self._without_dropout and function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout):
             return args[0] if args else options["input"]
