@@ -217,7 +217,7 @@ def test_no_request_leaves_the_page(browser, page):
 
 
 def test_large_worlds_open_and_play(browser, page):
-    """Prints times (``-s``); a busy machine must not fail the test. docs/view.md has those of idle cores."""
+    """Prints times (``-s``); a busy machine must not fail the test. docs/view.md has some."""
     for mask in ("causal", "window"):
         large = dict(nodes=8, ranks=8, plan="u8/1x8", versus="1x64", heads=64, cluster="h100-8x8", mask=mask)
         open_page(browser, page, state(**large))

@@ -112,7 +112,7 @@ def cluster_data(cluster: ClusterSpec) -> dict[str, Any]:
     rates = device.of(dtype)
     programs = {"rows": TILE_ROWS, "processors": PROCESSORS, "reference": REFERENCE_PROGRAMS}
     occupancy = None if rates.kernel is None else programs
-    fields = ("name", "size", "bandwidth", "latency", "shared", "duplex", "peer")
+    fields = ("name", "size", "bandwidth", "latency", "shared", "duplex", "peer", "under_compute")
     return {
         "levels": [{name: getattr(level, name) for name in fields} for level in cluster.levels],
         "transport": cluster.transport,

@@ -286,7 +286,7 @@ class PlanView {
     this.routesNote.textContent =
       `Bytes per rank${this.schedule.sizes.length > 1 ? ", level by level" : ""}, both passes. ${this.call.length.toLocaleString("en")} tokens in ` +
       `${documents} document${documents > 1 ? "s" : ""}: ${batch.local.toLocaleString("en")} per rank, ${padding.toFixed(1)} % padding. ` +
-      `On all ranks: ${batch.describe()}.`;
+      `On all ranks: ${batch.describe()}. The plan or direct: by bytes, outermost level first.`;
     this.routesTable.replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
   }
 

@@ -409,8 +409,12 @@ function representative(cluster, schedule, prices, pass) {
       }
     }
   }
+  // Lanes under compute have few channels: how many times longer they take on each level's links (planner/pricing.py).
+  const slower = cluster.levels.map((level) => (level.under_compute ? Math.max(level.bandwidth / level.under_compute, 1) : 1));
+  const hasFew = (lane) => schedule.groups > 1 || !schedule.by_heads[lane];
   const route = (_, message) => {
-    const path = known.get(message.lane) || counted.get(message.number);
+    let path = known.get(message.lane) || counted.get(message.number);
+    if (hasFew(message.lane)) path = { ...path, links: path.links.map(([link, load]) => [link, load * slower[link]]) };
     if (!inner.peer || !path.links.length || path.links[path.links.length - 1][0] !== last) return path;
     const links = [...path.links.slice(0, -1), [last + 1 + (message.peer % inner.size), path.links[path.links.length - 1][1]]];
     return { ...path, links };
