@@ -160,7 +160,7 @@ def _simulate_all_ranks(
     tasks = [tasks_of(program, prices, marks[rank] if hooks else None) for rank, program in enumerate(programs)]
     ends: list[list[float]] = [[0.0] for _ in range(world)]
     on_task = (lambda rank, now: ends[rank].append(now)) if hooks else None
-    simulated = simulate_tasks(cluster, tasks, order, on_task)
+    simulated = simulate_tasks(cluster, tasks, order, on_task, prices.lanes_with_few_channels())
     if hooks is not None:
         for rank in range(world):
             _tell(hooks(rank), programs[rank], tasks[rank], marks[rank], [start + end for end in ends[rank]])
@@ -169,11 +169,11 @@ def _simulate_all_ranks(
 
 def simulate_tasks(
     cluster: ClusterSpec, tasks: Sequence[list[Task]], order: Sequence[int] | None = None,
-    on_task: Callable[[int, float], None] | None = None,
+    on_task: Callable[[int, float], None] | None = None, few: dict[int, dict[int, float]] | None = None,
 ) -> SimulatedPass:  # fmt: skip
-    """Play the tasks of all ranks."""
+    """Play the tasks of all ranks. ``few``: lanes with few channels, as `Prices.lanes_with_few_channels` has them."""
     world = cluster.world
-    wires = _Wires(cluster, order or range(world))
+    wires = _Wires(cluster, order or range(world), few or {})
     speeds = [wires.speed(place) for place in range(world)]
     simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
     seconds = simulator.run()
@@ -198,8 +198,8 @@ def _tell(hook: EventHook, program: Program, tasks: list[Task], marks: list[Mark
 class _Wires:
     """Numbers all links of a cluster by level, member (or device) and direction."""
 
-    def __init__(self, cluster: ClusterSpec, order: Sequence[int]) -> None:
-        self.cluster, self.order = cluster, order
+    def __init__(self, cluster: ClusterSpec, order: Sequence[int], few: dict[int, dict[int, float]]) -> None:
+        self.cluster, self.order, self.few = cluster, order, few
         self.first: list[int] = []
         self.capacity: list[float] = []
         for at, level in enumerate(cluster.levels):
@@ -214,13 +214,13 @@ class _Wires:
             for link in range(cluster.world // span):
                 share = _share(cluster, at, link * span)
                 self.capacity += [level.bandwidth * share] * (2 if level.duplex else 1)
-        self.paths: dict[tuple[int, int], tuple[tuple[tuple[int, float], ...], float, tuple[int, ...]]] = {}
+        self.paths: dict[tuple[int, int, int], tuple[tuple[tuple[int, float], ...], float, tuple[int, ...]]] = {}
 
     def route(self, place: int, message: PricedMessage) -> Path:
-        key = self.order[place], self.order[message.peer]
-        if key not in self.paths:
-            levels = self.cluster.crossed(*key)
-            links = tuple((link, 1.0) for level in levels for link in self.links(level, *key))
+        ends, slower = (self.order[place], self.order[message.peer]), self.few.get(message.lane, {})
+        if (key := (*ends, message.lane)) not in self.paths:
+            levels = self.cluster.crossed(*ends)
+            links = tuple((link, slower.get(at, 1.0)) for at in levels for link in self.links(at, *ends))
             latency = max((self.cluster.levels[level].latency for level in levels), default=0.0)
             self.paths[key] = links, latency, levels
         links, latency, levels = self.paths[key]
