@@ -22,6 +22,7 @@ from startrail.bench import host
 from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
 from startrail.bench.peers import sparse
 from startrail.bench.peers.contenders import Attention, whole_attention, with_gradients
+from startrail.bench.report.record import record
 from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
@@ -142,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
     cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
     sdpa: dict[EngineWork, list[float]] = {work: [] for work in works}
     ours: dict[tuple[EngineWork, str], list[EngineTiming]] = {case: [] for case in cases}
+    started = time.time()
     done, total = 0, options.rounds * len(cases)
     for _ in range(options.rounds):
         for work in works:
@@ -154,7 +156,24 @@ def run(options: argparse.Namespace) -> int:
                 print(f"\r{done}/{total} {bar}", end=end, file=sys.stderr)
     for work in works:
         print(_table(work, sdpa[work], {plan: found for (of, plan), found in ours.items() if of == work}))
+    rows = [
+        {
+            "case": work.name,
+            "length": work.length,
+            "plan": plan,
+            "seconds": statistics.median(timing.seconds for timing in found),
+            "efficiency": _efficiency(sdpa[work], found),
+            "waiting": statistics.median(timing.waiting for timing in found),
+        }
+        for (work, plan), found in ours.items()
+    ]
+    record(options.json, options, started, rows)
     return 0
+
+
+def _efficiency(sdpa: list[float], ours: list[EngineTiming]) -> float:
+    """SDPA's time over ours, round by round."""
+    return statistics.median(a / b.seconds for a, b in zip(sdpa, ours, strict=True))
 
 
 def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTiming]]) -> str:
@@ -166,7 +185,7 @@ def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTimin
     ]
     for plan in sorted(ours, key=lambda name: statistics.median(r.seconds for r in ours[name])):
         seconds, waiting, added, formula = zip(*ours[plan], strict=True)
-        ratio = statistics.median(a / b for a, b in zip(sdpa, seconds, strict=True))
+        ratio = _efficiency(sdpa, ours[plan])
         lines.append(
             f"{plan:10s} {statistics.median(seconds):8.3f} {min(seconds):7.3f}-{max(seconds):7.3f} {ratio:10.2f} "
             f"{statistics.median(waiting):8.1%} {statistics.median(added) / 2**20:10.1f} {formula[0] / 2**20:8.1f}"

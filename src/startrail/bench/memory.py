@@ -6,10 +6,13 @@ import argparse
 import os
 import platform
 import tempfile
+import time
 
 import torch
 
 from startrail.bench import walls
+from startrail.bench.report.findings import Json
+from startrail.bench.report.record import record
 from startrail.bench.train import RecordingDisplay
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
@@ -52,8 +55,9 @@ def run(options: argparse.Namespace) -> int:
     )
     cases = [(length, options.ranks) for length in options.lengths]
     cases += [(options.local * world, world) for world in options.worlds]
-    worst = 0.0
+    worst, started = 0.0, time.time()
     seen: dict[tuple[int, int], str] = {}
+    rows: list[Json] = []
     for length, ranks in cases:
         if (length, ranks) not in seen:
             with tempfile.TemporaryDirectory() as out:
@@ -62,32 +66,38 @@ def run(options: argparse.Namespace) -> int:
                 peak, seconds, expected = measure(recipe, ranks)
             off = expected.total / peak - 1
             worst = max(worst, abs(off))
+            case = f"GPT, {length:,} tokens on {ranks} ranks (`{PLANS[ranks]}`)"
+            rows.append({"case": case, "measured": peak, "estimate": expected.total})
             seen[length, ranks] = (
                 f"{length:8,d} {ranks:3d} {length // ranks:7,d} {PLANS[ranks]:>5s} {peak / 2**20:6.1f} MiB "
                 f"{expected.total / 2**20:6.1f} MiB {off:7.1%} {seconds:8.1f}"
             )
         print(seen[length, ranks], flush=True)
     if options.wall_tokens:
-        worst = max(worst, _print_walls(walls.walls(options.wall_tokens, options.wall_tokens // FEWER)))
+        worst = max(worst, _print_walls(walls.walls(options.wall_tokens, options.wall_tokens // FEWER), rows))
     print(f"\nworst difference: {worst:.1%} (allowed: {ALLOWED:.0%})")
+    record(options.json, options, started, rows)
     return 0 if worst <= ALLOWED else 1
 
 
-def _print_walls(rows: list[walls.Wall]) -> float:
-    """A row each; the largest difference."""
+def _print_walls(cases: list[walls.Wall], rows: list[Json]) -> float:
+    """A row each, also added to ``rows``; the largest difference."""
     print(
         f"\none training step of a Llama with a vocabulary of {walls.VOCABULARY:,d}, width {walls.WIDTH} and MLPs of "
         f"{walls.HIDDEN:,d}, attached to {walls.RANKS} ranks ({walls.PLAN}), float32, layers recomputed\n"
     )
     print(f"{'':17s} {'N/P':>7s} {'measured':>12s} {'estimate':>12s} {'off':>7s}")
     worst = 0.0
-    for wall in rows:
+    for wall in cases:
         estimate = walls.expected(wall).total
         measured, off = "not run", ""
+        row: Json = {"case": f"Llama, {wall.name}, {wall.tokens:,} tokens per rank", "estimate": estimate}
         if wall.measured:
             peak = walls.measure(wall)
             measured, off = f"{peak / 2**20:,.0f} MiB", f"{estimate / peak - 1:.1%}"
             worst = max(worst, abs(estimate / peak - 1))
-        row = f"{wall.name:17s} {wall.tokens:7,d} {measured:>12s} {f'{estimate / 2**20:,.0f} MiB':>12s} {off:>7s}"
-        print(row, flush=True)
+            row["measured"] = peak
+        rows.append(row)
+        sizes = f"{measured:>12s} {f'{estimate / 2**20:,.0f} MiB':>12s} {off:>7s}"
+        print(f"{wall.name:17s} {wall.tokens:7,d} {sizes}", flush=True)
     return worst

@@ -97,6 +97,7 @@ def _add_engine(benchmarks: Commands) -> None:
     option("--full", action="store_true", help="no causal mask")
     option("--host", action="store_true", help="host time per call, without kernels and transfers")
     option("--calls", type=int, default=500, help="calls that --host measures (default %(default)s)")
+    option("--json", type=Path, metavar="FILE", help="also write the rows to a file")
 
 
 def _add_train(benchmarks: Commands) -> None:
@@ -117,6 +118,7 @@ def _add_memory(benchmarks: Commands) -> None:
     option("--recipe", default="gpt-tiny", help="(default %(default)s)")
     option("--no-recompute", action="store_true", help="keep all activations")
     option("--wall-tokens", type=int, default=16_384, metavar="N", help="N/P of the third part; 0: without it")
+    option("--json", type=Path, metavar="FILE", help="also write the rows to a file")
 
 
 def _add_sparse(benchmarks: Commands) -> None:

@@ -1,0 +1,23 @@
+"""Results in a file, with the machine, versions and options of the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from startrail.bench.report.findings import Json
+from startrail.bench.report.page import metadata
+
+
+def record(file: Path | None, options: argparse.Namespace, started: float, rows: Sequence[Json]) -> None:
+    """Write ``rows`` as JSON, if a file was asked for."""
+    if file is None:
+        return
+    given = [f"{name}={value}" for name, value in vars(options).items() if isinstance(value, bool | int | float | str)]
+    try:
+        file.write_text(json.dumps({"meta": metadata(given, started), "rows": rows}, indent=1))
+    except OSError as error:
+        raise ValueError(f"--json {file}: {error.strerror}") from None
+    print(f"\n{file}")
