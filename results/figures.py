@@ -48,7 +48,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def source(name: str) -> str:
     meta = recorded(name)["meta"]
-    return f"Measured on {meta['date']} at {meta['commit'][:10]} with torch {meta['torch']} (`results/{name}.json`)."
+    return (
+        f"Measured on {meta['date'][:10]} at {meta['commit'][:10]} with torch {meta['torch']} (`results/{name}.json`)."
+    )
 
 
 # --- blocks
@@ -119,16 +121,11 @@ def engine() -> str:
 
 
 def memory() -> str:
-    found = recorded("memory")
-    rows = [
-        [
-            row["case"],
-            f"{row['measured'] / 2**20:,.0f} MiB",
-            f"{row['estimate'] / 2**20:,.0f} MiB",
-            f"{row['off']:+.1%}",
-        ]
-        for row in found["rows"]
-    ]
+    rows = []
+    for row in recorded("memory")["rows"]:
+        peak, estimate = row.get("measured"), row["estimate"]
+        measured = [f"{peak / 2**20:,.0f} MiB", f"{estimate / peak - 1:+.1%}"] if peak else ["does not fit", ""]
+        rows.append([row["case"], measured[0], f"{estimate / 2**20:,.0f} MiB", measured[1]])
     return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
 
 
