@@ -218,10 +218,14 @@ def storm(run: ChaosRun, faults: Sequence[Fault], rng: random.Random, log: Calla
     """Disturb a run with these faults and let it finish; assert that each ends as documented."""
     costs = []
     run.launch()
+    saved = run.out / "checkpoints"
+    wait_until(
+        run, lambda: bool(steps_in(saved)), "no checkpoint is written"
+    )  # a run that ends before has none to name
     for fault in faults:
         target = run.last_step() + rng.randint(1, 4)
         wait_until(run, lambda target=target: run.last_step() >= target, f"step {target} is not reached")
-        while fault.do is flip_bit and len(steps_in(run.out / "checkpoints")) < 2:
+        while fault.do is flip_bit and len(steps_in(saved)) < 2:
             time.sleep(0.02)
         repeated, reached, start = run.repeated(), run.last_step(), time.monotonic()
         fault.do(run, rng)
@@ -236,7 +240,7 @@ def storm(run: ChaosRun, faults: Sequence[Fault], rng: random.Random, log: Calla
         wait_until(run, lambda reached=reached: run.last_step() > reached, f"{fault.name}: the run does not continue")
         costs.append(Cost(run.name, reached, fault, run.repeated() - repeated, time.monotonic() - start))
         if fault.do is flip_bit:
-            assert any((run.out / "checkpoints").glob("unusable-*")), "the flipped bit was not noticed"
+            assert any(saved.glob("unusable-*")), "the flipped bit was not noticed"
         log(str(costs[-1]))
     assert eventually(run.ended, 4 * DEADLINE), "the run does not finish"
     assert run.code == 0 and "terminate called" not in run.text(), run.text()
