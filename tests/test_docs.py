@@ -1,9 +1,8 @@
 """README and docs: code runs, commands exist, links lead somewhere, and figures are those of the recorded results."""
 
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from results import figures
 from startrail.cli.app import build_parser, main
 from startrail.cli.options import UsageError
-from tests.helpers import ROOT
+from tests.helpers import ROOT, fork_ranks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -43,17 +42,12 @@ def test_commands_in_the_docs_exist(page):
 
 def test_the_readme_and_the_first_example_run_as_they_stand(tmp_path):
     block, _ = blocks(ROOT / "README.md", "python")
-    (tmp_path / "readme.py").write_text(block)
-    script = tmp_path / "both.py"  # one start of torchrun for both
-    script.write_text(
-        f"import runpy\nwhole = runpy.run_path({str(tmp_path / 'readme.py')!r})['whole']\nprint(tuple(whole.shape))\n"
-        f"runpy.run_path({str(ROOT / 'examples' / 'first.py')!r})\n"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
-    done = subprocess.run([*torchrun, script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("(1, 8, 1000, 64)") == 4
-    error = float(re.search(r"largest difference from one process: (\S+)", done.stdout)[1])
+    readme, log = tmp_path / "readme.py", tmp_path / "log"
+    readme.write_text(f"{block}\nprint(tuple(whole.shape))\n")
+    for script in (readme, ROOT / "examples" / "first.py"):
+        assert fork_ranks(4, lambda script=script: runpy.run_path(str(script)) and 0, log) == [0] * 4, log.read_text()
+    assert log.read_text().count("(1, 8, 1000, 64)") == 4
+    error = float(re.search(r"largest difference from one process: (\S+)", log.read_text())[1])
     assert 0 < error < 3e-6
 
 

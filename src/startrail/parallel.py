@@ -100,7 +100,7 @@ class SequenceParallel:
         self.plan.check_world(self.world)
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
-        rule = bool(sparse) and rule_for(described, _machine(ranks))
+        rule = bool(sparse) and rule_for(described, self.world)
         settings = Settings(self.plan, layout, wire_dtype, limit, check_every_call, rule)
         self._runtime = Runtime(settings, ranks, self.rank)
         if windows:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from startrail import offload
 from startrail.offload import HostOffload
-from startrail.training import offload
 
 
 class Stream:

@@ -1,6 +1,7 @@
 """``startrail bench sparse``: every contender is right, and claims are judged by what was measured."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -37,6 +38,9 @@ def test_the_table_has_the_bound_and_the_problem():
 
 @pytest.mark.skipif(lab.available() is not None, reason=f"no lab: {lab.available()}")
 def test_every_contender_is_right(tmp_path):
+    for peer in ("deepspeed", "ring_flash_attn"):  # `make setup-bench` installs them
+        if find_spec(peer) is None:
+            pytest.skip(f"{peer} is not installed")
     options = ["--shapes", "2x2", "--pressures", "2", "--length", "256", "--repeats", "1", "--out", str(tmp_path)]
     assert main(["bench", "sparse", *options, "--only", "pretraining"]) == 0
     found = json.loads((tmp_path / "sparse.json").read_text())

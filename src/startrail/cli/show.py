@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     columns = shutil.get_terminal_size((120, 24)).columns
     if arguments.window is not None or arguments.documents is not None or plan.family.by_mask:
         described = arguments.cluster or os.environ.get("STARTRAIL_CLUSTER", "")
-        rule = rule_for(described, make_machine(world, arguments.nodes))
+        rule = rule_for(described, world)
         print(show_batch(plan, world, mask, length, pass_, ranks, 10**6 if arguments.rank else columns, rule))
         print(f"\nmask: {mask}, {length} tokens; blocks without visible pairs are left out")
         return 0

@@ -26,6 +26,7 @@ class Settings:
     def __str__(self) -> str:
         """What all ranks must have in common."""
         text = f"plan {self.plan}, {self.layout}, wire {self.wire_dtype}"
-        text += "" if self.sparse is True else f", direct {self.sparse}"
+        if self.sparse is not True:
+            text += f", direct {self.sparse}" if self.sparse else ", sparse=False"
         flags = "check_every_call", "windows"
         return text + "".join(f", {name}=True" for name in flags if getattr(self, name))

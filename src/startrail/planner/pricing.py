@@ -23,6 +23,7 @@ from startrail.planner.cluster import ClusterSpec
 from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
 from startrail.schedule.families.base import Heads
+from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass, Piece
@@ -59,6 +60,18 @@ class ComputeTask(NamedTuple):
 Task = PostTask | WaitTask | ComputeTask
 
 
+FewChannels = dict[int, dict[int, float]]  # by lane and level
+
+
+def lanes_with_few_channels(cluster: ClusterSpec, plan: Plan) -> FewChannels:
+    """Our lanes whose transfers run under compute, and how many times longer they take on each level's links."""
+    limited = {at: level for at, level in enumerate(cluster.levels) if level.under_compute}
+    slower = {at: max(level.bandwidth / level.under_compute, 1.0) for at, level in limited.items()}
+    if not slower:
+        return {}
+    return {n: slower for n, level in enumerate(plan.levels) if plan.groups > 1 or not isinstance(level, Heads)}
+
+
 class Prices:
     """Seconds that each step of one attention call takes on a cluster, as ``engine`` launches it. ``in_step``: one rank
     stands for all. Gradients of keys pass from rank to rank in the backward pass, so at every hop the ranks wait for
@@ -82,14 +95,8 @@ class Prices:
         self._blocks: dict[tuple[object, ...], float] = {}
         self._chunks: dict[tuple[Pass, int], float] = {}  # seconds of two chunks, by their distance
 
-    def lanes_with_few_channels(self) -> dict[int, dict[int, float]]:
-        """Our lanes whose transfers run under compute, and how many times longer they take on each level's links."""
-        limited = {at: level for at, level in enumerate(self.cluster.levels) if level.under_compute}
-        slower = {at: max(level.bandwidth / level.under_compute, 1.0) for at, level in limited.items()}
-        plan = self.sizes.plan
-        if not slower or self.engine is not STARTRAIL:
-            return {}
-        return {n: slower for n, level in enumerate(plan.levels) if plan.groups > 1 or not isinstance(level, Heads)}
+    def lanes_with_few_channels(self) -> FewChannels:
+        return lanes_with_few_channels(self.cluster, self.sizes.plan) if self.engine is STARTRAIL else {}
 
     def block(
         self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False

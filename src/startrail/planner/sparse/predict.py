@@ -24,7 +24,8 @@ from startrail.geometry.tiles import Tile, segments_of, tiles_of
 from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
-from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task
+from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task, lanes_with_few_channels
+from startrail.planner.simulator import SimulatedPass
 from startrail.routing.route import Rule, ZoneRoute, zone_route
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
@@ -47,7 +48,7 @@ def predict_sparse(
     """Predict both passes of ``call`` with these documents (cu_seqlens) and this window, or with its own."""
     call = replace(call, documents=documents or call.documents, window=window or call.window)
     sparse = SparseCall(cluster, plan, call)
-    return Prediction(*(simulate_tasks(cluster, sparse.tasks(pass_)) for pass_ in PASSES))
+    return Prediction(*(sparse.simulate(pass_) for pass_ in PASSES))
 
 
 def predict_call(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prediction:
@@ -109,6 +110,11 @@ class SparseCall:
     def tasks(self, pass_: Pass) -> list[list[Task]]:
         """The tasks of every rank in one pass."""
         return [self._tasks_of_rank(of_rank, pass_) for of_rank in self.routes]
+
+    def simulate(self, pass_: Pass) -> SimulatedPass:
+        """Play all ranks. Zones use the lanes of the plan."""
+        few = lanes_with_few_channels(self.cluster, self.plan)
+        return simulate_tasks(self.cluster, self.tasks(pass_), few=few)
 
     def _tasks_of_rank(self, routes: Sequence[tuple[ZoneRoute, TilePrices]], pass_: Pass) -> list[Task]:
         half = self.cluster.device.start / 2

@@ -22,7 +22,7 @@ from startrail.geometry.layout import Zone
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import DTYPES, ClusterSpec, cluster_text, find_cluster
-from startrail.planner.predict import AttentionShape, simulate_tasks
+from startrail.planner.predict import AttentionShape
 from startrail.planner.sparse.predict import SparseCall
 from startrail.planner.topology import Machine
 from startrail.routing.route import Rule
@@ -70,18 +70,21 @@ class SimulatedRule:
             seconds = []
             for direct in (False, True):
                 forced = SparseCall(cluster, sizes.plan, call, lambda *_, direct=direct: direct, key[-1])
-                seconds.append(sum(simulate_tasks(cluster, forced.tasks(pass_)).seconds for pass_ in PASSES))
+                seconds.append(sum(forced.simulate(pass_).seconds for pass_ in PASSES))
             self._known[key] = seconds[1] < seconds[0]
         return self._known[key]
 
 
-def rule_for(cluster: str, machine: Machine) -> bool | Rule:
-    """The rule for a described cluster (a name or a file), or True: if there is none, or it does not describe this
-    machine, bytes decide."""
-    if not cluster or machine.world == 1:
+def rule_for(cluster: str, world: int) -> bool | Rule:
+    """The rule for ranks of a described cluster (a name or a file), or True: if there is none, or they do not fill its
+    nodes, bytes decide. All ranks must decide alike, so only the description says how many ranks a node has."""
+    if not cluster or world == 1:
         return True
     described = find_cluster(cluster)
+    nodes = max(world // described.levels[-1].size, 1)
+    if world % nodes:
+        return True
     try:
-        return SimulatedRule(fit_cluster(described, machine))
+        return SimulatedRule(fit_cluster(described, Machine(nodes, world // nodes)))
     except ValueError:
         return True

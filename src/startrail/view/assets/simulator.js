@@ -330,9 +330,17 @@ function crossed(cluster, rank, peer) {
   return [];
 }
 
+// Lanes under compute have few channels: how many times longer they take on each level's links (planner/pricing.py).
+function slowdown(cluster, schedule) {
+  const slower = cluster.levels.map((level) => (level.under_compute ? Math.max(level.bandwidth / level.under_compute, 1) : 1));
+  const hasFew = schedule.by_heads.map((heads) => schedule.groups > 1 || !heads); // by lane: one per level of the plan
+  return (lane, at) => (hasFew[lane] ? slower[at] : 1);
+}
+
 class Wires {
-  constructor(cluster) {
+  constructor(cluster, schedule) {
     this.cluster = cluster;
+    this.slowdown = slowdown(cluster, schedule);
     this.spans = spansOf(cluster);
     this.first = [];
     this.capacity = [];
@@ -346,10 +354,12 @@ class Wires {
   }
 
   route(rank, message) {
-    const key = rank * this.cluster.world + message.peer;
+    const world = this.cluster.world;
+    const key = (message.lane * world + rank) * world + message.peer;
     if (!this.paths.has(key)) {
       const levels = crossed(this.cluster, rank, message.peer);
-      const links = levels.flatMap((level) => this.links(level, rank, message.peer)).map((link) => [link, 1]);
+      const links = levels.flatMap((level) =>
+        this.links(level, rank, message.peer).map((link) => [link, this.slowdown(message.lane, level)]));
       const latency = Math.max(0, ...levels.map((level) => this.cluster.levels[level].latency));
       this.paths.set(key, { links, latency, levels: this.cluster.levels.map((_, at) => (levels.includes(at) ? 1 : 0)) });
     }
@@ -409,12 +419,10 @@ function representative(cluster, schedule, prices, pass) {
       }
     }
   }
-  // Lanes under compute have few channels: how many times longer they take on each level's links (planner/pricing.py).
-  const slower = cluster.levels.map((level) => (level.under_compute ? Math.max(level.bandwidth / level.under_compute, 1) : 1));
-  const hasFew = (lane) => schedule.groups > 1 || !schedule.by_heads[lane];
+  const slower = slowdown(cluster, schedule);
   const route = (_, message) => {
-    let path = known.get(message.lane) || counted.get(message.number);
-    if (hasFew(message.lane)) path = { ...path, links: path.links.map(([link, load]) => [link, load * slower[link]]) };
+    const shared = known.get(message.lane) || counted.get(message.number);
+    const path = { ...shared, links: shared.links.map(([link, load]) => [link, load * slower(message.lane, link)]) };
     if (!inner.peer || !path.links.length || path.links[path.links.length - 1][0] !== last) return path;
     const links = [...path.links.slice(0, -1), [last + 1 + (message.peer % inner.size), path.links[path.links.length - 1][1]]];
     return { ...path, links };
@@ -463,7 +471,7 @@ function simulate(cluster, schedule, running, pass, alone = schedule.world > MOS
     simulator = new PageSimulator(cluster, [running.tasks(pass, rank)], capacity, route, true);
   } else {
     ranks = Array.from({ length: world }, (_, rank) => rank);
-    const wires = new Wires(cluster);
+    const wires = new Wires(cluster, schedule);
     firsts = wires.first;
     const tasks = ranks.map((rank) => running.tasks(pass, rank));
     simulator = new PageSimulator(cluster, tasks, wires.capacity, (rank, message) => wires.route(rank, message), false);
