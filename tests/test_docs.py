@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from results import figures
+from startrail import __version__
 from startrail.cli.app import build_parser, main
 from startrail.cli.options import UsageError
 from tests.helpers import ROOT, fork_ranks
@@ -74,3 +75,7 @@ def test_links_between_pages_lead_somewhere():
 
 def test_figures_are_those_of_the_recorded_results():
     assert list(figures.problems(write=False)) == []
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
