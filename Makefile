@@ -33,7 +33,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=10
 LARGE := tests/integrations tests/diagnostics
 
 test: setup            ## every test, plans x shapes pairwise (tests/README.md)
-	$(PYTEST) -n 3 --dist loadgroup -m "not alone" $(addprefix --ignore=,$(LARGE)) tests
+	$(PYTEST) -n 4 --dist loadgroup -m "not alone" $(addprefix --ignore=,$(LARGE)) tests
 	$(PYTEST) -n 3 --dist loadgroup $(LARGE) src
 	$(PYTEST) -m alone tests/lab
 

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from startrail.bench.cases import OURS
-from startrail.bench.report.findings import Line, lines_of
 from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
 
 FOLDER = Path(__file__).parent
@@ -57,43 +55,17 @@ def source(name: str) -> str:
 
 
 def headline() -> str:
-    """One row per setting: our plan, and the fastest of the others."""
+    """Sparse masks on 4 nodes of 8 ranks and slow links: ours, and the fastest of the other libraries."""
     rows = []
-    for trial in _dense_trials(causal=True, pressure=24.0):
-        lines = lines_of(trial)
-        ours, other = _best(lines, ours=True), _best(lines, ours=False)
-        setting = f"{trial['nodes']} nodes of {trial['ranks_per_node']}, dense"
-        rows.append([setting, f"`{ours.plan}`", f"**{ours.against_ring:.1f}x**", _against(other)])
     for (machine, pressure, work), of_trial in _sparse_trials():
         if machine == "4x8" and pressure == 24.0:
             seconds = {row.contender: row.seconds for row in of_trial if row.seconds}
             others = {name: s for name, s in seconds.items() if name not in (SPARSE, RING, DENSE)}
+            speed = {name: f"{seconds[RING] / s:.1f}x" for name, s in seconds.items()}
             other = min(others, key=lambda name: others[name])
-            best = f"{other} {seconds[RING] / others[other]:.1f}x"
-            rows.append([f"4 nodes of 8, {work}", "zones, direct", f"**{seconds[RING] / seconds[SPARSE]:.1f}x**", best])
-    heads = ["nodes x ranks, mask", "our plan", "over ring", "fastest other library"]
-    return f"{table(heads, rows)}\n\n{source('dense')} {source('sparse')}"
-
-
-def dense() -> str:
-    """Every contender of the causal and full trials."""
-    parts = []
-    for trial in _dense_trials():
-        mask = "causal" if trial["work"]["causal"] else "full"
-        lines = sorted((line for line in lines_of(trial) if line.role != "compute"), key=lambda line: line.seconds)
-        rows = [
-            [
-                f"**{line.name}**" if line is _best(lines, ours=True) else line.name,
-                f"`{line.plan}`" if line.plan else "",
-                f"{line.seconds:.2f}",
-                f"{line.against_ring:.2f}",
-                f"{line.share_of_bound:.0%}",
-            ]
-            for line in lines
-        ]
-        title = f"{trial['machine']}, {mask}, {trial['work']['length']:,} tokens, ring at {trial['pressure']:g}x:"
-        parts.append(f"{title}\n\n{table(['contender', 'plan', 's', 'x ring', 'of its bound'], rows)}")
-    return "\n\n".join([*parts, source("dense")])
+            rows.append([work, f"**{speed[SPARSE]}**", speed[DENSE], f"{other} {speed[other]}"])
+    heads = ["mask, 4 nodes of 8 ranks", "startrail", "our best plan for dense masks", "fastest other library"]
+    return f"{table(heads, rows)}\n\n{source('sparse')}"
 
 
 def sparse() -> str:
@@ -129,31 +101,7 @@ def memory() -> str:
     return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, dense, sparse, engine, memory)}
-
-
-def _dense_trials(causal: bool | None = None, pressure: float | None = None) -> Iterator[Json]:
-    for trial in recorded("dense")["trials"]:
-        work = trial["work"]
-        plain = not work["model"] and not trial["slow_node"] and work["kv_heads"] == work["heads"]
-        right = causal in (None, work["causal"]) and trial["pressure"] and pressure in (None, trial["pressure"])
-        if (
-            plain
-            and right
-            and _best(lines_of(trial), ours=True)
-            and any(row["role"] == "ring" for row in trial["rows"])
-        ):
-            yield trial
-
-
-def _best(lines: Sequence[Line], ours: bool) -> Line | None:
-    """The fastest of our plans, or of other libraries."""
-    fitting = (line for line in lines if line.role in (OURS if ours else ("peer",)))
-    return min(fitting, key=lambda line: line.seconds, default=None)
-
-
-def _against(line: Line | None) -> str:
-    return f"{line.name} {line.against_ring:.1f}x" if line else ""
+BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, sparse, engine, memory)}
 
 
 def _sparse_trials() -> Iterator[tuple[tuple[str, float, str], list[SparseRow]]]:
@@ -195,17 +143,17 @@ def _filled(block: str, rendered: str) -> str:
 
 
 def _too_old(page: Path, name: str, allowed: int) -> Iterator[str]:
-    for file in {"headline": ("dense", "sparse")}.get(name, (name,)):
-        commit = recorded(file)["meta"]["commit"]
-        command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            yield f"results/{file}.json: commit {commit} is not part of this history"
-        elif int(done.stdout) > allowed:
-            yield (
-                f"{page.relative_to(ROOT)}: {done.stdout.strip()} commits changed the measured code since "
-                f"results/{file}.json, the page admits {allowed}"
-            )
+    file = "sparse" if name == "headline" else name
+    commit = recorded(file)["meta"]["commit"]
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        yield f"results/{file}.json: commit {commit} is not part of this history"
+    elif int(done.stdout) > allowed:
+        yield (
+            f"{page.relative_to(ROOT)}: {done.stdout.strip()} commits changed the measured code since "
+            f"results/{file}.json, the page admits {allowed}"
+        )
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ def test_chunks_count_as_in_one_process():
 STEPPING = [("gpt-oss", torch.float64), ("llama4", torch.float64), ("gemma3", torch.float32)]
 if FULL:
     STEPPING += [(name, torch.float64) for name in ("qwen3", "gemma3", "deepseek-v3")]
-STEPS = 20 if FULL else 8
+STEPS = 20 if FULL else 4
 STEPS_ALLOWED = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 

@@ -4,12 +4,10 @@ accelerate and Trainer shard batches and drop masks themselves; diffusers has it
 """
 
 import os
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
 pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[hf]')")
@@ -123,66 +121,3 @@ def test_a_model_of_diffusers_is_refused_with_what_to_do():
         "ValueError: attach needs a transformers model, got DiTTransformer2DModel: "
         "use startrail.integrations.diffusers.attach"
     )
-
-
-class Processor:
-    """What a user of diffusers writes: tensors are (batch, tokens, heads * dim)."""
-
-    def __init__(self, sequence):
-        self.sequence = sequence
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **options):
-        assert encoder_hidden_states is None and attention_mask is None
-        sides = (attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states))
-        q, k, v = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in sides)
-        out = self.sequence.attention(q, k, v).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](out))
-
-
-@contextmanager
-def counting_sdpa(monkeypatch):
-    calls, plain = [], F.scaled_dot_product_attention
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", lambda *x, **options: calls.append(1) or plain(*x, **options))
-        yield calls
-
-
-def test_attention_of_diffusers_goes_through_a_processor_and_through_nothing_else(monkeypatch):
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed (pip install diffusers)")
-    from diffusers.models.attention_dispatch import AttentionBackendName
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    assert "'startrail' is not a valid AttentionBackendName" in error_of(lambda: AttentionBackendName("startrail"))
-
-    def make():
-        torch.manual_seed(0)
-        return diffusers.DiTTransformer2DModel(
-            num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8,
-            num_embeds_ada_norm=10, dropout=0.0,
-        )  # fmt: skip
-
-    model = make()
-    assert getattr(model, "_cp_plan", None) is None
-    assert "got DiTTransformer2DModel of diffusers" in error_of(
-        lambda: attach(model, startrail.SequenceParallel("1x1"))
-    )
-    attention = model.transformer_blocks[0].attn1
-    assert isinstance(attention.processor, AttnProcessor2_0)
-    x = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1))
-    with counting_sdpa(monkeypatch) as calls:
-        whole = attention(x)
-    assert calls == [1], "it calls SDPA itself, not a registered backend"
-    whole.square().sum().backward()
-    expected = attention.to_q.weight.grad
-
-    def on_rank(rank):
-        mine, sequence = make().transformer_blocks[0].attn1, startrail.SequenceParallel("u2/1x2").sequence(37)
-        mine.set_processor(Processor(sequence))
-        out = mine(sequence.shard(x, 1))
-        real = sequence.shard(torch.ones(37), 0)
-        (out.square() * real.view(1, -1, 1)).sum().backward()
-        startrail.sum_gradients(mine.parameters())
-        return [(sequence.unshard(out, 1) - whole).norm() / whole.norm(),
-                (mine.to_q.weight.grad - expected).norm() / expected.norm()]  # fmt: skip
-
-    assert max(off for found in run_local(on_rank, 4) for off in found) < 2e-6
