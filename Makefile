@@ -34,7 +34,7 @@ LARGE := tests/integrations tests/diagnostics
 
 test: setup            ## every test, plans x shapes pairwise (tests/README.md)
 	$(PYTEST) -n 4 --dist loadgroup -m "not alone" $(addprefix --ignore=,$(LARGE)) tests
-	$(PYTEST) -n 3 --dist loadgroup $(LARGE) src
+	$(PYTEST) -n 4 --dist loadgroup $(LARGE) src
 	$(PYTEST) -m alone tests/lab
 
 test-all: setup        ## the same with whole products instead of pairs

@@ -320,7 +320,7 @@ def summary(costs: Sequence[Cost], steps: int, seconds: float) -> str:
 def test_a_short_storm(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # ``chaos`` replaces both
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
-    faults = len(LOCAL_FAULTS) if FULL else 3  # test_interruptions.py has most kinds one by one
+    faults = len(LOCAL_FAULTS) if FULL else 2  # test_interruptions.py has most kinds one by one
     text = chaos(local=faults, on_nodes=0, seed=3, folder=tmp_path)
     assert sum(fault.name in text for fault in LOCAL_FAULTS) == faults
 

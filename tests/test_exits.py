@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
-from tests.helpers import ROOT
+import pytest
+
+from tests.helpers import FULL, ROOT
 
 
+@pytest.mark.skipif(not FULL, reason="make test-all, or make exits")
 def test_processes_end_without_an_abort():
     """One launch of an example and one of training, on 4 ranks each, in a program that has used no threads yet."""
     command = [sys.executable, "-m", "tests.exits", "--exits", "8", "--burners", "0", "--examples", "own_loop_fsdp2"]

@@ -42,7 +42,7 @@ def test_every_plan_trains_like_one_process(world, data, tmp_path):
         if FULL or number % 2 == (world == 8):  # every option and kind of plan on one of the two
             cases.append(dit(data, tmp_path / f"dit-{number}", layers=1, **options))
     if world == 4:
-        cases.append(gpt(data, tmp_path / "packed", packed=True, plan="2x2", steps=30 if FULL else 10, **OPTIONS[3]))
+        cases.append(gpt(data, tmp_path / "packed", packed=True, plan="2x2", steps=30 if FULL else 5, **OPTIONS[3]))
     else:
         groups = dict(plan="2x2", data_parallel=2, accumulate=2, zero=2, steps=steps)
         cases.append(gpt(data, tmp_path / "groups", layers=1, **groups))
