@@ -249,7 +249,7 @@ def test_a_smaller_run():
 
 
 def test_cases_that_failed_before():
-    assert not _search(_wrong, FAILED_CASES, progress=False)
+    assert not _search(_wrong, FAILED_CASES[:: 1 if FULL else 3], progress=False)
 
 
 def test_numbers_that_are_not_finite():

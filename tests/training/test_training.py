@@ -35,7 +35,7 @@ OPTIONS = [
 def test_every_plan_trains_like_one_process(world, data, tmp_path):
     cases = []
     steps = 30 if FULL else 3  # with gradients of the first, and losses after two updates
-    for number, plan in enumerate(PLANS[world]):
+    for number, plan in enumerate(PLANS[world] if FULL else PLANS[world][1:]):  # without the ring
         layers = 2 if world == 4 else 1  # eight ranks on two cores are slow
         options = dict(plan=plan, steps=steps, **OPTIONS[number % len(OPTIONS)])
         cases.append(gpt(data, tmp_path / f"gpt-{number}", layers=layers, **options))
