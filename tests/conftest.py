@@ -19,7 +19,16 @@ SHARED = (
     "integrations/test_families.py",
     "integrations/test_wrappers.py",
 )  # a fixture that takes long: one worker each
-LONG = ("test_docs.py", "training/", "chaos.py", "integrations/", "engine/", "fuzz.py", "comm/", "schedule/")  # first, to end together
+LONG = (
+    "test_docs.py",
+    "training/",
+    "chaos.py",
+    "integrations/",
+    "engine/",
+    "fuzz.py",
+    "comm/",
+    "schedule/",
+)  # first, to end together
 
 
 def pytest_configure(config):
