@@ -19,8 +19,9 @@ ENGINE = (
     "Efficiency is the time of single-process SDPA on all cores divided by ours, forward + backward on the same "
     "sequence. With at least as many ranks as cores, 1.0 means that distributing costs nothing. Rounds are "
     "interleaved and medians reported, because the load of a shared machine varies. Memory is what attention adds to "
-    "a rank, next to the engine's own formula. --host measures host time per call instead: time that a GPU would spend "
-    "waiting."
+    "a rank, next to the engine's own formula. Without links, a rank computes on zeros instead of what it would "
+    "receive: plans differ there by their own overhead alone, and sending is what a real run adds. --host measures "
+    "host time per call instead: time that a GPU would spend waiting."
 )
 TRAIN = (
     "Compares Ring Attention with the recipe's default plan. Both run in every round, one after the other, and "
