@@ -128,7 +128,7 @@ def _add_sparse(benchmarks: Commands) -> None:
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0], help="(default 24 8)")
     option("--length", type=int, default=2816, help="tokens (default %(default)s)")
     option("--only", default="", metavar="TEXT", help="run only workloads whose name contains TEXT, such as layers")
-    option("--repeats", type=int, default=5, help="of our sparse plan; others run once (default %(default)s)")
+    option("--repeats", type=int, default=5, help="at most, fewer of slow contenders (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="(default %(default)s)")
 
 

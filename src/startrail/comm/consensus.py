@@ -38,6 +38,7 @@ from startrail.comm.ledger import (
     WaitRegistry,
     delete_dropped_keys,
     explain_mismatch,
+    shortened,
 )
 from startrail.comm.timing import TIMING
 from startrail.comm.waits import PublishedWait, describe_waits, rank_names
@@ -323,7 +324,8 @@ class _LedgerComparison:
                 seconds = now - start
                 if seconds > ledger.timeout.total_seconds():
                     missing, others = self._missing_ranks(), self.consensus.describe_others()
-                    raise PeerError(f"{missing} did not start {self.call} within {ledger.timeout}{others}")
+                    (call,) = shortened([str(self.call)])
+                    raise PeerError(f"{missing} did not start {call} within {ledger.timeout}{others}")
                 if pause >= TIMING.longest_poll:
                     self._raise_if_abandoned()
                 if seconds > TIMING.slow_wait and not ledger.matches(key, record):
@@ -336,9 +338,10 @@ class _LedgerComparison:
                         stack.callback(registry.leave)
                     elif conflict := registry.find_conflict():
                         raise ValueError(f"{conflict}: make a new SequenceParallel on all of these ranks, or on none")
-                if seconds > TIMING.reminder and not reminded:
+                if seconds > TIMING.reminder and not reminded and (missing := ledger.missing_ranks(key)):
                     reminded = True
-                    log.warning("rank %d still waits for %s to start %s", ledger.rank, self._missing_ranks(), self.call)
+                    (call,) = shortened([str(self.call)])
+                    log.warning("rank %d still waits for %s to start %s", ledger.rank, rank_names(missing), call)
         self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours
         if record.problem is not None or not ledger.matches(key, record):
             raise ValueError(explain_mismatch(ledger.read(key)))
