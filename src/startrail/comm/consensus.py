@@ -338,10 +338,10 @@ class _LedgerComparison:
                         stack.callback(registry.leave)
                     elif conflict := registry.find_conflict():
                         raise ValueError(f"{conflict}: make a new SequenceParallel on all of these ranks, or on none")
-                if seconds > TIMING.reminder and not reminded and (missing := ledger.missing_ranks(key)):
+                if seconds > TIMING.reminder and not reminded and (late := ledger.missing_ranks(key)):
                     reminded = True
                     (call,) = shortened([str(self.call)])
-                    log.warning("rank %d still waits for %s to start %s", ledger.rank, rank_names(missing), call)
+                    log.warning("rank %d still waits for %s to start %s", ledger.rank, rank_names(late), call)
         self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours
         if record.problem is not None or not ledger.matches(key, record):
             raise ValueError(explain_mismatch(ledger.read(key)))
