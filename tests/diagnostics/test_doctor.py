@@ -110,7 +110,7 @@ def test_the_suggested_command_works(tmp_path, capsys, monkeypatch):
     out = tmp_path / "here.toml"
     assert main(["doctor", "--out", str(out)]) == 0
     *_, last = capsys.readouterr().out.strip().splitlines()
-    assert "Not to be trusted" in out.read_text()
+    assert "Unreliable" in out.read_text()
     assert main(last.partition("now: startrail ")[2].split()) == 0
 
 

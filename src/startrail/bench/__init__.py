@@ -1,4 +1,4 @@
-"""Benchmarks: our plans, the paper's schedule and the peers' own code at the same work, in one run, on limited links.
+"""Benchmarks: our plans, the paper's schedule and the peers' own code on the same work, in one run, over limited links.
 
 May import every package. `suite` runs the benchmark; start reading there. `cases` defines workloads, contenders and
 trials, `sizes` their bytes per link, `peers` and `models` call each contender, `measure` runs trials on ranks, and

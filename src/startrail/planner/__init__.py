@@ -5,7 +5,7 @@ on. Start with ``answer.plan``, which ``startrail plan`` prints, and follow it t
 
 ``units`` reads description files, in which numbers carry units. ``cluster`` and ``workload`` are what they describe,
 ``topology`` the bytes on the links between nodes. ``pricing``, ``simulator`` and ``predict`` time one attention call,
-with the speeds of ``kernels``; ``peers`` are other people's engines. ``bounds`` gives lower bounds. ``step`` adds the
-rest of a training step and ``memory`` its memory. ``search`` ranks all ``candidates`` into ``rows``, ``answer``
-explains the result, ``operate`` answers what fits, and ``auto`` serves ``SequenceParallel("auto")``.
+with the speeds of ``kernels``; ``peers`` describes other libraries' engines. ``bounds`` gives lower bounds. ``step``
+adds the rest of a training step and ``memory`` its memory. ``search`` ranks all ``candidates`` into ``rows``,
+``answer`` explains the result, ``operate`` works out what fits, and ``auto`` serves ``SequenceParallel("auto")``.
 """

@@ -1,5 +1,5 @@
-"""Questions of people who run clusters: the longest sequence that fits, the devices that a length needs, the batch that
-is worth its memory, and what a million tokens cost.
+"""Questions that operators of clusters ask: the longest sequence that fits, the devices that a length needs, the batch
+that is worth its memory, and what a million tokens cost.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.planner.workload import find_model
@@ -50,9 +50,7 @@ def longest_length(cluster: ClusterSpec, model: Model, run: Run, memory: float |
         return fits(cluster, model, replace(run, length=steps * LENGTH_STEP))
 
     if not good(least):
-        raise ValueError(
-            f"{model.name} does not fit cluster {cluster} with {least * LENGTH_STEP} tokens, nor with more"
-        )
+        raise ValueError(f"{model.name} does not fit cluster {cluster} even with {least * LENGTH_STEP} tokens")
     high = 2 * least
     while high * LENGTH_STEP < MAX_COUNT and good(high):
         least, high = high, 2 * high

@@ -259,7 +259,7 @@ class _BlockTrial:
         return x.index_select(dim, torch.tensor(picked, device=x.device))
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[int, StreamPart] | None:
-        """The dimension and the part of the rows; None if there are none, or if rows differ."""
+        """The dimension and the part of the rows; None if no dimension matches."""
         for dim, part in self._possible(x, y):
             if _close(self._pick(x, dim, part), y):
                 return dim, part
