@@ -18,7 +18,7 @@ from startrail.planner.cluster import MAX_RANKS, ClusterSpec
 from startrail.planner.rows import DoesNotFitError, Row
 from startrail.planner.search import limit_memory, search
 from startrail.planner.step import Training
-from startrail.planner.units import MAX_COUNT, count_text
+from startrail.planner.units import MAX_COUNT, count_text, plural
 from startrail.planner.workload import Model, Run
 from startrail.schedule.plan import Plan
 
@@ -75,7 +75,7 @@ def smallest_cluster(cluster: ClusterSpec, model: Model, run: Run, memory: float
     for sized in sizes_upwards(limit_memory(cluster, memory)):
         if run.length >= 2 * sized.world and fits(sized, model, run):
             return sized
-    raise ValueError(f"{model.name} with {run.length} tokens fits no number of {cluster.levels[0].label} members")
+    raise ValueError(f"{model.name} with {run.length} tokens fits no number of {plural(cluster.levels[0].label)}")
 
 
 def worthwhile_batch(cluster: ClusterSpec, model: Model, run: Run, memory: float | None = None) -> int:

@@ -1,7 +1,7 @@
 """Training runs: recipes, data, models, checkpoints and the loop.
 
-May import the public API, the packages below it, ``launch`` and ``view``. Start reading at ``trainer``, the loop of one rank;
-``recipes`` has every setting of a run and needs no torch.
+May import the public API, the packages below it, ``launch`` and ``view``. Start reading at ``trainer``, the loop of one
+rank; ``recipes`` has every setting of a run and needs no torch.
 
 - ``data/``, ``models/``, ``checkpoints/``: what a run reads, trains and saves.
 - ``tasks``: text with a GPT, images with a DiT.

@@ -313,7 +313,7 @@ class _BlockTrial:
             if queries is None or (keys is None and not whole_keys):
                 tokens = self._count(StreamPart.TOKENS)
                 counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {tokens} tokens"
-                raise RefusedError(f"{name}: attention with {counts} is not over the sequence")
+                raise RefusedError(f"{name}: attention over {counts} is not attention over the sequence")
             kind = Kind(queries, None if whole_keys else keys)
             if kind.keys not in (None, queries) and kind != (StreamPart.TOKENS, StreamPart.TEXT):
                 raise RefusedError(f"{name}: queries are {queries.value}, but keys are {keys and keys.value}")
