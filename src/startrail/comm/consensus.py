@@ -12,8 +12,8 @@ one of the same call. If it finds one, it aborts its wait and raises the same ``
 
 After an error on any rank, the pending calls of all ranks are useless. A rank that fails writes the reason, which
 aborts the waits of the others, and all start again in the next *epoch*: call 1, nothing agreed on, new lanes. A rank
-that finds itself behind goes on in the newest epoch. If the others have waited for it in vain, as they do when its own
-code raised and it skipped a call, they have had their error already, and it joins them without one (``RejoinError``).
+that finds itself behind continues in the newest epoch. If the others timed out waiting for it, as they do when its own
+code raised and it skipped a call, they have already raised, and it joins them without an error (``RejoinError``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RejoinError(Exception):
     ``sequence`` is the one in which they did."""
 
     def __init__(self, epoch: int, sequence: int | None) -> None:
-        super().__init__(f"the other ranks go on in epoch {epoch}")
+        super().__init__(f"the other ranks continue in epoch {epoch}")
         self.epoch, self.sequence = epoch, sequence
 
 

@@ -179,7 +179,7 @@ class CallLedger:
 
     def abandon(self, epoch: int, failure: Failure, late: list[int]) -> int:
         """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. The
-        ``late`` ranks, which this one has waited for in vain, may rejoin the others without an error."""
+        ``late`` ranks, which this one timed out waiting for, can rejoin the others without an error."""
         if (newest := self.newest_epoch()) > epoch:
             return newest
         if self.store.add(f"{epoch}/failures", 1) == 1:
@@ -196,7 +196,7 @@ class CallLedger:
         return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def was_late(self, epoch: int) -> bool:
-        """True if the others have waited for this rank in vain, in ``epoch`` or later."""
+        """True if the others timed out waiting for this rank, in ``epoch`` or later."""
         key = f"late/{self.rank}"
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
 
