@@ -4,27 +4,41 @@ python -m results.figures          # says which pages differ from their results;
 python -m results.figures --write  # renders them anew
 
 A page holds ``<!-- figures: NAME -->``, the rendered block, and ``<!-- end of figures -->``. ``NAME, at most 50 commits
-old`` says how many commits may have changed the measured code (``MEASURED``) since the measurement.
+old`` says how many commits may have changed the measured code (``MEASURED``) since the measurement. Every other figure
+on a page has a line in ``stated.txt``: page, words around the figure, and the test, file or publication it is from.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from startrail.bench.cases import OURS
+from startrail.bench.report.findings import Line, lines_of
 from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
+VALIDATION = ROOT / "validation"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"<!-- figures: (\w+)(?:, at most (\d+) commits old)? -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 MEASURED = [f"src/startrail/{package}" for package in ("comm", "engine", "geometry", "kernels", "routing", "schedule")]
+
+VALIDATED = {
+    "lab": [*MEASURED, "src/startrail/planner/simulator.py", "src/startrail/planner/pricing.py"],
+    "hardware": ["src/startrail/planner", "validation/hardware"],
+}
+BY_HAND = ("docs/log.md", "docs/earlier-results.md")  # they name the commits that they are about
+FIGURE = re.compile(r"\d[\d.,]*\s?(?:x\b(?! \d)|%|ms\b|us\b|[KMG]i?B\b|[TGM]FLOP|s\b|seconds|minutes|times\b)")
+OUTSIDE = ("the paper", "shared/HARDWARE", "arithmetic", "option")  # sources that are not files
 
 Json = dict[str, Any]
 
@@ -68,6 +82,39 @@ def headline() -> str:
     return f"{table(heads, rows)}\n\n{source('sparse')}"
 
 
+def nodes() -> str:
+    """Dense causal masks on slow links: one row per number of nodes."""
+    rows = []
+    for trial in _dense_trials():
+        if trial["work"]["causal"] and trial["pressure"] == 24.0 and trial["nodes"] * trial["ranks_per_node"] == 32:
+            lines = lines_of(trial)
+            ours, other = _fastest(lines, OURS), _fastest(lines, ("peer",))
+            machine = f"{trial['nodes']} nodes of {trial['ranks_per_node']} ranks"
+            rows.append([machine, f"**{ours.against_ring:.1f}x**", f"{other.name} {other.against_ring:.1f}x"])
+    return f"{table(['dense causal mask', 'startrail', 'fastest other library'], rows)}\n\n{source('dense')}"
+
+
+def dense() -> str:
+    """Every contender of the trials with dense masks and limited links."""
+    parts = []
+    for trial in _dense_trials():
+        mask = "causal" if trial["work"]["causal"] else "full"
+        lines = sorted((line for line in lines_of(trial) if line.role != "compute"), key=lambda line: line.seconds)
+        best = _fastest(lines, OURS)
+        rows = [
+            [
+                f"**{line.name}**" if line is best else line.name,
+                f"{line.seconds:.2f}",
+                f"{line.against_ring:.2f}",
+                f"{line.share_of_bound:.0%}",
+            ]
+            for line in lines
+        ]
+        title = f"{trial['machine']}, {mask}, {trial['work']['length']:,} tokens, ring at {trial['pressure']:g}x:"
+        parts.append(f"{title}\n\n{table(['contender', 's', 'x ring', 'of its bound'], rows)}")
+    return "\n\n".join([*parts, source("dense")])
+
+
 def sparse() -> str:
     """Seconds and speed over ring of every contender, one table per machine and pressure."""
     settings: dict[tuple[str, float], dict[str, list[SparseRow]]] = {}
@@ -101,7 +148,39 @@ def memory() -> str:
     return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, sparse, engine, memory)}
+def lab() -> str:
+    return _findings("lab")
+
+
+def hardware() -> str:
+    return _findings("hardware")
+
+
+def _findings(name: str) -> str:
+    """The findings of a validation, one per line, as it wrote them."""
+    lines = (VALIDATION / name / "results.md").read_text().splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("- "))
+    found = [line for line in itertools.takewhile(bool, lines[first:]) if not line.endswith("targets met")]
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in found)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (headline, nodes, dense, sparse, engine, memory, lab, hardware)
+}
+FILES = {"headline": "sparse", "nodes": "dense"}  # of blocks with another name than their file
+
+
+def _dense_trials() -> Iterator[Json]:
+    """Trials of attention with as many key heads as heads, on limited links that are alike."""
+    for trial in recorded("dense")["trials"]:
+        work = trial["work"]
+        plain = not work["model"] and not trial["slow_node"] and work["kv_heads"] == work["heads"]
+        if plain and trial["pressure"] and any(row["role"] == "ring" for row in trial["rows"]):
+            yield trial
+
+
+def _fastest(lines: Sequence[Line], roles: Collection[str]) -> Line:
+    return min((line for line in lines if line.role in roles), key=lambda line: line.seconds)
 
 
 def _sparse_trials() -> Iterator[tuple[tuple[str, float, str], list[SparseRow]]]:
@@ -143,23 +222,51 @@ def _filled(block: str, rendered: str) -> str:
 
 
 def _too_old(page: Path, name: str, allowed: int) -> Iterator[str]:
-    file = "sparse" if name == "headline" else name
-    commit = recorded(file)["meta"]["commit"]
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        yield f"results/{file}.json: commit {commit} is not part of this history"
-    elif int(done.stdout) > allowed:
-        yield (
-            f"{page.relative_to(ROOT)}: {done.stdout.strip()} commits changed the measured code since "
-            f"results/{file}.json, the page admits {allowed}"
-        )
+    if name in VALIDATED:
+        file = f"validation/{name}/results.md"
+        commit = _git("log", "-1", "--format=%H", "--", file)
+    else:
+        file = f"results/{FILES.get(name, name)}.json"
+        commit = recorded(FILES.get(name, name))["meta"]["commit"]
+    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *VALIDATED.get(name, MEASURED))
+    if not count:
+        yield f"{file}: commit {commit} is not part of this history"
+    elif int(count) > allowed:
+        where = page.relative_to(ROOT)
+        yield f"{where}: {count} commits changed the measured code since {file}, the page admits {allowed}"
+
+
+def _git(*arguments: str) -> str:
+    """Its output, or nothing if it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.strip()
+
+
+def untraced() -> Iterator[str]:
+    """Figures outside the blocks that ``stated.txt`` has no source for, and its lines that no page needs."""
+    stated = [tuple(line.split(" | ")) for line in (FOLDER / "stated.txt").read_text().splitlines() if " | " in line]
+    used = set()
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        if name in BY_HAND:
+            continue
+        prose = re.sub(r"```.*?```", "", BLOCK.sub("", page.read_text()), flags=re.DOTALL)
+        for line in prose.splitlines():
+            sources = [entry for entry in stated if entry[0] == name and entry[1] in line]
+            used.update(sources)
+            if FIGURE.search(line) and not sources:
+                yield f"{name}: results/stated.txt has no source for: {line.strip()}"
+    for entry in stated:
+        if entry not in used:
+            yield f"results/stated.txt: not on its page: {' | '.join(entry)}"
+        elif len(entry) != 3 or not (entry[2].startswith(OUTSIDE) or (ROOT / entry[2]).exists()):
+            yield f"results/stated.txt: not a file of this repository: {' | '.join(entry)}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="render the figures anew")
-    found = list(problems(parser.parse_args().write))
+    found = [*problems(parser.parse_args().write), *untraced()]
     print("\n".join(found) or "every figure is that of its file")
     return int(bool(found))
 
