@@ -187,8 +187,8 @@ class Consensus:
         self.rejoin(next_epochs[-1])
 
     def note_mistake(self, operation: str, error: ValueError) -> None:
-        """This rank alone has raised, in a helper that sends nothing. It may go on, so no call ends; but if it skips the
-        next one, the ranks that wait for it can read why."""
+        """This rank alone has raised, in a helper that sends nothing. It may go on, so no call ends. But if it skips
+        the next one, the ranks that wait for it can read the reason."""
         if self.ledger is not None:
             self._mistake = PublishedWait(f"{operation}: {error}", "raised in")
             with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone

@@ -13,9 +13,9 @@ FLAGS = ("max_logits", "sinks", "gradients")
 @dataclass(frozen=True)
 class AttentionCall:
     """``mask`` has no documents or blocks: those belong to the sequence. ``max_logits`` asks for the largest logit of
-    each head. ``sinks`` are merged by each rank afterwards, but all ranks must have them. ``gradients``: a backward pass
-    follows, which all ranks must take part in; the forward pass is the same without. The op takes a call as text, which
-    round-trips:
+    each head. ``sinks`` are merged by each rank afterwards, but all ranks must have them. ``gradients``: a backward
+    pass follows, in which all ranks must take part; the forward pass is the same without. The op takes a call as text,
+    which round-trips:
 
     >>> call = AttentionCall(Mask(causal=True, window=4))
     >>> str(call), AttentionCall.parse(str(call)) == call

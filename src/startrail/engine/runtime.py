@@ -305,8 +305,8 @@ class Runtime:
         with self._exclusive_call():
             geometry, sequence = self._lookup_sequence(op_key)
             call = f"{operation} of {arguments}, {geometry.boundaries}, {self.settings}"
-            record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, None, operation, gradients)
-            self.consensus.start(record)
+            record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
+            self.consensus.start(record._replace(gradients=gradients))
             tag = self._agree(kind, True)
             if self._executor is not None and (monitor := self._executor.monitor) is not None:
                 monitor.compare_collective(tag + 1)
