@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,7 +65,7 @@ class Net(nn.Module):
         return x if self.gru is None else self.gru(x)[0]
 
 
-def make(unsplit: bool = False, recurrent: bool = False, timestep: bool = False, text: int = 1):
+def make(unsplit: bool = False, recurrent: bool = False, timestep: bool = False, text: int = 1, data: bool = False):
     torch.manual_seed(0)
     tensors = [
         torch.randn(1, LENGTH, WIDTH),
@@ -83,6 +84,10 @@ def make(unsplit: bool = False, recurrent: bool = False, timestep: bool = False,
             F.mse_loss(out, shard(target), reduction="sum"), target.numel() // sp.world, sp.group
         )
         loss.backward()
+        if data:  # reduced as if the ranks were two data-parallel groups
+            halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            startrail.sum_gradients(model.parameters(), halves[sp.rank % 2], check=False)
+            return loss
         startrail.sum_gradients(model.parameters(), sp.group)
         for x in model.text.parameters():
             x.grad *= text
@@ -104,5 +109,7 @@ FAULTS = {
     ),
     "recurrent layer gru ran on shards": lambda: make(recurrent=True),
     "timestep differs between ranks of a sequence: timestep of the model": lambda: make(timestep=True),
+    "gradients are reduced over ranks 0, 2 and over ranks 1, 3 only, but all of them share a sequence: DDP or FSDP "
+    "over the data-parallel group alone": lambda: make(data=True),
     "is 4 times one process's: what every rank has in full, such as text tokens, is counted": lambda: make(text=4),
 }

@@ -85,10 +85,11 @@ class Results:
 @dataclass
 class RankResults(Results):
     """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks,
-    ``arguments`` the arguments of the model that do."""
+    ``alike`` the ranks that have the same ones, and ``arguments`` the arguments of the model that differ."""
 
     losses: list[float]
     unequal: list[str]
+    alike: list[list[int]]
     arguments: list[str] = field(default_factory=list)
 
 

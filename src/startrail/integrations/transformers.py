@@ -330,7 +330,7 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
         dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
-        check_gradients(loss, new, agreed, None)
+        check_gradients(loss, new, agreed, None, model._startrail.sp.group)
 
 
 def _unregister(name: str) -> None:
