@@ -106,17 +106,17 @@ IN_FULL = "what every rank has in full, such as text tokens, is"
 
 
 class WholeRows(NamedTuple):
-    """Rows of a module's result that every rank has in full: the first or last ``count`` of ``size`` in ``dim``."""
+    """Rows of a module's result that every rank has in full: the first or last ``whole`` of ``size`` in ``dim``."""
 
     leaf: int
     dim: int
-    count: int
+    whole: int
     size: int
     first: bool
 
     def __str__(self) -> str:
         place = "first" if self.first else "last"
-        return "" if self.count == self.size else f" for its {place} {self.count} of {self.size} tokens"
+        return "" if self.whole == self.size else f" for its {place} {self.whole} of {self.size} tokens"
 
 
 class Counting(NamedTuple):
@@ -151,7 +151,7 @@ def counted_per_rank(make: Callable[[], Setup], alone: Observed, ranks: Observed
         calls = [one._replace(counts=counts) if _is_over(one, length) else one for one in alone.attention]
         yield Counting(text, partial(_counting, make, "", rows, world), calls, length / ranks.layout.length)
     for name, each in list(reversed([(name, each) for name, rows in found.items() for each in rows]))[:MAX_RESULTS]:
-        factor = length / (length + (world - 1) * each.count) if length else 1.0
+        factor = length / (length + (world - 1) * each.whole) if length else 1.0
         text = (
             f"{IN_FULL} counted once per rank: the gradient of the result of {name or 'the model'}{each} is {world} "
             "times one process's; let one rank count it, or divide it by the number of ranks"
@@ -175,7 +175,7 @@ def _whole_rows(alone: list[tuple[int, ...]], ranks: list[tuple[int, ...]], worl
     these make up what a rank has.
 
     >>> _whole_rows([(1, 28, 8)], [(1, 10, 8)], 4)
-    [WholeRows(leaf=0, dim=1, count=4, size=28, first=True), WholeRows(leaf=0, dim=1, count=4, size=28, first=False)]
+    [WholeRows(leaf=0, dim=1, whole=4, size=28, first=True), WholeRows(leaf=0, dim=1, whole=4, size=28, first=False)]
     >>> _whole_rows([(1, 28, 8)], [(1, 7, 8)], 4)
     []
     """
@@ -197,7 +197,7 @@ def _counting(make: Callable[[], Setup], name: str, rows: list[WholeRows], world
     setup = make()
 
     def scale(gradient: Tensor, each: WholeRows) -> Tensor:
-        factors = _factors(each.size, each.count, each.first, world).to(gradient)
+        factors = _factors(each.size, each.whole, each.first, world).to(gradient)
         return gradient * factors.view([-1 if dim == each.dim else 1 for dim in range(gradient.dim())])
 
     def count(module: nn.Module, args: Any, output: Any) -> None:

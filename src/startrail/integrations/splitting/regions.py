@@ -149,7 +149,7 @@ class AttachedModule:
             try:
                 plan = try_block(block, args, kwargs, known)
             except RefusedError as error:
-                leaves, name = tree_flatten((args, kwargs))[0], block._startrail_name
+                leaves, name = tree_flatten((args, kwargs))[0], str(block._startrail_name)
                 refused = error.with_remedy(name, self.last_of_run, self.sp.world, leaves, streams)
         if self.sp.world > 1:
             found = [str(kind) for calls in (plan.kinds.values() if plan else ()) for kind in calls]
