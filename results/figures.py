@@ -14,10 +14,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from startrail.bench.cases import OURS
+from startrail.bench.report.findings import Line, lines_of
 from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
 
 FOLDER = Path(__file__).parent
@@ -68,6 +70,39 @@ def headline() -> str:
     return f"{table(heads, rows)}\n\n{source('sparse')}"
 
 
+def nodes() -> str:
+    """Dense causal masks on slow links: one row per number of nodes."""
+    rows = []
+    for trial in _dense_trials():
+        if trial["work"]["causal"] and trial["pressure"] == 24.0 and trial["nodes"] * trial["ranks_per_node"] == 32:
+            lines = lines_of(trial)
+            ours, other = _fastest(lines, OURS), _fastest(lines, ("peer",))
+            machine = f"{trial['nodes']} nodes of {trial['ranks_per_node']} ranks"
+            rows.append([machine, f"**{ours.against_ring:.1f}x**", f"{other.name} {other.against_ring:.1f}x"])
+    return f"{table(['dense causal mask', 'startrail', 'fastest other library'], rows)}\n\n{source('dense')}"
+
+
+def dense() -> str:
+    """Every contender of the trials with dense masks and limited links."""
+    parts = []
+    for trial in _dense_trials():
+        mask = "causal" if trial["work"]["causal"] else "full"
+        lines = sorted((line for line in lines_of(trial) if line.role != "compute"), key=lambda line: line.seconds)
+        best = _fastest(lines, OURS)
+        rows = [
+            [
+                f"**{line.name}**" if line is best else line.name,
+                f"{line.seconds:.2f}",
+                f"{line.against_ring:.2f}",
+                f"{line.share_of_bound:.0%}",
+            ]
+            for line in lines
+        ]
+        title = f"{trial['machine']}, {mask}, {trial['work']['length']:,} tokens, ring at {trial['pressure']:g}x:"
+        parts.append(f"{title}\n\n{table(['contender', 's', 'x ring', 'of its bound'], rows)}")
+    return "\n\n".join([*parts, source("dense")])
+
+
 def sparse() -> str:
     """Seconds and speed over ring of every contender, one table per machine and pressure."""
     settings: dict[tuple[str, float], dict[str, list[SparseRow]]] = {}
@@ -101,7 +136,21 @@ def memory() -> str:
     return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, sparse, engine, memory)}
+BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, nodes, dense, sparse, engine, memory)}
+FILES = {"headline": "sparse", "nodes": "dense"}  # of blocks with another name than their file
+
+
+def _dense_trials() -> Iterator[Json]:
+    """Trials of attention with as many key heads as heads, on limited links that are alike."""
+    for trial in recorded("dense")["trials"]:
+        work = trial["work"]
+        plain = not work["model"] and not trial["slow_node"] and work["kv_heads"] == work["heads"]
+        if plain and trial["pressure"] and any(row["role"] == "ring" for row in trial["rows"]):
+            yield trial
+
+
+def _fastest(lines: Sequence[Line], roles: Collection[str]) -> Line:
+    return min((line for line in lines if line.role in roles), key=lambda line: line.seconds)
 
 
 def _sparse_trials() -> Iterator[tuple[tuple[str, float, str], list[SparseRow]]]:
@@ -143,7 +192,7 @@ def _filled(block: str, rendered: str) -> str:
 
 
 def _too_old(page: Path, name: str, allowed: int) -> Iterator[str]:
-    file = "sparse" if name == "headline" else name
+    file = FILES.get(name, name)
     commit = recorded(file)["meta"]["commit"]
     command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
     done = subprocess.run(command, capture_output=True, text=True)

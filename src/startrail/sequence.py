@@ -99,15 +99,15 @@ class Sequence:
 
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
-        sequence may be cut further, but not joined: their tokens may be on different ranks."""
+        sequence can be cut further, but not joined, because their tokens can be on different ranks."""
         own = self._state.geometry.boundaries
         return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents)
 
     # --- tokens
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """This rank's part of a tensor that every rank has in full, padded with ``pad_value`` if need be. Zero is right
-        for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100.
+        """This rank's part of a tensor that every rank has in full, padded with ``pad_value`` if necessary. Zero is
+        right for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100.
 
         Differentiable: the gradient is this rank's share and zero elsewhere. Sum it over the group for the full one.
         """
@@ -299,8 +299,8 @@ class Sequence:
     ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Attention over the whole sequence, for this rank's queries.
 
-        q: (batch, heads, local tokens, head dim). k, v may have fewer heads, and v another head dim. Every rank of the
-        group must make the call, with the same arguments except for the tokens.
+        q: (batch, heads, local tokens, head dim). k and v can have fewer heads, and v a different head dim. Every rank
+        of the group must make the call, with the same arguments except for the tokens.
 
         ``window`` w: query i sees keys j with i-j < w when causal, |i-j| < w otherwise. ``chunk`` c: query and key lie
         in the same run of c tokens. ``mask``: instead of these, a ``startrail.Mask`` made from slices. Documents and

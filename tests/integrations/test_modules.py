@@ -200,7 +200,7 @@ REFUSED = {  # beginnings and ends of errors
     ("blocks.0: its attn_mask hides keys", "remove padding from the batch"): [
         Stack(masked(lambda x: (torch.arange(x.shape[1]) > 2).expand(2, 1, 1, -1)))
     ],
-    ("blocks.0: attention with", OTHERS): [Stack(Mixed(windowed))],
+    ("blocks.0: attention over", OTHERS): [Stack(Mixed(windowed))],
     ("blocks.0.attention: attention dropout 0.1", "set it to 0"): [Stack(Block(dropout_p=0.1))],
     ("blocks.1: its tokens are not what the block before it returned", NAMED): [
         Stack(Block(), Block(), between=lambda x: x - x.mean(1, keepdim=True)),

@@ -8,6 +8,7 @@ from startrail.planner import predict as attention
 from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.predict import AttentionShape, predict
+from startrail.planner.pricing import PostTask, PricedMessage, Task, WaitTask
 from startrail.planner.topology import Machine, link_bytes
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form
@@ -40,6 +41,16 @@ def test_two_ranks_that_exchange_keys_take_the_time_computed_by_hand():
     assert forward.busy == pytest.approx((transfer, 0.0))
 
 
+def test_a_transfer_that_becomes_faster_ends_the_pass_when_it_ends():
+    """Node 0 sends 1 and 3 bytes over a link of 1 byte/s: at half the rate for 2 s, then 2 bytes alone: 4 s."""
+    cluster = bare(find_cluster("lab@2x2"), cores=0)
+    cluster = replace(cluster, levels=(replace(cluster.levels[0], bandwidth=1.0), cluster.levels[1]))
+    tasks: list[list[Task]] = []
+    for rank, peer, nbytes in ((0, 2, 1), (1, 3, 3), (2, 0, 1), (3, 1, 3)):
+        tasks.append([PostTask([PricedMessage(rank < 2, 0, peer, nbytes, 0)]), WaitTask([0])])
+    assert attention.simulate_tasks(cluster, tasks).seconds == pytest.approx(4.0)
+
+
 @pytest.mark.parametrize("cluster", [SMALL, replace(SMALL, transport="gloo"), PEERS], ids=["nccl", "gloo", "peers"])
 @pytest.mark.parametrize("text", PLANS.split())
 def test_one_rank_stands_for_all(text, cluster):
@@ -47,7 +58,8 @@ def test_one_rank_stands_for_all(text, cluster):
     plan = Plan.parse(text)
     one, all_ = predict(cluster, plan, CALL), predict(cluster, plan, CALL, all_ranks=True)
     loose = text in ("star2", "star4", "2x8", "u8/2x1", "4x1/u2/1x2")
-    assert one.seconds == pytest.approx(all_.seconds, rel=0.05 if loose else 0.02)
+    # where heads lie over the nodes, ranks whose blocks end early start their exchange while the link is free
+    assert one.seconds == pytest.approx(all_.seconds, rel=0.05 if loose else 0.03 if text.startswith("u4") else 0.02)
     if cluster is not PEERS or not loose:  # of their messages some cross an adapter at each time, not all
         assert one.busy[0] == pytest.approx(all_.busy[0], rel=0.01)
 

@@ -1,4 +1,4 @@
-"""The host's time per attention call: what a GPU would wait for, without the GPU's own work.
+"""Host time per attention call: the time that a GPU would wait, without the GPU's own work.
 
 A fake process group sends nothing, a no-op kernel replaces attention, and tensors are so small that a copy costs no
 more than its launch. The work for NCCL (`startrail.comm.transfers`) is included.

@@ -12,8 +12,8 @@ one of the same call. If it finds one, it aborts its wait and raises the same ``
 
 After an error on any rank, the pending calls of all ranks are useless. A rank that fails writes the reason, which
 aborts the waits of the others, and all start again in the next *epoch*: call 1, nothing agreed on, new lanes. A rank
-that finds itself behind goes on in the newest epoch. If the others have waited for it in vain, as they do when its own
-code raised and it skipped a call, they have had their error already, and it joins them without one (``RejoinError``).
+that finds itself behind continues in the newest epoch. If the others timed out waiting for it, as they do when its own
+code raised and it skipped a call, they have already raised, and it joins them without an error (``RejoinError``).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from startrail.comm.ledger import (
     WaitRegistry,
     delete_dropped_keys,
     explain_mismatch,
+    shortened,
 )
 from startrail.comm.timing import TIMING
 from startrail.comm.waits import PublishedWait, describe_waits, rank_names
@@ -63,7 +64,7 @@ class RejoinError(Exception):
     ``sequence`` is the one in which they did."""
 
     def __init__(self, epoch: int, sequence: int | None) -> None:
-        super().__init__(f"the other ranks go on in epoch {epoch}")
+        super().__init__(f"the other ranks continue in epoch {epoch}")
         self.epoch, self.sequence = epoch, sequence
 
 
@@ -335,7 +336,8 @@ class _LedgerComparison:
                 seconds = now - start
                 if seconds > ledger.timeout.total_seconds():
                     missing, others = self._missing_ranks(), self.consensus.describe_others()
-                    raise PeerError(f"{missing} did not start {self.call} within {ledger.timeout}{others}")
+                    (call,) = shortened([str(self.call)])
+                    raise PeerError(f"{missing} did not start {call} within {ledger.timeout}{others}")
                 if pause >= TIMING.longest_poll:
                     self._raise_if_abandoned()
                 if seconds > TIMING.slow_wait and not ledger.matches(key, record):
@@ -348,9 +350,10 @@ class _LedgerComparison:
                         stack.callback(registry.leave)
                     elif conflict := registry.find_conflict():
                         raise ValueError(f"{conflict}: make a new SequenceParallel on all of these ranks, or on none")
-                if seconds > TIMING.reminder and not reminded:
+                if seconds > TIMING.reminder and not reminded and (late := ledger.missing_ranks(key)):
                     reminded = True
-                    log.warning("rank %d still waits for %s to start %s", ledger.rank, self._missing_ranks(), self.call)
+                    (call,) = shortened([str(self.call)])
+                    log.warning("rank %d still waits for %s to start %s", ledger.rank, rank_names(late), call)
         self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours
         if record.problem is not None or not ledger.matches(key, record):
             raise ValueError(explain_mismatch(ledger.read(key)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import zlib
 from collections import deque
@@ -20,6 +21,7 @@ from startrail.comm.errors import PeerError
 from startrail.comm.waits import rank_names
 
 _dropped: deque[tuple[str, int]] = deque()  # prefixes of keys that this rank does not use any more; ranks that do
+LONGEST = 600  # characters of a call that a message shows in full
 _ONE_RANK = 1 << 40  # one more record in a call's counter; its lower bits are the sum of the records' digests
 
 
@@ -54,6 +56,25 @@ _HINTS = {
 }
 
 
+def shortened(texts: list[str]) -> list[str]:
+    """Texts of readable length: of a batch with thousands of documents, the start and the first difference.
+
+    >>> texts = shortened([f"documents {list(range(1000))}, {end}" for end in ("causal", "full")])
+    >>> texts[0][:19], texts[0][-12:], texts[1][-10:], len(texts[0])
+    ('documents [0, 1, 2,', '999], causal', '999], full', 605)
+    """
+    if max(map(len, texts)) <= LONGEST:
+        return texts
+    same, half = len(os.path.commonprefix(texts)), LONGEST // 2  # noqa: RUF071, characters are meant
+    return [_two_parts(text, half, max(half, min(same, len(text)) - half // 2)) for text in texts]
+
+
+def _two_parts(text: str, size: int, at: int) -> str:
+    """``size`` characters from the start and ``size`` from ``at``."""
+    at = max(size, min(at, len(text) - size))
+    return text[:size] + (" ... " if at > size else "") + text[at : at + size] + (" ..." * (at + size < len(text)))
+
+
 def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
     """The error of ranks whose records differ, or have a problem.
 
@@ -63,7 +84,9 @@ def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
     problems = {record: ranks for record, ranks in records.items() if record.problem is not None}
     if problems and len(records) == 1:
         return str(next(iter(problems)))
-    listed = "; ".join(f"{rank_names(ranks)}: {record}" for record, ranks in (problems or records).items())
+    ranks_of = (problems or records).items()
+    texts = shortened([str(record) for record, _ in ranks_of])
+    listed = "; ".join(f"{rank_names(ranks)}: {text}" for text, (_, ranks) in zip(texts, ranks_of, strict=True))
     if problems:
         return listed
     common = [record._replace(sequence=0, data=0, gradients=False) for record in records]
@@ -160,7 +183,7 @@ class CallLedger:
 
     def abandon(self, epoch: int, failure: Failure, late: list[int]) -> int:
         """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. The
-        ``late`` ranks, which this one has waited for in vain, may rejoin the others without an error."""
+        ``late`` ranks, which this one timed out waiting for, can rejoin the others without an error."""
         if (newest := self.newest_epoch()) > epoch:
             return newest
         if self.store.add(f"{epoch}/failures", 1) == 1:
@@ -177,7 +200,7 @@ class CallLedger:
         return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def was_late(self, epoch: int) -> bool:
-        """True if the others have waited for this rank in vain, in ``epoch`` or later."""
+        """True if the others timed out waiting for this rank, in ``epoch`` or later."""
         key = f"late/{self.rank}"
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
 

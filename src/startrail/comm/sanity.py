@@ -43,7 +43,7 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.Proce
         if different:
             raise ValueError(
                 f"parameter {name} is not the same on all ranks (rank {different[0]} differs from rank 0): load the "
-                "same weights, or set the same seed on every rank before the model is made"
+                "same weights, or set the same seed on every rank before the model is built"
             )
 
 

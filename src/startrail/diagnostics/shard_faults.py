@@ -26,7 +26,7 @@ def differing_arguments(ranks: RankResults, alone: Results) -> str | None:
             what = "timestep" if "time" in name else "noise or data"
             return (
                 f"{what} differs between ranks of a sequence: {name} of the model; draw it from a generator that is "
-                "seeded alike on all of them"
+                "given the same seed on all of them"
             )
     return None
 
@@ -66,7 +66,7 @@ def separate_calls(alone: Observed, ranks: Observed, shards: list[Tensor]) -> li
 
 
 def recurrent_layers(make: Callable[[], Setup], shards: list[Tensor]) -> Iterator[tuple[str, Callable[[], Setup]]]:
-    """For each layer that carries state from token to token, the fault and a set-up in which it begins anew on each
+    """For each layer that carries state from token to token, the fault and a set-up in which it restarts on each
     shard."""
     for name, module in make().model.named_modules():
         recurrent = isinstance(module, nn.RNNBase)
@@ -81,13 +81,13 @@ def recurrent_layers(make: Callable[[], Setup], shards: list[Tensor]) -> Iterato
             return setup
 
         kind = "recurrent layer" if recurrent else "convolution over tokens"
-        state = "its state begins anew" if recurrent else "its edges are padded"
+        state = "its state restarts" if recurrent else "its edges are padded"
         remedy = "gather its tokens with seq.unshard and split its results with seq.shard"
         yield f"{kind} {name} ran on shards: {state} on every rank; {remedy}", on_shards
 
 
 def _run_shards(module: Any, x: Tensor, *others: Any) -> Any:
-    """``forward`` on each shard by itself."""
+    """``forward`` on each shard separately."""
     recurrent = isinstance(module, nn.RNNBase)
     dim = (1 if module.batch_first else 0) if recurrent else x.dim() - 1
     shards = [shard for shard in module._startrail_shards if len(shard)]

@@ -1,4 +1,4 @@
-"""Checks that a training step gives the same on many ranks as on one process, and names the fault if it does not.
+"""Checks that a training step gives the same results on many ranks as on one process, and names the fault if not.
 
 ``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step and reference (``setups``),
 and runs them on one process and on local ranks. It compares the loss of every rank, the gradient of every parameter and

@@ -100,7 +100,7 @@ class Simulator:
         self.ranks = [
             _SimulatedRank(own, number, speed) for number, (own, speed) in enumerate(zip(tasks, speeds, strict=True))
         ]
-        self.now, self.sequence = 0.0, 0
+        self.now, self.end, self.sequence = 0.0, 0.0, 0
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self.posted: dict[tuple[int, ...], tuple[deque[_End], deque[_End]]] = {}
         self.pairs: dict[tuple[int, ...], deque[_SimulatedBatch]] = {}
@@ -127,7 +127,7 @@ class Simulator:
         for rank in self.ranks:
             if rank.at < len(rank.tasks):
                 raise AssertionError(f"rank {rank.number} never got past task {rank.at}: {rank.tasks[rank.at]}")
-        return self.now
+        return self.end  # not the last event, which may be the old end of a transfer that became faster
 
     def schedule(self, seconds: float, act: Callable[..., None], *arguments: object) -> None:
         self.sequence += 1
@@ -152,6 +152,7 @@ class Simulator:
             else:
                 self.post(rank, task)
             self.end_task(rank)
+        self.end = self.now
 
     def end_task(self, rank: _SimulatedRank) -> None:
         if self.on_task is not None and rank.at >= 0:

@@ -216,7 +216,7 @@ class Trainer:
         if step > self.begin and step not in steps_in(self.checkpoints.folder):
             self.checkpoints.save(step, self.model, self.optimizer)
             self.checkpoints.wait()
-        return f"those of step {step} are saved" if step else "they are those of the start"
+        return f"those of step {step} are saved" if step else "no step was completed"
 
     def _open_metrics(self) -> MetricsFile:
         """Only rank 0 writes."""

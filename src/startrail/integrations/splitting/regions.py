@@ -215,7 +215,7 @@ class AttachedModule:
         return out if call.q.dim() == 4 else out.squeeze(1)
 
     def _unknown_attention(self, call: TorchCall) -> Tensor:
-        raise RefusedError(f"{_name_of_caller()}: attends in a way that it did not when its block was first called")
+        raise RefusedError(f"{_name_of_caller()}: calls attention differently than when its block was first called")
 
     def note_whole(self, call: TorchCall) -> Tensor:
         """Attention outside of the split."""

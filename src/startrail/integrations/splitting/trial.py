@@ -275,7 +275,7 @@ class _BlockTrial:
         return x.index_select(dim, torch.tensor(picked, device=x.device))
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[int, StreamPart] | None:
-        """The dimension and the part of the rows; None if there are none, or if rows differ."""
+        """The dimension and the part of the rows; None if no dimension matches."""
         for dim, part in self._possible(x, y):
             if _close(self._pick(x, dim, part), y):
                 return dim, part
@@ -329,7 +329,7 @@ class _BlockTrial:
             if queries is None or (keys is None and not whole_keys):
                 tokens = self._count(StreamPart.TOKENS)
                 counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {tokens} tokens"
-                raise RefusedError(f"{name}: attention with {counts} is not over the sequence. {NAME_OTHERS}")
+                raise RefusedError(f"{name}: attention over {counts} is not attention over the sequence. {NAME_OTHERS}")
             kind = Kind(queries, None if whole_keys else keys)
             if kind.keys not in (None, queries) and kind != (StreamPart.TOKENS, StreamPart.TEXT):
                 raise RefusedError(f"{name}: queries are {queries.value}, but keys are {keys and keys.value}")

@@ -54,6 +54,7 @@ class PageSimulator {
       tasks: own, number, at: -1, done: new Set(), missing: new Set(), since: 0, waiting: 0, lanes: new Map(), spans: [],
     }));
     this.now = 0;
+    this.end = 0;
     this.sequence = 0;
     this.events = new Heap();
     this.posted = new Map();
@@ -77,7 +78,7 @@ class PageSimulator {
     }
     const stuck = this.ranks.find((rank) => rank.at < rank.tasks.length);
     if (stuck) throw new Error(`rank ${stuck.number} never got past task ${stuck.at}`);
-    return this.now;
+    return this.end; // not the last event, which may be the old end of a transfer that became faster
   }
 
   schedule(seconds, act) {
@@ -109,6 +110,7 @@ class PageSimulator {
         this.post(rank, task);
       }
     }
+    this.end = this.now;
   }
 
   arrive(rank, number) {
