@@ -38,7 +38,9 @@ def read_call(
     if sinks is not None:
         _check_sinks(sinks, q)
     mask = read_mask(causal, window, chunk, mask)
-    return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits, sinks is not None)
+    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    scale, softcap = _positive("scale", scale), _positive("softcap", softcap)
+    return AttentionCall(mask, scale, softcap, max_logits, sinks is not None, gradients)
 
 
 def read_mask(causal: object = False, window: object = None, chunk: object = None, mask: object = None) -> Mask:

@@ -133,7 +133,10 @@ class Attached:
 
     def _batch_problem(self, context: BatchContext | None, kind: LayerKind, sinks: Tensor | None) -> str | None:
         if context is None:
-            return "the model was called without a batch: call model(**shard_batch(sp, ...))"
+            return (
+                "called without a batch: call the whole model that is attached, model(**shard_batch(sp, ...)), not a "
+                "part of it"
+            )
         if kind.blocks and kind.window is not None:
             longest = max((stop - start for start, stop in context.sequence.blocks), default=0)
             if longest > kind.window:
@@ -172,6 +175,10 @@ class Attached:
             if self.steps == 1:
                 check_fsdp_meshes(model, self.sp.group)
         return arguments, options
+
+    def after_forward(self, model: nn.Module, arguments: object, output: object) -> None:
+        """Forget the batch: a part of the model that is called later would run on its tokens."""
+        self.context = None
 
 
 def attach(
@@ -227,7 +234,7 @@ def attach(
     attached.steps = 0 if check else CHECKED_STEPS
     # the model, not ``attached``, holds the hooks' handles: a copy of the model has its own
     before = model.register_forward_pre_hook(attached.before_forward, with_kwargs=True, prepend=True)
-    model._startrail_hooks.append(before)
+    model._startrail_hooks += [before, model.register_forward_hook(attached.after_forward, always_call=True)]
     if language_model is not model:
         split = partial(vision.split_inputs, attached)
         model._startrail_hooks.append(language_model.register_forward_pre_hook(split, with_kwargs=True, prepend=True))
@@ -323,7 +330,7 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
         dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
-        check_gradients(loss, new, agreed, None)
+        check_gradients(loss, new, agreed, None, model._startrail.sp.group)
 
 
 def _unregister(name: str) -> None:

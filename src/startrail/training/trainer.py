@@ -60,7 +60,7 @@ class Trainer:
         problem, digest = None, 0
         try:
             _check_folders(recipe)
-            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."))
+            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."), device.type)
             options: Any = dict(layout=recipe.layout, timeout=60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS)
             self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], job=job, **options)
             self.task: Any = make_task(recipe, self.sp, device)
