@@ -132,10 +132,17 @@ def sparse() -> str:
 def engine() -> str:
     found = recorded("engine")
     rows = [
-        [row["case"], f"`{row['plan']}`", f"{row['seconds']:.2f}", f"{row['efficiency']:.2f}", f"{row['waiting']:.1%}"]
+        [
+            row["case"],
+            f"`{row['plan']}`",
+            f"{row['seconds']:.2f}",
+            f"{row['efficiency']:.2f}",
+            f"{row['waiting']:.1%}",
+            f"{row['cpu_seconds_without_links']:.3f}",
+        ]
         for row in found["rows"]
     ]
-    heads = ["case", "plan", "s", "efficiency (SDPA's time / ours)", "waiting"]
+    heads = ["case", "plan", "s", "efficiency (SDPA's time / ours)", "waiting", "CPU s per rank without links"]
     return f"{table(heads, rows)}\n\n{source('engine')}"
 
 
