@@ -140,7 +140,7 @@ def test_gradients_of_values_that_are_not_finite_match_one_process(spoilt, value
 def test_an_infinite_key_of_another_document_spoils_one_number_of_a_row():
     """Two documents of two tokens under one mask. Where a key of -inf is visible, its logits are -inf, so nothing shows
     in out and lse; where it is hidden, they are +inf."""
-    q, k, v, dout = (x[:1] for x in tensors(4, heads=1, dim=8))
+    q, k, v, dout = (x[:1] for x in tensors(4, heads=2, dim=8))
     q[0, 0, :, 0], k[0, 0, 0, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0]), float("-inf")
     visible = tiles_of(Mask(documents=(0, 2, 4)), ((0, 4),), ((0, 4),))
     assert [tile.form for tile in visible] == ["masked"]
