@@ -81,6 +81,21 @@ def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
         assert depth == 0
 
 
+def test_the_flag_is_set_before_the_first_transfer_is_aborted():
+    """Whatever was queued behind a transfer runs as soon as it is aborted, and must find the flag set."""
+    made, seen = object.__new__(lanes.Lanes), []
+
+    def abort():
+        row = torch.ones(1, 1, 1, 4)
+        made.mark_if_aborted([row])
+        seen.append(row.isnan().any().item())
+
+    made._lock, made._flag, made._open = threading.Lock(), lanes.AbortFlag(), SimpleNamespace(abort=abort)
+    made.aborted, made.has_tags, made.device = None, False, torch.device("cpu")
+    made.abort("rank 7 is gone")
+    assert seen == [True]
+
+
 def test_check_raises_on_a_rank_whose_peers_have_aborted(monkeypatch):
     """It does not join them without an error: what it has queued meanwhile is NaN."""
     monkeypatch.setattr(TIMING, "slow_wait", 0.2)

@@ -142,8 +142,9 @@ def _report(found: Measured, out: str | None) -> None:
     for level in cluster.levels:
         if level.size > 1:
             sharing = f"one link shared by all ranks of a {level.name}" if level.shared else "one link per rank"
+            few = f"{level.under_compute / 1e9:.3f} GB/s under compute, " if level.under_compute else ""
             print(
-                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), "
+                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), {few}"
                 f"latency {seconds_text(level.latency)}"
             )
     for line in found.outliers or ["nothing"]:
