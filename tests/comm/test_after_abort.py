@@ -238,10 +238,10 @@ def test_the_watchdogs_event_queries_do_not_break_a_graph_capture(monkeypatch):
 
 def test_an_error_that_torchs_watchdog_finds_first_ends_the_process():
     """NCCL reports errors other than timeouts to torch's watchdog, which ends the process with SIGABRT. The launcher
-    names the rank and the signal."""
+    names the rank and the signal; a rank that lives on raises ``PeerError``."""
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x2", timeout=20)
+        sp = startrail.SequenceParallel("1x2", timeout=2)
         sequence, inputs = sp.sequence(32), qkv()
         sequence.attention(*inputs)
         if rank == 1:
@@ -251,3 +251,5 @@ def test_an_error_that_torchs_watchdog_finds_first_ends_the_process():
 
     with pytest.raises(RankError, match="rank 1 was killed by SIGABRT"):
         run_local(on_rank, 2, deadline=60)
+    text, _ = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))
+    assert text.startswith("PeerError: rank 0, forward step ") and "kv1 from rank 1 (global rank 1)" in text, text

@@ -51,6 +51,17 @@ def test_one_link_per_rank_is_detected_because_all_ranks_get_full_bandwidth():
     assert own.cluster.levels[0].bandwidth == 1e9
 
 
+def test_what_few_channels_reach_is_written_down_where_it_is_less():
+    """All ranks of a node share its link, so what one of them reaches counts as often as there are ranks."""
+    everyone = [found | {"few 0": 0.49e9, "few 1": 1e9, "post": 15e-6} for found in ranks(Machine(4, 2))]
+    cluster = describe(Machine(4, 2), everyone, "a GPU", 8e9, "nccl").cluster
+    assert [level.under_compute for level in cluster.levels] == [0.0, 1e9]
+    again = read_cluster(parse_text(cluster_text(cluster, "text"), Path("x.toml")), "again", "x.toml")
+    assert again.levels == cluster.levels
+    slow = [found | {"few 0": 0.2e9} for found in everyone]
+    assert describe(Machine(4, 2), slow, "a GPU", 8e9, "nccl").cluster.levels[0].under_compute == 0.4e9
+
+
 @pytest.mark.parametrize(
     "machine, names", [("1x4", ["rank"]), ("4x1", ["node"]), ("1x1", ["rank"]), ("2x3", ["node", "rank"])]
 )

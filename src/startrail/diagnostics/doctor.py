@@ -26,7 +26,7 @@ from startrail.planner.live.summary import Measured
 from startrail.planner.topology import Machine
 
 TIMEOUT_SECONDS = 120.0  # of any one wait
-PACKAGES = ("torch", "flash-attn", "triton", "transformers", "diffusers", "pyroute2", "matplotlib")
+PACKAGES = ("torch", "flash-attn", "flash-attn-3", "flash-attn-4", "triton", "transformers", "diffusers", "pyroute2", "matplotlib")
 MIN_OPEN_FILES = 4096  # each pair of ranks has a connection per level
 
 
@@ -85,6 +85,10 @@ def facts() -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU usable by torch"
     lines.append(f"devices: {devices}; {os.cpu_count()} cores, {cpu_name()}")
+    if gpus:
+        nccl, cudnn = ".".join(map(str, torch.cuda.nccl.version())), torch.backends.cudnn.version()
+        capability = ".".join(map(str, torch.cuda.get_device_capability(own_device())))
+        lines.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {cudnn}, compute capability {capability}")
     lines += [f"kernels: {line}" for line in _kernels()]
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     lines.append(f"backends of torch.distributed: {', '.join(backends)}")
