@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from startrail import offload
 from startrail.offload import HostOffload
 
-
 COPY, FORWARD, BACKWARD = 2, 2, 4  # time that each block takes
 
 

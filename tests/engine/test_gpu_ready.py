@@ -307,11 +307,6 @@ def test_ranks_under_torchrun_measure_gpus_in_bfloat16(monkeypatch):
     assert device == live.own_device() == torch.device("cuda", 1)
     line = next(line for line in doctor._kernels() if "bfloat16" in line)
     assert line == "bfloat16 on cuda: cuda-flash (torch's FlashAttention 2: no newer one is installed)"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
-    versions = f"CUDA {torch.version.cuda}, NCCL 2.30.3, cuDNN 91400, compute capability 8.0"
-    assert versions in doctor.facts().splitlines()
     assert kernel_for(device, peers.own_dtype(device), 64).name.startswith("cuda-flash")
     data = peers.make_data(Workload(length=8, q_heads=2, kv_heads=2, head_dim=8, causal=True))
     assert torch.equal(data.inputs[0].bfloat16().float(), data.inputs[0]), "the answers are of what is measured"

@@ -20,7 +20,8 @@ ENGINE = (
     "sequence. With at least as many ranks as cores, 1.0 means that distributing costs nothing. Rounds are "
     "interleaved and medians reported, because the load of a shared machine varies. Memory is what attention adds to "
     "a rank, next to the engine's own formula. --host measures host time per call instead: time that a GPU would spend "
-    "waiting."
+    "waiting. Under torchrun it measures a dense mask on the job's own ranks, devices and links (--ranks and --rounds "
+    "have no effect)."
 )
 TRAIN = (
     "Compares Ring Attention with the recipe's default plan. Both run in every round, one after the other, and "

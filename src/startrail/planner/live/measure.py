@@ -60,9 +60,7 @@ class Probe(NamedTuple):
 
 
 CPU_PROBE = Probe((128, 512), 1, 4, 64, 512, 2**23, (2**18,))
-GPU_PROBE = Probe(
-    (512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26), (EXPOSED_CHANNELS, HIDDEN_CHANNELS)
-)
+GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26), (EXPOSED_CHANNELS, HIDDEN_CHANNELS))
 
 
 def probe_for(device: torch.device) -> Probe:
@@ -298,9 +296,7 @@ _num_measured = itertools.count()
 
 
 @contextmanager
-def _lane_like_group(
-    group: dist.ProcessGroup, device: torch.device, channels: int
-) -> Iterator[dist.ProcessGroup]:
+def _lane_like_group(group: dist.ProcessGroup, device: torch.device, channels: int) -> Iterator[dist.ProcessGroup]:
     """A group of the same ranks with the settings of lanes; on CPUs they have none."""
     if device.type != "cuda":
         yield group
