@@ -50,9 +50,16 @@ def on_page_markdown(markdown: str, page: object, config: object, files: Files) 
     markdown = re.sub(
         r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?:examples|src|tests|validation|README|CONTRIBUTING)[^)]*\)", r"`\1`", markdown
     )
-    ring = (SOURCE / "ring.py").read_text()
-    markdown = markdown.replace("{{ ring.py }}", ring[ring.index("def visible_by_hop") :].rstrip())
+    markdown = re.sub(r"^# \{\{ (\S+) \}\}$", lambda found: source_code(found[1]), markdown, flags=re.MULTILINE)
+    assert "{{" not in markdown, f"{page}: a file is not included"
     return markdown.replace("](../validation/scaling.png)", "](scaling.png)")
+
+
+def source_code(path: str) -> str:
+    """A file for a code block. Pages name it in a comment, which formatters leave alone: ``# {{ examples/first.py }}``.
+    Of ring.py, only the functions."""
+    text = (ROOT / path).read_text().rstrip()
+    return text[text.index("def visible_by_hop") :] if path.endswith("/ring.py") else text
 
 
 def on_post_page(output: str, page: Page, config: object) -> str:

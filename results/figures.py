@@ -4,16 +4,19 @@ python -m results.figures          # says which pages differ from their results;
 python -m results.figures --write  # renders them anew
 
 A page holds ``<!-- figures: NAME -->``, the rendered block, and ``<!-- end of figures -->``. ``NAME, at most 50 commits
-old`` says how many commits may have changed the measured code (``MEASURED``) since the measurement.
+old`` says how many commits may have changed the measured code (``MEASURED``) since the measurement. Every other figure
+on a page has a line in ``stated.txt``: page, words around the figure, and the test, file or publication it is from.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,18 @@ from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
+VALIDATION = ROOT / "validation"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"<!-- figures: (\w+)(?:, at most (\d+) commits old)? -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 MEASURED = [f"src/startrail/{package}" for package in ("comm", "engine", "geometry", "kernels", "routing", "schedule")]
+
+VALIDATED = {
+    "lab": [*MEASURED, "src/startrail/planner/simulator.py", "src/startrail/planner/pricing.py"],
+    "hardware": ["src/startrail/planner", "validation/hardware"],
+}
+BY_HAND = ("docs/log.md", "docs/earlier-results.md")  # they name the commits that they are about
+FIGURE = re.compile(r"\d[\d.,]*\s?(?:x\b(?! \d)|%|ms\b|us\b|[KMG]i?B\b|[TGM]FLOP|s\b|seconds|minutes|times\b)")
+OUTSIDE = ("the paper", "shared/HARDWARE", "arithmetic", "option")  # sources that are not files
 
 Json = dict[str, Any]
 
@@ -120,10 +132,17 @@ def sparse() -> str:
 def engine() -> str:
     found = recorded("engine")
     rows = [
-        [row["case"], f"`{row['plan']}`", f"{row['seconds']:.2f}", f"{row['efficiency']:.2f}", f"{row['waiting']:.1%}"]
+        [
+            row["case"],
+            f"`{row['plan']}`",
+            f"{row['seconds']:.2f}",
+            f"{row['efficiency']:.2f}",
+            f"{row['waiting']:.1%}",
+            f"{row['cpu_seconds_without_links']:.3f}",
+        ]
         for row in found["rows"]
     ]
-    heads = ["case", "plan", "s", "efficiency (SDPA's time / ours)", "waiting"]
+    heads = ["case", "plan", "s", "efficiency (SDPA's time / ours)", "waiting", "CPU s per rank without links"]
     return f"{table(heads, rows)}\n\n{source('engine')}"
 
 
@@ -136,7 +155,25 @@ def memory() -> str:
     return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (headline, nodes, dense, sparse, engine, memory)}
+def lab() -> str:
+    return _findings("lab")
+
+
+def hardware() -> str:
+    return _findings("hardware")
+
+
+def _findings(name: str) -> str:
+    """The findings of a validation, one per line, as it wrote them."""
+    lines = (VALIDATION / name / "results.md").read_text().splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("- "))
+    found = [line for line in itertools.takewhile(bool, lines[first:]) if not line.endswith("targets met")]
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in found)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (headline, nodes, dense, sparse, engine, memory, lab, hardware)
+}
 FILES = {"headline": "sparse", "nodes": "dense"}  # of blocks with another name than their file
 
 
@@ -192,23 +229,51 @@ def _filled(block: str, rendered: str) -> str:
 
 
 def _too_old(page: Path, name: str, allowed: int) -> Iterator[str]:
-    file = FILES.get(name, name)
-    commit = recorded(file)["meta"]["commit"]
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        yield f"results/{file}.json: commit {commit} is not part of this history"
-    elif int(done.stdout) > allowed:
-        yield (
-            f"{page.relative_to(ROOT)}: {done.stdout.strip()} commits changed the measured code since "
-            f"results/{file}.json, the page admits {allowed}"
-        )
+    if name in VALIDATED:
+        file = f"validation/{name}/results.md"
+        commit = _git("log", "-1", "--format=%H", "--", file)
+    else:
+        file = f"results/{FILES.get(name, name)}.json"
+        commit = recorded(FILES.get(name, name))["meta"]["commit"]
+    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *VALIDATED.get(name, MEASURED))
+    if not count:
+        yield f"{file}: commit {commit} is not part of this history"
+    elif int(count) > allowed:
+        where = page.relative_to(ROOT)
+        yield f"{where}: {count} commits changed the measured code since {file}, the page admits {allowed}"
+
+
+def _git(*arguments: str) -> str:
+    """Its output, or nothing if it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.strip()
+
+
+def untraced() -> Iterator[str]:
+    """Figures outside the blocks that ``stated.txt`` has no source for, and its lines that no page needs."""
+    stated = [tuple(line.split(" | ")) for line in (FOLDER / "stated.txt").read_text().splitlines() if " | " in line]
+    used = set()
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        if name in BY_HAND:
+            continue
+        prose = re.sub(r"```.*?```", "", BLOCK.sub("", page.read_text()), flags=re.DOTALL)
+        for line in prose.splitlines():
+            sources = [entry for entry in stated if entry[0] == name and entry[1] in line]
+            used.update(sources)
+            if FIGURE.search(line) and not sources:
+                yield f"{name}: results/stated.txt has no source for: {line.strip()}"
+    for entry in stated:
+        if entry not in used:
+            yield f"results/stated.txt: not on its page: {' | '.join(entry)}"
+        elif len(entry) != 3 or not (entry[2].startswith(OUTSIDE) or (ROOT / entry[2]).exists()):
+            yield f"results/stated.txt: not a file of this repository: {' | '.join(entry)}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="render the figures anew")
-    found = list(problems(parser.parse_args().write))
+    found = [*problems(parser.parse_args().write), *untraced()]
     print("\n".join(found) or "every figure is that of its file")
     return int(bool(found))
 

@@ -43,12 +43,20 @@ def pytest_collect_file():
     return [each for each in found if not isinstance(each, DoctestModule)] or found
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's, which looks for groups
 def pytest_collection_modifyitems(items):
     for item in items:
         path = _path(item)
         if path.startswith(LAB + SHARED):
             item.add_marker(pytest.mark.xdist_group("lab" if path.startswith(LAB) else group_of(path)))
     items.sort(key=lambda item: next((n for n, start in enumerate(LONG) if _path(item).startswith(start)), len(LONG)))
+
+
+def pytest_collection_finish(session):
+    """xdist puts the group after a test's name. With a pytest that it does not know, there would be no groups."""
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in grouped):
+        raise pytest.UsageError("this pytest-xdist has no groups with this pytest: see the versions in pyproject.toml")
 
 
 def group_of(path):

@@ -29,7 +29,7 @@ BELOW_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def run(task: Callable[[], Any], writes: Sequence[torch.Tensor] = ()) -> None:
-    """Queue ``task``, which writes to some tensors, on the current stream, or run it if there is none."""
+    """Queue ``task``, which writes to some tensors, on the current stream. Run it at once if no stream is active."""
     if _active is None or threading.current_thread() is not _active.host:
         task()
     else:

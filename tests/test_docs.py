@@ -86,6 +86,10 @@ def test_figures_are_those_of_the_recorded_results():
     assert list(figures.problems(write=False)) == []
 
 
+def test_every_other_figure_has_a_source():
+    assert list(figures.untraced()) == []
+
+
 def test_the_citation_has_the_version():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 

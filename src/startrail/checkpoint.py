@@ -32,9 +32,9 @@ def in_chunks(
     module: nn.Module, function: Callable[..., Tensor], x: Tensor, *per_token: Tensor, chunk: int, summed: bool = False
 ) -> Tensor:
     """``function(x, *per_token)`` on ``chunk`` tokens at a time: x (1, tokens, width), per_token (1, tokens). The
-    function uses the parameters of ``module``, and computes each token by itself. Results are concatenated, or added
-    if ``summed``. The backward pass recomputes each chunk, so only one chunk's activations exist at a time. Gradients
-    of parameters are added up in float32 or wider.
+    function uses the parameters of ``module``, and computes each token independently. Results are concatenated, or
+    added if ``summed``. The backward pass recomputes each chunk, so only one chunk's activations exist at a time.
+    Gradients of parameters are added up in float32 or wider.
 
     >>> layer, x = nn.Linear(2, 3), torch.randn(1, 5, 2)
     >>> torch.allclose(in_chunks(layer, layer, x, chunk=2), layer(x))

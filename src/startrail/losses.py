@@ -256,7 +256,7 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     share = loss_sum / counted.to(loss_sum.dtype)
     mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
     if not single and mean.requires_grad:
-        check_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group)
+        check_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group, group)
     return mean
 
 

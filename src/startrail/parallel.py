@@ -1,4 +1,4 @@
-"""``SequenceParallel``: the object that a user makes once. It makes sequences, and reports traffic and timings."""
+"""``SequenceParallel``: the object that a user creates once. It makes sequences, and reports traffic and timings."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ class SequenceParallel:
     torch.Size([1, 4, 5, 8])
 
     ``plan`` is a ``Plan``, its text form, or ``"auto"``, which asks the planner. ``"auto"`` needs the model's ``heads``
-    (and ``kv_heads`` if there are fewer); ``head_dim`` and the ``length`` of sequences help it. Or pass a ``job`` (a
-    ``planner.workload.Job``: model, run and data-parallel groups): then the plan is the one that ``startrail plan``
-    finds, and fits the memory; all ranks of all groups of the job must ask together. ``cluster`` is the name or file of
-    a cluster description (also: the environment variable STARTRAIL_CLUSTER); without one the cluster is measured once.
+    (and ``kv_heads`` if there are fewer); ``head_dim`` and the ``length`` of sequences improve its choice. Or pass a
+    ``job`` (a ``planner.workload.Job``: model, run and data-parallel groups): the plan is then the one that ``startrail
+    plan`` finds, which fits the memory. All ranks of all groups of the job must call this together. ``cluster`` is the
+    name or file of a cluster description (also: the environment variable STARTRAIL_CLUSTER). Without one, the cluster
+    is measured once.
 
     The sequence axis is ``group`` (default: the whole world), or ``mesh``: a DeviceMesh whose dimensions together form
     the sequence axis. ``wire_dtype`` is the dtype of messages (default: that of the inputs); sums are always kept in
     float32 or wider. ``layout`` says which tokens a rank owns: ``zones`` keeps each packed document on as few ranks as
-    can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. Where a mask is so narrow that
-    fetching just the visible keys (`direct`) sends fewer bytes, or is faster as simulated on ``cluster`` (if it or
-    STARTRAIL_CLUSTER is given), that is used instead of the plan; ``sparse=False`` always uses the plan. Set
-    ``windows`` if most layers have windows or chunks: tokens are then laid out so that neighbours share a node, which
-    such layers need; layers that see everything are then cut into more and smaller blocks.
+    can share its work evenly, ``zigzag`` and ``contiguous`` cut the whole sequence. For a narrow mask, fetching only
+    the visible keys (`direct`) replaces the plan if it sends fewer bytes or, if a cluster is described, is faster in
+    simulation; ``sparse=False`` always uses the plan. Set ``windows`` if most layers have windows or chunks: tokens are
+    then laid out so that neighbours share a node. That makes such layers cheap, but cuts layers that see everything
+    into more and smaller blocks.
     ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
     ``check_every_call`` compares the arguments of all ranks on every call, not only on the first with a signature or a
     sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
@@ -173,7 +174,7 @@ class SequenceParallel:
         causal: bool = True, window: int | None = None, chunk: int | None = None,
     ) -> str:  # fmt: skip
         """How a layer is computed on this rank: its zones, and for each the plan or ``direct``, with the bytes sent. It
-        talks to no other rank.
+        does not communicate.
 
         >>> print(SequenceParallel("1x1").explain(5, [0, 2, 5], heads=4, window=2))
         5 tokens in 2 documents on 1 rank: 5 per rank, 0.0 % padding, busiest rank 1.00 x the mean work if causal
@@ -194,11 +195,11 @@ class SequenceParallel:
 
     def check(self) -> None:
         """Call this on all ranks before ``optimizer.step()``: it returns once everything that attention has computed so
-        far is known to be right on all ranks, and raises ``PeerError`` if it is not. Drop the step then.
+        far is known to be right on all ranks, and otherwise raises ``PeerError``. In that case, drop the step.
 
-        On a GPU the host runs ahead of the device and may learn of a lost peer only later. The device does not use what
+        On a GPU, the host runs ahead of the device and may learn of a lost peer too late. The device does not use what
         was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
-        the current stream. On gloo, calls raise by themselves, and ``check`` returns immediately.
+        the current stream. On gloo, every call raises on its own, and ``check`` returns immediately.
         """
         self._runtime.check()
 
@@ -233,7 +234,7 @@ class SequenceParallel:
         self._runtime.counters.reset()
 
     def on_event(self, hook: EventHook | None) -> None:
-        """Call ``hook`` after every event of every pass on this rank; None ends that. On a GPU, times are those of the
+        """Call ``hook`` after every event of every pass on this rank; None removes it. On a GPU, times are those of the
         host, which runs ahead. `startrail.view.trace.EventRecorder` is such a hook."""
         self._runtime.counters.on_event = hook
 

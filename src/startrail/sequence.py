@@ -99,29 +99,39 @@ class Sequence:
 
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
-        sequence may be cut further, but not joined: their tokens may be on different ranks."""
+        sequence can be cut further, but not joined, because their tokens can be on different ranks."""
         own = self._state.geometry.boundaries
         return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents)
 
     # --- tokens
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
-        """This rank's part of a tensor that every rank has in full, padded with ``pad_value`` if need be. Zero is right
-        for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100.
+        """This rank's part of a tensor that every rank has in full, padded with ``pad_value`` if necessary. Zero is
+        right for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100.
 
         Differentiable: the gradient is this rank's share and zero elsewhere. Sum it over the group for the full one.
         """
-        dim = _dim(x, dim)
-        if x.shape[dim] != self.length:
-            raise ValueError(
-                f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the sequence "
-                f"has {self.length}"
-            )
+        dim = self._whole_dim("shard", x, dim)
         if not torch.compiler.is_compiling():
             self.sp._runtime.record_digest(self._state, x)
         places = self._places(x.device)
         own = x.index_select(dim, places.clamp(max=self.length - 1))
         return own.masked_fill(_along(dim, places >= self.length, own), pad_value)
+
+    def _whole_dim(self, operation: str, x: Tensor, dim: int, hint: str = "") -> int:
+        """``dim``, where ``x`` must have all tokens. Nothing is sent, so this raises on this rank alone, and leaves a
+        note for ranks whose next call waits for it."""
+        try:
+            dim = _dim(x, dim)
+            if x.shape[dim] != self.length:
+                raise ValueError(
+                    f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but the "
+                    f"sequence has {self.length}{hint}"
+                )
+        except ValueError as error:
+            self.sp._runtime.consensus.note_mistake(operation, error)
+            raise
+        return dim
 
     def identify(self, batch: int) -> None:
         """Number the batch that the next calls are about. Only for data that is not passed to ``shard``, because each
@@ -152,11 +162,13 @@ class Sequence:
             return
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         text = kind = type(x).__name__
+        gradients = False
         if isinstance(x, Tensor):
             # a rank without gradients would not take part in the backward pass, and the others would wait for it
-            grad = ", with gradients" if torch.is_grad_enabled() and x.requires_grad else ""
-            text, kind = f"{describe_tensor(x)}{grad}", f"{x.dtype} {x.dim()}{grad}"  # without the number of tokens
-        self.sp._runtime.agree(operation, f"{text}, {given}", (operation, given, kind), self._state.op_key)
+            gradients = torch.is_grad_enabled() and x.requires_grad
+            text, kind = describe_tensor(x), f"{x.dtype} {x.dim()}"  # without the number of tokens
+        kinds = (operation, given, kind, gradients)
+        self.sp._runtime.agree(operation, f"{text}, {given}", kinds, self._state.op_key, gradients)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks, one after the other."""
@@ -177,14 +189,10 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).shard_labels(torch.tensor([[5, 6, 7, 8, 9]])).tolist()
         [[6, -100, 8, 9, -100]]
         """
-        dim = _dim(labels, dim)
+        hint = ": pass the labels of all tokens, neither shifted nor split"
+        dim = self._whole_dim("shard_labels", labels, dim, hint)
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
-        if labels.shape[dim] != self.length:
-            raise ValueError(
-                f"labels of shape {tuple(labels.shape)} have {labels.shape[dim]} tokens in dimension {dim}, but the "
-                f"sequence has {self.length}: pass the labels of all tokens, neither shifted nor split"
-            )
         shifted = labels.roll(-1, dim).index_fill(dim, self.documents[1:].to(labels.device) - 1, ignore_index)
         return self.shard(shifted, dim, ignore_index)
 
@@ -291,8 +299,8 @@ class Sequence:
     ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Attention over the whole sequence, for this rank's queries.
 
-        q: (batch, heads, local tokens, head dim). k, v may have fewer heads, and v another head dim. Every rank of the
-        group must make the call, with the same arguments except for the tokens.
+        q: (batch, heads, local tokens, head dim). k and v can have fewer heads, and v a different head dim. Every rank
+        of the group must make the call, with the same arguments except for the tokens.
 
         ``window`` w: query i sees keys j with i-j < w when causal, |i-j| < w otherwise. ``chunk`` c: query and key lie
         in the same run of c tokens. ``mask``: instead of these, a ``startrail.Mask`` made from slices. Documents and

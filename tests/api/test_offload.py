@@ -1,13 +1,24 @@
-"""Activations in host memory: on which stream they are copied, and who waits for whom. Streams are stand-ins."""
+"""Activations in host memory: on which stream they are copied, who waits for whom, and how many bytes leave the device.
+Streams are stand-ins, and CPU tensors take the place of a GPU's."""
 
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import startrail
 from startrail import offload
 from startrail.offload import HostOffload
+from startrail.planner.memory import estimate_memory
+from startrail.training.memory import recompute_blocks
+from startrail.training.models.configs import GPTConfig
+from startrail.training.recipes import Recipe
+from startrail.training.tasks import make_model
+from tests.helpers import LiveBytes
 
 COPY, FORWARD, BACKWARD = 2, 2, 4  # time that each block takes
 
@@ -57,7 +68,11 @@ def log(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))
+    class SideStream(Stream):
+        def __init__(self, device):
+            super().__init__("side", log)
+
+    monkeypatch.setattr(torch.cuda, "Stream", SideStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(offload, "_is_on_gpu", lambda x: True)
@@ -108,3 +123,73 @@ def test_tensors_of_a_cpu_are_not_copied():
     assert y.grad_fn._saved_self.data_ptr() == x.data_ptr()
     (grad,) = torch.autograd.grad(y, x)
     assert grad == 4
+
+
+class DeviceBytes(LiveBytes):
+    """Counts all tensors but those that wait in host memory: the ones that name their device."""
+
+    def __init__(self, model):
+        super().__init__([x for parameter in model.parameters() for x in (parameter, parameter.grad)])
+        self.on_host = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.empty_like.default and "device" in (kwargs or {}):
+            out = func(*args, **kwargs)
+            self.given.add(out.untyped_storage()._cdata)
+            self.on_host.append(StorageWeakRef(out.untyped_storage()))  # so that no other storage gets its number
+            return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+LAYERS, WIDTH, TOKENS = 8, 32, 256
+INPUT = 4 * WIDTH * TOKENS  # bytes of one layer's input
+
+
+def gpt(offload):
+    config = GPTConfig(vocab=64, width=WIDTH, layers=LAYERS, heads=2, kv_heads=2, hidden=48, tied=True)
+    model, sequence = make_model(config), startrail.SequenceParallel("1x1").sequence(TOKENS)
+    recompute_blocks(model, offload)
+    attention = partial(sequence.attention, causal=True)
+    return model, lambda ids: model(ids, sequence.positions(), attention).square().mean()
+
+
+def llama(offload):
+    hf = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+    from startrail.integrations.transformers import attach, shard_batch
+
+    config = hf.LlamaConfig(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    sp = startrail.SequenceParallel("1x1")
+    model = attach(hf.LlamaForCausalLM(config), sp, offload=offload)
+    model.gradient_checkpointing_enable()
+    return model, lambda ids: model(**shard_batch(sp, input_ids=ids, labels=ids)).loss
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_layer_inputs_leave_the_device_as_the_planner_estimates(make, log):
+    """No layer's input is on the device between the passes, and two are at the peak of the backward pass: the one in
+    use, and the one on its way. A reference that is kept would show in both."""
+
+    def measure(offload):
+        torch.manual_seed(0)
+        model, loss_of = make(offload)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        ids = torch.arange(TOKENS).unsqueeze(0) % 64
+        with DeviceBytes(model) as memory:
+            loss = loss_of(ids)
+            torch.zeros(())  # counts what is alive now
+            between, memory.peak = sum(size for _, size in memory.live.values()), 0
+            loss.backward()
+        return between, memory.peak, [parameter.grad for parameter in model.parameters()]
+
+    (between, peak, gradients), (with_offload, peak_with_offload, others) = measure(False), measure(True)
+    run = Recipe("gpt", GPTConfig(64, WIDTH, LAYERS, 2, 2, 48), data="", out="", length=TOKENS, batch=1, recompute=True)
+    plan = startrail.Plan.parse("1x1")
+    estimates = [estimate_memory(replace(run, offload=x).job("float32", "cuda"), plan, 1).total for x in (False, True)]
+    assert between - with_offload == pytest.approx(LAYERS * INPUT, rel=0.01)
+    assert peak - peak_with_offload == pytest.approx(estimates[0] - estimates[1], rel=0.02)
+    for ours, theirs in zip(others, gradients, strict=True):
+        assert torch.equal(ours, theirs)

@@ -17,7 +17,7 @@ BEYOND_LIMIT = "2,000 ranks need a process each, and one machine runs at most 25
         (["show", "2y2"], "cannot read '2y2'"),
         (["show", "star2"], "needs --ranks, a multiple of 4"),
         (["show", "2x2", "--ranks", "6"], "world size 6 is not teams 2 x ring 2 x heads 1 = 4"),
-        (["show", "2x2", "--rank", "4"], "--rank 4 is not in a world of 4"),
+        (["show", "2x2", "--rank", "4"], "--rank 4 does not exist: ranks are 0 to 3"),
         (["check", "1x2", "--window", "0"], "window=0 must be at least 1"),
         (["check", "1x2", "--documents", "0,x"], "write whole numbers with commas"),
         (["check", "1x2", "--documents", "0,5", "--length", "6"], "documents end at 5, but the sequence has 6 tokens"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import startrail
+from startrail._compat import default_store
 from startrail.comm import agreement
 from startrail.comm import process_groups as groups
 from startrail.comm.transfers import CallComparison
@@ -262,22 +263,35 @@ def test_collectives_with_gradients_on_some_ranks_only_raise_on_all(layout):
     it, also those whose tokens need nothing from others."""
 
     def on_rank(rank):
-        sequence = startrail.SequenceParallel("1x2", layout=layout, timeout=20).sequence(16, (0, 9, 16))
+        sp = startrail.SequenceParallel("1x2", layout=layout, timeout=20)
+        sequence = sp.sequence(16, (0, 9, 16))
         errors, gradients = [], []
-        for move in (lambda x: sequence.unshard(x, 0), lambda x: sequence.roll(x, -1, 0)):
+
+        def attend(x):
+            q, k, v = x.expand(3, 1, 1, 4, -1).mT
+            return sequence.attention(q, k, v, causal=True).mT
+
+        for move in (lambda x: sequence.unshard(x, 0), lambda x: sequence.roll(x, -1, 0), attend):
             x = torch.randn(sequence.local, requires_grad=rank == 0)
             errors.append(error_of(lambda: move(x)))  # noqa: B023
             dist.barrier()
             x = torch.randn(sequence.local, requires_grad=True)
             out = move(x)
             gradients.append(torch.autograd.grad(out, x, torch.ones_like(out))[0])
-        return errors, [tuple(gradient.shape) for gradient in gradients], sequence.local
+        with torch.no_grad():
+            attend(torch.randn(sequence.local))  # all ranks know both kinds of calls now
+        hops = sp.traffic()["level 0"]["hops"]
+        known = error_of(lambda: attend(torch.randn(sequence.local, requires_grad=rank == 0)))
+        dist.barrier()
+        return [*errors, known], [tuple(gradient.shape) for gradient in gradients], sequence.local, hops
 
-    for errors, shapes, local in run_local(on_rank, 2):
-        assert all(text.startswith("ValueError: ranks disagree") and "with gradients" in text for text in errors), (
-            errors
-        )
-        assert shapes == [(local,)] * 2
+    for errors, shapes, local, hops in run_local(on_rank, 2):
+        for text in errors:
+            assert text.startswith("ValueError: ranks disagree about one"), text
+            assert "(only some need gradients, but all must take part in the backward pass" in text, text
+            assert text.count("with gradients") == 1, text
+        assert shapes == [(local,)] * 3
+        assert hops == 1 + 2 + 1, "of the calls that were right: the first sent nothing"
 
 
 def test_what_one_rank_alone_gets_wrong_is_refused_on_all():
@@ -306,6 +320,35 @@ def test_what_one_rank_alone_gets_wrong_is_refused_on_all():
         assert blocks.startswith("ValueError: rank 1: blocks must be runs")
         assert dual.startswith("ValueError: rank 1: attention has no forward-mode derivative")
         assert after == "no error"
+
+
+def test_ranks_that_wait_for_one_whose_shard_raised_say_so():
+    """``shard`` sends nothing, so it raises on its own rank, which may try again. If it skips its call, the error of
+    the others names it and the cause; the next call works."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=1)
+        inputs, texts = qkv(8), []
+        for shard in ("shard", "shard_labels"):  # in a new kind of call, and in a known one
+            sequence = sp.sequence(16)
+            odd = error_of(lambda s=sequence, n=shard: getattr(s, n)(torch.arange(16 - rank).unsqueeze(0), dim=1))
+            texts.append(odd if rank else error_of(lambda s=sequence: s.attention(*inputs)))
+            dist.barrier()
+            sequence = sp.sequence(16)
+            texts += [error_of(lambda s=sequence: s.attention(*inputs)) for _ in range(2)]
+            noted = default_store().get("startrail/waits/1")
+        return *texts, noted
+
+    ranks = run_local(on_rank, 2, deadline=60)
+    wrong = "a tensor of shape (1, 15) has 15 tokens in dimension 1, but the sequence has 16"
+    labels = f"{wrong}: pass the labels of all tokens, neither shifted nor split"
+    assert [ranks[1][0], ranks[1][3]] == [f"ValueError: {wrong}", f"ValueError: {labels}"]
+    assert ranks[0][0].startswith("PeerError: rank 1 did not start attention call 1"), ranks[0][0]
+    assert ranks[0][0].endswith(f"(rank 1: raised in shard: {wrong})"), ranks[0][0]
+    assert ranks[0][3].endswith(f"(rank 1: raised in shard_labels: {labels})"), ranks[0][3]
+    for texts in ranks:
+        assert {*texts[1:3], *texts[4:6]} == {"no error"}
+        assert texts[-1] == b"", "the next call withdraws the note"
 
 
 def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):

@@ -49,7 +49,7 @@ MISTAKES = [  # plan, q, k and v, other arguments, error
     ("1x2,groups=3", qkv(), {}, "groups=3 divides neither"),
     ("1x2", qkv(dim=300), {}, "head dim 300 is more than 256"),
     ("1x2", qkv(dtype=torch.int64), {}, "must share one dtype"),
-    ("1x2", [*qkv()[:2], qkv(tokens=18)[2]], {}, "k, v of one shape"),
+    ("1x2", [*qkv()[:2], qkv(tokens=18)[2]], {}, "k, v of the same shape"),
     ("1x2", [qkv()[0], *qkv(dim=4)[1:]], {}, "must agree in batch, local tokens and head dim"),
     ("1x2", [x[0] for x in qkv()], {}, r"need q \(batch, heads, tokens, dim\)"),
     ("1x2", [x[:0] for x in qkv()], {}, "no dimension may be empty"),

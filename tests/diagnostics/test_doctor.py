@@ -103,7 +103,7 @@ def test_the_odd_on_a_loaded_machine_are_not_written_down():
     found = described(Machine(4, 2), load={"host2": 0.9, "host1": 0.1}, matmul={5: 0.22, 0: 0.3})
     assert found.cluster.slow == (SlowMember(1, 0, 1.0, 0.3),)
     assert found.loaded == ("host2: other programs use 90% of the cores",)
-    assert [line.endswith("not written down") for line in found.outliers] == [False, True]
+    assert [line.endswith("ignored") for line in found.outliers] == [False, True]
 
 
 def test_outliers_are_measured_again_and_the_best_counts(monkeypatch):
@@ -123,7 +123,7 @@ def test_the_suggested_command_works(tmp_path, capsys, monkeypatch):
     out = tmp_path / "here.toml"
     assert main(["doctor", "--out", str(out)]) == 0
     *_, last = capsys.readouterr().out.strip().splitlines()
-    assert "Not to be trusted" in out.read_text()
+    assert "Unreliable" in out.read_text()
     assert main(last.partition("now: startrail ")[2].split()) == 0
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import startrail
@@ -109,9 +111,21 @@ def test_meshes(tmp_path):
         said = [str(x.message) for x in warned if "HSDP" in str(x.message)]
         model = shard(attach(tiny("llama"), sp), mesh["dp"])
         outside = error_of(lambda: model(**shard_batch(sp, **mine)))
-        return {name: lines for name, lines in found.items() if lines}, refused, said, outside
 
-    for wrong, refused, said, outside in run_local(on_rank, 8):
+        # nor does DDP over the data-parallel ranks reduce over those of a sequence
+        for over in ("dp", "dp_sp"):
+            group = mesh["dp"].get_group() if over == "dp" else both.get_group()
+            model = DistributedDataParallel(attach(tiny("llama"), sp), process_group=group)
+            loss = model(**shard_batch(sp, **mine, num_items_in_batch=count)).loss
+            (startrail.gradient_factor(model) * loss).backward()
+            found[over] = [error_of(torch.optim.SGD(model.parameters(), lr=0.1).step)]
+        ddp, right = found.pop("dp"), found.pop("dp_sp")
+        sequence = dist.get_process_group_ranks(sp.group)
+        return {name: x for name, x in found.items() if x}, refused, said, outside, ddp, right, sequence
+
+    for wrong, refused, said, outside, (ddp,), (right,), sequence in run_local(on_rank, 8):
+        assert ddp.startswith(f"ValueError: gradients differ between ranks {sequence}, which share a sequence"), ddp
+        assert right == "no error"
         assert wrong == {}
         assert "model.layers.0.self_attn: (heads / TP) % U must be 0: (4 / 2) % 8 = 2" in refused
         assert "leaves 2 of 4 query heads: use u1 or u2" in refused

@@ -149,6 +149,12 @@ def test_text_alone_and_what_is_refused():
     typed = {key: batch[key] for key in ("input_ids", "labels", "token_type_ids")}
     text = error_of(lambda: attach(tiny_seeing("gemma3"), sp)(**shard_batch(sp, **typed)))
     assert "token_type_ids without images: leave them out, and pass blocks=" in text
+    for name in models():
+        model, batch = attach(tiny_seeing(name), sp), batch_of_images(name, ROWS["uneven"])
+        model(**shard_batch(sp, **batch))
+        embeds = torch.randn(*batch["input_ids"].shape, 32)
+        text = error_of(lambda: model.model.language_model(inputs_embeds=embeds, use_cache=False))  # noqa: B023
+        assert "self_attn: called without a batch: call the whole model that is attached" in text, (name, text)
     siglip = models()["gemma3"][1].vision_config
     config = hf.LlavaConfig(text_config=hf.LlamaConfig(**SMALL), vision_config=siglip, image_token_id=60)
     model = hf.LlavaForConditionalGeneration(config)

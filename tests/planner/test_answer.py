@@ -101,7 +101,7 @@ def test_the_function_and_the_command_give_the_same_answer(capsys):
         (["--kernel", "fa4"], "kernel fa4 has no speeds for chip 'A100'; it has B200"),
         (["--kernel", "fa9"], "no kernel 'fa9'"),
         (["--tensor", "3"], "tensor = 3 must divide 32 query and 32 key/value heads and 8 GPUs"),
-        (["--fp8"], "fp8 = true: device A100-SXM4-40GB states no speed of FP8 products"),
+        (["--fp8"], "fp8 = true: device A100-SXM4-40GB has no fp8 rate"),
         (["--states", "int8"], "states = 'int8' is not one of float32, bfloat16, float16"),
         (["--price", "-1"], "price = -1.0 is not a price per device and hour"),
         (["--plan", "1y8"], "cannot read '1y8'"),

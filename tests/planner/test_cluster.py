@@ -59,7 +59,7 @@ def changed(path: str, value: object) -> dict:
         ("levels.0.bandwidth", 100, "bandwidth = 100 is not a rate"),
         ("levels.0.size", 0, "levels[0]: size = 0 is not a whole number of at least 1"),
         ("levels.0.size", -4, "size = -4"),
-        ("levels.1.name", "node", "level 'node' exists already"),
+        ("levels.1.name", "node", "level 'node' already exists"),
         ("levels.0.links", "gpu", "links = 'gpu' is not one of device, member, peer"),
         ("levels.0.links", "peer", "levels[0]: links = 'peer' is only for the innermost level"),
         ("levels.0.latency", "5 parsecs", "latency = '5 parsecs' is not a time"),

@@ -24,7 +24,7 @@ SLIDING = replace(GPT, windows=(1024,) * 30 + (None,) * 2)
         ("-5", ":1: '-5' is not a document's length"),
         ("1.5", ":1: '1.5' is not a document's length"),
         ("9" * 5000, ":1: '9999"),
-        ("\n \n", ": there are no lengths of documents in it"),
+        ("\n \n", ": no document lengths found"),
         (b"\xff\xfe", ": cannot be read as text"),
         ("1", "131072 tokens hold more than 10000 of these documents, too many to plan for"),
         (None, "no such file, and not one of pretraining, agents"),

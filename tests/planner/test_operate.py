@@ -19,7 +19,7 @@ def test_the_longest_length_fits_and_the_next_does_not():
     assert fits(A100, MODEL, Run(length)) and not fits(A100, MODEL, Run(length + 1024))
     assert longest_length(A100, MODEL, Run(1), memory=30e9) < length
     assert ask(A100, MODEL, max_length=True, top=1).result.run.length == length
-    with pytest.raises(ValueError, match="gpt-3b does not fit cluster a100-4x8@2x4 with 1024 tokens"):
+    with pytest.raises(ValueError, match="gpt-3b does not fit cluster a100-4x8@2x4 even with 1024 tokens"):
         longest_length(A100, MODEL, Run(1), memory=3e9)
 
 

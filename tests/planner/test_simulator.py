@@ -81,9 +81,9 @@ def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
     whole = predict(cluster, plan, call)
     monkeypatch.setattr(attention, "MAX_UNSAMPLED_WORLD", 1)
     few = predict(cluster, plan, call)
-    # links inside a node are slow under compute, and the count of starC placements that cross them is off
-    assert few.seconds == pytest.approx(whole.seconds, rel=0.02 if text == "star4" else 0.01)
-    assert few.sent == pytest.approx(whole.sent, rel=0.01 if text == "1x64" else 0.3)
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.001)
+    # star4: 15 ranks of the node place their keys elsewhere, 12 in other nodes; the ranks read stand for 12 of 16
+    assert few.sent == pytest.approx(whole.sent, rel=0.07 if text == "star4" else 1e-6)
 
 
 @pytest.mark.parametrize("cluster", [SMALL, SMALL.faster(0, 100.0)], ids=["links", "arithmetic"])  # that decide

@@ -133,7 +133,7 @@ def test_tensor_parallelism_splits_heads_first():
 
 def test_fp8_speeds_up_matrix_products_where_its_speed_is_known():
     assert step(Run(2**15, fp8=True)).seconds < step(Run(2**15)).seconds
-    with pytest.raises(ValueError, match="fp8 = true: device A100-SXM4-40GB states no speed of FP8 products"):
+    with pytest.raises(ValueError, match="fp8 = true: device A100-SXM4-40GB has no fp8 rate"):
         Training(find_cluster("a100-4x8"), LLAMA, Run(2**15, fp8=True))
 
 

@@ -86,7 +86,7 @@ def test_sizes():
     assert Plan.parse("2x2/1x2/u4").size == 32
     assert Plan.parse("2x3").levels == (Rings(2, 3),)
     assert Plan.parse("u4/2x2").heads == 4
-    with pytest.raises(ValueError, match="fits any world size that 16 divides"):
+    with pytest.raises(ValueError, match="it fits any multiple of 16 ranks"):
         _ = Plan.parse("star4").size
 
 

@@ -109,7 +109,7 @@ def test_show_writes_files_and_explains_mistakes(tmp_path, capsys):
         (["1x4", "--window", "0"], "window=0 must be at least 1"),
         (["1x4", "--nodes", "3", "--svg", str(drawing)], "--ranks 4 is not a multiple of --nodes 3"),
         (["1x4", "--html", str(tmp_path / "no" / "x.html")], "No such file or directory"),
-        (["1x4", "--html", str(page), "--rank", "4"], "--rank 4 is not in a world of 4"),
+        (["1x4", "--html", str(page), "--rank", "4"], "--rank 4 does not exist: ranks are 0 to 3"),
         (["1x4", "--nodes", "2", "--cluster", "pcie-8", "--html", str(page)], "do not describe 2 nodes of 2 ranks"),
         (["u1", "--html", str(page)], "a page needs at least 2 ranks"),
         (["direct", "--ranks", "8", "--html", str(page)], "has no rings to draw: pass a plan such as 1x8"),

@@ -22,22 +22,22 @@ SIDES, RATIO, RING = 0.90, 0.10, 0.12  # targets: share on the right side, media
 RATES = {"fitting": (0.10, 0.25), "judging": (0.15, 0.35)}  # median and worst error of attention rates
 STEPS, MEMORY = 0.10, 0.15
 NOT_PREDICTED = """
-Not predicted: MagiAttention's own schedule and Megatron's hybrid context parallelism, which are not plans of ours and
-place documents by rules that the source does not give; and diffusers' inference steps, in which attention is a small
-part, on GPUs (L20, 4090) whose attention kernels have no published speeds.
+Not predicted: MagiAttention's own schedule and Megatron's hybrid context parallelism, which are not among our plans
+and place documents by rules that the source does not state. Also not predicted: diffusers' inference steps, in which
+attention is a small part, on GPUs (L20, 4090) whose attention kernels have no published speeds.
 """
 REMARKS = """
-What is off, and why:
+What differs, and why:
 
-- Ring Attention of yunchang is 15 to 19 % slower than predicted with as many KV heads as query heads; its GQA rows are
-  within 2 %. The difference is larger than its transfers without overlap explain.
+- yunchang's Ring Attention is 15 to 19 % slower than predicted with as many KV heads as query heads; its GQA rows are
+  within 2 %. Even transfers without any overlap would not explain the difference.
 - Striped rings are predicted 3 to 7 % too fast.
 - Packed documents: the publication's documents are not known, so others are drawn from its distribution (5 sequences;
   rates vary threefold between them). Ulysses and USP agree; the ring and all-gather, which cut every document over all
-  GPUs, are predicted too fast. The time of a kernel's programs that have nothing to do was chosen by hand on these
-  rows (without those for judging).
-- USP and LoongTrain (and Ulysses, on 8 GPUs) are one plan to the planner. With packed documents their figures differ by
-  up to 58 %; such pairs do not count as ratios between plans.
+  GPUs, are predicted too fast. The time that a kernel's idle programs take was chosen by hand on these rows (without
+  those for judging).
+- USP and LoongTrain (and Ulysses, on 8 GPUs) are the same plan to the planner. With packed documents, their figures
+  differ by up to 58 %; such pairs do not count as ratios between plans.
 - Training steps are predicted 4 to 13 % too fast where attention dominates: long runs throttle, and hosts add time.
   (TRL later measured 380 instead of 364 s for its 8B model.) The Ulysses baseline of FPDT is faster than predicted: at
   512K tokens a causal kernel reaches the speed of a full one.
@@ -46,10 +46,10 @@ What is off, and why:
 - Unexplained, and not counted: torchtitan's CP 4 and 8, which are 1.4 to 1.5 times as slow as predicted at the speed of
   its GPUs without context parallelism (CP 1 and 2 agree), and prime-rl's rings, 28 to 49 % slower than Ulysses on the
   same GPUs, where 3 to 8 % are predicted.
-- prime-rl cannot have run all 46 layers: they would need 25 PFLOP/s of GPUs that have 8. 6 layers have the speed of
-  its row without context parallelism, which therefore is not counted.
-- NeMo counts the FLOPs of masked pairs, too, and Transformer Engine chooses cuDNN on H100. With the speeds published
-  for cuDNN a few months later, its steps are predicted 12 to 36 % too fast, with those of FlashAttention 2, 8 to 13 %
+- prime-rl cannot have run all 46 layers: they would need 25 PFLOP/s from GPUs that have 8. Its row without context
+  parallelism has the speed of 6 layers, and is therefore not counted.
+- NeMo also counts the FLOPs of masked pairs, and Transformer Engine chooses cuDNN on H100. With the speeds published
+  for cuDNN a few months later, its steps are predicted 12 to 36 % too fast; with those of FlashAttention 2, 8 to 13 %
   too slow.
 - Steps for which something is inferred are part of the median of all steps, but not of the intervals.
 - No training step or peak of memory is held out: how each was run, and the memory of gathered keys and of logits, were
@@ -100,7 +100,7 @@ def judge_attention(name: str, cases: list[AttentionCase], found: list[Ratio]) -
     middle = statistics.median(abs(ratio.off) for ratio in found)
     right = sum(sides) / len(sides)
     return [
-        (f"{name}: right side in {sum(sides)} of {len(sides)} ratios (at least {SIDES:.0%})", right >= SIDES),
+        (f"{name}: faster plan predicted in {sum(sides)} of {len(sides)} pairs (at least {SIDES:.0%})", right >= SIDES),
         (f"{name}: median error of {len(found)} ratios {middle:.1%} (at most {RATIO:.0%})", middle <= RATIO),
         (
             f"{name}: median error of {len(errors)} attention rates {statistics.median(errors):.1%} (at most "

@@ -20,11 +20,11 @@ SETUPS = [
 ]
 CLAIMS = {"gpt": "up to +77.12 %", "dit": "up to +114.33 %"}
 NOTE = """
-How to read it: tokens/s of a whole training step relative to Ring Attention's with the same model, in percent. "across"
-puts neighbouring places on different nodes, so that teams span nodes; the paper's scheduler chooses between such
-placements, and its claim is about the better of both. Assumed: bfloat16, ZeRO-3 that sends parameters and gradients in
-bfloat16, all but attention recomputed, one sequence per step, and the rates of the cluster files, none of which we
-measured.
+The columns are the gain in tokens/s of a whole training step over Ring Attention with the same model. "across" puts
+neighbouring places on different nodes, so that teams span nodes. The paper's scheduler chooses between such
+placements, and its claim is about the better one. Assumptions: bfloat16, ZeRO-3 that sends parameters and gradients in
+bfloat16, everything but attention recomputed, one sequence per step, and the rates of the cluster files, none of which
+we measured.
 
 Where the two agree: on the A100 clusters, the better starC is predicted to gain about what the paper claims for GPT:
 star4 on 4x8, star2 on 2x16. Where they differ: on the H100 cluster, the predicted gain is larger than the claim. There

@@ -8,10 +8,12 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,10 +25,12 @@ from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
 from startrail.bench.peers import sparse
 from startrail.bench.peers.contenders import Attention, whole_attention, with_gradients
 from startrail.bench.report.record import record
+from startrail.comm.lanes import Lanes
 from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
+from startrail.schedule.walk import Message
 from startrail.training import memory
 
 SPARSE_FACTOR = 4  # how many times as long sparse sequences are
@@ -124,6 +128,46 @@ def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> Engin
     return EngineTiming(max(seconds), statistics.mean(shares), max(added), formula[0])
 
 
+class FreeLinks:
+    """Posts to lanes that send nothing, and fills what is received with zeros. ``seconds`` is the CPU time of both."""
+
+    def __init__(self) -> None:
+        self.seconds, self._post = 0.0, Lanes.post
+
+    def post(
+        self, lanes: Lanes, messages: Sequence[Message], payloads: Sequence[Tensor], first_tag: int,
+        all_to_all: tuple[int, Tensor, Tensor] | None = None,
+    ) -> list[dist.Work]:  # fmt: skip
+        start = time.thread_time()
+        works = self._post(lanes, messages, payloads, first_tag, all_to_all)
+        for message, payload in zip(messages, payloads, strict=True):
+            if not message.send:
+                payload.zero_()
+        if all_to_all is not None:
+            all_to_all[1].zero_()
+        self.seconds += time.thread_time() - start
+        return works
+
+
+def time_without_links(options: argparse.Namespace, plan: str, work: EngineWork) -> float:
+    """CPU seconds per rank where links cost nothing: the first and the last rank compute on zeros instead of what they
+    would receive. Sending and receiving is what the CPU time of a real run has more."""
+    times, links = [], FreeLinks()
+    for rank in (0, options.ranks - 1):
+        with host.fake_group(rank, options.ranks), mock.patch.object(Lanes, "post", lambda *given: links.post(*given)):
+            sp = startrail.SequenceParallel(plan, windows=work.window is not None)
+            sequence = sp.sequence(work.length, work.documents or None)
+            attention = partial(sequence.attention, causal=work.causal, window=work.window)
+            tensors = inputs(options, sequence.local)
+            calls = []
+            for _ in range(4):
+                start, links.seconds = time.thread_time(), 0.0
+                with_gradients(attention, *tensors)
+                calls.append(time.thread_time() - start - links.seconds)
+            times.append(min(calls[1:]))
+    return statistics.mean(times)
+
+
 def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     plans = (options.plans or (HOST_PLANS if options.host else ENGINE_PLANS)).replace(",", " ").split()
@@ -156,8 +200,10 @@ def run(options: argparse.Namespace) -> int:
             if sys.stderr.isatty():
                 bar, end = "#" * (40 * done // total), "" if done < total else "\n"
                 print(f"\r{done}/{total} {bar}", end=end, file=sys.stderr)
+    free = {case: time_without_links(options, case[1], case[0]) for case in cases}
     for work in works:
-        print(_table(work, sdpa[work], {plan: found for (of, plan), found in ours.items() if of == work}))
+        of_work = {plan: found for (of, plan), found in ours.items() if of == work}
+        print(_table(work, sdpa[work], of_work, {plan: free[work, plan] for plan in of_work}))
     rows = [
         {
             "case": work.name,
@@ -166,6 +212,7 @@ def run(options: argparse.Namespace) -> int:
             "seconds": statistics.median(timing.seconds for timing in found),
             "efficiency": _efficiency(sdpa[work], found),
             "waiting": statistics.median(timing.waiting for timing in found),
+            "cpu_seconds_without_links": free[work, plan],
         }
         for (work, plan), found in ours.items()
     ]
@@ -178,18 +225,19 @@ def _efficiency(sdpa: list[float], ours: list[EngineTiming]) -> float:
     return statistics.median(a / b.seconds for a, b in zip(sdpa, ours, strict=True))
 
 
-def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTiming]]) -> str:
+def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTiming]], free: dict[str, float]) -> str:
     lines = [
         f"\n{work.name}, N = {work.length}; single-process SDPA{' of visible blocks' * work.is_sparse}, "
         f"{os.cpu_count()} threads: {statistics.median(sdpa):.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})",
         f"{'plan':10s} {'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} "
-        f"{'formula':>8s}",
+        f"{'formula':>8s} {'CPU s per rank without links':>29s}",
     ]
     for plan in sorted(ours, key=lambda name: statistics.median(r.seconds for r in ours[name])):
         seconds, waiting, added, formula = zip(*ours[plan], strict=True)
         ratio = _efficiency(sdpa, ours[plan])
         lines.append(
             f"{plan:10s} {statistics.median(seconds):8.3f} {min(seconds):7.3f}-{max(seconds):7.3f} {ratio:10.2f} "
-            f"{statistics.median(waiting):8.1%} {statistics.median(added) / 2**20:10.1f} {formula[0] / 2**20:8.1f}"
+            f"{statistics.median(waiting):8.1%} {statistics.median(added) / 2**20:10.1f} {formula[0] / 2**20:8.1f} "
+            f"{free[plan]:29.3f}"
         )
     return "\n".join(lines)

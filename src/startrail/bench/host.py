@@ -1,4 +1,4 @@
-"""The host's time per attention call: what a GPU would wait for, without the GPU's own work.
+"""Host time per attention call: the time that a GPU would wait, without the GPU's own work.
 
 A fake process group sends nothing, a no-op kernel replaces attention, and tensors are so small that a copy costs no
 more than its launch. The work for NCCL (`startrail.comm.transfers`) is included.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -49,15 +50,22 @@ class _CompletedMonitor(TransferMonitor):
         return work_error(transfer.work) is None
 
 
+@contextmanager
+def fake_group(rank: int, ranks: int) -> Iterator[None]:
+    """A process group that sends nothing: what is received stays as it was."""
+    dist.init_process_group("fake", store=make_fake_store(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[list[float], list[float], float]:
     """Milliseconds of every forward call on rank 0 and of its backward pass through autograd; and of a new batch of
     packed documents, up to its first call."""
-    dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=ranks)
-    try:
-        with mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype)):
-            return *_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads)
-    finally:
-        dist.destroy_process_group()
+    no_op = mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype))
+    with fake_group(0, ranks), no_op:
+        return *_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads)
 
 
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[list[float], list[float]]:

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     works = [work for work in sparse_works(options.length) if options.only in work.name]
     if not works:
         names = "; ".join(work.name for work in sparse_works(options.length))
-        raise ValueError(f"--only {options.only}: no workload has this in its name ({names})")
+        raise ValueError(f"--only {options.only}: no workload's name contains this ({names})")
     machines = [Machine.parse(text) for text in options.shapes]
     torch.set_num_threads(1)
     started = time.time()

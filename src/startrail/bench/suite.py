@@ -1,4 +1,4 @@
-"""The benchmark: every contender at the same work, on every machine, and the report of it.
+"""The benchmark: every contender on the same work, on every machine, and the report.
 
 On one machine it emulates a cluster for every shape. Under torchrun it measures the ranks and links of the job.
 """

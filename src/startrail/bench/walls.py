@@ -1,5 +1,5 @@
 """The second part of ``startrail bench memory``: Hugging Face models with a large vocabulary and a wide MLP, whose
-logits and intermediate activations are what first does not fit."""
+logits and intermediate activations are the first to run out of memory."""
 
 from __future__ import annotations
 

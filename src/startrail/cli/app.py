@@ -29,7 +29,7 @@ COMMANDS = (show, check, plan, simulate, doctor, verify, models, train, recognis
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch has no need of it here
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch does not need it here
     # What follows "--" belongs to the program that a command starts; argparse would take some of it.
     end = argv.index("--") if "--" in argv else len(argv)
     try:

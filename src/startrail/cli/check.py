@@ -15,7 +15,7 @@ from startrail.schedule.plan import Plan
 EXAMPLES = {
     "startrail check 2x2/u2 --ranks 8 --causal": "run it on 8 local processes against float64",
     "startrail check 1x4 --ranks 4 --causal --window 100 --documents 0,300,1000 --length 1000": "",
-    "torchrun --nproc-per-node 8 -m startrail.cli check all": "first check of the GPUs on this machine",
+    "torchrun --nproc-per-node 8 -m startrail.cli check all": "first check of this machine's GPUs",
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SAME_NAMES = ("length", "batch", "head_dim", "causal", "window", "layout", "seed")  # options that are fields of a Case
@@ -28,12 +28,12 @@ def add(commands: Commands) -> None:
         EXAMPLES,
         help="run a plan against float64, on local processes or under torchrun",
         description="Runs forward and backward with random inputs and output gradients. The exit code is 1 if a result "
-        "is wrong or the bytes sent differ from the predicted count. Started directly, it forks local processes. Under "
-        "torchrun it uses the ranks and devices of the job: with the plan 'all' it checks kernels, dtypes, plans and "
+        "is wrong or the bytes sent differ from the predicted count. Without torchrun, it forks local processes. Under "
+        "torchrun, it uses the ranks and devices of the job: with the plan 'all' it checks kernels, dtypes, plans and "
         "bytes on a new cluster, and prints a table to paste into an issue.",
     )
     option = command.add_argument
-    option("plan", help="for example 2x2, 1x4/u2, star2, auto; all: several that fit")
+    option("plan", help="for example 2x2, 1x4/u2, star2 or auto; all: several plans that fit")
     option(
         "--ranks",
         type=int,
@@ -46,11 +46,11 @@ def add(commands: Commands) -> None:
     option("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
     option("--dtype", choices=DTYPES, default="float32", help="(default %(default)s)")
     option("--wire-dtype", choices=DTYPES, help="dtype of the payload (default: --dtype)")
-    option("--causal", action="store_true")
-    option("--window", type=int)
+    option("--causal", action="store_true", help="causal mask (default: full)")
+    option("--window", type=int, help="sliding window in tokens")
     option("--documents", metavar="0,A,B,...,LENGTH", help="cu_seqlens of packed documents")
-    option("--layout", choices=("zones", "zigzag", "contiguous"), default="zones")
-    option("--seed", type=int, default=0)
+    option("--layout", choices=("zones", "zigzag", "contiguous"), default="zones", help="(default %(default)s)")
+    option("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
     option(
         "--tokens-per-rank",
         type=int,
@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
     option(
         "--out", metavar="FILE", help="with 'all': where to write all results as JSON (default startrail-check.json)"
     )
-    option("--deadline", type=float, default=600.0, help="seconds (default %(default)s)")
+    option("--deadline", type=float, default=600.0, help="time limit in seconds (default %(default)s)")
     command.set_defaults(run=run)
 
 
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     case.validate()
     everything = arguments.plan == "all"
     if not everything and (arguments.out is not None or arguments.tokens_per_rank is not None):
-        raise ValueError("--out and --tokens-per-rank belong to the plan 'all'")
+        raise ValueError("--out and --tokens-per-rank need the plan 'all'")
     out = Path(arguments.out or "startrail-check.json")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: folder {out.absolute().parent} does not exist")

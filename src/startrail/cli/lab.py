@@ -14,7 +14,7 @@ EXAMPLES = {
 }
 NOTE = (
     "The program gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR ...) and calls\n"
-    "init_process_group('gloo'). Rank 0's output is shown while it runs; --log-dir keeps every rank's.\n"
+    "init_process_group('gloo'). Rank 0's output is shown live; --log-dir keeps every rank's.\n"
     "Needs Linux, and root or user namespaces."
 )
 
@@ -36,7 +36,12 @@ def add(commands: Commands) -> None:
     option("--ranks", type=int, default=2, help="ranks per node (default %(default)s)")
     option("--link", default="100mbit", help="rate of every node's link, or unlimited (default %(default)s)")
     option(
-        "--slow", type=_slow_node, action="append", default=[], metavar="NODE=RATE", help="a different rate for a node"
+        "--slow",
+        type=_slow_node,
+        action="append",
+        default=[],
+        metavar="NODE=RATE",
+        help="a different rate for one node; repeatable",
     )
     option("--racks", type=int, default=1, help="racks that the nodes are spread over (default %(default)s)")
     option("--rack-link", help="rate of each rack's link to the others")

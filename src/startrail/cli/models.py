@@ -15,7 +15,7 @@ EXAMPLES = {
 
 def add(commands: Commands) -> None:
     command = add_command(
-        commands, "models", EXAMPLES, help="list supported Hugging Face models, and the reason for each unsupported one"
+        commands, "models", EXAMPLES, help="list which Hugging Face models run, with the reason for each that does not"
     )
     command.add_argument("families", nargs="*", metavar="FAMILY", help="for example llama (default: all)")
     command.set_defaults(run=run)

@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_hyphens(argument: str) -> str:
-    """An option's name with hyphens, however it was written; anything else as it is.
+    """An option's name with hyphens, however it was written; anything else unchanged.
 
     >>> [with_hyphens(argument) for argument in ("--kv_heads=2", "--out=my_run", "--kv-heads", "my_file")]
     ['--kv-heads=2', '--out=my_run', '--kv-heads', 'my_file']

@@ -39,8 +39,8 @@ def add(commands: Commands) -> None:
         EXAMPLES,
         f"clusters: {clusters}\nmodels: {models}",
         help="choose a plan for a model on a cluster, and explain it",
-        description="Tries every plan, simulates the best on the described cluster, and explains the choice. "
-        "`startrail doctor` writes a description of the cluster that it runs on.",
+        description="Tries every plan, simulates the best ones on the described cluster, and explains the choice. "
+        "`startrail doctor` describes the cluster that it runs on.",
     )
     option = command.add_argument
     option("--cluster", help="a name, NAME@SIZES with other sizes, or a .toml (default: STARTRAIL_CLUSTER)")
@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
     option("--max-length", action="store_true", help="plan for the longest sequence that fits, instead of --length")
     option("--gpus-for", metavar="LENGTH", help="plan for the fewest GPUs that fit this length")
     option("--batch", help="sequences per step, over all groups; auto: as many as still raise throughput (default 1)")
-    option("--price", type=float, help="price per GPU hour; adds the cost per million tokens")
+    option("--price", type=float, help="price per GPU hour: adds the cost per million tokens")
     option("--plot", metavar="FILE", help="plot the step time by part, and tokens/s by length (.png, .svg)")
     option("--dtype", help=f"{', '.join(DTYPES)} (default bfloat16)")
     option("--memory", help="memory limit per device, such as '60 GB' (default: all of it)")

@@ -1,4 +1,4 @@
-"""``startrail recognise``: does a classifier see the digits that a run's DiT was asked to paint?"""
+"""``startrail recognise``: does a classifier recognise the digits that a run's DiT was asked to paint?"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ EXAMPLES = {
     "startrail show 2x2": "the schedule of 4 ranks, step by step",
     "startrail show star2 --ranks 16 --rank 5": "one rank of the paper's schedule",
     "startrail show u2/1x4 --window 64": "what a layer with a window runs instead, and why",
-    "startrail show direct --ranks 8 --window 64": "each rank fetches just the keys that it sees",
+    "startrail show direct --ranks 8 --window 64": "each rank fetches only the keys it sees",
     "startrail show u4/1x8 --nodes 4 --html page.html": "a page that plays it, next to other plans",
     "startrail show 2x4 --nodes 2 --window 512 --svg 2x4.svg": "a drawing for documents and slides",
     "startrail show auto --ranks 32 --nodes 4 --heads 32 --kv-heads 8 --cluster a100-4x8": "",
@@ -45,8 +45,10 @@ def add(commands: Commands) -> None:
     option("--kv-heads", type=int, help="KV heads (default: same as --heads)")
     option("--head-dim", type=int, help="head dimension (default 128)")
     option("--length", type=read_tokens, help="tokens, such as 65536 or 64k (default 4096 per rank)")
-    option("--cluster", help="a cluster's name or .toml file, for auto, --html, --window (default: STARTRAIL_CLUSTER)")
-    option("--direction", choices=("forward", "backward"), default="forward")
+    option(
+        "--cluster", help="a cluster's name or .toml file, for auto, --html and --window (default: STARTRAIL_CLUSTER)"
+    )
+    option("--direction", choices=("forward", "backward"), default="forward", help="pass to show (default %(default)s)")
     option("--full", action="store_true", help="every token sees every other (default: causal)")
     option("--window", type=int, help="a token sees this many tokens: itself and those before it")
     option("--documents", metavar="LENGTHS", help="lengths of packed documents, such as 3000,1000,96")
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_rank(rank: int, world: int) -> None:
     if not 0 <= rank < world:
-        raise ValueError(f"--rank {rank} is not in a world of {world}")
+        raise ValueError(f"--rank {rank} does not exist: ranks are 0 to {world - 1}")
 
 
 def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
@@ -106,8 +108,8 @@ def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
 def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> int:
     if plan.family.by_mask:
         raise ValueError(
-            f"plan {plan} follows from the mask and has no rings to draw: pass a plan such as 1x{machine.world}; "
-            "with --window or --documents, --html shows where direct fetches run instead"
+            f"plan {plan} depends on the mask and has no rings to draw: pass a plan such as 1x{machine.world}; "
+            "with --window or --documents, --html shows where direct fetches replace it"
         )
     if arguments.svg:
         write_text(arguments.svg, svg(plan, machine, mask, length))

@@ -1,6 +1,6 @@
 """``startrail train``: start local ranks or join those of torchrun, and train a recipe on them.
 
-Started directly, it forks local ranks with gloo; on GPUs it hands over to torchrun. Under torchrun it is one of the
+Without torchrun, it forks local ranks with gloo, or starts torchrun on GPUs. Under torchrun it is one of the
 ranks. The exit code is 0 when all steps are done, 2 for a mistake, and 1 for a failure during the run. If a signal
 stopped the run and it was saved, it is 128 plus the signal's number, as in a shell: 143 for SIGTERM, 130 for Ctrl-C.
 """
@@ -46,9 +46,9 @@ def add(commands: Commands) -> None:
         EXAMPLES,
         help="train a GPT or a DiT",
         usage="%(prog)s [RECIPE] [--FIELD VALUE ...]",
-        description="Starts local ranks itself; under torchrun, uses the ranks of the job. Continues from the newest "
-        "good checkpoint in its folder. Exit code: 0 when all steps are done, 143 if SIGTERM stopped the run and 130 "
-        "if Ctrl-C did (saved; the same command continues), 1 if something failed during the run, 2 for a mistake.",
+        description="Starts local ranks, or uses those of the job under torchrun. Continues from the newest good "
+        "checkpoint in its folder. Exit code: 0 when all steps are done, 143 if SIGTERM stopped the run and 130 if "
+        "Ctrl-C did (the run is saved, and the same command continues it), 1 if the run failed, 2 for a mistake.",
         add_help=False,
         allow_abbrev=False,  # a recipe gets new fields, which may make a short form ambiguous
     )

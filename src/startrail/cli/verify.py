@@ -8,7 +8,7 @@ from startrail.cli.options import Commands, add_command
 from startrail.schedule.plan import Plan
 
 EXAMPLES = {
-    "startrail verify setup.py:make --ranks 4": "does your training set-up compute the same on 4 ranks as on one?",
+    "startrail verify setup.py:make --ranks 4": "does your training set-up give the same results on 4 ranks as on one?",
     "startrail verify my.setup:make --plan u2/1x2": "",
 }
 
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
     command.add_argument("function", metavar="MODULE:FUNCTION", help="for example my.setup:make, or setup.py:make")
     command.add_argument("--ranks", type=int, default=4, help="number of ranks (default %(default)s)")
     command.add_argument("--plan", help="for example u2/1x2, or auto (default: a ring of all ranks)")
-    command.add_argument("--deadline", type=float, default=300.0, help="seconds (default %(default)s)")
+    command.add_argument("--deadline", type=float, default=300.0, help="time limit in seconds (default %(default)s)")
     command.set_defaults(run=run)
 
 

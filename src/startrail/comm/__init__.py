@@ -5,7 +5,8 @@ Start reading at ``lanes``, which carry messages, and ``consensus``, which detec
 
 - ``process_groups``, ``lanes``, ``transfers``: groups and their settings, messages on them, waiting for messages
 - ``consensus``, ``ledger``: comparing calls between ranks, and the records in the store that this needs
-- ``watchdog``, ``timing``: the thread that checks long waits, and every waiting time
+- ``agreement``: the same for torch's collectives
+- ``watchdog``, ``waits``, ``timing``: the thread that checks long waits, what each rank waits for, all waiting times
 - ``errors``, ``counters``: ``PeerError``; bytes, messages and time
 - ``gather``, ``digest``, ``sanity``: texts of all ranks, digests of tensors, checks of a training loop's first steps
 """

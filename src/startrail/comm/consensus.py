@@ -12,8 +12,8 @@ one of the same call. If it finds one, it aborts its wait and raises the same ``
 
 After an error on any rank, the pending calls of all ranks are useless. A rank that fails writes the reason, which
 aborts the waits of the others, and all start again in the next *epoch*: call 1, nothing agreed on, new lanes. A rank
-that finds itself behind goes on in the newest epoch. If the others have waited for it in vain, as they do when its own
-code raised and it skipped a call, they have had their error already, and it joins them without one (``RejoinError``).
+that finds itself behind continues in the newest epoch. If the others timed out waiting for it, as they do when its own
+code raised and it skipped a call, they have already raised, and it joins them without an error (``RejoinError``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RejoinError(Exception):
     ``sequence`` is the one in which they did."""
 
     def __init__(self, epoch: int, sequence: int | None) -> None:
-        super().__init__(f"the other ranks go on in epoch {epoch}")
+        super().__init__(f"the other ranks continue in epoch {epoch}")
         self.epoch, self.sequence = epoch, sequence
 
 
@@ -120,6 +120,7 @@ class Consensus:
         self._wait: tuple[PendingWait, float] | None = None
         self._published: PublishedWait | None = None
         self._reminded: PendingWait | None = None
+        self._mistake: PublishedWait | None = None  # of this rank alone, since its last call
 
     @property
     def call_id(self) -> tuple[int, int]:
@@ -128,6 +129,9 @@ class Consensus:
 
     def start(self, record: CallRecord, device_digest: Tensor | None = None) -> None:
         """Start a call."""
+        if self._mistake is not None:
+            self._mistake.end()
+            self._mistake = None
         self.current = StartedCall(self.epoch, self.current.number + 1, record, device_digest)
         self._started = time.monotonic()
 
@@ -182,6 +186,14 @@ class Consensus:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
                 run_within(TIMING.store_answer, tell)
         self.rejoin(next_epochs[-1])
+
+    def note_mistake(self, operation: str, error: ValueError) -> None:
+        """This rank alone has raised, in a helper that sends nothing. It may go on, so no call ends. But if it skips
+        the next one, the ranks that wait for it can read the reason."""
+        if self.ledger is not None:
+            self._mistake = PublishedWait(f"{operation}: {error}", "raised in")
+            with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone
+                run_within(TIMING.store_answer, self._mistake.publish)
 
     def close(self) -> None:
         """No call follows: give up this instance's keys in the store."""

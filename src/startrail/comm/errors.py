@@ -1,4 +1,4 @@
-"""``PeerError``: the one error for a lost peer, raised whichever way the loss is noticed."""
+"""``PeerError``: the one error for a lost peer, however the loss is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers texts from all ranks, as bytes in tensors: nothing that a peer sends is unpickled, numpy is not needed."""
+"""Gathers texts from all ranks, as bytes in tensors: nothing from a peer is unpickled, and numpy is not needed."""
 
 from __future__ import annotations
 

@@ -35,20 +35,24 @@ class CallRecord(NamedTuple):
     after_error: int | None = None  # the sequence in which the last call failed
     problem: str | None = None
     kind: str = "attention call"
+    gradients: bool = False  # a backward pass follows
 
     def __str__(self) -> str:
         if self.problem is not None:
             return self.problem
         data = f", data digest {self.data:08x}" if self.data else ""
         backward = f", backward of call {self.backward_of}" if self.backward_of else ""
+        grads = ", with gradients" if self.gradients else ""
         after = "" if self.after_error is None else f", after an error in sequence {self.after_error}"
-        return f"{self.call}, sequence {self.sequence} of this kind{data}{backward}{after}"
+        return f"{self.call}, sequence {self.sequence} of this kind{data}{grads}{backward}{after}"
 
 
 # What it means if calls differ in one of these fields only.
 _HINTS = {
     "sequence": "a rank skipped a sequence, or made one that the others did not",
     "data": "they were given different data: all must shard the same batches",
+    "gradients": "only some need gradients, but all must take part in the backward pass: call requires_grad_() on the "
+    "inputs of all ranks, or none",
 }
 
 
@@ -85,7 +89,7 @@ def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
     listed = "; ".join(f"{rank_names(ranks)}: {text}" for text, (_, ranks) in zip(texts, ranks_of, strict=True))
     if problems:
         return listed
-    common = [record._replace(sequence=0, data=0) for record in records]
+    common = [record._replace(sequence=0, data=0, gradients=False) for record in records]
     alike = [record for record, rest in zip(records, common, strict=True) if common.count(rest) > 1]
     hints = [hint for field, hint in _HINTS.items() if len({getattr(record, field) for record in alike}) > 1]
     hint = f" ({'; '.join(hints)})" if hints else ""
@@ -179,7 +183,7 @@ class CallLedger:
 
     def abandon(self, epoch: int, failure: Failure, late: list[int]) -> int:
         """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. The
-        ``late`` ranks, which this one has waited for in vain, may rejoin the others without an error."""
+        ``late`` ranks, which this one timed out waiting for, can rejoin the others without an error."""
         if (newest := self.newest_epoch()) > epoch:
             return newest
         if self.store.add(f"{epoch}/failures", 1) == 1:
@@ -196,7 +200,7 @@ class CallLedger:
         return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def was_late(self, epoch: int) -> bool:
-        """True if the others have waited for this rank in vain, in ``epoch`` or later."""
+        """True if the others timed out waiting for this rank, in ``epoch`` or later."""
         key = f"late/{self.rank}"
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
 

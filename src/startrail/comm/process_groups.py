@@ -46,7 +46,7 @@ def backend_for(device: torch.device) -> str:
     backends = dict(part.split(":") for part in config.split(","))
     if device.type not in backends:
         raise ValueError(
-            f"the process group ({config}) cannot move tensors on {device.type}; initialize it with a backend for them"
+            f"the process group ({config}) cannot move tensors on {device.type}; initialize it with a backend that can"
         )
     return backends[device.type]
 

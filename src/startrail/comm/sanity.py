@@ -25,6 +25,7 @@ from startrail.comm.errors import peer_errors
 from startrail.comm.gather import gather_tensors
 
 CHECKED_STEPS = 2
+UNEQUAL = 1e-3  # relative difference between ranks of a gradient that is not reduced over them
 
 
 def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None = None) -> None:
@@ -42,7 +43,7 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.Proce
         if different:
             raise ValueError(
                 f"parameter {name} is not the same on all ranks (rank {different[0]} differs from rank 0): load the "
-                "same weights, or set the same seed on every rank before the model is made"
+                "same weights, or set the same seed on every rank before the model is built"
             )
 
 
@@ -81,17 +82,20 @@ def unchecked_parameters(loss: Tensor) -> list[Tensor]:
     return [] if nearest is None or nearest in _checks else list(_parameters(loss))
 
 
-def check_gradients(loss: Tensor, parameters: list[Tensor], agreed: bool, group: dist.ProcessGroup | None) -> None:
+def check_gradients(
+    loss: Tensor, parameters: list[Tensor], agreed: bool, group: dist.ProcessGroup | None,
+    sequence: dist.ProcessGroup | None,
+) -> None:  # fmt: skip
     """Check the gradients of ``loss`` in the first optimizer steps.
 
     ``parameters`` are the ``unchecked_parameters`` of ``loss``. ``agreed``: every rank of ``group`` has some. A check
-    must start on all ranks, since it communicates.
+    must start on all ranks, since it communicates. ``sequence``: the ranks of ``group`` that share a sequence.
     """
     if torch.compiler.is_compiling():
         return
     if parameters:
         wanted = agreed and dist.get_world_size(group) > 1
-        _checks[parameters[0]] = GradientCheck(parameters, group) if wanted else None
+        _checks[parameters[0]] = GradientCheck(parameters, group, sequence) if wanted else None
     nearest = next(_parameters(loss), None)
     check = None if nearest is None else _checks.get(nearest)
     if check is not None and check.is_active:
@@ -103,16 +107,19 @@ class GradientCheck:
 
     One small parameter is the probe. Its local gradient is accumulated before DDP, FSDP or the user reduces it, divided
     by the scale of the loss, and compared with the gradient that the optimizer gets. Only certain mistakes raise:
-    exactly the mean, or exactly this rank's own gradient. (Clipping changes the norm, and then nothing is reported.)
+    exactly the mean, or exactly this rank's own gradient, or one that is reduced, but differs between the ranks of a
+    sequence. (Clipping changes the norm, and then only the last is reported.)
     FSDP gives the optimizer another tensor than autograd's: the one of that shape with these gradients. With n losses
     per step, as in gradient accumulation, their mean is right as well.
     """
 
-    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, parameters: list[Tensor], group: dist.ProcessGroup | None, sequence: dist.ProcessGroup | None
+    ) -> None:
         probe = min((x for x in parameters if x.dim() and not is_sharded(x)), key=Tensor.numel, default=parameters[0])
         self._probe = weakref.ref(probe)
         self._parameters = [weakref.ref(x) for x in parameters]
-        self._group = group
+        self._group, self._sequence = group, sequence
         self._steps_left = CHECKED_STEPS
         self._local: Tensor | None = None
         self._scales: list[float] = []
@@ -184,6 +191,19 @@ class GradientCheck:
                 "each rank still has only its own part of the gradients: call "
                 "startrail.sum_gradients(model.parameters()) after the backward pass"
             )
+        if unsharded and self._differs(candidates[0].grad.detach().double()):
+            ranks = sorted(dist.get_process_group_ranks(self._sequence))
+            raise ValueError(
+                f"gradients differ between ranks {ranks}, which share a sequence: DDP over the data-parallel group "
+                "alone does not reduce over them. Give it all ranks, or call startrail.sum_gradients(model.parameters()"
+                ", sp.group) after the backward pass"
+            )
+
+    def _differs(self, gradient: Tensor) -> bool:
+        """True if a gradient is not the same on the ranks of a sequence."""
+        ends = torch.stack([gradient, -gradient])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._sequence)
+        return bool((ends[0] + ends[1]).norm() > UNEQUAL * torch.maximum(ends[0].abs(), ends[1].abs()).norm())
 
     def _is_for(self, optimized: dict[int, Tensor]) -> bool:
         """True if the optimizer has this check's parameters."""

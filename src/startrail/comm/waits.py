@@ -1,6 +1,7 @@
 """What each rank waits for, written into torch.distributed's store once a wait has become long.
 
 A rank whose wait times out reads what the others wait for: most often two ranks wait for each other in different calls.
+A rank that raised on its own, in a helper that sends nothing, writes its error there as well.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def _store() -> Store:
 
 
 class PublishedWait:
-    """One long wait of this process that the other ranks can read. ``what`` names the call, such as "unshard"."""
+    """One long wait of this process that the other ranks can read. ``what`` names the call, such as "unshard"; it may
+    be another ``state`` than a wait."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, state: str = "waiting in") -> None:
+        self.what, self.state = what, state
         self._lock = threading.Lock()
         self._is_published = self._has_ended = False
 
@@ -36,7 +38,7 @@ class PublishedWait:
         with self._lock:
             self._is_published = True
             if not self._has_ended:
-                _store().set(str(dist.get_rank()), f"waiting in {self.what}")
+                _store().set(str(dist.get_rank()), f"{self.state} {self.what}")
 
     def end(self, failed: bool = False) -> None:
         """After a wait that failed, ranks that fail a moment later can still read what it was for."""
@@ -47,7 +49,7 @@ class PublishedWait:
 
     def _withdraw(self, failed: bool) -> None:
         with self._lock:  # after a ``publish`` that has begun
-            _store().set(str(dist.get_rank()), f"no longer waiting in {self.what}" if failed else "")
+            _store().set(str(dist.get_rank()), f"no longer {self.state} {self.what}" if failed else "")
 
 
 class _WatchedWait(PublishedWait):

@@ -142,7 +142,7 @@ def _report(found: Measured, out: str | None) -> None:
             f"{name} {', '.join(f'{speed / 1e9:.1f} GFLOP/s at {tokens:.0f} tokens' for tokens, speed in curve.points)}"
             for name, curve in (("forward", rates.forward), ("backward", rates.backward))
         )
-        print(f"measured, {dtype}: products {rates.matmul / 1e9:.1f} GFLOP/s; attention {curves}")
+        print(f"measured, {dtype}: matrix products {rates.matmul / 1e9:.1f} GFLOP/s; attention {curves}")
     print(f"measured: copies {device.copy / 1e9:.1f} GB/s, a kernel call {seconds_text(device.call)}")
     for level in cluster.levels:
         if level.size > 1:
@@ -152,13 +152,13 @@ def _report(found: Measured, out: str | None) -> None:
                 f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), {few}"
                 f"latency {seconds_text(level.latency)}"
             )
-    for line in found.outliers or ["nothing"]:
-        print(f"odd: {line}")
+    for line in found.outliers or ["none"]:
+        print(f"outliers: {line}")
     for line in found.loaded:
-        print(f"not to be trusted: {line}; all figures are too low, measure again when they have ended")
+        print(f"unreliable: {line}; all figures are too low, measure again when these have ended")
     if out is not None:
         about = f"Measured by startrail doctor on {time.strftime('%Y-%m-%d %H:%M')}, {platform.node()}"
-        about += "".join(f"\nNot to be trusted: {line}" for line in found.loaded)
+        about += "".join(f"\nUnreliable: {line}" for line in found.loaded)
         Path(out).write_text(cluster_text(cluster, about))
         (dtype, *_) = device.rates
         print(f"written: {out}; now: startrail plan --cluster {out} --model gpt-tiny --length 8k --dtype {dtype}")

@@ -28,7 +28,7 @@ from startrail.diagnostics.observe import (
     gradients,
 )
 from startrail.diagnostics.setups import Setup, map_tensors
-from startrail.diagnostics.shard_faults import recurrent_layers, separate_calls, unsplit_text
+from startrail.diagnostics.shard_faults import counted_per_rank, recurrent_layers, separate_calls, unsplit_text
 from startrail.geometry.layout import Layout
 from startrail.losses import chunked_cross_entropy
 
@@ -83,11 +83,18 @@ def _calls_on_ranks(alone: Observed, ranks: Observed) -> list[AttentionRecord]:
     return ranks.attention[: len(alone.attention)] if len(ranks.attention) >= len(alone.attention) else []
 
 
+def _is_alike(ours: AttentionRecord, theirs: AttentionRecord) -> bool:
+    """True if it is known who sees whom, among equally many tokens: rows of a batch may be joined on ranks."""
+    return (
+        ours.visible is not None and theirs.visible is not None and ours.visible.shape[1:] == theirs.visible.shape[1:]
+    )
+
+
 def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultPrediction]:
     """What one process gives with each known fault. ``make`` makes the set-up afresh."""
     text = attention_text(alone, ranks)
     calls = _calls_on_ranks(alone, ranks)
-    known = bool(calls) and all(one.visible is not None for one in (*calls, *alone.attention))
+    known = bool(calls) and all(_is_alike(*pair) for pair in zip(calls, alone.attention, strict=True))
     if text is not None and known:
         yield _predict(make, text, Changes(calls=calls))
     if ranks.layout is not None:
@@ -108,6 +115,9 @@ def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultP
         yield _predict(make, both, Changes(shards=shards, cut=True, mean=True))
         yield _predict(make, AVERAGED, Changes(shards=shards, mean=True))
         yield from _other_orders(make, layout, calls if known else None)
+        for counting in counted_per_rank(make, alone, ranks):
+            predicted = _predict(counting.make, counting.fault, Changes(calls=counting.calls))
+            yield predicted._replace(factor=counting.factor)
     setup = make()
     if setup.is_transformers and setup.reference is None:
         yield from _changed_batches(make, setup.batch, None if ranks.layout is None else positions)
@@ -278,6 +288,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, record: AttentionRecord, sinks: Ten
     logits = (q @ k.mT) * record.scale
     if record.softcap is not None:
         logits = record.softcap * torch.tanh(logits / record.softcap)
+    if record.counts is not None:
+        logits = logits + record.counts.to(logits).log()
     logits = logits.masked_fill(~record.visible.unsqueeze(1), float("-inf"))
     if sinks is not None and record.sinks:
         extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from startrail._compat import tree_leaves
 from startrail.comm.digest import digest
 from startrail.engine.validate import read_call
 from startrail.geometry.layout import Layout
@@ -34,7 +35,7 @@ Gradients = dict[str, Tensor]
 class AttentionRecord(NamedTuple):
     """One attention call. ``visible`` (batch or 1, length, length) is True where a query (row) sees a key (column), and
     None if that is not known. ``unsplit``: the layer, if torch's attention was called on a rank, so that nothing was
-    sent."""
+    sent. ``counts`` (length,): how often each key counts, if not once."""
 
     visible: Tensor | None
     scale: float
@@ -44,6 +45,7 @@ class AttentionRecord(NamedTuple):
     unsplit: str | None = None
     tokens: int = 0
     bytes: int = 0  # that this rank sends in both passes, or would send if the call were split
+    counts: Tensor | None = None
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Observed:
     """What a step did to a model. ``buffers`` are those that are saved with it, ``constants`` the others.
     ``training``: the mode of each module when it was last called. ``layout`` is that of the last sequence that
     attended. ``dropout``: some activations were dropped (recorded on one process only). ``arguments``: the tensors that
-    the model was first called with, as (shape, digest)."""
+    the model was first called with, as (shape, digest). ``results``: the shapes of what each module first returned."""
 
     loss: float
     gradients: Gradients
@@ -62,6 +64,7 @@ class Observed:
     layout: Layout | None = None
     dropout: bool = False
     arguments: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    results: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,10 +88,11 @@ class Results:
 @dataclass
 class RankResults(Results):
     """``losses`` are those of all ranks, ``unequal`` the parameters whose gradients differ between ranks,
-    ``arguments`` the arguments of the model that do."""
+    ``alike`` the ranks that have the same ones, and ``arguments`` the arguments of the model that differ."""
 
     losses: list[float]
     unequal: list[str]
+    alike: list[list[int]]
     arguments: list[str] = field(default_factory=list)
 
 
@@ -103,6 +107,8 @@ def observe(
         for name, module in model.named_modules()
     ]
     hooks.append(model.register_forward_pre_hook(partial(_record_arguments, observed), with_kwargs=True))
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_hook(partial(_record_results, observed, name)))
     torch.manual_seed(1)
     try:
         with recorded_attention(observed), recorder:
@@ -127,6 +133,10 @@ def _record_arguments(observed: Observed, model: nn.Module, args: Any, kwargs: A
     for name, x in argument_names(model, args, kwargs).items():
         if isinstance(x, Tensor):
             observed.arguments[name] = tuple(x.shape), int(digest(x))
+
+
+def _record_results(observed: Observed, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    observed.results.setdefault(name, [tuple(x.shape) for x in tree_leaves(output) if isinstance(x, Tensor)])
 
 
 def gradients(model: nn.Module) -> Gradients:

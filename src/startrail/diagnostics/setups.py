@@ -62,14 +62,14 @@ class Setup:
             raise ValueError("the batch is empty")
         if setup.step is None and not setup.is_transformers and not isinstance(setup.batch, Mapping):
             raise ValueError(
-                f"the batch of {type(setup.model).__name__} must be a dictionary of its arguments, with a target, or "
-                "return a step(model, batch, sp) as well"
+                f"the batch of {type(setup.model).__name__} must be a dictionary of its arguments, with a target; "
+                "or also return step(model, batch, sp)"
             )
         if setup.reference is None and setup.is_transformers:
             if not isinstance(setup.batch, Mapping):
                 raise ValueError(
                     f"the batch of a transformers model must be a dictionary of its arguments, got "
-                    f"{type(setup.batch).__name__}; or return a reference(model, batch) as well"
+                    f"{type(setup.batch).__name__}; or also return reference(model, batch)"
                 )
             if "labels" not in setup.batch:
                 raise ValueError("the batch has no labels: the model would return no loss")
@@ -147,7 +147,7 @@ def _module_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
     numbers = [x for x in results if isinstance(x, Tensor) and x.dim() == 0]
     if len(numbers) != 1:
         raise ValueError(
-            f"{type(model).__name__} returns no loss: give the batch a target, or return a step(model, batch, sp)"
+            f"{type(model).__name__} returns no loss: give the batch a target, or return step(model, batch, sp)"
         )
     number: Tensor = numbers[0]
     return number

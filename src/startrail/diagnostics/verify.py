@@ -1,4 +1,4 @@
-"""Checks that a training step gives the same on many ranks as on one process, and names the fault if it does not.
+"""Checks that a training step gives the same results on many ranks as on one process, and names the fault if not.
 
 ``verify(make)`` calls ``make()`` for a model, a batch and optionally the user's own step and reference (``setups``),
 and runs them on one process and on local ranks. It compares the loss of every rank, the gradient of every parameter and
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from startrail.comm.digest import digest
+from startrail.comm.gather import gather_tensors
+from startrail.comm.waits import rank_names
 from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
@@ -134,7 +136,7 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
     precise, precise_dtype = _precise(lambda precise: run(Setup.of(make).to(precise)), dtype)
     losses = [torch.empty((), dtype=torch.float64) for _ in range(sp.world)]
     dist.all_gather(losses, torch.tensor((precise or native).loss, dtype=torch.float64))
-    unequal = _unequal_gradients((precise or native).gradients)
+    unequal, alike = _unequal_gradients(found := (precise or native).gradients), _alike_ranks(found)
     given = {name: torch.tensor(each) for name, (_, each) in native.arguments.items()}
     arguments = []
     while given and (name := _first_mismatch(given)):
@@ -142,7 +144,7 @@ def run_rank(make: Callable[[], Any], plan: str) -> RankResults | str | None:
         del given[name]
     if dist.get_rank():
         return None
-    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal, arguments)
+    return RankResults(native, precise, precise_dtype, [float(x) for x in losses], unequal, alike, arguments)
 
 
 def _parallel(setup: Setup, plan: str) -> SequenceParallel:
@@ -191,12 +193,12 @@ def judge(make: Callable[[], Any], alone: Results, ranks: RankResults) -> Verdic
     """Compare what ranks gave with what one process gave. Runs faults, so needs a process of its own."""
     if alone.precise_dtype != ranks.precise_dtype:  # it runs in float64 on one side only
         alone = Results(alone.native, None, None)
-        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal, ranks.arguments)
+        ranks = RankResults(ranks.native, None, None, ranks.losses, ranks.unequal, ranks.alike, ranks.arguments)
     ours, theirs = ranks.best, alone.best
     if text := _trainable_text(ours.gradients, theirs.gradients) or _not_finite(ours, theirs):
         return Verdict(False, text)
     if ranks.unequal:
-        return Verdict(False, _unequal_text(ranks.unequal, ours.gradients))
+        return Verdict(False, _unequal_text(ranks, ours.gradients))
     close = Comparison.of(alone, ranks)
     if not close.wrong:
         return _same(make, alone, ranks, close)
@@ -294,10 +296,18 @@ def _not_finite(ours: Observed, theirs: Observed) -> str | None:
     return f"{text}: a rank without labels may divide by zero (startrail.global_mean does not)"
 
 
-def _unequal_text(unequal: list[str], grads: Gradients) -> str:
+def _unequal_text(ranks: RankResults, grads: Gradients) -> str:
+    unequal, alike = ranks.unequal, ranks.alike
     if len(unequal) == len([x for x in grads.values() if bool(x.any())]):
         remedy = "call startrail.sum_gradients(model.parameters()) after backward"
-        return f"gradients are not summed over ranks: {remedy}"
+        if len(alike) == len(ranks.losses):
+            return f"gradients are not summed over ranks: {remedy}"
+        remedy = "let it reduce over all ranks, or call startrail.sum_gradients(model.parameters(), sp.group) as well"
+        reduced = " and over ".join(map(rank_names, alike))
+        return (
+            f"gradients are reduced over {reduced} only, but all of them share a sequence: DDP or FSDP over the "
+            f"data-parallel group alone does this; {remedy}"
+        )
     return f"gradient of {unequal[0]} is not reduced over ranks ({len(unequal)} of {len(grads)} parameters)"
 
 
@@ -314,6 +324,19 @@ def _unequal_gradients(grads: Gradients) -> list[str]:
         if spread > UNEQUAL * float(torch.maximum(ends[0].abs(), ends[1].abs()).norm()):
             unequal.append(name)
     return unequal
+
+
+def _alike_ranks(grads: Gradients) -> list[list[int]]:
+    """The ranks, those with the same gradients together."""
+    x = torch.cat([x.flatten() for x in grads.values()])
+    weights = torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)
+    ranks = gather_tensors(torch.stack([x.norm(), x @ weights]), None, "comparing gradients")
+    limit = UNEQUAL * max(float(of_rank[0]) for of_rank in ranks)
+    alike: list[list[int]] = []
+    for rank, of_rank in enumerate(ranks):
+        same = next((each for each in alike if float((ranks[each[0]] - of_rank).norm()) <= limit), None)
+        alike.append([rank]) if same is None else same.append(rank)
+    return alike
 
 
 def _first_mismatch(digests: dict[str, Tensor]) -> str | None:

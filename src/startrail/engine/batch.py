@@ -92,9 +92,8 @@ class BlockTiles:
 
 
 class PreparedCall(NamedTuple):
-    """What a kind of call runs with. Its ranks agree on ``signature``, and on the rest of ``detail``."""
+    """What a kind of call runs with. Its ranks agree on ``detail``."""
 
-    signature: str
     detail: str
     parts: tuple[PassPart, ...]
     order: list[tuple[int, int]]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from startrail.geometry.mask import Mask, Segment
+
+FLAGS = ("max_logits", "sinks", "gradients")
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """``mask`` has no documents or blocks: those belong to the sequence. ``max_logits`` asks for the largest logit of
-    each head. ``sinks`` are merged by each rank afterwards, but all ranks must have them. The op takes a call as text,
+    each head. ``sinks`` are merged by each rank afterwards, but all ranks must have them. ``gradients``: a backward
+    pass follows, in which all ranks must take part; the forward pass is the same without. The op takes a call as text,
     which round-trips:
 
     >>> call = AttentionCall(Mask(causal=True, window=4))
@@ -24,6 +27,7 @@ class AttentionCall:
     softcap: float | None = None
     max_logits: bool = False
     sinks: bool = False
+    gradients: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         mask = self.mask
@@ -34,7 +38,7 @@ class AttentionCall:
             text += ", steps=" + " ".join(":".join(map(str, step)) for step in mask.steps)
         if self.softcap is not None:
             text += f", softcap={self.softcap}"
-        return text + "".join(f", {name}=True" for name in ("max_logits", "sinks") if getattr(self, name))
+        return text + "".join(f", {name}=True" for name in FLAGS if getattr(self, name))
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -45,7 +49,11 @@ class AttentionCall:
         scale, softcap = (float(given[name]) if name in given else None for name in ("scale", "softcap"))
         steps = tuple(Segment(*map(int, step.split(":"))) for step in options.get("steps", "").split())
         mask = Mask(options["causal"] == "True", window, chunk=chunk, steps=steps)
-        return AttentionCall(mask, scale, softcap, "max_logits" in options, "sinks" in options)
+        flags = (name in options for name in FLAGS)
+        return AttentionCall(mask, scale, softcap, *flags)
+
+    def without_gradients(self) -> AttentionCall:
+        return replace(self, gradients=False)
 
     def scale_for(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale

@@ -76,7 +76,7 @@ class Executor:
 
     def _run(self, context: PassContext, inputs: Sequence[Inputs], kept: Tensor) -> list[dict[str, tuple[Tensor, ...]]]:
         if context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers move on")
+            raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers change")
         total, device = self.counters.total, context.device
         start = total.start(device)
         self.running = True

@@ -23,9 +23,9 @@ COUNTERS = 1 << 12
 
 
 class OpKey(NamedTuple):
-    """``number``: how many sequences with these boundaries this rank has made, which tells batches that look alike
-    apart. ``digest``: of the batch's data, 0 if none was taken. ``ticket``: the state that has the digest of data on a
-    device, 0 if there is none; it means nothing on other ranks.
+    """``number``: how many sequences with these boundaries this rank has made, which distinguishes batches that
+    look alike. ``digest``: of the batch's data, 0 if none was taken. ``ticket``: the state that holds the digest of
+    data on a device, or 0; it means nothing on other ranks.
 
     >>> key = OpKey(1, 0, 0, Boundaries((0, 5, 9), ((1, 3),)))
     >>> OpKey.from_tensor(key.to_tensor()) == key

@@ -255,9 +255,9 @@ class Runtime:
         backward_of = "" if forward is None else ".".join(map(str, forward.tolist()))
         data, device_digest = (sequence.digest, None) if forward is not None else self._data_digest(sequence, q.device)
         record = CallRecord(prepared.detail, sequence.number, data, backward_of, self._after_error)
-        self.consensus.start(record, device_digest)
+        self.consensus.start(record._replace(gradients=forward is None and call.gradients), device_digest)
         # without the number of tokens, which may change with the documents
-        kind = (pass_, q.shape[:2], q.shape[3], k.shape[1], v.shape[3], q.dtype, q.device.type, call)
+        kind = (pass_, q.shape[:2], q.shape[3], k.shape[1], v.shape[3], q.dtype, q.device.type, call, call.gradients)
         is_new = forward is None and self.consensus.is_new(sequence)
         has_new_boundaries = is_new and self.consensus.is_new(geometry.boundaries)
         tag = self._agree(kind, is_new)
@@ -297,7 +297,7 @@ class Runtime:
             self._comparison = None
 
     @rejoining
-    def agree(self, operation: str, arguments: str, kind: object, op_key: Tensor) -> None:
+    def agree(self, operation: str, arguments: str, kind: object, op_key: Tensor, gradients: bool) -> None:
         """Raise ``ValueError`` on every rank unless all ranks are about to run a collective of a sequence with the same
         arguments. Ranks that differ would crash each other, or wait for each other."""
         if self.consensus.ledger is None:
@@ -306,7 +306,7 @@ class Runtime:
             geometry, sequence = self._lookup_sequence(op_key)
             call = f"{operation} of {arguments}, {geometry.boundaries}, {self.settings}"
             record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
-            self.consensus.start(record)
+            self.consensus.start(record._replace(gradients=gradients))
             tag = self._agree(kind, True)
             if self._executor is not None and (monitor := self._executor.monitor) is not None:
                 monitor.compare_collective(tag + 1)
@@ -331,11 +331,11 @@ class Runtime:
             routes = self.routes(geometry, q, k, v, call.mask)
         except ValueError as error:
             self._refuse(str(error))
-        signature = f"{pass_}: q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}, {call}"
-        detail = f"{signature}, {geometry.boundaries}, {settings}"
+        shards = f"q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}"
+        detail = f"{pass_}: {shards}, {call.without_gradients()}, {geometry.boundaries}, {settings}"
         parts = make_parts(geometry, routes, pass_, call.mask, kernel, q.dtype, self._wire_dtype(q.dtype))
         order, kernel.sm_margin = run_order([part.program for part in parts]), sm_margin(parts)
-        return PreparedCall(signature, detail, parts, order, kernel, call.scale_for(q.shape[3]))
+        return PreparedCall(detail, parts, order, kernel, call.scale_for(q.shape[3]))
 
     def routes(
         self, geometry: BatchGeometry, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask

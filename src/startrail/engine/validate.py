@@ -1,4 +1,4 @@
-"""Checks of one rank's arguments. Whether all ranks agree on them is the business of `comm.consensus`."""
+"""Checks one rank's arguments. `comm.consensus` checks whether all ranks agree on them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def read_call(
     if sinks is not None:
         _check_sinks(sinks, q)
     mask = read_mask(causal, window, chunk, mask)
-    return AttentionCall(mask, _positive("scale", scale), _positive("softcap", softcap), max_logits, sinks is not None)
+    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    scale, softcap = _positive("scale", scale), _positive("softcap", softcap)
+    return AttentionCall(mask, scale, softcap, max_logits, sinks is not None, gradients)
 
 
 def read_mask(causal: object = False, window: object = None, chunk: object = None, mask: object = None) -> Mask:
@@ -92,7 +94,7 @@ def read_boundaries(length: int, documents: object, blocks: object, placement: t
     mask.check_length(length)
     assert mask.documents is not None
     if joined := sorted(set(placement) - set(mask.documents)):
-        raise ValueError(f"documents join those that the sequence was made with at token {joined[0]}")
+        raise ValueError(f"documents must keep the boundaries that the sequence was made with: {joined[0]} is missing")
     return Boundaries(mask.documents, mask.blocks, placement if placement != mask.documents else ())
 
 
@@ -131,7 +133,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ``ValueError`` if no plan can attend these."""
     given = f"q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of one shape, got {given}")
+        raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of the same shape, got {given}")
     if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {given}")
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:

@@ -2,8 +2,10 @@
 
 Imports no other package. Start reading at ``mask``.
 
-- ``layout``: the tokens of each rank, zigzag or contiguous
+- ``layout``, ``zones``: the tokens of each rank: zigzag, contiguous, or by document
 - ``mask``: the keys that each query sees: causal, windows, chunks and documents
 - ``tiles``: cuts a block of the mask into rectangles that kernels compute without a mask
 - ``bands``: the same for kernels that support windows and several sequences per call
+- ``needs``: the keys of other ranks that a rank's queries see
+- ``distributions``: typical lengths of documents
 """

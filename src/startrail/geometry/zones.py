@@ -1,9 +1,9 @@
 """Zones: each packed document lives at the innermost level of the machine that can hold it.
 
 A document that fits a rank stays on a rank, one that fits a node is cut over the ranks of one node, and only what is
-too long for a node is cut over all of them. A cut document is cut by itself, zigzag, so that the ranks of its zone
-share its work evenly. Ranks get equally many tokens (the rest is padding) and nearly equal work: a document that would
-put a rank more than ``TOKEN_SLACK`` or ``WORK_SLACK`` above the mean is cut over a larger zone instead.
+too long for a node is cut over all of them. A cut document is cut separately, in zigzag order, so that the ranks of its
+zone share its work evenly. Ranks get equally many tokens (the rest is padding) and nearly equal work: a document that
+would put a rank more than ``TOKEN_SLACK`` or ``WORK_SLACK`` above the mean is cut over a larger zone instead.
 
 Here two nodes of two ranks hold documents of 8, 3, 2, 2 and 1 tokens. The longest is cut over all four ranks, the next
 over the two of one node, and the others stay whole:

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from startrail._compat import in_backward
 from startrail.checkpoint import checkpoint_context
 from startrail.integrations import modules
+from startrail.integrations.splitting.refusals import RefusedError
 from startrail.integrations.splitting.regions import AttachedModule
 from startrail.integrations.splitting.streams import StreamPart
-from startrail.integrations.splitting.trial import RefusedError
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach"]

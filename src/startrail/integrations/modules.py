@@ -32,9 +32,9 @@ def attach(
 ) -> Module:
     """Split the tokens of ``module``'s blocks over the ranks of ``sp``, and return it.
 
-    ``attention``: the names of the modules to split, blocks or modules that attend, each by itself; "auto" finds the
-    blocks. Every rank calls the module with the same arguments and computes the same loss from its whole result. *Sum*
-    the gradients over ranks. With ``check``, the first two steps compare parameters, arguments and losses.
+    ``attention``: the names of the modules to split, blocks or attention modules, each split separately; "auto" finds
+    the blocks. Every rank calls the module with the same arguments and computes the same loss from its whole result.
+    *Sum* the gradients over ranks. With ``check``, the first two steps compare parameters, arguments and losses.
 
     A module that cannot be split raises ``ValueError`` in its first call.
     """

@@ -84,9 +84,7 @@ def probe(model: PreTrainedModel, attached: Attached) -> None:
     if not probed:
         raise ValueError(f"no layer of {type(model).__name__} calls attention through transformers' AttentionInterface")
     if silent := expected - {name for name, _ in probed}:
-        raise ValueError(
-            f"{min(silent)} does not call attention through transformers' AttentionInterface, or not for text"
-        )
+        raise ValueError(f"{min(silent)} does not call attention through transformers' AttentionInterface for text")
     with _probing(model, attached):
         model.eval()  # without dropout
         module = find_token_mixing(model, lambda ids: run(ids)[0])

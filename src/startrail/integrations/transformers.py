@@ -6,8 +6,8 @@
 
 ``attach`` registers an attention function and a mask function for the model under a unique name, so two models can use
 two plans at the same time. It then probes the model with a forward pass of a few tokens, in which every layer shows its
-mask, scale, sinks and other arguments. It refuses a layer that cannot run, by name; a model that mixes tokens outside
-attention; and a model whose loss does not take labels that are already shifted.
+mask, scale, sinks and other arguments. It rejects, by name, layers that cannot run, models that mix tokens outside
+attention, and models whose loss does not take labels that are already shifted.
 
 The mask function returns a ``MaskPlaceholder`` instead of a mask: the batch's context, and which keys this kind of
 layer sees. The model passes it to its layers, so a layer that is recomputed in the backward pass gets the batch of its
@@ -94,7 +94,7 @@ class Attached:
                 self.context.check_blocks(layer_masks.find_blocks(mask_function))
             return MaskPlaceholder(self.context, kind)
         if key not in self.kinds:
-            raise ValueError(f"the model asks for a mask that it did not ask for in attach: {key}")
+            raise ValueError(f"the model requests a mask that it did not request in attach: {key}")
         return MaskPlaceholder(self.context, self.kinds[key])
 
     def attend(
@@ -133,7 +133,10 @@ class Attached:
 
     def _batch_problem(self, context: BatchContext | None, kind: LayerKind, sinks: Tensor | None) -> str | None:
         if context is None:
-            return "the model was called without a batch: call model(**shard_batch(sp, ...))"
+            return (
+                "called without a batch: call the whole model that is attached, model(**shard_batch(sp, ...)), not a "
+                "part of it"
+            )
         if kind.blocks and kind.window is not None:
             longest = max((stop - start for start, stop in context.sequence.blocks), default=0)
             if longest > kind.window:
@@ -173,6 +176,10 @@ class Attached:
                 check_fsdp_meshes(model, self.sp.group)
         return arguments, options
 
+    def after_forward(self, model: nn.Module, arguments: object, output: object) -> None:
+        """Forget the batch: a part of the model that is called later would run on its tokens."""
+        self.context = None
+
 
 def attach(
     model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True, logits: bool = False,
@@ -183,9 +190,9 @@ def attach(
     The loss is computed on chunks of tokens, and logits are not returned unless there are no labels or the call asks
     for them, ``model(**batch, logits=True)``. ``logits=True`` here makes every call return them.
 
-    Two options save memory, at the price of computing more: ``tile_mlp`` runs each MLP on so many tokens at a time, and
-    computes it again in the backward pass; ``offload`` recomputes layers (gradient checkpointing) from their inputs,
-    which wait in host memory.
+    Two options save memory at the cost of more compute. ``tile_mlp`` runs each MLP on this many tokens at a time and
+    recomputes it in the backward pass. ``offload`` recomputes layers (gradient checkpointing) from their inputs, which
+    are kept in host memory.
 
     Raises ``ValueError`` with the reason and the layer if the model cannot run. With ``check``, the first two training
     steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
@@ -227,7 +234,7 @@ def attach(
     attached.steps = 0 if check else CHECKED_STEPS
     # the model, not ``attached``, holds the hooks' handles: a copy of the model has its own
     before = model.register_forward_pre_hook(attached.before_forward, with_kwargs=True, prepend=True)
-    model._startrail_hooks.append(before)
+    model._startrail_hooks += [before, model.register_forward_hook(attached.after_forward, always_call=True)]
     if language_model is not model:
         split = partial(vision.split_inputs, attached)
         model._startrail_hooks.append(language_model.register_forward_pre_hook(split, with_kwargs=True, prepend=True))
@@ -241,7 +248,7 @@ def attach(
 
 
 def _other_vision_model(model: PreTrainedModel, sp: SequenceParallel) -> str:
-    """Why a model with images, sound or video is refused, and whether its language model would run by itself."""
+    """Why a model with images, sound or video is refused, and whether its language model would run alone."""
     name, kind = vision.language_model_name(model), model.config.model_type
     tested = ", ".join(vision.TESTED)
     refused = f"{type(model).__name__}: of the models with more than text, only {tested} run, not {kind}"
@@ -323,7 +330,7 @@ def _watch_loss(model: PreTrainedModel, arguments: object, output: Any) -> None:
         dist.all_reduce(ready, op=dist.ReduceOp.MIN)
         agreed = bool(ready)
     if loss is not None:
-        check_gradients(loss, new, agreed, None)
+        check_gradients(loss, new, agreed, None, model._startrail.sp.group)
 
 
 def _unregister(name: str) -> None:

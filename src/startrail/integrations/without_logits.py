@@ -99,7 +99,7 @@ def layers_name(model: PreTrainedModel) -> str | None:
 
 
 def _asks_for_logits(model: PreTrainedModel, options: dict[str, Any]) -> bool:
-    """True if the caller reads logits, or computes the loss without them by itself, or if the loss is a mean over this
+    """True if the caller reads logits, or computes the loss without them, or if the loss is a mean over this
     rank's tokens. A compiler sees only the model's own forward pass."""
     if options.get("num_items_in_batch") is None:
         return True

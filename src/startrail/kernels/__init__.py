@@ -5,7 +5,8 @@ May import `geometry`. Start reading at `base`, then `reference`, the plainest b
 - `base`: the ``Kernel`` that all backends implement, and the arithmetic around them
 - `accumulate`: partial outputs that merge by log-sum-exp, and gradients that add up
 - `cpu`, `cuda`, `reference`: the backends; `flash_ops` and `fa4` adapt the flash-attn packages for `cuda`
-- `fused`, `triton_kernels`: small kernels that save launches on GPUs
+- `fused`, `triton_kernels`, `rearrange`: small kernels and copies that save launches on GPUs
+- `diagonal`: causal squares cut into smaller ones
 - `max_logits`: the largest logits, for QK-clip; `device`: CUDA's current device and stream
 """
 

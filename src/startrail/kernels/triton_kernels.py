@@ -36,8 +36,8 @@ def _merge(
     lse0_b, lse0_h, lse0_r, lse1_b, lse1_h, lse1_r, lse2_b, lse2_h, lse2_r, lse3_b, lse3_h, lse3_r,
     heads, rows, dim, COUNT: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Merges ``COUNT`` results at once, so that the running one is read and written once. ``FIRST``: there is none yet.
-    Results beyond ``COUNT`` repeat the first and are not read."""
+    """Merges ``COUNT`` results at once, so that the running result is read and written once. ``FIRST``: no running
+    result exists yet. Results beyond ``COUNT`` repeat the first and are not read."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, DIM)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 FIRST_PORT = 29500
-PORTS = 1000  # below the kernel's ephemeral range, used in turn, so that a job never meets its predecessor's sockets
+PORTS = 1000  # below the kernel's ephemeral range, used one after the other, so that jobs never share sockets
 
 
 class Cluster:

@@ -1,4 +1,4 @@
-"""Ranks of one machine talk to each other over loopback, so that no other machine can reach them."""
+"""Ranks of one machine communicate over loopback, so no other machine can reach them."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class StoreBoard:
 
 
 def use_gpus(device: str, ranks: int) -> bool:
-    """True if the ``ranks`` of this node get a GPU each: with ``auto`` if there are enough. Raises ``ValueError`` if
-    ``cuda`` is asked for and there are not."""
+    """True if each of this node's ``ranks`` gets a GPU. ``auto``: if there are enough. ``cuda``: raises ``ValueError``
+    if there are not."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < ranks:
         raise ValueError(

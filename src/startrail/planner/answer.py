@@ -351,9 +351,9 @@ def plan(
     """The best plans for a model on a cluster. Both are names of shipped descriptions, or files.
 
     ``memory`` ("30 GB") limits the memory per device. ``kernel`` ("fa2", "fa3", "fa4", "cudnn") computes attention
-    instead of the cluster's own. ``compare`` are plans of yours, which become rows whatever they cost. ``settings`` are
+    instead of the cluster's own. ``compare`` lists plans of yours, which become rows in any case. ``settings`` are
     those of a ``Run`` (batch, dtype, recompute, zero, documents, ...), and take precedence over the file ``run``;
-    ``batch="auto"`` takes the batch after which more sequences add little. ``price`` per device and hour adds costs.
+    ``batch="auto"`` picks the batch beyond which more sequences add little. ``price`` per device and hour adds costs.
     ``max_length`` plans for the longest sequence that fits, ``gpus_for`` for the fewest devices that fit the length.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:

@@ -215,7 +215,9 @@ class ClusterSpec:
         'FlashAttention 2'
         """
         if not self.device.chip:
-            raise ValueError(f"cluster {self}: its device names no chip, so that kernel {key!r} has no speeds for it")
+            raise ValueError(
+                f"cluster {self}: its device has no chip, so kernel {key!r} has no speeds for it: set chip in the file"
+            )
         kernel = find_kernel(key, self.device.chip)
         rates = {
             dtype: own if dtype == "float32" else Rates.of_kernel(own.peak, own.matmul, kernel, own.fp8)
@@ -287,7 +289,7 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
     levels: tuple[LinkLevel, ...] = tuple(found)
     for at, level in enumerate(levels):
         if level.name in [other.name for other in levels[:at]]:
-            raise ValueError(f"{where}: levels[{at}]: name: level {level.name!r} exists already")
+            raise ValueError(f"{where}: levels[{at}]: name: level {level.name!r} already exists")
         if level.peer and level is not levels[-1]:
             raise ValueError(f"{where}: levels[{at}]: links = 'peer' is only for the innermost level")
     _check_ranks([level.size for level in levels], where)

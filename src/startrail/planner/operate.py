@@ -1,5 +1,5 @@
-"""Questions of people who run clusters: the longest sequence that fits, the devices that a length needs, the batch that
-is worth its memory, and what a million tokens cost.
+"""Questions that operators of clusters ask: the longest sequence that fits, the devices that a length needs, the batch
+that is worth its memory, and what a million tokens cost.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.planner.workload import find_model
@@ -18,7 +18,7 @@ from startrail.planner.cluster import MAX_RANKS, ClusterSpec
 from startrail.planner.rows import DoesNotFitError, Row
 from startrail.planner.search import limit_memory, search
 from startrail.planner.step import Training
-from startrail.planner.units import MAX_COUNT, count_text
+from startrail.planner.units import MAX_COUNT, count_text, plural
 from startrail.planner.workload import Model, Run
 from startrail.schedule.plan import Plan
 
@@ -50,9 +50,7 @@ def longest_length(cluster: ClusterSpec, model: Model, run: Run, memory: float |
         return fits(cluster, model, replace(run, length=steps * LENGTH_STEP))
 
     if not good(least):
-        raise ValueError(
-            f"{model.name} does not fit cluster {cluster} with {least * LENGTH_STEP} tokens, nor with more"
-        )
+        raise ValueError(f"{model.name} does not fit cluster {cluster} even with {least * LENGTH_STEP} tokens")
     high = 2 * least
     while high * LENGTH_STEP < MAX_COUNT and good(high):
         least, high = high, 2 * high
@@ -77,7 +75,7 @@ def smallest_cluster(cluster: ClusterSpec, model: Model, run: Run, memory: float
     for sized in sizes_upwards(limit_memory(cluster, memory)):
         if run.length >= 2 * sized.world and fits(sized, model, run):
             return sized
-    raise ValueError(f"{model.name} with {run.length} tokens fits no number of {cluster.levels[0].label} members")
+    raise ValueError(f"{model.name} with {run.length} tokens fits no number of {plural(cluster.levels[0].label)}")
 
 
 def worthwhile_batch(cluster: ClusterSpec, model: Model, run: Run, memory: float | None = None) -> int:

@@ -337,11 +337,10 @@ def _full_path(cluster: ClusterSpec, stride: int) -> LaneRoute:
 
 
 def _sampled_ranks(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
-    """Ranks of the middle member whose programs are read, each with the number of ranks that it stands for. (In the
-    first and last member, starC places some ranks at their own place.) Small worlds read all ranks of the member. Large
-    ones read one rank per starC team, each time in another seat, because a team passes on side by side; and only a few
-    of the inner ranks or teams, because only the last send out of the member and only the first receive from outside.
-    Times stay the same; the count of starC placements that leave the member can be off by a quarter."""
+    """Ranks of the middle member whose programs are read, each with the number of ranks that it stands for. Small
+    worlds read all ranks of the member. Large ones read one rank per starC team, each time in another seat, because a
+    team passes on side by side, but never the seat that may keep its keys; and only a few of the inner ranks or teams,
+    because only the last send out of the member and only the first receive from outside."""
     span = cluster.spans[0]
     first = cluster.levels[0].size // 2 * span
     team = plan.family.hop_width(plan)
@@ -353,7 +352,8 @@ def _sampled_ranks(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
         step = inside / INNER_SAMPLES
         inner = {1 + inside * (2 * at + 1) // (2 * INNER_SAMPLES): step for at in range(INNER_SAMPLES)}
         weights = {0: 1.0, **inner, units - 1: 1.0}
-    return {first + unit * team + at % team: weight * team for at, (unit, weight) in enumerate(weights.items())}
+    seats = {unit: at + (at % team == (first // team + unit) % team) for at, unit in enumerate(weights)}
+    return {first + unit * team + seats[unit] % team: weight * team for unit, weight in weights.items()}
 
 
 def _sends(tasks: list[Task]) -> list[tuple[int, PricedMessage]]:

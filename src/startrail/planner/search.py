@@ -277,7 +277,7 @@ class _Search:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
-                    reason = f"needs {memory.total / 1e9:.1f} GB, a plan may use {memory.limit / 1e9:.1f} GB"
+                    reason = f"needs {memory.total / 1e9:.1f} GB, more than the limit of {memory.limit / 1e9:.1f} GB"
                     if known.role.startswith("star"):
                         self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:

@@ -58,7 +58,7 @@ class Training:
             devices = count_text(inner, self.cluster.levels[-1].label)
             raise ValueError(f"tensor = {run.tensor} must divide {heads} and {devices}")
         if run.fp8 and not self.cluster.device.of(run.dtype).fp8:
-            raise ValueError(f"fp8 = true: device {self.cluster.device.name} states no speed of FP8 products")
+            raise ValueError(f"fp8 = true: device {self.cluster.device.name} has no fp8 rate")
 
     @cached_property
     def group(self) -> ClusterSpec:

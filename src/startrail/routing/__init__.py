@@ -3,6 +3,6 @@
 May import ``schedule`` and ``geometry``. Start reading at ``route``.
 
 - ``route``: for each zone, the plan or ``direct``, whichever sends fewer bytes
-- ``proof``: every visible pair once, no byte that no query sees, every gradient home
+- ``proof``: every visible pair computed once, no unseen key sent, every gradient returned to its owner
 - ``explain``: the choice in words; ``work``: how much each rank has to do
 """

@@ -1,5 +1,5 @@
 """Proves the programs of one batch: every visible pair of tokens is computed exactly once, no token is sent that no
-query sees, nothing deadlocks, every gradient comes home, and the bytes equal the closed form.
+query sees, nothing deadlocks, every gradient reaches its owner, and the bytes equal the closed form.
 
 >>> from startrail.geometry.layout import zigzag
 >>> plan = Plan.parse("1x2/1x2")

@@ -6,6 +6,7 @@ Imports no other package. Start reading at ``values`` and ``plan``, then ``progr
 - ``plan``, ``program``: plans and their text form; the program of one rank
 - ``families/``, ``timeline``: the schedule families, and the list of steps that they build
 - ``compose``: adds the exchange over heads and runs groups one after the other
+- ``parts``: the order of the programs of several zones
 - ``walk``: a program as the events that the executor runs and the planner times
 - ``proof``: simulates the programs of all ranks without data and checks them
 - ``sizes``: the bytes of pieces, and the peak memory of a pass

@@ -1,4 +1,4 @@
-"""Plans: which ranks share queries, which pass keys and values round, and which levels split heads.
+"""Plans: which ranks share queries, which pass keys and values around a ring, and which levels split heads.
 
 The text form lists levels, outermost first, separated by ``/``, then options. A level is ``CxT`` (teams of C, rings of
 T) or ``uU`` (heads over U ranks):
@@ -156,7 +156,7 @@ class Plan:
         """The world size of the plan. Raises ``ValueError`` for a star plan, which fits several world sizes."""
         unit = self.family.unit(self) * self.heads
         if self.family.open_ended:
-            raise ValueError(f"plan {self} fits any world size that {unit} divides")
+            raise ValueError(f"plan {self} has no size of its own: it fits any multiple of {unit} ranks")
         return unit
 
     def check_world(self, world: int) -> None:

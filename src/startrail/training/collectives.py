@@ -54,6 +54,6 @@ def check_same_data(size: int, digest: int) -> None:
     for rank, data in enumerate(by_rank):
         if data != by_rank[0]:
             raise ValueError(
-                f"rank {rank} sees different tokens or images than rank 0, although as many ({size:,}): every node "
+                f"rank {rank} sees as many tokens or images as rank 0 ({size:,}), but different ones: every node "
                 "needs the same data"
             )

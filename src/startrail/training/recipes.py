@@ -129,8 +129,8 @@ class Recipe:
     def tokens_per_step(self) -> int:
         return self.tokens * self.batch * self.accumulate * self.data_parallel
 
-    def job(self, dtype: str) -> Job:
-        """This run, computed in ``dtype``, as the planner describes jobs."""
+    def job(self, dtype: str, device: str = "cpu") -> Job:
+        """This run, computed in ``dtype`` on this type of device, as the planner describes jobs."""
         config = self.config
         sizes = config.width, config.layers, config.heads, config.kv_heads, config.head_dim
         windows = (None,) * config.layers
@@ -139,7 +139,8 @@ class Recipe:
         else:
             model = Model(self.name, 0, *sizes, 4 * config.width, 2, False, False, windows, modulated=True)
         batch = self.batch * self.data_parallel
-        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, "float32", self.loss_chunk)
+        offload = self.offload and device != "cpu"  # there, everything is in host memory
+        run = Run(self.tokens, batch, dtype, self.recompute, self.zero, "float32", self.loss_chunk, offload=offload)
         return Job(model, run, self.data_parallel)
 
     def check_world(self, world: int) -> None:

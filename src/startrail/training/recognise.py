@@ -1,4 +1,4 @@
-"""A small classifier of drawn digits, as a judge of what a DiT paints."""
+"""A small classifier of drawn digits, which judges what a DiT paints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``run.html``: a run that one can look at. Written next to ``metrics.jsonl`` every few minutes and at the end."""
+"""``run.html``: a run as a page. Written next to ``metrics.jsonl`` every few minutes and at the end."""
 
 from __future__ import annotations
 

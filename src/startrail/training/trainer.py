@@ -60,7 +60,7 @@ class Trainer:
         problem, digest = None, 0
         try:
             _check_folders(recipe)
-            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."))
+            job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."), device.type)
             options: Any = dict(layout=recipe.layout, timeout=60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS)
             self.sp = SequenceParallel(recipe.plan, mesh=mesh["sequence"], job=job, **options)
             self.task: Any = make_task(recipe, self.sp, device)
@@ -216,7 +216,7 @@ class Trainer:
         if step > self.begin and step not in steps_in(self.checkpoints.folder):
             self.checkpoints.save(step, self.model, self.optimizer)
             self.checkpoints.wait()
-        return f"those of step {step} are saved" if step else "they are those of the start"
+        return f"those of step {step} are saved" if step else "no step was completed"
 
     def _open_metrics(self) -> MetricsFile:
         """Only rank 0 writes."""

@@ -2,7 +2,8 @@
 ``page`` writes an HTML page that plays schedules (``startrail show``). No torch.
 
 May import ``schedule``, ``geometry``, ``routing`` and ``planner``. Start reading at ``text.show``; ``batch`` prints
-what runs for a mask. The page's scripts are in ``assets/``; the programs that they draw come from ``encode``.
+what runs for a mask. The page's scripts are in ``assets/``; the programs that they draw come from ``encode``. ``trace``
+writes and compares traces, ``plots`` and ``plan_plot`` draw plots, and ``owners`` colours the attention matrix.
 """
 
 from startrail.view.batch import show_batch

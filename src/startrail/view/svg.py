@@ -1,4 +1,4 @@
-"""A plan as a drawing (SVG) for documents and slides: concentric rings, teams, heads and levels as what they are.
+"""A plan as a drawing (SVG) for documents and slides: concentric rings, teams, heads and levels.
 
 A level ``CxT`` is drawn as C concentric rings with T positions each. Ranks at the same position of all rings are a
 team. A heads level is a circle of members joined by dotted lines. Each position of an outer level holds the whole

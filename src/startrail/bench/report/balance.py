@@ -1,4 +1,4 @@
-"""How evenly packed documents are spread over ranks: zones next to a zigzag over the whole sequence. Calculated."""
+"""How evenly packed documents are spread over ranks: zones against a zigzag over the whole sequence. Computed."""
 
 from __future__ import annotations
 

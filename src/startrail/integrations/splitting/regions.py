@@ -24,9 +24,10 @@ from startrail.comm.agreement import agree
 from startrail.comm.digest import digest
 from startrail.comm.gather import gather_tensors
 from startrail.comm.sanity import CHECKED_STEPS, check_same_parameters
+from startrail.integrations.splitting.refusals import RefusedError, by_itself
 from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
 from startrail.integrations.splitting.streams import StreamPart, Streams
-from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, RefusedError, call_problem, try_block
+from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, call_problem, try_block
 from startrail.integrations.splitting.wrapping import argument_names, inner_forward, wrap
 from startrail.parallel import SequenceParallel
 
@@ -74,6 +75,10 @@ class AttachedModule:
             )
         return next(iter(live.values()), None)
 
+    @property
+    def _by_itself(self) -> str:
+        return by_itself(self.sp.world)
+
     def open(self, tokens: int, text: int) -> Streams:
         streams = self.streams = self.last = Streams(self.sp, tokens, text, self.whole_text)
         for x in self.inputs.values():
@@ -90,7 +95,10 @@ class AttachedModule:
         plan = self._plan(block, args, kwargs, leaves, spec, streams)
         if plan is None:
             if streams is not None and self.splits_blocks:
-                raise RefusedError(f"{name}: runs between blocks whose tokens are split, but does not attend")
+                raise RefusedError(
+                    f"{name}: runs between blocks whose tokens are split, but does not attend: name the blocks to "
+                    f"split in attention=[...]; {self._by_itself}"
+                )
             return inner_forward(block)(*args, **kwargs)
         if self.splits_blocks:
             streams = self._split_arguments(name, plan, leaves, streams)
@@ -141,7 +149,8 @@ class AttachedModule:
             try:
                 plan = try_block(block, args, kwargs, known)
             except RefusedError as error:
-                refused = error
+                leaves, name = tree_flatten((args, kwargs))[0], str(block._startrail_name)
+                refused = error.with_remedy(name, self.last_of_run, self.sp.world, leaves, streams)
         if self.sp.world > 1:
             found = [str(kind) for calls in (plan.kinds.values() if plan else ()) for kind in calls]
             device = next((x.device for x in block.parameters()), torch.device("cpu"))
@@ -158,7 +167,7 @@ class AttachedModule:
         elif self.running and self.end != _identity(x):
             raise RefusedError(
                 f"{name}: its tokens are not what the block before it returned. Only tokens that go from block to "
-                "block stay split: name the modules to split by themselves in attention=[...]"
+                "block stay split: name the modules to split by themselves in attention=[...]; " + self._by_itself
             )
         for leaf, dim, part in plan.inputs:
             if leaves[leaf].shape[dim] != streams.local(part):
@@ -206,7 +215,7 @@ class AttachedModule:
         return out if call.q.dim() == 4 else out.squeeze(1)
 
     def _unknown_attention(self, call: TorchCall) -> Tensor:
-        raise RefusedError(f"{_name_of_caller()}: attends in a way that it did not when its block was first called")
+        raise RefusedError(f"{_name_of_caller()}: calls attention differently than when its block was first called")
 
     def note_whole(self, call: TorchCall) -> Tensor:
         """Attention outside of the split."""
@@ -218,19 +227,20 @@ class AttachedModule:
         """After a call: raises ``RefusedError`` unless attention was split and the result is whole."""
         if self.streams is not None:
             raise RefusedError(
-                f"{type(module).__name__}: the tokens are still split at the end: the last block was not called"
+                f"{type(module).__name__}: the tokens are still split at the end: the last block was not called. Name "
+                f"those to split in attention=[...]; {self._by_itself}"
             )
         if self.last is None:
             where = f", and {self.whole[0][0]} attends outside of lists of blocks" if self.whole else ""
             raise RefusedError(
                 f"{type(module).__name__}: no block calls F.scaled_dot_product_attention{where}. Blocks are the "
-                "modules of a ModuleList or Sequential; name other modules in attention=[...]"
+                "modules of a ModuleList or Sequential; name other modules in attention=[...]; " + self._by_itself
             )
         for name, count in self.whole:
             if self.strict and 2 * count > self.last.tokens:
                 raise RefusedError(
                     f"{name}: attends to {count} tokens, but is not in a list of blocks, and would run whole on every "
-                    "rank: name the modules to split in attention=[...]"
+                    f"rank: name the modules to split in attention=[...]; {self._by_itself}"
                 )
 
     # --- checks of the first calls

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from startrail._compat import tree_flatten, tree_unflatten, unobserved
+from startrail.integrations.splitting.refusals import NAME_OTHERS, RefusedError, mixing
 from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
 from startrail.integrations.splitting.streams import StreamPart
 from startrail.integrations.splitting.wrapping import inner_forward
@@ -53,10 +54,6 @@ class BlockPlan(NamedTuple):
     kinds: dict[str, list[Kind]]
 
 
-class RefusedError(ValueError):
-    """A block that cannot be split; the text names the module."""
-
-
 class Known(NamedTuple):
     """What is known about a block's arguments because tokens were split before: the rows of each part that this rank
     has, those of the whole sequence, and the order of text and tokens in joint attention."""
@@ -80,14 +77,16 @@ def try_block(block: nn.Module, args: Any, kwargs: Any, known: Known | None = No
             try:
                 return trial.plan() if trial.attends() else None
             except RefusedError as error:
-                refused = refused or error
+                if refused is None:
+                    refused = error
+                    refused.alone = trial.attention_alone() if refused.but_attention else None
             except Exception as error:  # a wrong choice of rows fails anywhere
                 failed = failed or (error if trial.calls or known is not None else None)
     if refused is not None:
         raise refused
     if failed is not None:
-        reason = f"{type(failed).__name__}: {failed}"
-        raise RefusedError(f"{block._startrail_name}: cannot be run on part of the tokens ({reason})") from failed
+        reason = f"cannot be run on part of the tokens ({type(failed).__name__}: {failed})"
+        raise RefusedError(f"{block._startrail_name}: {reason}. {NAME_OTHERS}") from failed
     return None
 
 
@@ -180,18 +179,35 @@ class _BlockTrial:
             picked[leaf] = self._pick(picked[leaf].detach(), dim, part)
         with torch.no_grad():
             again, results = self._run(picked)
-        self._compare(self.results, results)
+        with torch.inference_mode(False), torch.enable_grad():  # the model's first call may be without gradients
+            self._compare(self.results, results)
         kinds = self._kinds()
         outputs = []
         for index, (x, y) in enumerate(zip(self.first, again, strict=True)):
             if isinstance(x, Tensor) and isinstance(y, Tensor):
                 rows = self._rows(x, y)
                 if rows is None:
-                    raise RefusedError(f"{self.name()}: its result {tuple(x.shape)} does not have one row per token")
+                    text = f"{self.name()}: its result {tuple(x.shape)} does not have one row per token"
+                    raise RefusedError(text, but_attention=True)
                 outputs.append(Rows(index, *rows))
         if not any(rows.part is not StreamPart.TEXT for rows in outputs):
-            raise RefusedError(f"{self.name()}: no result has one row per token")
+            raise RefusedError(f"{self.name()}: no result has one row per token", but_attention=True)
         return BlockPlan(self.choice.stream, self.choice.text, self.choice.rows, tuple(outputs), kinds)
+
+    def attention_alone(self) -> list[str]:
+        """The modules of the block that attend, if each of them can be split without the rest of the block."""
+        modules = list(dict.fromkeys(call.module for call in self.first_calls))
+        given: dict[nn.Module, tuple[Any, Any]] = {}
+        with ExitStack() as hooks:
+            for each in modules:
+                hook = each.register_forward_pre_hook(lambda *call: given.update({call[0]: call[1:]}), with_kwargs=True)
+                hooks.enter_context(hook)
+            self._run(self.leaves)
+        try:
+            plans = [try_block(each, *given[each]) for each in modules if each is not self.block]
+        except RefusedError:
+            return []
+        return [self.name(each) for each in modules] if len(plans) == len(modules) and all(plans) else []
 
     def name(self, module: nn.Module | None = None) -> str:
         return str((module or self.block)._startrail_name)
@@ -259,7 +275,7 @@ class _BlockTrial:
         return x.index_select(dim, torch.tensor(picked, device=x.device))
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[int, StreamPart] | None:
-        """The dimension and the part of the rows; None if there are none, or if rows differ."""
+        """The dimension and the part of the rows; None if no dimension matches."""
         for dim, part in self._possible(x, y):
             if _close(self._pick(x, dim, part), y):
                 return dim, part
@@ -283,11 +299,11 @@ class _BlockTrial:
             rows = self._rows(x, y)
             pooled = x.shape == y.shape and not _close(x, y)
             if pooled or (rows is None and self._possible(x, y)):
-                raise RefusedError(_mixing(name))
+                raise mixing(name)
             if rows is not None and rows[1] is not StreamPart.TEXT and x.requires_grad:
                 probes.append((name, x.select(rows[0], self._probed(rows[1]))))
         if probes and self._leaks([x for _, x in probes]):
-            raise RefusedError(_mixing(next(name for name, x in probes if self._leaks([x]))))
+            raise mixing(next(name for name, x in probes if self._leaks([x])))
 
     def _leaks(self, probes: list[Tensor]) -> bool:
         """True if a token's results have a gradient with respect to another token."""
@@ -313,7 +329,7 @@ class _BlockTrial:
             if queries is None or (keys is None and not whole_keys):
                 tokens = self._count(StreamPart.TOKENS)
                 counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {tokens} tokens"
-                raise RefusedError(f"{name}: attention with {counts} is not over the sequence")
+                raise RefusedError(f"{name}: attention over {counts} is not attention over the sequence. {NAME_OTHERS}")
             kind = Kind(queries, None if whole_keys else keys)
             if kind.keys not in (None, queries) and kind != (StreamPart.TOKENS, StreamPart.TEXT):
                 raise RefusedError(f"{name}: queries are {queries.value}, but keys are {keys and keys.value}")
@@ -336,8 +352,8 @@ def call_problem(call: TorchCall, kind: Kind) -> str | None:
     if kind.keys is None:
         return None if not call.causal else "causal attention to keys outside the sequence"
     if call.mask is not None and not (kind.keys is kind.queries and call.is_key_mask()):
-        shape = tuple(call.mask.shape)
-        return f"an attn_mask {shape} cannot be split: use is_causal=True, or leave it out if it hides nothing"
+        hint = f"use is_causal=True, or leave it out if it hides nothing. {NAME_OTHERS}"
+        return f"an attn_mask {tuple(call.mask.shape)} cannot be split: {hint}"
     if call.causal and kind != (StreamPart.TOKENS, StreamPart.TOKENS) and kind.queries is not StreamPart.TEXT_FIRST:
         return f"causal attention over {kind.queries.value}"
     heads, kv_heads = (x.shape[1] if x.dim() == 4 else 1 for x in (call.q, call.k))
@@ -346,13 +362,6 @@ def call_problem(call: TorchCall, kind: Kind) -> str | None:
     if call.q.shape[0] != call.k.shape[0] or call.k.shape[0] != call.v.shape[0]:
         return f"queries and keys have different batches, {call.q.shape[0]} and {call.k.shape[0]}"
     return None
-
-
-def _mixing(name: str) -> str:
-    return (
-        f"{name}: a token's result depends on other tokens, or on their number, outside attention (a recurrence, a "
-        "convolution, pooling, or positions counted from 0): it cannot be split"
-    )
 
 
 def _close(x: Tensor, y: Tensor) -> bool:

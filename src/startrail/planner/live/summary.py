@@ -64,7 +64,7 @@ def describe(
     load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}
     texts = (
         f"rank {rank} (node {machine.node(rank)}, {everyone[rank]['host']}): {what} at {share:.0%} of the others'"
-        + (", but other programs ran there: not written down" if everyone[rank]["host"] in load else "")
+        + (", but other programs ran there: ignored" if everyone[rank]["host"] in load else "")
         for rank, _, what, share in outliers
     )
     slow = _slow_members(machine, len(levels) - 1, [x for x in outliers if everyone[x.rank]["host"] not in load])

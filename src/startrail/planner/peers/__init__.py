@@ -1,4 +1,4 @@
-"""Who computes: our engine, and the rings of others, by what they launch after each block.
+"""Engines: ours, and other libraries' rings, described by what they launch after each block.
 
 A block's result is added to what earlier blocks left, in kernels that are limited by memory. Ours are counted from the
 code. Those of others are described by the bytes that they read and write per element, found by comparing their

@@ -1,5 +1,5 @@
 """Context parallelism that gathers all keys and values first (Llama 3, Megatron's all-gather, torch's default): the
-time of one attention call in closed form. It is not one of our plans, but what many people run.
+time of one attention call in closed form. It is not one of our plans, but widely used.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.planner.peers import TRANSFORMER_ENGINE_GATHERED

@@ -36,7 +36,7 @@ def read_documents(text: object, where: str) -> Documents:
         raise ValueError(f"{text}: cannot be read as text: {error}") from None
     lengths = [_length(word, f"{text}:{number}") for number, line in enumerate(lines, 1) for word in line.split()]
     if not lengths:
-        raise ValueError(f"{text}: there are no lengths of documents in it")
+        raise ValueError(f"{text}: no document lengths found")
     return tuple(lengths)
 
 
@@ -58,8 +58,8 @@ def check_documents(documents: object) -> None:
 
 @lru_cache(maxsize=16)
 def document_ends(documents: Documents, length: int) -> tuple[int, ...]:
-    """cu_seqlens of a sequence that is filled with these documents; () if there are none. Raises ``ValueError`` for
-    more than can be planned for.
+    """cu_seqlens of a sequence filled with these documents; () without documents. Raises ``ValueError`` for more than
+    can be planned for.
 
     >>> document_ends((3, 4), 12)
     (0, 3, 7, 10, 12)

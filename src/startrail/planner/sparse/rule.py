@@ -76,8 +76,9 @@ class SimulatedRule:
 
 
 def rule_for(cluster: str, world: int) -> bool | Rule:
-    """The rule for ranks of a described cluster (a name or a file), or True: if there is none, or they do not fill its
-    nodes, bytes decide. All ranks must decide alike, so only the description says how many ranks a node has."""
+    """The rule for ranks of a described cluster (a name or a file), or True, with which bytes decide: no cluster is
+    described, or the ranks do not fill its nodes. All ranks must decide the same, so the number of ranks per node comes
+    from the description only."""
     if not cluster or world == 1:
         return True
     described = find_cluster(cluster)

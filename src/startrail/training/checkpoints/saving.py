@@ -124,7 +124,7 @@ class Checkpoints:
             damaged[step] = problem
         if damaged:
             text = next(iter(damaged.values()))
-            raise ValueError(f"{text}; there is no good one: choose another --out, or remove {self.folder}")
+            raise ValueError(f"{text}; no good checkpoint is left: choose another --out, or remove {self.folder}")
         return 0
 
     def _open_folder(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Drawn digits: images that a small model learns to paint within minutes, and that anyone recognises.
+"""Drawn digits: images that a small model learns to paint within minutes and that are easy to recognise.
 
 A digit is a 5 x 7 glyph, enlarged to a random size, at a random place near the middle, in a random bright colour on a
 dark ground. Everything follows from the seed and the number of the sample.
