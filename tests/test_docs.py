@@ -102,3 +102,12 @@ def test_the_first_gpu_run_has_the_planners_predictions():
         call = AttentionShape(8192 * ranks, 1, 16, 16, 128, True)
         found = predict(find_cluster(f"h100-8x8@{ranks // 8}x8"), Plan.parse(plan), call).seconds
         assert float(milliseconds) == pytest.approx(1000 * found, abs=0.1), plan
+
+
+def test_torch_has_what_docs_gpus_designs_with_but_not_on_cpus():
+    from torch.distributed import _symmetric_memory as symmetric
+
+    for name in ("rendezvous", "put_signal", "wait_signal"):
+        assert callable(getattr(symmetric._SymmetricMemory, name))
+    with pytest.raises(RuntimeError, match="does not support device type cpu"):
+        symmetric.empty(4, device="cpu")

@@ -25,7 +25,7 @@ def test_examples_check_that_no_peer_was_lost_before_weights_change():
     for text in (*loops, guide):
         assert re.findall(r"\n *sp\.check\(\).*\n *optimizer\.step\(\)", text), text
         assert text.count("optimizer.step()\n") == text.count("sp.check()")
-    assert len(loops) == 3, "the others use a trainer, or do not train"
+    assert len(loops) == 4, "the others use a trainer, or do not train"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
