@@ -137,6 +137,20 @@ def test_gradients_of_values_that_are_not_finite_match_one_process(spoilt, value
     assert tuple((~grad.value.isfinite()).sum().item() for grad in grads) == bad
 
 
+def test_an_infinite_key_of_another_document_spoils_one_number_of_a_row():
+    """Two documents of two tokens under one mask. Where a key of -inf is visible, its logits are -inf, so nothing shows
+    in out and lse; where it is hidden, they are +inf."""
+    q, k, v, dout = (x[:1] for x in tensors(4, heads=2, dim=8))
+    q[0, 0, :, 0], k[0, 0, 0, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0]), float("-inf")
+    visible = tiles_of(Mask(documents=(0, 2, 4)), ((0, 4),), ((0, 4),))
+    assert [tile.form for tile in visible] == ["masked"]
+    kernel = CpuKernel(torch.float32)
+    partial = kernel.forward(q, k, v, visible, 0.3)
+    out = surrogate_out(dout, (dout * partial.out).sum(-1))
+    dq = kernel.backward(dout, q, k, v, out, partial.lse.float(), visible, 0.3)[0].value
+    assert (~dq[0, 0, 2:].isfinite()).sum(-1).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("rows, calls", [(1024, 5), (300, 3), (257, 1), (128, 1)])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_causal_square_is_computed_in_smaller_ones(rows, calls, batch, monkeypatch):

@@ -328,7 +328,12 @@ def _rounding_floors(
     unit = torch.finfo(wide).eps / 2
     if wide == torch.float64:
         unit *= 2**0.5  # the reference is float64 too: the variances of both errors add up
-    floors = {name: floor_of(variance, unit) for name, variance in call.variances().items()}
+    variances = call.variances()
+    coarser = torch.finfo(case.dtype).eps / 2 / unit
+    if coarser > 1:
+        for name, variance in call.from_rounded_out().items():
+            variances[name] = variances[name] + variance * coarser**2
+    floors = {name: floor_of(variance, unit) for name, variance in variances.items()}
     if case.world > 1 and coarse != wide:  # partial results are rounded to the wire's dtype, and may cancel
         unit = torch.finfo(coarse).eps / 2
         variance, total = call.sent_outputs()

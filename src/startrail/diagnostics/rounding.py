@@ -188,6 +188,21 @@ class Attention:
         variance = (1 + times) * out.square() + self.weights.square() @ self.v.square()
         return variance, times * out.abs() + self.weights @ self.v.abs()
 
+    def from_rounded_out(self) -> dict[str, Tensor]:
+        """The variances of dq and dk that come from ``out`` alone, which the backward pass reads as it was returned:
+        rounded to the dtype of the inputs. An error of out times dout is one of the row's delta.
+
+        One key of 2 with half the weight, v = 3: out is 1.5 and so is delta; dq has an error of 1.5 x 0.5 x 2.
+
+        >>> one, half = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), 0.5)
+        >>> call = Attention(one, 2 * one, 3 * one, one, None, None, one.bool(), 1.0, half, one[..., 0], 1, 1)
+        >>> call.from_rounded_out()["dq"].item() == 1.5**2
+        True
+        """
+        of_delta = (self.dout * (self.weights @ self.v)).square().sum(-1, keepdim=True) * self.scale**2
+        of_dk = self.weights.square().mT @ (of_delta * self.q.square())
+        return {"dq": of_delta * (self.weights @ self.k).square(), "dk": self._for_keys(of_dk)}
+
     def _for_keys(self, x: Tensor) -> Tensor:
         """Sums over the query heads that share a key."""
         return x.unflatten(1, (self.kv_heads, -1)).sum(2)

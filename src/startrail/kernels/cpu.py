@@ -78,7 +78,7 @@ class CpuKernel(Kernel):
 
     def select_backward(self, out: Tensor, lse: Tensor) -> BackwardTile:
         """A query or visible key that is not finite shows in lse; a value or gradient shows in the sum of dout * out.
-        So keys and values need no second check."""
+        So keys and values need no second check, except keys of which every visible logit is -inf under a mask."""
         finite = self.softcap is None and self._finite.check(out) and _is_finite(lse.clamp(min=0))  # padding: -inf
         return self.backward_tile if finite else self._plain_math_backward
 
@@ -95,6 +95,8 @@ class CpuKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
+        if tile_mask.boolean is not None and not _is_finite(k):  # a hidden logit of +inf minus inf would be NaN
+            return self._plain_math_backward(dout, q, k, v, out, lse, tile_mask)
         mask, scale = _additive(tile_mask.boolean, q.dtype), tile_mask.scale
 
         def backward(
