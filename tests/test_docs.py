@@ -11,6 +11,9 @@ from results import figures
 from startrail import __version__
 from startrail.cli.app import build_parser, main
 from startrail.cli.options import UsageError
+from startrail.planner.cluster import find_cluster
+from startrail.planner.predict import AttentionShape, predict
+from startrail.schedule.plan import Plan
 from tests.helpers import ROOT, fork_ranks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -73,6 +76,12 @@ def test_links_between_pages_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_tests_that_pages_name_exist():
+    for page in PAGES:
+        for path in re.findall(r"`(tests/[\w/.-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
 def test_figures_are_those_of_the_recorded_results():
     assert list(figures.problems(write=False)) == []
 
@@ -83,3 +92,22 @@ def test_every_other_figure_has_a_source():
 
 def test_the_citation_has_the_version():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_first_gpu_run_has_the_planners_predictions():
+    rows = re.findall(r"`(\S+)` \| ([\d.]+) ms", (ROOT / "docs" / "first-gpu-run.md").read_text())
+    assert len(rows) == 8
+    for plan, milliseconds in rows:
+        ranks = Plan.parse(plan).size
+        call = AttentionShape(8192 * ranks, 1, 16, 16, 128, True)
+        found = predict(find_cluster(f"h100-8x8@{ranks // 8}x8"), Plan.parse(plan), call).seconds
+        assert float(milliseconds) == pytest.approx(1000 * found, abs=0.1), plan
+
+
+def test_torch_has_what_docs_gpus_designs_with_but_not_on_cpus():
+    from torch.distributed import _symmetric_memory as symmetric
+
+    for name in ("rendezvous", "put_signal", "wait_signal"):
+        assert callable(getattr(symmetric._SymmetricMemory, name))
+    with pytest.raises(RuntimeError, match="does not support device type cpu"):
+        symmetric.empty(4, device="cpu")

@@ -81,6 +81,21 @@ def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
         assert depth == 0
 
 
+def test_the_flag_is_set_before_the_first_transfer_is_aborted():
+    """Whatever was queued behind a transfer runs as soon as it is aborted, and must find the flag set."""
+    made, seen = object.__new__(lanes.Lanes), []
+
+    def abort():
+        row = torch.ones(1, 1, 1, 4)
+        made.mark_if_aborted([row])
+        seen.append(row.isnan().any().item())
+
+    made._lock, made._flag, made._open = threading.Lock(), lanes.AbortFlag(), SimpleNamespace(abort=abort)
+    made.aborted, made.has_tags, made.device = None, False, torch.device("cpu")
+    made.abort("rank 7 is gone")
+    assert seen == [True]
+
+
 def test_check_raises_on_a_rank_whose_peers_have_aborted(monkeypatch):
     """It does not join them without an error: what it has queued meanwhile is NaN."""
     monkeypatch.setattr(TIMING, "slow_wait", 0.2)
@@ -223,10 +238,10 @@ def test_the_watchdogs_event_queries_do_not_break_a_graph_capture(monkeypatch):
 
 def test_an_error_that_torchs_watchdog_finds_first_ends_the_process():
     """NCCL reports errors other than timeouts to torch's watchdog, which ends the process with SIGABRT. The launcher
-    names the rank and the signal."""
+    names the rank and the signal; a rank that lives on raises ``PeerError``."""
 
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x2", timeout=20)
+        sp = startrail.SequenceParallel("1x2", timeout=2)
         sequence, inputs = sp.sequence(32), qkv()
         sequence.attention(*inputs)
         if rank == 1:
@@ -236,3 +251,5 @@ def test_an_error_that_torchs_watchdog_finds_first_ends_the_process():
 
     with pytest.raises(RankError, match="rank 1 was killed by SIGABRT"):
         run_local(on_rank, 2, deadline=60)
+    text, _ = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))
+    assert text.startswith("PeerError: rank 0, forward step ") and "kv1 from rank 1 (global rank 1)" in text, text

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from startrail.cli import main
+from startrail.diagnostics import doctor
 from startrail.planner.cluster import SlowMember, cluster_text, read_cluster
 from startrail.planner.live import measure as live
 from startrail.planner.live.summary import Measured, describe
@@ -49,6 +51,17 @@ def test_one_link_per_rank_is_detected_because_all_ranks_get_full_bandwidth():
     own = described(Machine(4, 2), all_0=dict.fromkeys(range(8), 2.0))
     assert not own.cluster.levels[0].shared
     assert own.cluster.levels[0].bandwidth == 1e9
+
+
+def test_what_few_channels_reach_is_written_down_where_it_is_less():
+    """All ranks of a node share its link, so what one of them reaches counts as often as there are ranks."""
+    everyone = [found | {"few 0": 0.49e9, "few 1": 1e9, "post": 15e-6} for found in ranks(Machine(4, 2))]
+    cluster = describe(Machine(4, 2), everyone, "a GPU", 8e9, "nccl").cluster
+    assert [level.under_compute for level in cluster.levels] == [0.0, 1e9]
+    again = read_cluster(parse_text(cluster_text(cluster, "text"), Path("x.toml")), "again", "x.toml")
+    assert [level.under_compute for level in again.levels] == [0.0, 1e9]
+    slow = [found | {"few 0": 0.2e9} for found in everyone]
+    assert describe(Machine(4, 2), slow, "a GPU", 8e9, "nccl").cluster.levels[0].under_compute == 0.4e9
 
 
 @pytest.mark.parametrize(
@@ -131,3 +144,13 @@ def test_a_group_without_a_named_backend_computes_where_nccl_is(backends, where,
     monkeypatch.setattr(live.dist, "get_backend", lambda: "undefined")
     monkeypatch.setattr(live.dist, "get_backend_config", lambda: backends)
     assert live.own_device().type == where
+
+
+def test_the_facts_name_the_versions_of_nccl_and_cudnn(monkeypatch):
+    found = {"is_available": True, "device_count": 1, "get_device_name": "H100", "get_device_capability": (8, 0)}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
+    versions = f"CUDA {torch.version.cuda}, NCCL 2.30.3, cuDNN 91400, compute capability 8.0"
+    assert versions in doctor.facts().splitlines()

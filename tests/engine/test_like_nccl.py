@@ -285,6 +285,7 @@ def test_check_under_torchrun_uses_its_ranks(tmp_path):
     assert [each["verdict"] for each in found["cases"]] == ["ok"] * 24
     assert found["cases"][-1]["case"]["length"] == 600 and found["cases"][-1]["report"]["errors"]["dk"]
     assert found["coverage"] in lines and found["environment"][0] == lines[0] and found["machine"]
+    assert found["unfinished"] == []
 
 
 def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
@@ -307,10 +308,16 @@ def test_a_case_that_raises_is_a_row_of_the_table(monkeypatch):
 
         cluster_check.make_data, CpuKernel.forward = make_data, refuse_half
         cases = cluster_check.typical_cases(Case("auto", 2, length=64, q_heads=4, kv_heads=4, head_dim=8))[-5:]
-        reports = cluster_check.check_on_group(cases, CPU)
-        return cases, reports, cluster_check.table(cases, reports)
+        files = []
+        before_case = lambda reports: files.append(cluster_check.record(cases, reports, CPU))  # noqa: E731
+        reports = cluster_check.check_on_group(cases, CPU, before_case)
+        return cases, reports, cluster_check.table(cases, reports), files
 
-    for cases, reports, text in run_local(on_rank, 2, deadline=60):
+    for cases, reports, text, files in run_local(on_rank, 2, deadline=60):
+        assert files[0]["coverage"] == "no case has ended"
+        for done, found in enumerate(files):  # if the next case ended the program, this would be left of it
+            assert (len(found["cases"]), len(found["unfinished"])) == (done, len(cases) - done)
+            assert found["unfinished"][0]["plan"] == cases[done].plan and json.dumps(found)
         for case, report in zip(cases, reports, strict=True):
             raises = case.dtype == torch.float16 or case.window is not None
             assert bool(report.verdict()) == raises, report.verdict()

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+import sys
 
 import pytest
 
@@ -183,6 +184,29 @@ def test_windows_and_documents_need_few_calls_as_bands():
     ):
         for other in range(4):
             assert len(bands_of(segments_of(mask, layout.runs(1), layout.runs(other)))) <= max_calls
+
+
+def test_tiling_takes_work_in_proportion_to_the_documents():
+    """Counted in function calls, each step of a generator included."""
+
+    def calls(documents):
+        cuts = tuple(range(0, 16 * documents + 1, 16))
+        runs = tuple((cut, 8) for cut in cuts[:-1])  # half of each document
+        counted = 0
+
+        def count(frame, event, value):
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(count)
+        try:
+            segments = segments_of(Mask(causal=True, documents=cuts), runs, runs)
+        finally:
+            sys.setprofile(None)
+        assert len(segments) == documents
+        return counted
+
+    assert calls(400) < 2.5 * calls(200)
 
 
 def test_long_windows_and_many_documents_need_few_calls():

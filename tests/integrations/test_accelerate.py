@@ -47,6 +47,7 @@ def test_the_recipe_gives_the_weights_of_one_process():
         for batch in prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0):
             loss = wrapped(**shard_batch(sp, **batch)).loss
             accelerator.backward(startrail.gradient_factor(wrapped) * loss)
+            sp.check()
             optimizer.step()
             optimizer.zero_grad()
         return differences(weights(model), weights(alone), 1e-6)

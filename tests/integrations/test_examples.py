@@ -19,6 +19,15 @@ def test_examples_are_short():
     assert len(EXAMPLES) == 6 and all(len(path.read_text().splitlines()) < 80 for path in EXAMPLES)
 
 
+def test_examples_check_that_no_peer_was_lost_before_weights_change():
+    loops = [text for path in EXAMPLES if "optimizer.step()" in (text := path.read_text())]
+    guide = (ROOT / "docs" / "integrations.md").read_text()
+    for text in (*loops, guide):
+        assert re.findall(r"\n *sp\.check\(\).*\n *optimizer\.step\(\)", text), text
+        assert text.count("optimizer.step()\n") == text.count("sp.check()")
+    assert len(loops) == 4, "the others use a trainer, or do not train"
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_gives_on_four_ranks_what_it_gives_on_one(path):
     torch.set_num_threads(1)

@@ -5,16 +5,18 @@ import types
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from startrail import _compat
 from startrail.kernels import cuda, kernel_for
-from tests.kernels.stand_ins import HALF, PACKAGE
+from tests.kernels.stand_ins import HALF, PACKAGE, WithoutDeviceGuard
 
 
 @pytest.fixture
 def select(monkeypatch):
     """Select a backend as if flash-attn of some version were installed, on a device of some capability."""
 
-    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None, cudnn=None):
+    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None, cudnn=None, attends=True):
         parent = None
         if installed is not None:
             parent = types.ModuleType("flash_attn")
@@ -25,9 +27,11 @@ def select(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn is not None)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: attends and q.shape[3] % 8 == 0)
         cuda._flash_attn.cache_clear()
         cuda._newer_flash.cache_clear()
-        kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
+        with FakeTensorMode(), WithoutDeviceGuard():
+            kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
         assert kernel.softcap == softcap
         assert kernel.reason
         chosen.reason = kernel.reason
@@ -125,6 +129,9 @@ def test_hopper_and_newer_use_cudnn_where_no_newer_flash_attention_is_installed(
     for capability in ((9, 0), (10, 0)):
         assert select(torch.bfloat16, 128, "2.8.3", capability, cudnn=91400) == "cuda-cudnn"
         assert select.reason == "cuDNN 91400: neither FlashAttention 3 nor 4 is installed"
+    assert select(torch.bfloat16, 100, capability=(9, 0), cudnn=91400) == "cuda-cudnn", "padded to 104"
+    assert select(torch.bfloat16, 128, capability=(9, 0), cudnn=8900, attends=False) == "cuda-flash"
+    assert select.reason.endswith("or use cuDNN (whose version 8900 torch does not let attend here)")
     assert select(torch.bfloat16, 64, capability=(8, 0), cudnn=91400) == "cuda-flash"
     assert select(torch.float32, 64, capability=(9, 0), cudnn=91400) == "cuda-efficient"
     assert select(torch.bfloat16, 192, capability=(9, 0), cudnn=91400) == "cuda-flash"

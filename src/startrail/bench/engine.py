@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import startrail
-from startrail.bench import host
+from startrail.bench import host, job
 from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
 from startrail.bench.peers import sparse
 from startrail.bench.peers.contenders import Attention, whole_attention, with_gradients
@@ -173,6 +173,8 @@ def run(options: argparse.Namespace) -> int:
     plans = (options.plans or (HOST_PLANS if options.host else ENGINE_PLANS)).replace(",", " ").split()
     if options.calls < 1:
         raise ValueError(f"--calls {options.calls} must be at least 1")
+    if "WORLD_SIZE" in os.environ and not options.host:
+        return job.run(options, plans)
     for plan in plans:
         Plan.parse(plan).check_world(options.ranks)
     if options.host:

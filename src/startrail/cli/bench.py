@@ -21,7 +21,8 @@ ENGINE = (
     "interleaved and medians reported, because the load of a shared machine varies. Memory is what attention adds to "
     "each rank, compared with the engine's own formula. Without links, a rank computes on zeros instead of what it "
     "would receive: plans differ there by their own overhead alone, and sending is what a real run adds. --host "
-    "measures host time per call instead, which a GPU would spend waiting."
+    "measures host time per call instead, which a GPU would spend waiting. Under torchrun, a dense mask is measured on "
+    "the job's own ranks, devices and links, against SDPA on one device (--ranks and --rounds have no effect)."
 )
 TRAIN = (
     "Compares Ring Attention with the recipe's default plan. Both run in every round, one after the other, and "

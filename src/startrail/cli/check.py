@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from startrail.cli.options import Commands, add_command, world_size
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         table,
         typical_cases,
     )
-    from startrail.diagnostics.exactness import check_cases, check_memory, environment_text
+    from startrail.diagnostics.exactness import Report, check_cases, check_memory, environment_text
     from startrail.diagnostics.reference import Case
     from startrail.launch.heartbeat import WaitLimit
     from startrail.launch.local import RankError
@@ -107,6 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.tokens_per_rank or 0) < 0:
         raise ValueError(f"--tokens-per-rank {arguments.tokens_per_rank} must be at least 0")
     device, rank = torch.device("cpu"), 0
+
+    def write(reports: Sequence[Report]) -> None:  # also before each case: one of them may end the program
+        if everything and rank == 0:
+            out.write_text(json.dumps(record(cases, reports, device), indent=1) + "\n")
+
     try:
         if launched:
             device, rank = device_of_rank("auto"), int(os.environ["RANK"])
@@ -114,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         cases = typical_cases(case, tokens) if everything else [case]
         if launched:
             join(device, WaitLimit(arguments.deadline, "startrail check", "--deadline"))
-            reports = check_on_group(cases, device)
+            reports = check_on_group(cases, device, write)
         else:
             reports = check_cases(cases, arguments.deadline)
     except (RankError, JoinError) as error:
@@ -125,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(reports[0].text(case, device))
         else:
             print(f"{environment_text(device, cases)}\n\n{table(cases, reports)}\n\n{coverage(cases, reports)}")
-            out.write_text(json.dumps(record(cases, reports, device), indent=1) + "\n")
+            write(reports)
             print(f"written: {out}")
     if launched:
         torch.distributed.destroy_process_group()

@@ -24,11 +24,18 @@ LARGE_TOKENS, MIN_LARGE_TOKENS = 4096, 1024  # per rank
 MAX_LENGTH = 2**16  # whose float64 reference takes a GPU under a minute
 
 
-def check_on_group(cases: list[Case], device: torch.device) -> list[Report]:
+def check_on_group(
+    cases: list[Case], device: torch.device, before_case: Callable[[list[Report]], None] = lambda reports: None
+) -> list[Report]:
     """Run cases on the ranks of the default process group, each on its own ``device``, and return the reports on every
-    rank. A case that raises, for example because a GPU lacks a kernel, gives a failed report; the others still run."""
+    rank. A case that raises, for example because a GPU lacks a kernel, gives a failed report; the others still run.
+    ``before_case`` is called with the reports so far."""
     plans: Plans = {}
-    return [_merge(_gather_reports(case, device, plans)) for case in cases]
+    reports: list[Report] = []
+    for case in cases:
+        before_case(reports)
+        reports.append(_merge(_gather_reports(case, device, plans)))
+    return reports
 
 
 def _gather_reports(case: Case, device: torch.device, plans: Plans) -> list[Report]:
@@ -146,10 +153,12 @@ def coverage(cases: Sequence[Case], reports: Sequence[Report]) -> str:
 
 
 def record(cases: Sequence[Case], reports: Sequence[Report], device: torch.device) -> dict[str, Any]:
-    """Everything that a maintainer needs to understand a run, for a JSON file."""
+    """Everything that a maintainer needs to understand a run, for a JSON file. Cases without a report have not run, or
+    ended the program."""
+    done, missing = cases[: len(reports)], cases[len(reports) :]
     found = [
         {"case": _fields_of(case), "verdict": report.verdict() or "ok", "report": asdict(report)}
-        for case, report in zip(cases, reports, strict=True)
+        for case, report in zip(done, reports, strict=True)
     ]
     settings = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
     return {
@@ -158,8 +167,9 @@ def record(cases: Sequence[Case], reports: Sequence[Report], device: torch.devic
         "environment": environment_text(device, cases).splitlines(),
         "machine": facts().splitlines(),
         "variables": settings,
-        "coverage": coverage(cases, reports),
+        "coverage": coverage(done, reports) if done else "no case has ended",
         "cases": found,
+        "unfinished": [_fields_of(case) for case in missing],
     }
 
 

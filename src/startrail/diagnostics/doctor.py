@@ -26,7 +26,8 @@ from startrail.planner.live.summary import Measured
 from startrail.planner.topology import Machine
 
 TIMEOUT_SECONDS = 120.0  # of any one wait
-PACKAGES = ("torch", "flash-attn", "triton", "transformers", "diffusers", "pyroute2", "matplotlib")
+KERNELS = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton")
+PACKAGES = ("torch", *KERNELS, "transformers", "diffusers", "pyroute2", "matplotlib")
 MIN_OPEN_FILES = 4096  # each pair of ranks has a connection per level
 
 
@@ -85,6 +86,10 @@ def facts() -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus)) or "no GPU usable by torch"
     lines.append(f"devices: {devices}; {os.cpu_count()} cores, {cpu_name()}")
+    if gpus:
+        nccl, cudnn = ".".join(map(str, torch.cuda.nccl.version())), torch.backends.cudnn.version()
+        capability = ".".join(map(str, torch.cuda.get_device_capability(own_device())))
+        lines.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {cudnn}, compute capability {capability}")
     lines += [f"kernels: {line}" for line in _kernels()]
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     lines.append(f"backends of torch.distributed: {', '.join(backends)}")
@@ -142,8 +147,9 @@ def _report(found: Measured, out: str | None) -> None:
     for level in cluster.levels:
         if level.size > 1:
             sharing = f"one link shared by all ranks of a {level.name}" if level.shared else "one link per rank"
+            few = f"{level.under_compute / 1e9:.3f} GB/s under compute, " if level.under_compute else ""
             print(
-                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), "
+                f"measured, {level.name}s: {level.bandwidth / 1e9:.3f} GB/s each way ({sharing}), {few}"
                 f"latency {seconds_text(level.latency)}"
             )
     for line in found.outliers or ["none"]:

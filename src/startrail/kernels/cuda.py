@@ -78,7 +78,7 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
             return _with_reason(FlashKernel(dtype, ops, name), f"{name} is installed and supports {capability}")
     hint = ""
     if capability is not None and capability >= (9, 0):
-        problem = _cudnn_problem(head_dim)
+        problem = _cudnn_problem(device, dtype, head_dim)
         if problem is None:
             version = torch.backends.cudnn.version()
             return _with_reason(CudnnKernel(dtype), f"cuDNN {version}: neither FlashAttention 3 nor 4 is installed")
@@ -90,7 +90,7 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
     return _with_reason(FlashKernel(dtype, flash_attn_ops(package), "attn"), f"flash-attn {version} is installed{hint}")
 
 
-def _cudnn_problem(head_dim: int) -> str | None:
+def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why cuDNN's attention cannot be used at all, or None. Single tiles are checked in ``CudnnKernel``."""
     if head_dim > _MAX_CUDNN_HEAD_DIM:
         return f"which supports head dims up to {_MAX_CUDNN_HEAD_DIM}"
@@ -100,7 +100,15 @@ def _cudnn_problem(head_dim: int) -> str | None:
         return "which is disabled: torch.backends.cuda.enable_cudnn_sdp(True)"
     if torch.are_deterministic_algorithms_enabled():
         return "whose gradients are not deterministic"
+    if not _lets_cudnn_attend(device, dtype, head_dim):
+        return f"whose version {torch.backends.cudnn.version()} torch does not let attend here"
     return None
+
+
+def _lets_cudnn_attend(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """True if torch gives a plain block to cuDNN: else all tiles would go to FlashAttention 2, under cuDNN's name."""
+    x = torch.empty(1, 1, 128, head_dim + -head_dim % _HEAD_DIM_MULTIPLE, device=device, dtype=dtype)
+    return _compat.can_use_cudnn(x, x, x, False)
 
 
 def _with_softcap(dtype: torch.dtype, head_dim: int, softcap: float, capability: tuple[int, int] | None) -> Kernel:

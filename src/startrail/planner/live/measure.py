@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from startrail._compat import default_timeout
 from startrail.comm.gather import gather_texts
-from startrail.comm.process_groups import OpenGroups, backend_for, make_group
+from startrail.comm.process_groups import EXPOSED_CHANNELS, HIDDEN_CHANNELS, OpenGroups, backend_for, make_group
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import ClusterSpec, cluster_text, read_cluster
@@ -46,7 +46,8 @@ Progress = Callable[[str, float], None]
 
 class Probe(NamedTuple):
     """What is timed on one type of device. Small blocks come in batches, so that they fill a GPU as large ones do.
-    ``messages`` are numbers of bytes; the last two give a link's bandwidth."""
+    ``messages`` are numbers of bytes; the last two give a link's bandwidth. ``channels`` are those of NCCL's lanes: of
+    lanes that run while nothing else does and, where these differ, of lanes that run under compute."""
 
     blocks: tuple[int, ...]  # tokens along one side
     tokens: int  # at least, of all blocks of a call
@@ -55,10 +56,11 @@ class Probe(NamedTuple):
     product: int  # rows and columns of a matrix product
     copied: int  # bytes
     messages: tuple[int, ...]
+    channels: tuple[int, ...] = (EXPOSED_CHANNELS,)
 
 
 CPU_PROBE = Probe((128, 512), 1, 4, 64, 512, 2**23, (2**18,))
-GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26))
+GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26), (EXPOSED_CHANNELS, HIDDEN_CHANNELS))
 
 
 def probe_for(device: torch.device) -> Probe:
@@ -263,23 +265,30 @@ def _launch_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _links(group: dist.ProcessGroup, machine: Machine, device: torch.device) -> dict[str, Any]:
     """Seconds of a small message and bytes/s of large ones: to the next node, alone and with all ranks of the node
-    together, and to the next rank of the node. On a GPU also the host's seconds per message."""
+    together, and to the next rank of the node. On a GPU also the host's seconds per message, and the bytes/s of lanes
+    with few channels."""
     rank, world, inside = dist.get_rank(group), machine.world, machine.ranks_per_node
     node, place = divmod(rank, inside)
+    neighbours: dict[int, tuple[int, int]] = {}  # by level: whom it sends to and receives from
+    if machine.nodes > 1:
+        neighbours[0] = (rank + inside) % world, (rank - inside) % world
+    if inside > 1:
+        neighbours[1] = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
     found: dict[str, Any] = {}
-    with _lane_like_group(group, device) as lane:
-        if machine.nodes > 1:
-            link = partial(_exchange, lane, (rank + inside) % world, (rank - inside) % world, device=device)
-            found["latency 0"] = _seconds_of(link(1), group, device)
-            found["alone 0"] = _bandwidth(link, group, device, takes_part=place == 0)
-            found["all 0"] = _bandwidth(link, group, device)
-        if inside > 1:
-            to, source = node * inside + (place + 1) % inside, node * inside + (place - 1) % inside
-            link = partial(_exchange, lane, to, source, device=device)
-            found["latency 1"] = _seconds_of(link(1), group, device)
-            found["all 1"] = _bandwidth(link, group, device)
+    exposed, *hidden = probe_for(device).channels
+    with _lane_like_group(group, device, exposed) as lane:
+        for level, ends in neighbours.items():
+            link = partial(_exchange, lane, *ends, device=device)
+            found[f"latency {level}"] = _seconds_of(link(1), group, device)
+            if level == 0:
+                found["alone 0"] = _bandwidth(link, group, device, takes_part=place == 0)
+            found[f"all {level}"] = _bandwidth(link, group, device)
         if device.type == "cuda":
             found["post"] = _launch_seconds(link(1), device) / 2
+    for channels in hidden:
+        with _lane_like_group(group, device, channels) as lane:
+            for level, ends in neighbours.items():
+                found[f"few {level}"] = _bandwidth(partial(_exchange, lane, *ends, device=device), group, device)
     return found
 
 
@@ -287,14 +296,14 @@ _num_measured = itertools.count()
 
 
 @contextmanager
-def _lane_like_group(group: dist.ProcessGroup, device: torch.device) -> Iterator[dist.ProcessGroup]:
+def _lane_like_group(group: dist.ProcessGroup, device: torch.device, channels: int) -> Iterator[dist.ProcessGroup]:
     """A group of the same ranks with the settings of lanes; on CPUs they have none."""
     if device.type != "cuda":
         yield group
         return
     ranks = dist.get_process_group_ranks(group)
     opened = OpenGroups(f"startrail/measure {ranks[0]} {next(_num_measured)}", tuple(ranks), collective=True)
-    opened.groups.append(make_group(ranks, opened.name, backend_for(device), default_timeout(group)))
+    opened.groups.append(make_group(ranks, opened.name, backend_for(device), default_timeout(group), channels))
     try:
         yield opened.groups[0]
     finally:

@@ -12,6 +12,7 @@ from startrail.planner.kernels import Curve
 from startrail.planner.topology import Machine
 
 OUTLIER_SHARE = 0.5  # of the median speed; a slower rank or link is an outlier
+SAME_SHARE = 0.9  # of a link's bandwidth; lanes with few channels that reach it are as fast as others
 MAX_LOAD = 0.2  # of a machine's cores that other programs may use; above that, its outliers are not to be trusted
 
 
@@ -30,17 +31,24 @@ def describe(
     def typical(key: str) -> float:
         return statistics.median(found[key] for found in everyone if key in found)
 
+    def under_compute(level: int, rate: float, sharing: int = 1) -> float:
+        """What lanes with few channels reach, or 0 if that is as much as others."""
+        few = sharing * typical(f"few {level}") if f"few {level}" in everyone[0] else rate
+        return few if few < SAME_SHARE * rate else 0.0
+
     levels = []
     if machine.nodes > 1:
         alone = statistics.median(everyone[node * machine.ranks_per_node]["alone 0"] for node in range(machine.nodes))
         together = typical("all 0")
         shared = together * machine.ranks_per_node < 1.5 * alone  # all ranks of a node together get no more than one
         rate = max(alone, together * machine.ranks_per_node) if shared else together
-        levels.append(LinkLevel("node", machine.nodes, rate, typical("latency 0"), shared, True))
+        few = under_compute(0, rate, machine.ranks_per_node if shared else 1)
+        levels.append(LinkLevel("node", machine.nodes, rate, typical("latency 0"), shared, True, under_compute=few))
     if machine.ranks_per_node > 1 or not levels:
         inside = machine.ranks_per_node > 1
         rate, latency = (typical("all 1"), typical("latency 1")) if inside else (1e12, 0.0)
-        levels.append(LinkLevel("rank", machine.ranks_per_node, rate, latency, False, True))
+        few = under_compute(1, rate)
+        levels.append(LinkLevel("rank", machine.ranks_per_node, rate, latency, False, True, under_compute=few))
 
     def curve(name: str) -> Curve:
         sizes = everyone[0][name]  # numbers of tokens; JSON turns them into strings
