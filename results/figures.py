@@ -115,6 +115,18 @@ def dense() -> str:
     return "\n\n".join([*parts, source("dense")])
 
 
+def training() -> str:
+    """Whole training steps of the tiny models."""
+    parts = []
+    for trial in recorded("dense")["trials"]:
+        if (model := trial["work"]["model"]) and trial["pressure"]:
+            lines = sorted((line for line in lines_of(trial) if line.role != "compute"), key=lambda line: line.seconds)
+            rows = [[line.name, f"{line.seconds:.2f}", f"{line.against_ring - 1:+.0%}"] for line in lines]
+            title = f"{model.upper()}, {trial['machine']}, ring at {trial['pressure']:g}x its compute:"
+            parts.append(f"{title}\n\n{table(['contender', 's per step', 'speed over ring'], rows)}")
+    return "\n\n".join([*parts, source("dense")])
+
+
 def sparse() -> str:
     """Seconds and speed over ring of every contender, one table per machine and pressure."""
     settings: dict[tuple[str, float], dict[str, list[SparseRow]]] = {}
@@ -172,16 +184,16 @@ def _findings(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (headline, nodes, dense, sparse, engine, memory, lab, hardware)
+    f.__name__: f for f in (headline, nodes, dense, training, sparse, engine, memory, lab, hardware)
 }
-FILES = {"headline": "sparse", "nodes": "dense"}  # of blocks with another name than their file
+FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file
 
 
 def _dense_trials() -> Iterator[Json]:
     """Trials of attention with as many key heads as heads, on limited links that are alike."""
     for trial in recorded("dense")["trials"]:
         work = trial["work"]
-        plain = not work["model"] and not trial["slow_node"] and work["kv_heads"] == work["heads"]
+        plain = not work["model"] and not trial["slow_node"] and work["kv_heads"] == work["q_heads"]
         if plain and trial["pressure"] and any(row["role"] == "ring" for row in trial["rows"]):
             yield trial
 
