@@ -20,6 +20,9 @@ SHARED = (
     "integrations/test_wrappers.py",
 )  # a fixture that takes long: one worker each
 LONG = (
+    "lab/",
+    "bench/",
+    "view/",
     "test_docs.py",
     "training/",
     "chaos.py",
