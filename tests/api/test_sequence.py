@@ -165,3 +165,12 @@ def test_the_simulator_decides_where_a_cluster_is_described(monkeypatch):
         assert by_rule == (False, True, False, False)
         assert texts[0] == texts[2] == texts[3] == by_bytes and "as simulated on lab" in texts[1]
         assert "as simulated on lab" in problem and "rank 0" in problem
+
+
+def test_roll_keeps_the_dtype_and_refuses_a_fill_value_that_it_does_not_hold():
+    sequence = startrail.SequenceParallel("1x1").sequence(4)
+    assert sequence.roll(torch.tensor([True, True, False, True]), -1, 0).tolist() == [True, False, True, False]
+    ids = torch.arange(4, dtype=torch.int16)
+    assert sequence.roll(ids, 1, 0, fill_value=7).dtype == torch.int16
+    with pytest.raises(ValueError, match=r"fill_value=0.5 is not a value of torch.int16"):
+        sequence.roll(ids, 1, 0, fill_value=0.5)
