@@ -4,7 +4,7 @@
       - axolotl_plugin.StarTrailPlugin
     startrail_plan: u4/1x2                      # default: auto
     startrail_ranks: 8                          # ranks per sequence; default: all
-    sample_packing_drop_attention_mask: true    # with sample_packing: documents follow from positions
+    attn_implementation: sdpa                   # or flash_attention_2: axolotl then packs by positions, without a mask
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class StarTrailArgs(BaseModel):
 
 
 class CountingTrainer(AxolotlTrainer):
-    """axolotl looks for ``num_items_in_batch`` in the decoder's arguments. The whole model takes it, so it is passed."""
+    """axolotl looks for ``num_items_in_batch`` in the arguments of the decoder. It is the model that takes it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -16,9 +16,10 @@ from startrail.launch.local import run_local
 from tests.helpers import ROOT
 from tests.integrations.tiny import InFloat64, differences, gradients, tokens
 
-DOCUMENTS = [[37, 27], [24, 40]]  # in two rows
-IDS = tokens(2, 65)
+DOCUMENTS = [[40], [31, 9], [40]]  # by row; some must be split over two ranks
+IDS = tokens(3, 41)
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
+BATCH = {"input": IDS[:, :-1], "positions": POSITIONS}, IDS[:, 1:]
 
 
 @pytest.fixture
@@ -46,23 +47,31 @@ def test_the_recipe_gives_the_loss_and_gradients_of_one_process(recipe, tmp_path
     torch.set_num_threads(1)
 
     def on_rank(rank):
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+        os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4")
         config = small_config(recipe, tmp_path)
-        alone = single_process_model(config)
+        alone = None if rank else single_process_model(config)
         trainer = on_cpu(recipe, config)
         (model,) = trainer.model_parts
         weights = {name: x.full_tensor() for name, x in unwrapped(model)}
-        alone.load_state_dict(weights, strict=False)
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        moved = sent(trainer)
+        trainer.sp.reset_counters()
+        _, _, others = trainer.post_dataloading_process(*BATCH)
+        q, k = (torch.randn(1, heads, others["attention_masks"].local, 16, requires_grad=True) for heads in (8, 2))
+        others["attention_masks"].attention(q, k, k, causal=True).sum().backward()
+        assert 0 < 2 * sent(trainer) == moved, "each of the two layers attends once per pass"
         ours = {name: x.grad.full_tensor() for name, x in unwrapped(model)}
         ours["loss"] = torch.tensor(trainer.metrics_processor.log.call_args.args[1])
+        if alone is None:
+            return []
+        alone.load_state_dict(weights, strict=False)
         single = one_process(alone)
         with InFloat64():
             truth = one_process(alone.double())
         assert ours.keys() == truth.keys() and len(ours) == 18
         return differences(ours, truth, 2e-6, single)
 
-    assert run_local(on_rank, 2) == [[]] * 2
+    assert run_local(on_rank, 4) == [[]] * 4
 
 
 def small_config(recipe, folder):
@@ -80,7 +89,7 @@ def small_config(recipe, folder):
             wo_param_init=old.wo.param_init, inner_attention=old.inner_attention, fuse_qkv=True, rope=old.rope,
         )  # fmt: skip
     config.plan, config.dump_folder = "1x2", str(folder)
-    config.parallelism.context_parallel_degree = 2
+    config.parallelism.context_parallel_degree = config.parallelism.tensor_parallel_degree = 2
     config.training.seq_len, config.training.local_batch_size = POSITIONS.shape[1], len(POSITIONS)
     config.training.mixed_precision_param = "float32"
     config.training.max_norm = 1e9
@@ -96,13 +105,11 @@ def on_cpu(recipe, config):
         def init_distributed(self):  # the ranks are connected already
             return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
-    config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a later FSDP than torch 2.13's
-    batch = {"input": IDS[:, :-1], "positions": POSITIONS}, IDS[:, 1:]
     memory = MagicMock(device_name="CPU")
     memory.get_peak_stats.return_value = SimpleNamespace(max_reserved_gib=0, max_reserved_pct=0)
     config.metrics = SimpleNamespace(build=lambda **options: MagicMock(device_memory_monitor=memory))
     config.tokenizer = SimpleNamespace(build=lambda **options: None)
-    config.dataloader = SimpleNamespace(build=lambda **options: [batch] * options["dp_world_size"])
+    config.dataloader = SimpleNamespace(build=lambda **options: [BATCH])
     trainer = Trainer(config)
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
@@ -132,6 +139,10 @@ def one_process(model):
             loss = loss + F.cross_entropy(logits[0], labels, reduction="sum") / POSITIONS.numel()
     loss.backward()
     return {**gradients(model), "loss": loss.detach()}
+
+
+def sent(trainer):
+    return sum(level["bytes"] for level in trainer.sp.traffic().values())
 
 
 def unwrapped(model):
