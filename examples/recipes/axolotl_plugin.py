@@ -1,10 +1,11 @@
-"""An axolotl plugin that trains on sequences split over ranks. Put this file's folder on PYTHONPATH, and into the YAML:
+"""An axolotl plugin that trains on sequences split over ranks. Put its folder on PYTHONPATH, and this into the YAML file:
 
-    plugins:
-      - axolotl_plugin.StarTrailPlugin
-    startrail_plan: u4/1x2                      # default: auto
-    startrail_ranks: 8                          # ranks per sequence; default: all
-    attn_implementation: sdpa                   # or flash_attention_2: axolotl then packs by positions, without a mask
+```yaml
+plugins:
+  - axolotl_plugin.StarTrailPlugin
+startrail_plan: u4/1x2
+startrail_ranks: 8
+```
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The recipe for torchtitan in docs/integrations.md: its own trainer, FSDP and loss, and the gradients of one process."""
+"""The recipe for torchtitan in docs/integrations.md, with its own trainer: loss and gradients of one process."""
 
 import copy
 import os
