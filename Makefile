@@ -42,7 +42,7 @@ test-all: setup        ## the same with whole products instead of pairs
 	STARTRAIL_TEST_ALL=1 $(MAKE) test
 
 # axolotl pins its own versions of transformers, accelerate and TRL: in a folder that only this test sees.
-test-axolotl: $(VENV)/axolotl/ready ## the plugin for axolotl, with axolotl itself (half a minute; downloads 150 MB)
+test-axolotl: $(VENV)/axolotl/ready ## the plugin for axolotl, with axolotl itself, which it installs first (450 MB)
 	PYTHONPATH=$(VENV)/axolotl $(PYTEST) tests/integrations/test_axolotl.py
 
 $(VENV)/axolotl/ready: $(VENV)/ready tests/integrations/axolotl.txt
