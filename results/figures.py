@@ -18,10 +18,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from startrail.bench.cases import OURS
+from startrail.bench.defaults import WALLS
 from startrail.bench.report.findings import Line, lines_of
 from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
 
@@ -159,12 +161,30 @@ def engine() -> str:
 
 
 def memory() -> str:
-    rows = []
-    for row in recorded("memory")["rows"]:
-        peak, estimate = row.get("measured"), row["estimate"]
-        measured = [f"{peak / 2**20:,.0f} MiB", f"{estimate / peak - 1:+.1%}"] if peak else ["does not fit", ""]
-        rows.append([row["case"], measured[0], f"{estimate / 2**20:,.0f} MiB", measured[1]])
-    return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
+    """Every case: peak, estimate, and how far off that is."""
+    heads, rows = ["case", "peak per rank", "planner", "off"], recorded("memory")["rows"]
+    return f"{table(heads, [[row['case'], *_peak(row)] for row in rows])}\n\n{source('memory')}"
+
+
+def _wall(wall: str) -> str:
+    """The cases of one limit, before and after, with what they cost."""
+    found = [row for row in recorded("memory")["rows"] if row["wall"] == wall]
+    with_bytes = wall == "attention"
+    rows = [[row["case"], *_peak(row), *_cost(row, with_bytes)] for row in found]
+    heads = ["case", "peak per rank", "planner", "off", "CPU s per rank", *(["sent per rank"] if with_bytes else [])]
+    return f"{table(heads, rows)}\n\n{source('memory')}"
+
+
+def _peak(row: Json) -> list[str]:
+    peak, estimate = row.get("measured"), row.get("estimate")
+    off = f"{estimate / peak - 1:+.1%}" if peak and estimate else ""
+    sizes = [f"{size / 2**20:,.0f} MiB" if size else "" for size in (peak, estimate)]
+    return [sizes[0] or row["reason"], sizes[1], off]
+
+
+def _cost(row: Json, with_bytes: bool) -> list[str]:
+    seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
+    return [seconds, *([f"{row['sent'] / 2**20:,.0f} MiB" if row["sent"] else ""] if with_bytes else [])]
 
 
 def lab() -> str:
@@ -186,7 +206,9 @@ def _findings(name: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     f.__name__: f for f in (headline, nodes, dense, training, sparse, engine, memory, lab, hardware)
 }
+BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in WALLS}
 FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file
+FILES |= {f"memory_{wall}": "memory" for wall in WALLS}
 
 
 def _dense_trials() -> Iterator[Json]:
