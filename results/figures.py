@@ -184,7 +184,7 @@ def _peak(row: Json) -> list[str]:
 
 def _cost(row: Json, with_bytes: bool) -> list[str]:
     seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
-    return [seconds, *([f"{row['sent'] / 2**20:,.0f} MiB" if row["sent"] else ""] if with_bytes else [])]
+    return [seconds, *([f"{row['sent'] / 2**20:,.0f} MiB" if "sent" in row else ""] if with_bytes else [])]
 
 
 def lab() -> str:

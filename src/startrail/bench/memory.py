@@ -51,7 +51,7 @@ def _growing(options: argparse.Namespace) -> list[walls.Case]:
     for length, ranks in dict.fromkeys(shapes):
         changes = dict(**walls.STEP, **NARROW, length=length, plan=PLANS[ranks])
         recipe = find(options.recipe).with_({**changes, "recompute": not options.no_recompute})
-        name = f"narrow GPT, {length:,} tokens on {ranks} ranks (`{PLANS[ranks]}`)"
+        name = f"narrow GPT, {length:,} tokens on {ranks} rank{'s' if ranks > 1 else ''} (`{PLANS[ranks]}`)"
         found.append(walls.Case("", name, walls.estimate(recipe, ranks), partial(walls.measure, recipe, ranks)))
     return found
 
@@ -65,7 +65,7 @@ def _measured(case: walls.Case) -> Json:
         row["reason"] = case.reason
     else:
         peak = case.measure()
-        row.update(measured=peak.nbytes, seconds=peak.seconds, sent=peak.sent)
+        row.update(measured=peak.nbytes, seconds=peak.seconds, **({"sent": peak.sent} if peak.sent else {}))
     sizes = (f"{row[key] / 2**20:,.0f} MiB" if key in row else "" for key in ("measured", "estimate"))
     off, seconds = _off(row), f"{row['seconds']:.1f}" if "seconds" in row else case.reason
     allowed = f"{case.allowed:.0%}" if off is not None else ""

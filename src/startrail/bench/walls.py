@@ -32,7 +32,7 @@ from startrail.training.recipes import Recipe, find
 from startrail.training.trainer import Trainer
 
 ALLOWED = 0.10  # difference as a share of the measured peak
-ALLOWED_ELSEWHERE = 0.20  # where the formula was not fitted: all activations kept, and ZeRO-2
+ALLOWED_ELSEWHERE = 0.20  # where the formula was not fitted: all activations kept, exchange=twice, and ZeRO-2
 
 RANKS = 4
 STEP = dict(zero=3, recompute=True, steps=1, evaluate_batches=0, sample=0)
@@ -84,6 +84,7 @@ def _attention() -> list[Case]:
     for plan in ("1x4", "2x2,keep=all", "2x2", "u4", "u4,exchange=twice"):
         case = text(DEEP.config.layers, DEEP.tokens, f"`{plan}` on {RANKS} ranks")
         found.append(_trained("attention", case, DEEP.with_(dict(plan=plan))))
+    found[-1] = replace(found[-1], allowed=ALLOWED_ELSEWHERE)
     return found
 
 
