@@ -31,13 +31,13 @@ TRAIN = (
     "lab. The prediction is the planner's for this machine, measured by `startrail doctor` with the same ranks."
 )
 MEMORY = (
-    "Compares the peak memory per rank with the planner's estimate, which training prints when it starts. "
-    "The exit code is 1 if an estimate is more than 10 % off (20 % if all activations are kept, with exchange=twice, "
-    "and with ZeRO-2). First the sequence grows on a fixed number of ranks, then both grow together at a fixed N/P: "
-    "memory must follow N/P. The model is narrow, because attention costs N². The third part has the limits in the order in which long "
-    "sequences hit them, before and after: attention, logits (a Hugging Face model with a vocabulary of 128k; whole "
-    "logits on a sixteenth of the tokens, since more do not fit), activations with tiled MLPs, and the optimizer. "
-    "Each case is one step on fresh ranks, and two for the optimizer."
+    "Compares the peak memory per rank with the planner's estimate, which training prints when it starts. The exit "
+    "code is 1 if an estimate is more than 10 % off (20 % if all activations are kept, with exchange=twice, and with "
+    "ZeRO-2). First the sequence grows on a fixed number of ranks, then both grow together at a fixed N/P: memory "
+    "must follow N/P. The model is narrow, because attention costs N². The third part has the limits in the order in "
+    "which long sequences hit them, before and after: attention, logits (a Hugging Face model with a vocabulary of "
+    "128k; whole logits on a sixteenth of the tokens, since more do not fit), activations with tiled MLPs, and the "
+    "optimizer. Each case is one step on fresh ranks, and two for the optimizer."
 )
 
 SPARSE = (
