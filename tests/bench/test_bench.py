@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from results import figures
 from startrail import lab
 from startrail.bench import job, measure, walls
 from startrail.bench.cases import (
@@ -32,7 +33,7 @@ from startrail.bench.cases import (
     plan_contenders,
     unlimited_trials,
 )
-from startrail.bench.defaults import MACHINES, MINUTES, WALLS
+from startrail.bench.defaults import MACHINES, MINUTES
 from startrail.bench.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, unsupported_reason
 from startrail.bench.models import expected_results
 from startrail.bench.peers.contenders import make_data
@@ -47,7 +48,7 @@ from startrail.launch.local import run_local
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.topology import Machine, rate_for, transfer_seconds
 from startrail.schedule.plan import Plan
-from tests.helpers import ROOT, fork_ranks, refusal
+from tests.helpers import fork_ranks, refusal
 
 PAIR = Machine(2, 2)
 SMALL = replace(MHA, length=512, q_heads=4, kv_heads=4, batch=2)
@@ -381,9 +382,9 @@ def test_peaks_of_memory_are_measured_and_recorded(tmp_path, monkeypatch, capsys
 
 def test_the_recorded_peaks_are_of_todays_cases_and_estimates():
     pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
-    rows = {row["case"]: row for row in json.loads((ROOT / "results" / "memory.json").read_text())["rows"]}
+    rows = {row["case"]: row for row in figures.recorded("memory")["rows"]}
     cases = walls.cases(16_384)
-    assert tuple(dict.fromkeys(case.wall for case in cases)) == WALLS
+    assert tuple(dict.fromkeys(case.wall for case in cases)) == tuple(figures.REMEDIES)
     for case in cases:
         row = rows[case.name]
         assert (row.get("estimate"), "measured" in row) == (case.estimate, case.measure is not None), case.name

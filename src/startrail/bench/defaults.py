@@ -4,4 +4,3 @@ MACHINES = ("4x8", "8x4", "16x2", "4x4", "2x8")  # those of the claims first
 MINUTES = 25.0
 ENGINE_PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
 HOST_PLANS = "1x8,u8,u4/1x2"
-WALLS = ("attention", "logits", "activations", "optimizer")  # limits of memory, in the order in which they are hit
