@@ -364,10 +364,10 @@ def test_the_engine_under_torchrun_is_measured_on_the_jobs_ranks(tmp_path, monke
 def test_peaks_of_memory_are_measured_and_recorded(tmp_path, monkeypatch, capsys):
     recipe = walls.DEEP.with_(dict(width=32, layers=2, hidden=32, length=1024, zero=0, plan="1x1"))
     alone = [
-        walls.Case("attention", str(f), None, partial(walls.measure_alone, recipe, f))
+        walls.MemoryCase("attention", str(f), None, partial(walls.measure_alone, recipe, f))
         for f in (walls.eager, walls.sdpa)
     ]
-    rest = walls.Case("logits", "large", 2.0**40, None, "does not fit")
+    rest = walls.MemoryCase("logits", "large", 2.0**40, None, "does not fit")
     monkeypatch.setattr(walls, "cases", lambda tokens: [*alone, rest])
     file = tmp_path / "memory.json"
     options = dict(lengths=256, ranks=1, local=256, worlds=1, json=file)

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(too_far))
 
 
-def _growing(options: argparse.Namespace) -> list[walls.Case]:
+def _growing(options: argparse.Namespace) -> list[walls.MemoryCase]:
     """The sequence grows on a fixed number of ranks; then both grow together."""
     shapes = [(length, options.ranks) for length in options.lengths]
     shapes += [(options.local * world, world) for world in options.worlds]
@@ -52,11 +52,11 @@ def _growing(options: argparse.Namespace) -> list[walls.Case]:
         changes = dict(**walls.STEP, **NARROW, length=length, plan=PLANS[ranks])
         recipe = find(options.recipe).with_({**changes, "recompute": not options.no_recompute})
         name = f"narrow GPT, {length:,} tokens on {ranks} rank{'s' if ranks > 1 else ''} (`{PLANS[ranks]}`)"
-        found.append(walls.Case("", name, walls.estimate(recipe, ranks), partial(walls.measure, recipe, ranks)))
+        found.append(walls.MemoryCase("", name, walls.estimate(recipe, ranks), partial(walls.measure, recipe, ranks)))
     return found
 
 
-def _measured(case: walls.Case) -> Json:
+def _measured(case: walls.MemoryCase) -> Json:
     """A row of the file; also printed."""
     row: Json = {"wall": case.wall, "case": case.name}
     if case.estimate is not None:

@@ -56,7 +56,7 @@ class Peak(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class MemoryCase:
     """One row. ``estimate``: the planner's, in bytes; None without startrail. ``measure`` is None if this machine
     cannot run it, for ``reason``. ``allowed``: how far off the estimate may be."""
 
@@ -68,19 +68,19 @@ class Case:
     allowed: float = ALLOWED
 
 
-def cases(tokens: int) -> list[Case]:
+def cases(tokens: int) -> list[MemoryCase]:
     """All rows; those of the Llama have ``tokens`` per rank."""
     return [*_attention(), *_logits(tokens), *_activations(tokens), *_optimizer()]
 
 
-def _attention() -> list[Case]:
+def _attention() -> list[MemoryCase]:
     alone = DEEP.with_(dict(zero=0, plan="1x1"))
     text = "GPT of {} layers, {:,} tokens, {}".format
     found = []
     for layers, name, attention in ((2, "eager", eager), (2, "SDPA", sdpa), (DEEP.config.layers, "SDPA", sdpa)):
         recipe = alone.with_(dict(layers=layers))
         case = text(layers, DEEP.tokens, f"{name} on one process")
-        found.append(Case("attention", case, None, partial(measure_alone, recipe, attention)))
+        found.append(MemoryCase("attention", case, None, partial(measure_alone, recipe, attention)))
     for plan in ("1x4", "2x2,keep=all", "2x2", "u4", "u4,exchange=twice"):
         case = text(DEEP.config.layers, DEEP.tokens, f"`{plan}` on {RANKS} ranks")
         found.append(_trained("attention", case, DEEP.with_(dict(plan=plan))))
@@ -88,7 +88,7 @@ def _attention() -> list[Case]:
     return found
 
 
-def _logits(tokens: int) -> list[Case]:
+def _logits(tokens: int) -> list[MemoryCase]:
     few = tokens // FEWER
     name = "Llama, {}, {:,} tokens per rank".format
     return [
@@ -100,7 +100,7 @@ def _logits(tokens: int) -> list[Case]:
     ]
 
 
-def _activations(tokens: int) -> list[Case]:
+def _activations(tokens: int) -> list[MemoryCase]:
     recipe = DEEP.with_(dict(plan="1x4"))
     name = f"GPT of {DEEP.config.layers} layers, {DEEP.tokens:,} tokens on {RANKS} ranks, {{}}".format
     offloaded = estimate(recipe.with_(dict(offload=True)), RANKS, "cuda")
@@ -108,14 +108,14 @@ def _activations(tokens: int) -> list[Case]:
     return [
         replace(kept, allowed=ALLOWED_ELSEWHERE),
         _trained("activations", name("layers recomputed"), recipe),
-        Case("activations", name("and layer inputs on the host"), offloaded, None, "needs a GPU"),
+        MemoryCase("activations", name("and layer inputs on the host"), offloaded, None, "needs a GPU"),
         _llama("activations", f"Llama, whole MLPs, {tokens:,} tokens per rank", tokens),
         _llama("activations", f"Llama, MLPs in tiles, {tokens:,} tokens per rank", tokens, TILE),
     ]
 
 
-def _optimizer() -> list[Case]:
-    def case(name: str, zero: int) -> Case:
+def _optimizer() -> list[MemoryCase]:
+    def case(name: str, zero: int) -> MemoryCase:
         parameters = WIDE.job("float32").model.parameters / 1e6
         return _trained(
             "optimizer", f"GPT of {parameters:.0f}M parameters on {RANKS} ranks, {name}", WIDE.with_(dict(zero=zero))
@@ -131,8 +131,8 @@ def _optimizer() -> list[Case]:
 # --- the GPT
 
 
-def _trained(wall: str, name: str, recipe: Recipe) -> Case:
-    return Case(wall, name, estimate(recipe, RANKS), partial(measure, recipe, RANKS))
+def _trained(wall: str, name: str, recipe: Recipe) -> MemoryCase:
+    return MemoryCase(wall, name, estimate(recipe, RANKS), partial(measure, recipe, RANKS))
 
 
 def estimate(recipe: Recipe, ranks: int, device: str = "cpu") -> float:
@@ -199,7 +199,7 @@ sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 # --- the Llama
 
 
-def _llama(wall: str, name: str, tokens: int, tile: int | None = None, whole: bool = False) -> Case:
+def _llama(wall: str, name: str, tokens: int, tile: int | None = None, whole: bool = False) -> MemoryCase:
     from startrail.integrations.without_logits import tokens_per_chunk
 
     model = Model(
@@ -209,7 +209,7 @@ def _llama(wall: str, name: str, tokens: int, tile: int | None = None, whole: bo
     chunk = tokens if whole else tokens_per_chunk(VOCABULARY)
     run = Run(tokens * LLAMA_RANKS, dtype="float32", zero=0, loss_chunk=chunk, tile_mlp=tile is not None)
     expected = estimate_memory(Job(model, run), Plan.parse(LLAMA_PLAN), LLAMA_RANKS, libraries=LIBRARY_BYTES).total
-    return Case(wall, name, expected, partial(measure_llama, tokens, tile, whole))
+    return MemoryCase(wall, name, expected, partial(measure_llama, tokens, tile, whole))
 
 
 @cache
