@@ -71,9 +71,7 @@ class Exchange:
         copy_parts(self._pairs(leaving, {p: [self.wire.shares(x, p) for x in xs] for p, xs in inputs.items()}))
         split_tokens(self._pairs(leaving, results), self.wire.chunks_on(self.device))
         if not self.at_once:
-            for piece in (*inputs, *results):
-                for target, own in zip(self.coming.views[piece], leaving[piece], strict=True):
-                    target[self.head] = own[self.head]
+            self.coming.of_rank[self.head].copy_(self.leaving.of_rank[self.head])
 
     def take_inputs(self) -> None:
         """When the first input is needed: wait for all parts, and unpack our heads of all tokens."""

@@ -223,21 +223,22 @@ class PartRun:
     def _track(
         self, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
     ) -> None:
-        """Attach waits to the buffers, and count the bytes sent."""
-        executor, last = self.executor, None
+        """Attach waits to the buffers, and count the bytes sent. Messages of one work are awaited together, and where
+        each has its own, those of one buffer."""
+        executor, lanes, counters = self.executor, self.executor.lanes, self.executor.counters
+        transfers: dict[object, PendingTransfer] = {}
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
-            if last is None or last.work is not work:
-                last = PendingTransfer(executor.transfers, self.program, self.step, work)
+            key = (message.send, id(buffer)) if lanes.has_tags else id(work)
+            transfer = transfers.get(key)
+            if transfer is None:
+                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, self.step)
                 if executor.monitor is not None:
-                    executor.monitor.pending.append(last)
-            last.messages.append(message)
+                    executor.monitor.pending.append(transfer)
+            transfer.add(message, work)
             if message.send:
-                if not (self.open_sends and self.open_sends[-1] == last.wait):
-                    self.open_sends.append(last.wait)  # receives are awaited when their pieces are needed
-                buffer.sends.append(last.wait)
-                executor.counters.count_send(executor.lanes.names[message.lane], flat.numel())
-            else:
-                buffer.arrivals.append(last.wait)
+                counters.count_send(lanes.names[message.lane], flat.numel())
+                _append_new(self.open_sends, transfer.wait)  # receives are awaited when their pieces are needed
+            _append_new(buffer.sends if message.send else buffer.arrivals, transfer.wait)
 
     def _exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
         """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
@@ -380,3 +381,8 @@ class PartRun:
         else:
             result.take(views)
         self.pool.put(buffer)
+
+
+def _append_new(waits: list[Callable[[], None]], wait: Callable[[], None]) -> None:
+    if not waits or waits[-1] != wait:
+        waits.append(wait)
