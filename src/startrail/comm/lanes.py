@@ -186,6 +186,10 @@ class Lanes:
 
         self._make, hidden = make, hidden_lanes(programs)
         for lane in range(len(place.sizes)):
+            if self.has_tags and lane in place.head_lanes[1:]:  # gloo has a thread per group: use fewer
+                self.groups.append(self.groups[place.head_lanes[0]])
+                self.local_ranks.append(self.local_ranks[place.head_lanes[0]])
+                continue
             channels = process_groups.HIDDEN_CHANNELS if lane in hidden else process_groups.EXPOSED_CHANNELS
             group, local_ranks = self._make_lane(place.lane_ranks(lane), str(lane), channels)
             self.groups.append(group)

@@ -130,7 +130,7 @@ class CallComparison:
     def __init__(self, context: TransferContext, digest: int) -> None:
         self.context, self.call = context, context.consensus.current
         self.extremes = torch.tensor([-digest, digest])
-        self._groups = [group for group in context.lanes.groups if group is not None]
+        self._groups = [group for group in dict.fromkeys(context.lanes.groups) if group is not None]
         self._work: dist.Work | None = max_over_ranks(self._groups[0], self.extremes)
 
     def __str__(self) -> str:
