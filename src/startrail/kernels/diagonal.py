@@ -97,7 +97,9 @@ def _sides(side: int, rows: int) -> Iterator[int]:
 def _squares(x: Tensor, side: int, first: int, step: int) -> Tensor:
     """``side`` rows of every ``step`` rows from ``first`` on: a view (squares, heads, side, ...) of a tensor (1, heads,
     rows, ...)."""
-    return x[0].unflatten(1, (-1, step))[:, :, first : first + side].transpose(0, 1)
+    (_, heads, rows, *dims), (_, by_head, by_row, *by_dim) = x.shape, x.stride()
+    shape, strides = (rows // step, heads, side, *dims), (step * by_row, by_head, by_row, *by_dim)
+    return x.as_strided(shape, strides, x.storage_offset() + first * by_row)
 
 
 def _joined(x: Tensor) -> Tensor:
