@@ -127,9 +127,6 @@ class DigestComparison:
     def __str__(self) -> str:
         return "comparing the call with all ranks"
 
-    def is_done(self) -> bool:
-        return is_done(self.work)
-
     def start_read(self) -> None:
         """Copy the result to the host after everything on the current stream."""
         self.work.wait()

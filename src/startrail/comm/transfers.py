@@ -32,7 +32,8 @@ class InFlight(Protocol):
 
     posted: float
 
-    def is_done(self) -> bool: ...
+    @property
+    def work(self) -> dist.Work: ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,12 @@ class PendingTransfer:
         if not self.works or self.works[-1] is not work:
             self.works.append(work)
 
+    @property
+    def work(self) -> dist.Work:
+        """The only one: that of a whole batch, or of a single message."""
+        (work,) = self.works
+        return work
+
     def __str__(self) -> str:
         return f"{self.program.pass_} step {self.step}, {self._description}"
 
@@ -96,9 +103,6 @@ class PendingTransfer:
         describe = self.context.lanes.describe
         described = self.messages if len(self.works) == 1 else [self.messages[self._current]]
         return "; ".join(f"{'sending' if each.send else 'receiving'} {describe(each)}" for each in described)
-
-    def is_done(self) -> bool:
-        return all(map(is_done, self.works))
 
     def abort(self) -> None:
         self.context.lanes.abort("aborted after an error on another rank")
@@ -111,7 +115,8 @@ class PendingTransfer:
         start, failed = waiting.start(lanes.device), True
         consensus.begin_wait(self)
         try:
-            for self._current, work in enumerate(self.works):  # noqa: B020
+            for index, work in enumerate(self.works):
+                self._current = index
                 work.wait()
             if lanes.aborted:  # its bytes may be missing, and NCCL's wait would not raise
                 raise RuntimeError(lanes.aborted)
@@ -251,7 +256,7 @@ class TransferMonitor:
     def _is_done(self, transfer: InFlight) -> bool:
         """True if it has ended. A failed one aborts all others: NCCL reports the failure nowhere else."""
         try:
-            return transfer.is_done()
+            return is_done(transfer.work)
         except RuntimeError as error:
             if not self.lanes.aborted:
                 self.lanes.abort(f"{transfer} failed: {error}")
