@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ VALIDATED = {
 BY_HAND = ("docs/log.md", "docs/earlier-results.md")  # they name the commits that they are about
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:x\b(?! \d)|%|ms\b|us\b|[KMG]i?B\b|[TGM]FLOP|s\b|seconds|minutes|times\b)")
 OUTSIDE = ("the paper", "shared/HARDWARE", "arithmetic", "option")  # sources that are not files
+
+# Of each limit of memory: a remedy, and words of the case before and of the case after it in memory.json.
+REMEDIES = {
+    "attention": [
+        ("SDPA instead of eager attention, one process, 2 layers", "eager on", "2 layers, 8,192 tokens, SDPA"),
+        ("4 ranks (`1x4`) instead of one process with SDPA, 16 layers", "16 layers, 8,192 tokens, SDPA", "`1x4`"),
+        ("`2x2` instead of `2x2,keep=all`", "`2x2,keep=all`", "`2x2`"),
+        ("`u4,exchange=twice` instead of `u4`", "`u4`", "`u4,exchange=twice`"),
+    ],
+    "logits": [("logits in chunks, 16,384 tokens per rank", "whole logits, 16,384", "in chunks")],
+    "activations": [
+        ("layers recomputed", "all activations kept", "layers recomputed"),
+        ("and their inputs on the host", "layers recomputed", "inputs on the host"),
+        ("MLPs in tiles of 1,024 tokens", "whole MLPs", "MLPs in tiles"),
+    ],
+    "optimizer": [
+        ("ZeRO-2 on 4 ranks", "replicated", "ZeRO-2"),
+        ("ZeRO-3 on 4 ranks", "replicated", "ZeRO-3"),
+    ],
+}
 
 Json = dict[str, Any]
 
@@ -159,12 +180,41 @@ def engine() -> str:
 
 
 def memory() -> str:
+    """Every case: peak, estimate, and how far off that is."""
+    heads, rows = ["case", "peak per rank", "planner", "off"], recorded("memory")["rows"]
+    return f"{table(heads, [[row['case'], *_peak(row)] for row in rows])}\n\n{source('memory')}"
+
+
+def _wall(wall: str) -> str:
+    """Each remedy of one limit: peaks, estimates, CPU time and bytes, before and after."""
+    cases = {row["case"]: row for row in recorded("memory")["rows"] if row["wall"] == wall}
+    heads = ["remedy", "peak per rank before", "after", "planner", "CPU s per rank", "attention sends per rank"]
     rows = []
-    for row in recorded("memory")["rows"]:
-        peak, estimate = row.get("measured"), row["estimate"]
-        measured = [f"{peak / 2**20:,.0f} MiB", f"{estimate / peak - 1:+.1%}"] if peak else ["does not fit", ""]
-        rows.append([row["case"], measured[0], f"{estimate / 2**20:,.0f} MiB", measured[1]])
-    return f"{table(['case', 'peak per rank', 'planner', 'off'], rows)}\n\n{source('memory')}"
+    for remedy, *words in REMEDIES[wall]:
+        pair = [cases[next(case for case in cases if part in case)] for part in words]
+        estimates = _change([row.get("estimate", 0) / 2**20 for row in pair], ",.0f", " MiB")
+        seconds = _change([row.get("seconds", 0) for row in pair], ".1f", "")
+        sent = f"{pair[0].get('sent', 0) / 2**20:,.0f} -> {pair[1].get('sent', 0) / 2**20:,.0f} MiB"
+        rows.append([remedy, *(_peak(row)[0] for row in pair), estimates, seconds, sent if wall == "attention" else ""])
+    used = [at for at in range(len(heads)) if any(row[at] for row in rows)]
+    shown = ([row[at] for at in used] for row in (heads, *rows))
+    return f"{table(next(shown), list(shown))}\n\n{source('memory')}"
+
+
+def _change(values: Sequence[float], form: str, unit: str) -> str:
+    """Nothing if one of them is not known.
+
+    >>> _change([2, 3], ".1f", " s"), _change([0, 3], ".1f", " s")
+    ('2.0 -> 3.0 s', '')
+    """
+    return " -> ".join(f"{value:{form}}" for value in values) + unit if all(values) else ""
+
+
+def _peak(row: Json) -> list[str]:
+    peak, estimate = row.get("measured"), row.get("estimate")
+    off = f"{estimate / peak - 1:+.1%}" if peak and estimate else ""
+    sizes = [f"{size / 2**20:,.0f} MiB" if size else "" for size in (peak, estimate)]
+    return [sizes[0] or row["reason"], sizes[1], off]
 
 
 def lab() -> str:
@@ -186,7 +236,9 @@ def _findings(name: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     f.__name__: f for f in (headline, nodes, dense, training, sparse, engine, memory, lab, hardware)
 }
+BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in REMEDIES}
 FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file
+FILES |= {f"memory_{wall}": "memory" for wall in REMEDIES}
 
 
 def _dense_trials() -> Iterator[Json]:

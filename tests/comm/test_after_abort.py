@@ -252,4 +252,6 @@ def test_an_error_that_torchs_watchdog_finds_first_ends_the_process():
     with pytest.raises(RankError, match="rank 1 was killed by SIGABRT"):
         run_local(on_rank, 2, deadline=60)
     text, _ = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))
-    assert text.startswith("PeerError: rank 0, forward step ") and "kv1 from rank 1 (global rank 1)" in text, text
+    # Rank 1 dies during the first call or, having sent everything, before the second one.
+    waits = "kv1 from rank 1 (global rank 1)", "comparing the call with all ranks did not end within 0:00:02 (rank 1: "
+    assert text.startswith("PeerError: rank 0, forward step ") and any(wait in text for wait in waits), text

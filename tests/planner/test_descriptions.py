@@ -46,7 +46,8 @@ def fine(key: str, value: object) -> bool:
 
 CLUSTER = read_file(shipped("clusters")["a100-4x8"])
 CLUSTER |= {"cores": 2, "transport": "gloo"}
-CLUSTER["device"] |= {"handle": "1 us", "socket": "1 GB/s"}
+CLUSTER["device"] |= {"handle": "1 us"}
+CLUSTER["levels"][0]["socket"] = "1 GB/s"
 CLUSTER["device"]["float32"] = {"peak": "20 TFLOP/s", "matmul": "15 TFLOP/s", "fp8": "400 TFLOP/s"}
 CLUSTER["device"]["float32"] |= {"forward": "10 TFLOP/s", "backward": [[128, "5 TFLOP/s"], [512, "8 TFLOP/s"]]}
 CLUSTER["levels"][0]["duplex"] = True

@@ -20,7 +20,7 @@ PLANS = "1x16 star2 star4 1x4/u4 2x2/u4 2x2/u4,keep=all u4/1x4 u4/2x2,groups=2 u
 
 def bare(cluster, **changes):
     """A cluster on which nothing costs time but bytes and arithmetic."""
-    device = replace(cluster.device, call=0.0, post=0.0, start=0.0, handle=0.0, socket=0.0, copy=1e30)
+    device = replace(cluster.device, call=0.0, post=0.0, start=0.0, handle=0.0, copy=1e30)
     levels = tuple(replace(level, latency=0.0) for level in cluster.levels)
     return replace(cluster, device=device, levels=levels, **changes)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from startrail.planner.cluster import find_cluster
 from startrail.planner.rows import TIE_SHARE
-from validation.lab.model import SPEED, Case, predicted
+from validation.lab.model import Case, predicted
 
-FITTED = ("call", "post", "handle", "copy")  # and SPEED
+FITTED = ("post", "handle")  # the others are measured by themselves, see lab.toml
 FACTORS = (0.7, 0.85, 1.0, 1.2, 1.4)
 LEAST, MEDIAN, WORST, CHOSEN, WITHIN = 16, 0.10, 0.25, 0.90, 0.05  # targets
 
@@ -36,7 +36,7 @@ def fit(cases: Sequence[Case], progress: Callable[[str], None]) -> dict[str, flo
     """For one figure after the other, twice, take the factor on ``lab.toml``'s value with the least mean error. Factors
     are small, so that a disturbed calibration does little harm."""
     device = find_cluster("lab").device
-    stated = {name: float(getattr(device, name)) for name in FITTED} | {SPEED: 1.0}
+    stated = {name: float(getattr(device, name)) for name in FITTED}
     figures = dict(stated)
     for _ in range(2):
         for name in stated:
@@ -111,8 +111,7 @@ class Verdict:
             "",
             about,
             "",
-            f"Fitted on other trials: {fitted or 'nothing'}",
-            "(seconds; bytes/s; a factor on lab.toml's kernels).",
+            f"Fitted on other trials: {fitted or 'nothing'} (seconds).",
             "",
             f"- {len(self.rows)} configurations (target: at least {self.least}), bias {self.bias:+.1%}",
             f"- median error {self.median:.1%} (target: at most {MEDIAN:.0%})",

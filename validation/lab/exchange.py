@@ -8,13 +8,12 @@ no emulated nodes.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from startrail.bench.memory import measure
+from startrail.bench.walls import estimate, measure
 from startrail.planner.topology import Machine
 from startrail.training.recipes import find
 from validation.lab.model import cases_of, predicted
@@ -30,12 +29,10 @@ def memory_lines() -> list[str]:
     lines = ["| plan | measured peak per rank | estimate | off |", "| --- | --- | --- | --- |"]
     peaks = []
     for plan in PLANS:
-        with tempfile.TemporaryDirectory() as out:
-            recipe = find("gpt-tiny").with_(dict(**SHAPE, plan=plan, steps=1, evaluate_batches=0, sample=0, out=out))
-            peak, _, expected = measure(recipe, 4)
+        recipe = find("gpt-tiny").with_(dict(**SHAPE, plan=plan, steps=1, evaluate_batches=0, sample=0))
+        peak, expected = measure(recipe, 4).nbytes, estimate(recipe, 4)
         peaks.append(peak)
-        estimate = f"{expected.total / 2**20:.1f} MiB | {expected.total / peak - 1:+.1%}"
-        lines.append(f"| `{plan}` | {peak / 2**20:.1f} MiB | {estimate} |")
+        lines.append(f"| `{plan}` | {peak / 2**20:.1f} MiB | {expected / 2**20:.1f} MiB | {expected / peak - 1:+.1%} |")
     kept = SHAPE["layers"] * 3 * SHAPE["length"] // 4 * SHAPE["width"] * 4
     saved = (peaks[0] - peaks[1]) / 2**20
     lines += ["", f"Saved: {saved:.1f} MiB; q, k and v of all layers are {kept / 2**20:.1f} MiB."]

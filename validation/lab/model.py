@@ -10,7 +10,6 @@ from typing import Any
 from startrail.bench.cases import Contender, Trial, Workload, lab_cluster
 from startrail.bench.sizes import ring_bytes
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.kernels import Curve
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.sparse.predict import predict_sparse
@@ -18,7 +17,6 @@ from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan
 
 CHOSEN = "chosen"  # the role of the plan that the planner chooses
-SPEED = "speed"
 Json = Mapping[str, Any]
 
 
@@ -73,16 +71,9 @@ def cases_of(trials: list[Json]) -> list[Case]:
 
 
 def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
-    """``lab.toml`` with the trial's links and ``figures``; ``speed`` is a factor on the speed of its kernels."""
+    """``lab.toml`` with the trial's links and ``figures`` of the device."""
     base = lab_cluster(case.machine, case.rates)
-    others = {name: value for name, value in figures.items() if name != SPEED}
-    rates, speed = base.device.of("float32"), figures.get(SPEED, 1.0)
-    forward, backward = (
-        Curve(tuple((tokens, speed * flops) for tokens, flops in curve.points))
-        for curve in (rates.forward, rates.backward)
-    )
-    rates = replace(rates, forward=forward, backward=backward)
-    return replace(base, device=replace(base.device, rates={"float32": rates}, **others))
+    return replace(base, device=replace(base.device, **figures))
 
 
 def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:

@@ -70,10 +70,10 @@ class Rates:
 @dataclass(frozen=True)
 class Device:
     """``copy``: bytes/s of memory when tensors are copied or added. ``call``: seconds per kernel call, whatever its
-    size. ``post``: seconds that a rank's thread needs per message. ``handle`` seconds and ``socket`` bytes/s: what a
-    message costs a core in the background, on both sides (0: the hardware does it). ``start``: seconds to begin and end
-    an attention pass. ``chip``: its name in the tables of kernels. ``host``: bytes/s to and from the host's
-    memory, if all devices use it at once."""
+    size. ``post``: seconds that a rank's thread needs per message. ``handle``: seconds that a message costs a core
+    in the background, on both sides (0: the hardware does it); its bytes are priced by level. ``start``: seconds to
+    begin and end an attention pass. ``chip``: its name in the tables of kernels. ``host``: bytes/s to and from the
+    host's memory, if all devices use it at once."""
 
     name: str
     memory: float
@@ -82,7 +82,6 @@ class Device:
     call: float
     post: float
     handle: float
-    socket: float
     start: float
     rates: dict[str, Rates]
     chip: str = ""
@@ -99,7 +98,8 @@ class LinkLevel:
     """One level of the machine: ``size`` members, joined by links of ``bandwidth`` bytes/s each way. ``shared``: the
     devices of a member share one link; otherwise each device has one. ``peer``: each device has a separate link to
     every other device of the level. ``under_compute``: what transfers reach that leave most multiprocessors to
-    attention (``comm.process_groups``: 8 channels instead of 32); 0 if that is all."""
+    attention (``comm.process_groups``: 8 channels instead of 32); 0 if that is all. ``socket``: bytes/s that a core
+    moves over this level, on both sides; 0 if the hardware does it."""
 
     name: str
     size: int
@@ -109,6 +109,7 @@ class LinkLevel:
     duplex: bool
     peer: bool = False
     under_compute: float = 0.0
+    socket: float = 0.0
 
     @property
     def ways(self) -> int:
@@ -303,17 +304,19 @@ def read_cluster(table: Table, name: str, where: str) -> ClusterSpec:
 
 def _level(table: object, where: str) -> LinkLevel:
     required = ("name", "size", "bandwidth")
-    fields = check_keys(table, (*required, "under_compute", "latency", "links", "duplex"), required, where)
+    fields = check_keys(table, (*required, "under_compute", "socket", "latency", "links", "duplex"), required, where)
     links = fields.choice("links", ("device", "member", "peer"), "device")
     name, size = fields.line("name"), fields.integer("size", most=MAX_RANKS)
     bandwidth, latency = fields.quantity("bandwidth", "bytes/s"), fields.quantity("latency", "s", "0 s")
-    few = fields.quantity("under_compute", "bytes/s") if "under_compute" in fields.table else 0.0
+    few, socket = (
+        fields.quantity(key, "bytes/s") if key in fields.table else 0.0 for key in ("under_compute", "socket")
+    )
     duplex = fields.boolean("duplex", True)
-    return LinkLevel(name, size, bandwidth, latency, links == "member", duplex, links == "peer", few)
+    return LinkLevel(name, size, bandwidth, latency, links == "member", duplex, links == "peer", few, socket)
 
 
 def _device(table: object, transport: str, where: str) -> Device:
-    known = ("name", "chip", "memory", "reserved", "copy", "socket", "host", "handle", *OVERHEADS[transport], *DTYPES)
+    known = ("name", "chip", "memory", "reserved", "copy", "host", "handle", *OVERHEADS[transport], *DTYPES)
     fields = check_keys(table, known, ("name", "memory", "copy"), where)
     given = fields.table
     chip = fields.line("chip") if "chip" in given else ""
@@ -324,14 +327,13 @@ def _device(table: object, transport: str, where: str) -> Device:
     if reserved >= memory:
         raise ValueError(f"{where}: reserved = {given['reserved']!r} leaves nothing of memory = {given['memory']!r}")
     name, copy = fields.line("name"), fields.quantity("copy", "bytes/s")
-    socket = fields.quantity("socket", "bytes/s") if "socket" in given else 0.0
     host = fields.quantity("host", "bytes/s") if "host" in given else 25e9  # PCIe 4.0 x16
     overheads = OVERHEADS[transport] | {"handle": "0 s"}
     seconds = {
         key: fields.quantity(key, "s", "0 s") if key in given else parse_quantity(default, "s")
         for key, default in overheads.items()
     }
-    return Device(name, memory, reserved, copy, socket=socket, rates=rates, chip=chip, host=host, **seconds)
+    return Device(name, memory, reserved, copy, rates=rates, chip=chip, host=host, **seconds)
 
 
 def _rates(table: object, chip: str, where: str) -> Rates:
@@ -372,7 +374,6 @@ def cluster_text(cluster: ClusterSpec, comment: str) -> str:
     lines += [f"chip = {json.dumps(device.chip)}"] if device.chip else []
     lines += [f'reserved = "{device.reserved / 1e9:.3f} GB"'] if device.reserved else []
     lines += [f'copy = "{device.copy / 1e9:.3f} GB/s"']
-    lines += [f'socket = "{device.socket / 1e9:.4f} GB/s"'] if device.socket else []
     lines += [f'host = "{device.host / 1e9:.3f} GB/s"']
     for key in ("call", "post", "handle", "start"):
         lines += [f'{key} = "{getattr(device, key) * 1e6:.2f} us"']
@@ -389,6 +390,7 @@ def cluster_text(cluster: ClusterSpec, comment: str) -> str:
         lines += ["", "[[levels]]", f"name = {json.dumps(level.name)}", f"size = {level.size}"]
         lines += [f'bandwidth = "{level.bandwidth / 1e9:.5f} GB/s"']
         lines += [f'under_compute = "{level.under_compute / 1e9:.5f} GB/s"'] if level.under_compute else []
+        lines += [f'socket = "{level.socket / 1e9:.5f} GB/s"'] if level.socket else []
         lines += [f'latency = "{level.latency * 1e6:.2f} us"'] if level.latency else []
         lines += [f'links = "{links}"', f"duplex = {str(level.duplex).lower()}"]
     for slow in cluster.slow:

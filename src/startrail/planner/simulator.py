@@ -210,9 +210,10 @@ class Simulator:
                 batch.ready.append(transfer)
 
     def start(self, transfer: _SimulatedTransfer) -> None:
-        device = self.cluster.device
-        handling = device.handle + (transfer.left / device.socket if device.socket else 0.0)
-        latency = transfer.path.latency
+        handling, latency = self.cluster.device.handle, transfer.path.latency
+        for level, nbytes in zip(self.cluster.levels, transfer.path.bytes_by_level, strict=True):
+            if level.socket:
+                handling += nbytes / level.socket
         if self.cluster.cores and handling:
             transfer.parts += 1
             self.cores.add(2 * handling, self.end_part, transfer)  # on the sending and on the receiving side

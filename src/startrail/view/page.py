@@ -108,11 +108,11 @@ def cluster_data(cluster: ClusterSpec) -> dict[str, Any]:
     """A cluster's links, and its device's rates in bfloat16 if it has them."""
     device = cluster.device
     dtype = page_dtype(cluster)
-    times = ("copy", "call", "post", "handle", "socket", "start")
+    times = ("copy", "call", "post", "handle", "start")
     rates = device.of(dtype)
     programs = {"rows": TILE_ROWS, "processors": PROCESSORS, "reference": REFERENCE_PROGRAMS}
     occupancy = None if rates.kernel is None else programs
-    fields = ("name", "size", "bandwidth", "latency", "shared", "duplex", "peer", "under_compute")
+    fields = ("name", "size", "bandwidth", "latency", "shared", "duplex", "peer", "under_compute", "socket")
     return {
         "levels": [{name: getattr(level, name) for name in fields} for level in cluster.levels],
         "transport": cluster.transport,

@@ -15,7 +15,9 @@ def record(file: Path | None, options: argparse.Namespace, started: float, rows:
     """Write ``rows`` as JSON, if a file was asked for."""
     if file is None:
         return
-    given = [f"{name}={value}" for name, value in vars(options).items() if isinstance(value, bool | int | float | str)]
+    given = [
+        f"{name}={value}" for name, value in vars(options).items() if isinstance(value, bool | int | float | str | list)
+    ]
     try:
         file.write_text(json.dumps({"meta": metadata(given, started), "rows": rows}, indent=1))
     except OSError as error:

@@ -58,7 +58,7 @@ def describe(
     rates = Rates(max(matmul, *(y for _, y in forward.points + backward.points)), matmul, forward, backward)
     on_gpu = transport == "nccl"
     post = typical("post") if on_gpu and len(everyone) > 1 else 2 * call
-    times = call, post, 0.0, 0.0, (6 if on_gpu else 20) * call  # call, post, handle, socket, start
+    times = call, post, 0.0, (6 if on_gpu else 20) * call  # call, post, handle, start
     device = Device(name, memory, 0.0, typical("copy"), *times, {everyone[0]["dtype"]: rates})
     outliers = list(find_outliers(everyone))
     load = {found["host"]: found["load"] for found in everyone if found["load"] > MAX_LOAD}

@@ -165,8 +165,10 @@ class PageSimulator {
 
   start(transfer) {
     transfer.start = this.now;
-    const device = this.cluster.device;
-    const handling = device.handle + (device.socket ? transfer.left / device.socket : 0);
+    let handling = this.cluster.device.handle;
+    this.cluster.levels.forEach(({ socket }, at) => {
+      if (socket) handling += (transfer.path.levels[at] * transfer.left) / socket;
+    });
     let latency = transfer.path.latency;
     if (this.cluster.cores && handling) {
       transfer.parts += 1;
