@@ -92,6 +92,7 @@ class PartRun:
         self.partials: dict[int, Buffer] = {}  # partial results in flight, by message
         self.arrived: dict[Piece, Buffer] = {}  # sums of a peer, to which ours are added when they are sent on
         self.exchanges: list[Exchange] = []  # bring the results of our own tokens from the ranks of all heads
+        self.early: dict[tuple[Piece, ...], Exchange] = {}  # those whose receives are posted already
         self.open_sends: list[Callable[[], None]] = []
         self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
         self.step = 0
@@ -193,6 +194,8 @@ class PartRun:
     def post(self, event: Post) -> None:
         """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
         messages, lanes = event.messages, self.executor.lanes
+        if event.exchanged in self.early:
+            messages = [m for m in messages if m.send or m.head is None]
         exchange = self._exchange(event.exchanged) if event.exchanged else None
         payloads = [self._payload(m) if m.send and m.head is None else None for m in messages]
         buffers, bytes_of = [], []
@@ -213,16 +216,29 @@ class PartRun:
         except RuntimeError as error:
             names = ", ".join(map(lanes.describe, messages))
             raise self.executor.transfers.explain(self.program, self.step, f"posting {names}", error) from error
-        self._track(messages, buffers, bytes_of, works)
+        self._track(self.step, messages, buffers, bytes_of, works)
         for message, payload in zip(messages, payloads, strict=True):  # the pool waits for their sends
             if payload is not None and message.pieces[0].kind in RESULTS:
                 self.pool.put(payload)
         if exchange is not None:
+            if lanes.has_tags and self.place.num_shards == 1 and not exchange.open.isdisjoint(self.pieces):
+                self._receive_early()
             self.pool.put(exchange.leaving.buffer)
 
+    def _receive_early(self) -> None:
+        """Post the receives of the results' exchange while the inputs are on their way: gloo sends nothing before."""
+        if (found := self.walk.next_results(self.step)) is not None and found[1].exchanged not in self.early:
+            step, event = found
+            exchange = self.early[event.exchanged] = self._new_exchange(event.exchanged)
+            messages = [m for m in event.messages if m.head is not None and not m.send]
+            bytes_of = [exchange.coming.of_rank[m.head] for m in messages if m.head is not None]
+            works = self.executor.lanes.post(messages, bytes_of, self.tag)
+            self._track(step, messages, [exchange.coming.buffer] * len(messages), bytes_of, works)
+
     def _track(
-        self, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
-    ) -> None:
+        self, step: int, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor],
+        works: list[dist.Work],
+    ) -> None:  # fmt: skip
         """Attach waits to the buffers, and count the bytes sent. Messages of one work are awaited together, and where
         each has its own, those of one buffer."""
         executor, lanes, counters = self.executor, self.executor.lanes, self.executor.counters
@@ -231,7 +247,7 @@ class PartRun:
             key = (message.send, id(buffer)) if lanes.has_tags else id(work)
             transfer = transfers.get(key)
             if transfer is None:
-                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, self.step)
+                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, step)
                 if executor.monitor is not None:
                     executor.monitor.pending.append(transfer)
             transfer.add(message, work)
@@ -242,8 +258,7 @@ class PartRun:
 
     def _exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
         """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
-        all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
-        exchange = Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
+        exchange = self.early.pop(pieces, None) or self._new_exchange(pieces)
         exchange.inputs = {piece: self.pieces[piece].tensors for piece in pieces if piece.kind in INPUTS}
         results = {piece: self._final(piece) for piece in pieces if piece.kind in RESULTS}
         exchange.pack({piece: self.inputs[piece.kind] for piece in exchange.inputs}, results)
@@ -251,6 +266,10 @@ class PartRun:
             self.pieces[piece].joins.append(exchange.take_inputs)
         self.exchanges += [exchange] if results else []
         return exchange
+
+    def _new_exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
+        all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
+        return Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
 
     def _payload(self, message: Message) -> Buffer:
         """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""

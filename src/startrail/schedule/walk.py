@@ -114,6 +114,14 @@ class Walk(NamedTuple):
     results: list[Piece]
     home: list[int]
 
+    def next_results(self, after: int) -> tuple[int, Post] | None:
+        """The first step after this one that exchanges results over heads, and its post."""
+        for step in self.steps[after + 1 :]:
+            for event in step.events:
+                if isinstance(event, Post) and any(piece.kind in RESULTS for piece in event.exchanged):
+                    return step.number, event
+        return None
+
 
 class Visitor(Protocol):
     """Handles the events of a walk."""
