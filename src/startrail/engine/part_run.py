@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from startrail._compat import is_profiling
 from startrail.comm.transfers import PendingTransfer
-from startrail.engine.buffers import Buffer, InputPiece
+from startrail.engine.buffers import Buffer, InputPiece, append_new
 from startrail.engine.bundles import BundleCopies
 from startrail.engine.exchange import Exchange
 from startrail.engine.wire import Wire
@@ -193,16 +193,18 @@ class PartRun:
 
     def post(self, event: Post) -> None:
         """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
-        messages, lanes = event.messages, self.executor.lanes
-        if event.exchanged in self.early:
-            messages = [m for m in messages if m.send or m.head is None]
+        lanes, is_early = self.executor.lanes, event.exchanged in self.early
+        messages = [m for m in event.messages if m.send or m.head is None or not is_early]
         exchange = self._exchange(event.exchanged) if event.exchanged else None
+        if lanes.has_tags and exchange is not None and self.place.num_shards == 1:
+            messages += self._early_receives()
         payloads = [self._payload(m) if m.send and m.head is None else None for m in messages]
         buffers, bytes_of = [], []
         for message, payload in zip(messages, payloads, strict=True):
             if message.head is not None:
-                assert exchange is not None
-                parts = exchange.leaving if message.send else exchange.coming
+                made = self.early.get(message.pieces, exchange)
+                assert made is not None
+                parts = made.leaving if message.send else made.coming
                 buffers.append(parts.buffer)
                 bytes_of.append(parts.of_rank[message.head])
             else:
@@ -216,29 +218,24 @@ class PartRun:
         except RuntimeError as error:
             names = ", ".join(map(lanes.describe, messages))
             raise self.executor.transfers.explain(self.program, self.step, f"posting {names}", error) from error
-        self._track(self.step, messages, buffers, bytes_of, works)
+        self._track(messages, buffers, bytes_of, works)
         for message, payload in zip(messages, payloads, strict=True):  # the pool waits for their sends
             if payload is not None and message.pieces[0].kind in RESULTS:
                 self.pool.put(payload)
         if exchange is not None:
-            if lanes.has_tags and self.place.num_shards == 1 and not exchange.open.isdisjoint(self.pieces):
-                self._receive_early()
             self.pool.put(exchange.leaving.buffer)
 
-    def _receive_early(self) -> None:
-        """Post the receives of the results' exchange while the inputs are on their way: gloo sends nothing before."""
-        if (found := self.walk.next_results(self.step)) is not None and found[1].exchanged not in self.early:
-            step, event = found
-            exchange = self.early[event.exchanged] = self._new_exchange(event.exchanged)
-            messages = [m for m in event.messages if m.head is not None and not m.send]
-            bytes_of = [exchange.coming.of_rank[m.head] for m in messages if m.head is not None]
-            works = self.executor.lanes.post(messages, bytes_of, self.tag)
-            self._track(step, messages, [exchange.coming.buffer] * len(messages), bytes_of, works)
+    def _early_receives(self) -> list[Message]:
+        """Those of the results, to be posted while the inputs are on their way: gloo sends nothing before."""
+        event = self.walk.next_results(self.step)
+        if event is None or event.exchanged in self.early:
+            return []
+        self.early[event.exchanged] = self._new_exchange(event.exchanged)
+        return [m for m in event.messages if m.head is not None and not m.send]
 
     def _track(
-        self, step: int, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor],
-        works: list[dist.Work],
-    ) -> None:  # fmt: skip
+        self, messages: list[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
+    ) -> None:
         """Attach waits to the buffers, and count the bytes sent. Messages of one work are awaited together, and where
         each has its own, those of one buffer."""
         executor, lanes, counters = self.executor, self.executor.lanes, self.executor.counters
@@ -247,14 +244,14 @@ class PartRun:
             key = (message.send, id(buffer)) if lanes.has_tags else id(work)
             transfer = transfers.get(key)
             if transfer is None:
-                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, step)
+                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, self.step)
                 if executor.monitor is not None:
                     executor.monitor.pending.append(transfer)
             transfer.add(message, work)
             if message.send:
                 counters.count_send(lanes.names[message.lane], flat.numel())
-                _append_new(self.open_sends, transfer.wait)  # receives are awaited when their pieces are needed
-            _append_new(buffer.sends if message.send else buffer.arrivals, transfer.wait)
+                append_new(self.open_sends, transfer.wait)  # receives are awaited when their pieces are needed
+            append_new(buffer.sends if message.send else buffer.arrivals, transfer.wait)
 
     def _exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
         """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
@@ -400,8 +397,3 @@ class PartRun:
         else:
             result.take(views)
         self.pool.put(buffer)
-
-
-def _append_new(waits: list[Callable[[], None]], wait: Callable[[], None]) -> None:
-    if not waits or waits[-1] != wait:
-        waits.append(wait)

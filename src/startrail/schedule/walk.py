@@ -114,12 +114,12 @@ class Walk(NamedTuple):
     results: list[Piece]
     home: list[int]
 
-    def next_results(self, after: int) -> tuple[int, Post] | None:
-        """The first step after this one that exchanges results over heads, and its post."""
+    def next_results(self, after: int) -> Post | None:
+        """The first post after this step that exchanges results over heads."""
         for step in self.steps[after + 1 :]:
             for event in step.events:
                 if isinstance(event, Post) and any(piece.kind in RESULTS for piece in event.exchanged):
-                    return step.number, event
+                    return event
         return None
 
 
