@@ -8,16 +8,17 @@ unexport PYTHONDONTWRITEBYTECODE  # or every program that a test starts compiles
 
 export NO_MKDOCS_2_WARNING := 1  # advertises another generator
 
-.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train docs dist clean
+.PHONY: setup setup-bench validate validate-hardware validate-paper scaling test test-all test-axolotl lint prove fuzz soak exits chaos train train-dit bench bench-quick bench-engine bench-memory bench-train docs dist clean
 
 setup: $(VENV)/ready
 
 # torch first and by itself, so that nothing else chooses another build of it.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt tests/integrations/torchtitan.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),echo "torch~=$(TORCH).0",cat constraints.txt) > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet -r $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
+	$(if $(TORCH),,$(BIN)/pip install --quiet --no-deps -r tests/integrations/torchtitan.txt)
 	touch $@
 
 setup-bench: $(VENV)/ready-bench
@@ -39,6 +40,15 @@ test: setup            ## every test, plans x shapes pairwise (tests/README.md)
 
 test-all: setup        ## the same with whole products instead of pairs
 	STARTRAIL_TEST_ALL=1 $(MAKE) test
+
+# axolotl pins its own versions of transformers, accelerate and TRL: in a folder that only this test sees.
+test-axolotl: $(VENV)/axolotl/ready ## the plugin for axolotl, with axolotl itself, which it installs first (450 MB)
+	PYTHONPATH=$(VENV)/axolotl $(PYTEST) tests/integrations/test_axolotl.py
+
+$(VENV)/axolotl/ready: $(VENV)/ready tests/integrations/axolotl.txt
+	rm -rf $(VENV)/axolotl
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/axolotl -r tests/integrations/axolotl.txt
+	touch $@
 
 lint: setup            ## style and types
 	$(BIN)/ruff check .

@@ -3,8 +3,9 @@
 A wrong type fails there, and so does a mistake that mypy no longer finds, because its `type: ignore` is then unused.
 """
 
+from typing import assert_type
+
 from torch import Tensor
-from typing_extensions import assert_type
 
 from startrail import Mask, SequenceParallel
 
