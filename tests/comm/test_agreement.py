@@ -246,15 +246,16 @@ def test_a_timeout_says_what_every_rank_waits_for():
 def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
     """Whichever rank differs, at whichever level: packed documents may need no message between some ranks."""
 
-    def on_rank(rank):
-        sp = startrail.SequenceParallel("u2/1x2", timeout=30)
+    def compared(rank, plan):
+        sp = startrail.SequenceParallel(plan, timeout=30)
         sp.sequence(32).attention(*qkv(8))
         transfers = sp._runtime.executor_on(torch.device("cpu")).transfers
         return [error_of(CallComparison(transfers, 7 + (rank == odd)).finish) for odd in (*range(4), None)]
 
-    for *different, same in run_local(on_rank, 4, deadline=60):
-        assert all(text.startswith("ValueError: ranks disagree about attention call 1") for text in different)
-        assert same == "no error"
+    for by_plan in run_local(lambda rank: [compared(rank, plan) for plan in ("u2/1x2", "u2/u2")], 4, deadline=60):
+        for *different, same in by_plan:
+            assert all(text.startswith("ValueError: ranks disagree about attention call 1") for text in different)
+            assert same == "no error"
 
 
 @pytest.mark.parametrize("layout", ["zones", "zigzag", "contiguous"])

@@ -185,10 +185,13 @@ def test_check_every_call_compares_known_calls_before_sending(monkeypatch):
         assert seconds < 1.5 and hops == 2, "compared before anything was sent"
 
 
-@pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_errors_name_the_dead_or_stalled_peer_and_the_step(how):
+@pytest.mark.parametrize("plan, how, pieces", [("1x3", "killed", "kv1"), ("u2/u2", "stalled", "q0 kv0")])
+def test_errors_name_the_dead_or_stalled_peer_and_the_step(plan, how, pieces):
+    """Only that peer, also where a rank waits for the messages of several together."""
+    world = 3 if plan == "1x3" else 4
+
     def on_rank(rank):
-        sp = startrail.SequenceParallel("1x3", timeout=4)
+        sp = startrail.SequenceParallel(plan, timeout=4)
         inputs = qkv()
         attend(sp, *inputs)
         if rank == 1:
@@ -199,11 +202,12 @@ def test_errors_name_the_dead_or_stalled_peer_and_the_step(how):
         text = error_of(lambda: attend(sp, *inputs))
         return text, time.monotonic() - start
 
-    results = run_local(on_rank, 3, deadline=60, expendable=frozenset({1}))
+    results = run_local(on_rank, world, deadline=60, expendable=frozenset({1}))
     texts = [result[0] for rank, result in enumerate(results) if rank != 1]
     assert all(text.startswith("PeerError: rank ") for text in texts), texts
-    assert all(", forward step " in text and " of plan 1x3: " in text for text in texts), texts
-    assert any("kv1 from rank 1 (global rank 1) over level 0" in text for text in texts), texts
+    assert all(", forward step " in text and f" of plan {plan}: " in text for text in texts), texts
+    named = f"receiving {pieces} from rank 1 (global rank 1) over level "
+    assert any(named in text and text.count(" (global rank ") == 1 for text in texts), texts
     assert all(result[1] < 15 for rank, result in enumerate(results) if rank != 1)
 
 

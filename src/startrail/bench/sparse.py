@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Event
 from typing import Any
@@ -210,33 +210,46 @@ def _measure(
     if rank == 0:
         checked.set()
     limited.wait(300)
+    timed = []
     for name, (layers, inputs) in right.items():
         stacks = {work.windows: 1} if name == SPARSE else {(window,): count for window, count in work.kinds.items()}
         for windows, times in stacks.items():
-            seconds, sent = _timed(partial(stack, [layers[window] for window in windows]), inputs, repeats)
-            found[name].seconds += times * seconds
-            found[name].sent += times * sent
+            attend = partial(stack, [layers[window] for window in windows])
+            timed.append((found[name], times, _Timer(attend, inputs, repeats)))
+    for _ in range(repeats):  # in turns, so that a machine that becomes slower slows all of them
+        for *_, timer in timed:
+            timer.time()
+    for of, times, timer in timed:
+        of.seconds += times * statistics.median(timer.seconds)
+        of.sent += times * timer.sent
     return found
 
 
-def _timed(attend: Attend, inputs: Sequence[Tensor], repeats: int) -> tuple[float, int]:
-    """Median seconds, and bytes that this rank's node sent in the last repeat."""
-    times: list[float] = []
-    sent = 0
-    while len(times) < repeats:
+@dataclass
+class _Timer:
+    """Seconds of each repeat, and bytes that this rank's node sent in the last one."""
+
+    attend: Attend
+    inputs: Sequence[Tensor]
+    repeats: int
+    seconds: list[float] = field(default_factory=list)
+    sent: int = 0
+
+    def time(self) -> None:
+        if len(self.seconds) == self.repeats:
+            return
         dist.barrier()
         before = own_link_bytes()["sent"]
         dist.barrier()
         start = time.perf_counter()
-        _results(attend, inputs)
-        times.append(time.perf_counter() - start)
+        _results(self.attend, self.inputs)
+        self.seconds.append(time.perf_counter() - start)
         dist.barrier()
-        sent = own_link_bytes()["sent"] - before
-        if len(times) == 1:
-            slowest = torch.tensor(times)
+        self.sent = own_link_bytes()["sent"] - before
+        if len(self.seconds) == 1:
+            slowest = torch.tensor(self.seconds)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks repeat alike
-            repeats = min(repeats, 1 + int(SECONDS / slowest.item()))
-    return statistics.median(times), sent
+            self.repeats = min(self.repeats, 1 + int(SECONDS / slowest.item()))
 
 
 def _agree_all_right(problem: str) -> bool:

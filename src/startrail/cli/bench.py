@@ -140,7 +140,7 @@ def _add_sparse(benchmarks: Commands) -> None:
     option("--pressures", nargs="+", type=float, default=[24.0, 8.0], metavar="X", help="(default 24 8)")
     option("--length", type=int, default=2816, help="tokens (default %(default)s)")
     option("--only", default="", metavar="TEXT", help="run only workloads whose name contains TEXT, such as layers")
-    option("--repeats", type=int, default=5, help="at most; slow contenders run fewer (default %(default)s)")
+    option("--repeats", type=int, default=9, help="at most; slow contenders run fewer (default %(default)s)")
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")
 
 

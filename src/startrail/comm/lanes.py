@@ -1,6 +1,7 @@
 """Lanes carry messages: one process group per lane, so that a slow link never queues a fast one.
 
-Two kinds of backends carry them. *gloo* matches messages by tag, and its waits fail when a peer is gone or late. *NCCL*
+Two kinds of backends carry them. *gloo* matches messages by tag, and its waits fail when a peer is gone or late. It has
+a connection for each pair of ranks and a thread for each group, so all lanes over heads share one group. *NCCL*
 and similar backends take the messages of one step on a lane as one batch with one work and match them by order alone.
 Their waits only order streams and never fail. There, lanes connect all pairs when they are made, a digest of every call
 is compared between all ranks while the call runs (``DigestComparison``), and ``Lanes.aborted`` tells whether a wait
@@ -183,6 +184,10 @@ class Lanes:
 
         self._make, hidden = make, hidden_lanes(programs)
         for lane in range(len(place.sizes)):
+            if self.has_tags and lane in place.head_lanes[1:]:  # the outermost one's group has these ranks, too
+                self.groups.append(self.groups[place.head_lanes[0]])
+                self.local_ranks.append(self.local_ranks[place.head_lanes[0]])
+                continue
             channels = process_groups.HIDDEN_CHANNELS if lane in hidden else process_groups.EXPOSED_CHANNELS
             group, local_ranks = self._make_lane(place.lane_ranks(lane), str(lane), channels)
             self.groups.append(group)

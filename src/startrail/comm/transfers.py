@@ -31,7 +31,9 @@ class InFlight(Protocol):
     """A posted operation. ``str()`` describes it."""
 
     posted: float
-    work: dist.Work
+
+    @property
+    def work(self) -> dist.Work: ...
 
 
 @dataclass(frozen=True)
@@ -65,20 +67,33 @@ class TransferContext:
 
 
 class PendingTransfer:
-    """A batch of messages that complete together.
+    """Messages that are awaited together: all of one work, or each with its own.
 
     ``wait()`` blocks once, adds the time to the counters, and raises a ``PeerError`` that names the rank, the step and
-    the messages if the batch fails.
+    the messages that failed.
 
     It deliberately holds no reference to the pass that posted it: pooled buffers keep their last sends until they are
     reused, and would otherwise keep every tensor of that pass alive.
     """
 
-    def __init__(self, context: TransferContext, program: Program, step: int, work: dist.Work) -> None:
-        self.context, self.program, self.step, self.work = context, program, step, work
+    def __init__(self, context: TransferContext, program: Program, step: int) -> None:
+        self.context, self.program, self.step = context, program, step
         self.messages: list[Message] = []
+        self.works: list[dist.Work] = []
         self.posted = time.monotonic()
         self._is_waited_for = False
+        self._current = 0  # the work that ``wait()`` waits for
+
+    def add(self, message: Message, work: dist.Work) -> None:
+        self.messages.append(message)
+        if not self.works or self.works[-1] is not work:
+            self.works.append(work)
+
+    @property
+    def work(self) -> dist.Work:
+        """The only one: that of a whole batch, or of a single message."""
+        (work,) = self.works
+        return work
 
     def __str__(self) -> str:
         return f"{self.program.pass_} step {self.step}, {self._description}"
@@ -86,7 +101,8 @@ class PendingTransfer:
     @property
     def _description(self) -> str:
         describe = self.context.lanes.describe
-        return "; ".join(f"{'sending' if each.send else 'receiving'} {describe(each)}" for each in self.messages)
+        described = self.messages if len(self.works) == 1 else [self.messages[self._current]]
+        return "; ".join(f"{'sending' if each.send else 'receiving'} {describe(each)}" for each in described)
 
     def abort(self) -> None:
         self.context.lanes.abort("aborted after an error on another rank")
@@ -99,7 +115,9 @@ class PendingTransfer:
         start, failed = waiting.start(lanes.device), True
         consensus.begin_wait(self)
         try:
-            self.work.wait()
+            for index, work in enumerate(self.works):
+                self._current = index
+                work.wait()
             if lanes.aborted:  # its bytes may be missing, and NCCL's wait would not raise
                 raise RuntimeError(lanes.aborted)
             failed = False
@@ -117,7 +135,7 @@ class CallComparison:
     def __init__(self, context: TransferContext, digest: int) -> None:
         self.context, self.call = context, context.consensus.current
         self.extremes = torch.tensor([-digest, digest])
-        self._groups = [group for group in context.lanes.groups if group is not None]
+        self._groups = [group for group in dict.fromkeys(context.lanes.groups) if group is not None]
         self._work: dist.Work | None = max_over_ranks(self._groups[0], self.extremes)
 
     def __str__(self) -> str:

@@ -42,6 +42,12 @@ class Buffer:
             wait()
 
 
+def append_new(waits: list[Callable[[], None]], wait: Callable[[], None]) -> None:
+    """Append a wait, unless it is the last one already."""
+    if not waits or waits[-1] != wait:
+        waits.append(wait)
+
+
 class InputPiece:
     """An input piece that this rank holds or is about to receive: views of the user's tensors, or a buffer.
 

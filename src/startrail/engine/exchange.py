@@ -57,23 +57,21 @@ class Exchange:
     def __init__(
         self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int, all_to_all: bool
     ) -> None:
-        self.wire, self.pool, self.head, self.device = wire, pool, head, device
-        self.leaving = Parts.make(wire, pieces, pool, device)
+        self.wire, self.pieces, self.pool, self.head, self.device = wire, pieces, pool, head, device
         self.coming = Parts.make(wire, pieces, pool, device)
         self.open = set(pieces)  # not taken yet
-        self.at_once = all_to_all and self.leaving.dense
+        self.at_once = all_to_all and self.coming.dense
         self.inputs: Tensors = {}  # whole pieces, to be filled
 
     def pack(self, inputs: Tensors, results: Tensors) -> None:
         """Pack what leaves: of ``inputs``, our tokens, each head rank gets the heads that it computes; of ``results``,
         our heads, it gets its tokens."""
+        self.leaving = Parts.make(self.wire, self.pieces, self.pool, self.device)
         leaving = self.leaving.views
         copy_parts(self._pairs(leaving, {p: [self.wire.shares(x, p) for x in xs] for p, xs in inputs.items()}))
         split_tokens(self._pairs(leaving, results), self.wire.chunks_on(self.device))
         if not self.at_once:
-            for piece in (*inputs, *results):
-                for target, own in zip(self.coming.views[piece], leaving[piece], strict=True):
-                    target[self.head] = own[self.head]
+            self.coming.of_rank[self.head].copy_(self.leaving.of_rank[self.head])
 
     def take_inputs(self) -> None:
         """When the first input is needed: wait for all parts, and unpack our heads of all tokens."""

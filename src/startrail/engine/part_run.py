@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from startrail._compat import is_profiling
 from startrail.comm.transfers import PendingTransfer
-from startrail.engine.buffers import Buffer, InputPiece
+from startrail.engine.buffers import Buffer, InputPiece, append_new
 from startrail.engine.bundles import BundleCopies
 from startrail.engine.exchange import Exchange
 from startrail.engine.wire import Wire
@@ -92,6 +92,7 @@ class PartRun:
         self.partials: dict[int, Buffer] = {}  # partial results in flight, by message
         self.arrived: dict[Piece, Buffer] = {}  # sums of a peer, to which ours are added when they are sent on
         self.exchanges: list[Exchange] = []  # bring the results of our own tokens from the ranks of all heads
+        self.early: dict[tuple[Piece, ...], Exchange] = {}  # those whose receives are posted already
         self.open_sends: list[Callable[[], None]] = []
         self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
         self.step = 0
@@ -192,14 +193,18 @@ class PartRun:
 
     def post(self, event: Post) -> None:
         """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
-        messages, lanes = event.messages, self.executor.lanes
+        lanes, is_early = self.executor.lanes, event.exchanged in self.early
+        messages = [m for m in event.messages if m.send or m.head is None or not is_early]
         exchange = self._exchange(event.exchanged) if event.exchanged else None
+        if lanes.has_tags and exchange is not None and self.place.num_shards == 1:
+            messages += self._early_receives()
         payloads = [self._payload(m) if m.send and m.head is None else None for m in messages]
         buffers, bytes_of = [], []
         for message, payload in zip(messages, payloads, strict=True):
             if message.head is not None:
-                assert exchange is not None
-                parts = exchange.leaving if message.send else exchange.coming
+                made = self.early.get(message.pieces, exchange)
+                assert made is not None
+                parts = made.leaving if message.send else made.coming
                 buffers.append(parts.buffer)
                 bytes_of.append(parts.of_rank[message.head])
             else:
@@ -220,29 +225,37 @@ class PartRun:
         if exchange is not None:
             self.pool.put(exchange.leaving.buffer)
 
+    def _early_receives(self) -> list[Message]:
+        """Those of the results, to be posted while the inputs are on their way: gloo sends nothing before."""
+        event = self.walk.next_results(self.step)
+        if event is None or event.exchanged in self.early:
+            return []
+        self.early[event.exchanged] = self._new_exchange(event.exchanged)
+        return [m for m in event.messages if m.head is not None and not m.send]
+
     def _track(
-        self, messages: Sequence[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
+        self, messages: list[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
     ) -> None:
-        """Attach waits to the buffers, and count the bytes sent."""
-        executor, last = self.executor, None
+        """Attach waits to the buffers, and count the bytes sent. Messages of one work are awaited together, and where
+        each has its own, those of one buffer."""
+        executor, lanes, counters = self.executor, self.executor.lanes, self.executor.counters
+        transfers: dict[object, PendingTransfer] = {}
         for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
-            if last is None or last.work is not work:
-                last = PendingTransfer(executor.transfers, self.program, self.step, work)
+            key = (message.send, id(buffer)) if lanes.has_tags else id(work)
+            transfer = transfers.get(key)
+            if transfer is None:
+                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, self.step)
                 if executor.monitor is not None:
-                    executor.monitor.pending.append(last)
-            last.messages.append(message)
+                    executor.monitor.pending.append(transfer)
+            transfer.add(message, work)
             if message.send:
-                if not (self.open_sends and self.open_sends[-1] == last.wait):
-                    self.open_sends.append(last.wait)  # receives are awaited when their pieces are needed
-                buffer.sends.append(last.wait)
-                executor.counters.count_send(executor.lanes.names[message.lane], flat.numel())
-            else:
-                buffer.arrivals.append(last.wait)
+                counters.count_send(lanes.names[message.lane], flat.numel())
+                append_new(self.open_sends, transfer.wait)  # receives are awaited when their pieces are needed
+            append_new(buffer.sends if message.send else buffer.arrivals, transfer.wait)
 
     def _exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
         """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
-        all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
-        exchange = Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
+        exchange = self.early.pop(pieces, None) or self._new_exchange(pieces)
         exchange.inputs = {piece: self.pieces[piece].tensors for piece in pieces if piece.kind in INPUTS}
         results = {piece: self._final(piece) for piece in pieces if piece.kind in RESULTS}
         exchange.pack({piece: self.inputs[piece.kind] for piece in exchange.inputs}, results)
@@ -250,6 +263,10 @@ class PartRun:
             self.pieces[piece].joins.append(exchange.take_inputs)
         self.exchanges += [exchange] if results else []
         return exchange
+
+    def _new_exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
+        all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
+        return Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
 
     def _payload(self, message: Message) -> Buffer:
         """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""

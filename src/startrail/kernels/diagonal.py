@@ -21,34 +21,35 @@ from torch import Tensor
 from startrail.kernels.accumulate import merge_rows
 
 SIDE = 64  # rows of the smallest squares, at least; with fewer, calls cost more than they save
-WORTHWHILE = 4 * SIDE  # rows from which it pays
+WORTHWHILE_ROWS, WORTHWHILE_WORK = 4 * SIDE, 1 << 23  # rows, and rows x rows x numbers per row, from which it pays
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]  # q, k, v, causal
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def smallest_side(rows: int) -> int:
-    """The rows of the smallest squares that a causal square is cut into.
+def smallest_side(rows: int, width: int) -> int:
+    """The rows of the smallest squares that a causal square is cut into; ``width`` numbers in all heads of a row.
 
-    >>> [smallest_side(rows) for rows in (8192, 1000, 255, 128)]
-    [64, 125, 255, 128]
+    >>> [smallest_side(rows, 512) for rows in (8192, 1000, 255, 128)], smallest_side(512, 16)
+    ([64, 125, 255, 128], 512)
     """
-    side = rows
-    while rows >= WORTHWHILE and side >= 2 * SIDE and side % 2 == 0:
+    side, pays = rows, rows >= WORTHWHILE_ROWS and rows * rows * width >= WORTHWHILE_WORK
+    while pays and side >= 2 * SIDE and side % 2 == 0:
         side //= 2
     return side
 
 
 def forward_causal(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of a causal square. ``forward`` computes rectangles of any number of sequences."""
+    if _side_of(q) == q.shape[2]:
+        return forward(q, k, v, True)
     sequences = zip(*(x.split(1) for x in (q, k, v)), strict=True)
     outs, lses = zip(*(_forward_one(forward, *one) for one in sequences), strict=True)
     return _batch(outs), _batch(lses)
 
 
 def _forward_one(forward: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    rows = q.shape[2]
-    least = smallest_side(rows)
+    rows, least = q.shape[2], _side_of(q)
     q_, k_, v_ = (_squares(x, least, 0, least) for x in (q, k, v))
     first, first_lse = forward(q_, k_, v_, True)
     out, lse = _joined(first), _joined(first_lse).double()
@@ -63,6 +64,8 @@ def backward_causal(
     backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a causal square."""
+    if _side_of(q) == q.shape[2]:
+        return backward(dout, q, k, v, out, lse, True)
     sequences = zip(*(x.split(1) for x in (dout, q, k, v, out, lse)), strict=True)
     dqs, dks, dvs = zip(*(_backward_one(backward, *one) for one in sequences), strict=True)
     return _batch(dqs), _batch(dks), _batch(dvs)
@@ -71,8 +74,7 @@ def backward_causal(
 def _backward_one(
     backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.shape[2]
-    least = smallest_side(rows)
+    rows, least = q.shape[2], _side_of(q)
     dout_, q_, k_, v_, out_, lse_ = (_squares(x, least, 0, least) for x in (dout, q, k, v, out, lse))
     dq, dk, dv = map(_joined, backward(dout_, q_, k_, v_, out_, lse_, True))
     for side in _sides(least, rows):
@@ -81,6 +83,10 @@ def _backward_one(
         for total, grad in zip((dq_, dk_, dv_), backward(dout_, q_, k_, v_, out_, lse_, False), strict=True):
             total.add_(grad)
     return dq, dk, dv
+
+
+def _side_of(q: Tensor) -> int:
+    return smallest_side(q.shape[2], q.shape[1] * q.shape[3])
 
 
 def _sides(side: int, rows: int) -> Iterator[int]:
@@ -93,7 +99,9 @@ def _sides(side: int, rows: int) -> Iterator[int]:
 def _squares(x: Tensor, side: int, first: int, step: int) -> Tensor:
     """``side`` rows of every ``step`` rows from ``first`` on: a view (squares, heads, side, ...) of a tensor (1, heads,
     rows, ...)."""
-    return x[0].unflatten(1, (-1, step))[:, :, first : first + side].transpose(0, 1)
+    (_, heads, rows, *dims), (_, by_head, by_row, *by_dim) = x.shape, x.stride()
+    shape, strides = (rows // step, heads, side, *dims), (step * by_row, by_head, by_row, *by_dim)
+    return x.as_strided(shape, strides, x.storage_offset() + first * by_row)
 
 
 def _joined(x: Tensor) -> Tensor:

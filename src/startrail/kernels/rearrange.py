@@ -45,7 +45,8 @@ def split_tokens(pairs: Pairs, chunks: Chunks) -> None:
         fused.rearrange(pairs, chunks, False)
         return
     for parts, whole in pairs:
-        _by_rank(parts, chunks).copy_(_by_place(whole, chunks)[chunks.places])
+        by_rank = _by_place(whole, chunks).index_select(0, chunks.places.flatten())
+        _by_rank(parts, chunks).copy_(by_rank.unflatten(0, chunks.places.shape))
 
 
 def _by_place(whole: Tensor, chunks: Chunks) -> Tensor:

@@ -114,6 +114,14 @@ class Walk(NamedTuple):
     results: list[Piece]
     home: list[int]
 
+    def next_results(self, after: int) -> Post | None:
+        """The first post after this step that exchanges results over heads."""
+        for step in self.steps[after + 1 :]:
+            for event in step.events:
+                if isinstance(event, Post) and any(piece.kind in RESULTS for piece in event.exchanged):
+                    return event
+        return None
+
 
 class Visitor(Protocol):
     """Handles the events of a walk."""
