@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from startrail import losses, testing
     from startrail.checkpoint import checkpoint_context
     from startrail.comm.errors import PeerError
     from startrail.geometry.mask import Mask
@@ -28,9 +29,11 @@ __all__ = [
     "checkpoint_context",
     "global_mean",
     "gradient_factor",
+    "losses",
     "next_tokens",
     "plan",
     "sum_gradients",
+    "testing",
 ]
 
 _HOMES = {
@@ -48,7 +51,12 @@ _HOMES = {
 }
 
 
+_MODULES = ("losses", "testing")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"startrail.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'startrail' has no attribute {name!r}")
     return getattr(import_module(f"startrail.{_HOMES[name]}"), name)

@@ -36,6 +36,7 @@ from startrail.bench.peers.sparse import (
 )
 from startrail.bench.report.balance import balance_table
 from startrail.bench.report.page import metadata
+from startrail.bench.report.record import stated
 from startrail.bench.report.sparse import SPARSE, SparseRow, sparse_claims, sparse_table, write_sparse
 from startrail.bench.sizes import ring_bytes
 from startrail.geometry.distributions import document_lengths
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     trials = _Trials(works, options.pressures, options.repeats, len(machines))
     for machine in machines:
         trials.measure(machine)
-    meta = metadata([f"{name}={value}" for name, value in vars(options).items() if name != "run"], started)
+    meta = metadata(stated(options), started)
     tables = [sparse_table(rows) for rows in trials.rows] + [balance_table(), sparse_claims(trials.all_rows)]
     print("\n".join(tables[-2:]))
     print(f"\n{write_sparse(options.out, meta, trials.all_rows, tables)}")

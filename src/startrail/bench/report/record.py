@@ -15,11 +15,15 @@ def record(file: Path | None, options: argparse.Namespace, started: float, rows:
     """Write ``rows`` as JSON, if a file was asked for."""
     if file is None:
         return
-    given = [
-        f"{name}={value}" for name, value in vars(options).items() if isinstance(value, bool | int | float | str | list)
-    ]
     try:
-        file.write_text(json.dumps({"meta": metadata(given, started), "rows": rows}, indent=1))
+        file.write_text(json.dumps({"meta": metadata(stated(options), started), "rows": rows}, indent=1))
     except OSError as error:
         raise ValueError(f"--json {file}: {error.strerror}") from None
     print(f"\n{file}")
+
+
+def stated(options: argparse.Namespace) -> list[str]:
+    """The options of a run, without what the command line keeps there for itself."""
+    return [
+        f"{name}={value}" for name, value in vars(options).items() if isinstance(value, bool | int | float | str | list)
+    ]
