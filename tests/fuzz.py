@@ -245,7 +245,7 @@ def _unlike_alone(case: Case, tensors: list[Tensor], least: Truth, most: Truth) 
 
 
 def test_a_smaller_run():
-    assert not run(first_seed=10_000, count=60 if FULL else 30)
+    assert not run(first_seed=10_000, count=60 if FULL else 20)
 
 
 def test_cases_that_failed_before():

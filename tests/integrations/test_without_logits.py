@@ -15,7 +15,7 @@ from startrail.checkpoint import in_chunks
 from startrail.integrations import without_logits
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.launch.local import run_local
-from tests.helpers import error_of
+from tests.helpers import FULL, error_of
 from tests.integrations import tiny as tiny_models
 from tests.integrations.one_process import BATCHES, Truth, compare, many_ranks, one_process, summed, truth_of
 from tests.integrations.tiny import SMALL, InFloat64, backward, gradients, tiny, tokens
@@ -59,14 +59,16 @@ class Largest(TorchDispatchMode):
 
 
 def test_every_head_and_option_on_ranks():
-    truths = {(name, kind): truth_of(name, BATCHES[kind]) for name in HEADS for kind in ("uneven", "packed")}
+    """Every option and every kind of batch with every head; `make test-all` has their product."""
+    kinds = ("uneven", "packed")
+    truths = {(name, kind): truth_of(name, BATCHES[kind]) for name in HEADS for kind in kinds}
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2/1x2")
         found = {}
-        for name in HEADS:
-            for kind in ("uneven", "packed"):
-                for option, options in OPTIONS.items():
+        for at, name in enumerate(HEADS):
+            for number, (option, options) in enumerate(OPTIONS.items()):
+                for kind in kinds if FULL else (kinds[(at + number) % 2],):
                     model = attach(tiny(name), sp, **options)
                     found[name, kind, option] = compare(*many_ranks(model, sp, BATCHES[kind]), truths[name, kind])
         # a head that FSDP gathers whenever it is called, and a tied one that the root gathers
