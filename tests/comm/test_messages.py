@@ -1,10 +1,12 @@
-"""Common first mistakes raise errors that tell the user what to write instead."""
+"""Common first mistakes raise errors that tell the user what to write instead; the messages of an exchange."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import startrail
+from startrail.comm.lanes import Lanes
+from startrail.launch.local import run_local
 from tests.helpers import qkv
 
 
@@ -49,3 +51,24 @@ def test_mesh_and_group_are_not_interchangeable():
         startrail.SequenceParallel("1x1", mesh)
     with pytest.raises(ValueError, match="mesh must be a DeviceMesh, got tuple"):
         startrail.SequenceParallel("1x1", mesh=(2, 2))
+
+
+def test_an_exchange_over_heads_has_one_group_and_posts_receives_early(monkeypatch):
+    """gloo has a polling thread for each group, and sends nothing before the receive is posted."""
+    posted, post = [], Lanes.post
+
+    def noting(lanes, messages, *others):
+        posted.append({m.pieces[0].kind for m in messages if not m.send})
+        return post(lanes, messages, *others)
+
+    monkeypatch.setattr(Lanes, "post", noting)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("u2/u2")
+        sequence = sp.sequence(16)
+        q, k, v = (sequence.shard(x, 2).requires_grad_() for x in qkv())
+        sequence.attention(q, k, v).backward(torch.randn_like(q))
+        return posted, len(set(sp._runtime._executor.lanes.groups))
+
+    expected = [{"q", "out"}, set(), {"do", "dq"}, set()], 1  # inputs with results, results
+    assert run_local(on_rank, 4, deadline=60) == [expected] * 4

@@ -21,7 +21,7 @@ PLANS = "1x16 star2 star4 1x4/u4 2x2/u4 2x2/u4,keep=all u4/1x4 u4/2x2,groups=2 u
 def bare(cluster, **changes):
     """A cluster on which nothing costs time but bytes and arithmetic."""
     device = replace(cluster.device, call=0.0, post=0.0, start=0.0, handle=0.0, copy=1e30)
-    levels = tuple(replace(level, latency=0.0) for level in cluster.levels)
+    levels = tuple(replace(level, latency=0.0, socket=0.0) for level in cluster.levels)
     return replace(cluster, device=device, levels=levels, **changes)
 
 
@@ -49,6 +49,17 @@ def test_a_transfer_that_becomes_faster_ends_the_pass_when_it_ends():
     for rank, peer, nbytes in ((0, 2, 1), (1, 3, 3), (2, 0, 1), (3, 1, 3)):
         tasks.append([PostTask([PricedMessage(rank < 2, 0, peer, nbytes, 0)]), WaitTask([0])])
     assert attention.simulate_tasks(cluster, tasks).seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("peer, seconds", [(2, 1 + 2 / 0.5), (1, 1 + 2 / 4)])
+def test_bytes_cost_a_core_by_the_level_that_they_cross(peer, seconds):
+    """2 bytes at 2 bytes/s, after a core of each side has handled them: 0.5 bytes/s between nodes, 4 inside."""
+    cluster = bare(find_cluster("lab@2x2"), cores=0)
+    levels = (replace(level, bandwidth=2.0, socket=socket) for level, socket in zip(cluster.levels, (0.5, 4.0)))
+    tasks: list[list[Task]] = [[] for _ in range(4)]
+    for rank, other in ((0, peer), (peer, 0)):
+        tasks[rank] = [PostTask([PricedMessage(rank == 0, 0, other, 2, 0)]), WaitTask([0])]
+    assert attention.simulate_tasks(replace(cluster, levels=tuple(levels)), tasks).seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("cluster", [SMALL, replace(SMALL, transport="gloo"), PEERS], ids=["nccl", "gloo", "peers"])
