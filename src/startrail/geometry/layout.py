@@ -48,6 +48,11 @@ class Zone:
         """Tokens per rank, padding included."""
         return sum(count for _, count in self.runs[0])
 
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank, padding included."""
+        return tuple(sum(count for _, count in runs) for runs in self.runs)
+
     def runs_of(self, members: Iterable[int], length: int) -> Runs:
         """Runs of real tokens that these members hold together, sorted by position; adjacent runs are merged."""
         return joined((run for member in members for run in self.runs[member]), length)

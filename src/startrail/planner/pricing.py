@@ -26,7 +26,7 @@ from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD, KINDS, RESULTS, Pass, Piece
+from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
@@ -300,7 +300,7 @@ class ProgramPricing:
     def pack(self, piece: Piece) -> float:
         """Copying a piece into a message: inputs as they are, results from their float32 sums."""
         kind, nbytes = piece.kind, self.nbytes[piece.kind]
-        from_sums = kind in RESULTS and self.prices.engine.merge is None
+        from_sums = kind in self.program.pass_.results and self.prices.engine.merge is None
         return self.prices.touch(nbytes + (self.prices.wide[kind] if from_sums else nbytes)) * self.share(piece)
 
     def arrive(self, event: Await) -> None:

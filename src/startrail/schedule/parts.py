@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from startrail.schedule.program import Program
-from startrail.schedule.values import FORWARD
 
 
 def run_order(programs: Sequence[Program]) -> list[tuple[int, int]]:
@@ -40,7 +39,7 @@ def run_order(programs: Sequence[Program]) -> list[tuple[int, int]]:
         begun = num_first_steps(program)
         first += steps[:begun]
         rest = steps[begun:] + rest
-    return first + silent + rest if programs[0].pass_ is FORWARD else first + rest + silent
+    return first + silent + rest if programs[0].pass_.is_forward else first + rest + silent
 
 
 def num_first_steps(program: Program) -> int:

@@ -133,7 +133,7 @@ class Plan:
         >>> Plan.parse("u4/1x8").entering(BACKWARD), Plan.parse("u4/1x8,exchange=twice").entering(BACKWARD)
         (('do',), ('q', 'kv', 'do'))
         """
-        again = self.exchange == "twice" and pass_ is not FORWARD
+        again = self.exchange == "twice" and not pass_.is_forward
         return FORWARD.enters + pass_.enters if again else pass_.enters
 
     @cached_property
@@ -224,6 +224,16 @@ class Plan:
             if ranks > 1:
                 levels.append((level, self.inside(level).slots(size)))
         return levels
+
+
+def on_demand() -> Plan:
+    """The plan of ranks that fetch only the keys that they need.
+
+    >>> str(on_demand())
+    'direct'
+    """
+    (family,) = (family for family in FAMILIES if family.by_demand)
+    return Plan((family.level(),))
 
 
 def _level(part: str, text: str) -> Level:

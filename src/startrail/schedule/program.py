@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from startrail.schedule.compose import compose
+from startrail.schedule.demand import Demand
 from startrail.schedule.families.base import ByKind
-from startrail.schedule.families.direct import DirectLevel, Fetches, direct_steps
 from startrail.schedule.places import Place
 from startrail.schedule.plan import Plan
-from startrail.schedule.values import FORWARD, INPUTS, Bundle, Pass, Piece, Step, Transfer
+from startrail.schedule.values import FORWARD, Bundle, Pass, Piece, Step, Transfer
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity, since each is built once
@@ -20,7 +20,8 @@ class Program:
     those that the forward pass holds at its end and the backward pass has at its start.
 
     A program may run on some of the ranks only: ``place`` then counts from the ``first`` of them. ``bundles`` are the
-    pieces that are not whole shards, by their number.
+    pieces that are not whole shards, by their number. ``expected`` says of which shards each own result consists in the
+    end, as a set of bits; None: of all shards.
     """
 
     plan: Plan
@@ -31,11 +32,12 @@ class Program:
     kept: tuple[Piece, ...]
     first: int = 0
     bundles: Mapping[int, Bundle] = field(default_factory=dict)
+    expected: Mapping[Piece, int] | None = None
 
     @property
     def given(self) -> tuple[Piece, ...]:
         """The input pieces that the rank has at the start."""
-        return self.own_inputs if self.pass_ is FORWARD else self.own_inputs + self.kept
+        return self.own_inputs if self.pass_.is_forward else self.own_inputs + self.kept
 
     def own(self, kinds: tuple[str, ...]) -> list[Piece]:
         """Pieces of the rank's own shard."""
@@ -60,11 +62,11 @@ class Program:
         last: dict[Piece, int] = {}
         for index, step in enumerate(self.steps):
             needed = [piece for block in step.blocks for piece in self.pass_.needs(block)]
-            for piece in (*needed, *(post.piece for post in step.posts if post.piece.kind in INPUTS)):
+            for piece in (*needed, *(post.piece for post in step.posts if post.piece.kind not in self.pass_.results)):
                 last[piece] = index
         done: list[list[Piece]] = [[] for _ in self.steps]
         for piece, index in last.items():
-            if self.pass_ is not FORWARD or piece not in self.kept:
+            if not self.pass_.is_forward or piece not in self.kept:
                 done[index].append(piece)
         return tuple(map(tuple, done))
 
@@ -75,9 +77,12 @@ class Program:
 
 
 @lru_cache(maxsize=256)
-def build_program(plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False) -> Program:
-    """The program of ``rank`` in one pass. ``first`` is added to all ranks that it names. With ``keep_own`` the forward
-    pass keeps its own inputs for the backward pass, as a plan with heads always does.
+def build_program(
+    plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False, demand: Demand | None = None
+) -> Program:
+    """The program of ``rank`` in one pass of attention. ``first`` is added to all ranks that it names. With
+    ``keep_own`` the forward pass keeps its own inputs for the backward pass, as a plan with heads always does.
+    ``demand``: the keys that each rank needs, for families whose programs follow from it; None is all keys.
 
     >>> program = build_program(Plan.parse("2x2"), 4, 0, FORWARD)
     >>> for step in program.steps: print(step)
@@ -87,42 +92,27 @@ def build_program(plan: Plan, world: int, rank: int, pass_: Pass, first: int = 0
     post out0<1@0 out1>1@0 | 0x2
     merge out0<1
     """
-    place = plan.place(world, rank)
-    if plan.family.by_mask:
-        raise ValueError(f"plan {plan}: what a rank sends depends on the mask")
-    groups = range(plan.groups)
-    bodies = [plan.family.steps(plan, place, pass_, group) for group in groups]
+    place, groups = plan.family.place(plan, world, rank, demand), range(plan.groups)
+    bodies = [plan.family.steps(plan, place, pass_, group, demand) for group in groups]
     kept = [piece for group in groups for piece in plan.family.kept(plan, place, group)]
     own = _pieces_of(plan, place.shard, FORWARD.enters)
     inputs = _pieces_of(plan, place.shard, plan.entering(pass_))
     if plan.keeps_exchanged or keep_own:  # exchanged pieces are kept too: the backward pass exchanges only gradients
         kept = own + kept
-    elif pass_ is not FORWARD and plan.heads == 1:
+    elif not pass_.is_forward and plan.heads == 1:
         inputs += own
     steps = compose(place, pass_, bodies, plan.entering(pass_))
     if first:
         steps = tuple(step.shifted(first) for step in steps)
-    return Program(plan, place, pass_, steps, tuple(inputs), tuple(kept), first)
-
-
-def build_direct_program(fetches: Fetches, rank: int, pass_: Pass, first: int = 0, keep_own: bool = False) -> Program:
-    """The program of ``rank`` under the plan ``direct``; ``fetches`` says who needs which tokens."""
-    plan, sizes = Plan((DirectLevel(),)), (1,) * len(fetches.sizes) + fetches.sizes
-    place = Place(rank, sizes, (False,) * len(sizes))
-    own, inputs = (_pieces_of(plan, rank, kinds) for kinds in (FORWARD.enters, pass_.enters))
-    if pass_ is not FORWARD and not keep_own:
-        inputs += own
-    steps = tuple(step.shifted(first) for step in direct_steps(fetches, rank, pass_))
-    bundles = dict(fetches.bundles(rank).values())
-    return Program(plan, place, pass_, steps, tuple(inputs), tuple(own if keep_own else ()), first, bundles)
+    bundles, expected = plan.family.bundles(plan, place, demand), {} if plan.family.by_demand else None
+    return Program(plan, place, pass_, steps, tuple(inputs), tuple(kept), first, bundles, expected)
 
 
 def programs_inside(plan: Plan, world: int, rank: int, pass_: Pass) -> Iterator[Program]:
     """The programs of ``rank`` for all tokens, and for those that it shares with the ranks inside each level."""
     for level, slots in plan.zone_levels(world):
-        if not (inner := plan.inside(level)).family.by_mask:
-            first = rank // len(slots) * len(slots)
-            yield build_program(inner, len(slots), rank - first, pass_, first)
+        first = rank // len(slots) * len(slots)
+        yield build_program(plan.inside(level), len(slots), rank - first, pass_, first)
 
 
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
@@ -130,9 +120,12 @@ def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
     return [Piece(kind, shard, group) for group in range(plan.groups) for kind in kinds]
 
 
-def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
+def closed_form(
+    plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind, demand: Demand | None = None
+) -> tuple[float, ...]:
     """Predict what a rank sends over each level's links, outermost first, without building its program. ``sizes`` are
-    those of whole pieces (a shard of one group), so sums are exact for any head ratio, dtype and wire format.
+    those of whole pieces (a shard of one group), so sums are exact for any head ratio, dtype and wire format; with a
+    ``demand``, those of one token.
 
     >>> sizes = dict(q=1, kv=2, out=1, do=1, dq=1, dkv=2)                     # MHA, in shards
     >>> closed_form(Plan.parse("1x16"), 16, 0, FORWARD, sizes)                # Ring Attention: 15 hops of K and V
@@ -142,13 +135,13 @@ def closed_form(plan: Plan, world: int, rank: int, pass_: Pass, sizes: ByKind) -
     >>> closed_form(Plan.parse("u4/u2"), 8, 0, FORWARD, sizes)                # 6 and 1 of 8 parts of 4 shards
     (3.0, 0.5)
     """
-    return traffic_at(plan, plan.place(world, rank), pass_, sizes)
+    return traffic_at(plan, plan.family.place(plan, world, rank, demand), pass_, sizes, demand)
 
 
-def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> tuple[float, ...]:
+def traffic_at(plan: Plan, place: Place, pass_: Pass, sizes: ByKind, demand: Demand | None = None) -> tuple[float, ...]:
     """The closed form for the rank at ``place``."""
     whole = {kind: size * plan.groups for kind, size in sizes.items()}
-    of_shards = iter(plan.family.traffic(plan, place, pass_, whole))
+    of_shards = iter(plan.family.traffic(plan, place, pass_, whole, demand))
     exchanged = sum(whole[kind] for kind in plan.entering(pass_) + pass_.results)
     lanes, shared_by = [], 1  # parts for ranks that differ at an outer heads level use that level's lane
     for size, heads in zip(place.sizes, place.by_heads, strict=True):

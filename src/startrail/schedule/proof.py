@@ -20,7 +20,7 @@ from typing import NoReturn
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program, stated_pieces, traffic_at
-from startrail.schedule.values import BY_COLUMN, FORWARD, INPUTS, PASSES, RESULTS, Pass, Piece, Transfer
+from startrail.schedule.values import PASSES, Pass, Piece, Transfer
 
 UNIT_SIZES = {"q": 3.0, "kv": 5.0, "out": 7.0, "do": 11.0, "dq": 13.0, "dkv": 17.0}  # any distinct sizes will do
 
@@ -44,7 +44,7 @@ def prove_programs(programs: list[Program]) -> None:
     prove_parts([[program] for program in programs])
 
 
-def prove_parts(programs: list[list[Program]]) -> list[list[dict[Piece, Contents]]]:
+def prove_parts(programs: Sequence[Sequence[Program]]) -> list[list[dict[Piece, Contents]]]:
     """The same for ranks that run several programs in one pass, from the outermost zone inwards. Returns what each
     result of each program consists of in the end."""
     return _Player(programs).play()
@@ -88,7 +88,7 @@ def peak_pieces(program: Program) -> dict[str, int]:
         for send, lane, piece, _ in step.posts:
             if by_heads[lane]:
                 continue
-            if piece.kind in INPUTS:
+            if piece.kind not in pass_.results:
                 if not send and piece.shard != own:
                     add(piece)
             elif send:
@@ -204,9 +204,9 @@ class _Player:
         step = program.steps[index]
         if state.needs is None:
             # over heads a rank sends its own tokens, which it always has; a bundle is packed from what it waited for
-            by_heads, sent = program.place.by_heads, []
+            by_heads, results, sent = program.place.by_heads, program.pass_.results, []
             for post in step.posts:
-                if post.send and not by_heads[post.lane] and post.piece.kind in INPUTS:
+                if post.send and not by_heads[post.lane] and post.piece.kind not in results:
                     bundle = program.bundles.get(post.piece.shard)
                     shards = [post.piece.shard] if bundle is None else [source.shard for source in bundle.sources]
                     sent += [post.piece._replace(shard=shard) for shard in shards]
@@ -224,7 +224,7 @@ class _Player:
                 return False
         for block in step.blocks:
             for piece in program.pass_.makes(block):
-                other = 1 << (block.row if piece.kind in BY_COLUMN else block.column)
+                other = 1 << (block.row if piece.kind in program.pass_.by_column else block.column)
                 bundle = program.bundles.get(piece.shard)
                 _combine(part, piece, Contents(dict.fromkeys(range(bundle.tokens) if bundle else [None], other)))
         for merge in step.merges:
@@ -245,14 +245,14 @@ class _Player:
             batch.messages.append(message)
             batch.num_open += 1
             piece, is_part = transfer.piece, program.place.by_heads[transfer.lane]
-            if transfer.send and piece.kind in RESULTS:
+            if transfer.send and piece.kind in program.pass_.results:
                 if piece not in part.results:
                     _fail(part, f"sends {piece}, but has no part of it")
                 if not is_part:
                     message.contents = part.results.pop(piece)
                 elif part.results[piece] != {None: part.all_shards}:
                     _fail(part, f"exchanges {piece} over heads before it is complete")
-            elif not transfer.send and piece.kind in RESULTS:
+            elif not transfer.send and piece.kind in program.pass_.results:
                 part.incoming.setdefault((piece, transfer.peer), deque()).append(message)
             elif not transfer.send:
                 part.held[piece] = [*part.held.get(piece, ()), message] if is_part else [message]
@@ -292,13 +292,16 @@ class _Player:
 
 def _check_end(part: _PartState) -> None:
     program = part.program
-    for piece in program.own(program.pass_.results) if not program.plan.family.by_mask else ():
-        found = part.results.get(piece, Contents()).get(None, 0)
-        if missing := _bits(part.all_shards & ~found):
+    expected = program.expected
+    if expected is None:
+        expected = dict.fromkeys(program.own(program.pass_.results), part.all_shards)
+    for piece, shards in expected.items():
+        combined = part.results.get(piece, Contents()).get(None, 0)
+        if missing := _bits(shards & ~combined):
             _fail(part, f"ends with {piece} lacking the blocks of shards {missing}")
     if foreign := [piece for piece in part.results if piece.shard != program.place.shard]:
         _fail(part, f"ends with results that it does not own: {' '.join(map(str, foreign))}")
-    for piece in program.kept if program.pass_ is FORWARD else ():
+    for piece in program.kept if program.pass_.is_forward else ():
         if piece not in part.held:
             _fail(part, f"should keep {piece}, but never had it")
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 from startrail.schedule.program import stated_pieces
-from startrail.schedule.values import BY_COLUMN, FORWARD, KINDS, Pass, Piece
+from startrail.schedule.values import BACKWARD, KINDS, Pass, Piece
 
 ALIGN = 64  # kept pieces start at multiples of this many bytes, so that they can be viewed as any dtype
 
@@ -35,9 +35,10 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """``local`` is the number of tokens per rank. ``kv_heads`` are the user's; each is replicated ``copies`` times, so
-    that every rank and group gets whole heads. ``itemsize`` and ``wire_itemsize`` are the bytes per element of inputs
-    and payloads. ``value_dim`` is the width of values and outputs if it differs from ``head_dim``."""
+    """``local`` is the number of tokens per rank, or the largest if ``of_shard`` lists those of each shard's ranks.
+    ``kv_heads`` are the user's; each is replicated ``copies`` times, so that every rank and group gets whole heads.
+    ``itemsize`` and ``wire_itemsize`` are the bytes per element of inputs and payloads. ``value_dim`` is the width of
+    values and outputs if it differs from ``head_dim``."""
 
     plan: Plan
     local: int
@@ -48,6 +49,7 @@ class Sizes:
     itemsize: int = 4
     wire_itemsize: int | None = None
     value_dim: int | None = None
+    of_shard: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -80,8 +82,16 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a whole piece: those of all ranks that split its heads."""
+        """Tokens of a whole piece: those of all ranks that split its heads. Of the largest piece, if they differ."""
         return self.local * self.plan.heads
+
+    def tokens_of(self, shard: int) -> int:
+        """Tokens of the whole pieces of a shard."""
+        return self.of_shard[shard] * self.plan.heads if self.of_shard else self.tokens
+
+    def nbytes_of(self, kind: str, tokens: int) -> int:
+        """Bytes of a piece of ``tokens`` tokens."""
+        return self.by_kind[kind] // self.tokens * tokens
 
     def bytes_of(self, field: Field) -> int:
         return prod(field.shape) * (self._wide if field.wide else self._narrow)
@@ -103,7 +113,7 @@ class Sizes:
         wide = kind in self.plan.running_sums  # a sum that would be rounded at every hop travels in the wide dtype
         keys = (batch, self.kv_heads * self.copies // share, tokens)
         query, output = Field((*rows, self.head_dim), wide), Field((*rows, self.out_dim), wide)
-        if kind in BY_COLUMN:
+        if kind in BACKWARD.by_column:
             return Field((*keys, self.head_dim), wide), Field((*keys, self.out_dim), wide)
         scalar = Field(rows, True)
         return {"out": (scalar, output), "do": (scalar, scalar, output)}.get(kind, (query,))  # lse, (delta,) output
@@ -128,7 +138,7 @@ class Sizes:
         """The position of each kept piece in one byte buffer, from ``start`` on."""
         slices = {}
         for piece in pieces:
-            stop = start + self.nbytes(piece.kind)
+            stop = start + self.nbytes_of(piece.kind, self.tokens_of(piece.shard))
             slices[piece] = slice(start, stop)
             start = aligned(stop)
         return slices
@@ -150,7 +160,7 @@ class Sizes:
             total += moving * self.nbytes(kind) + (stated[kind] + 2) * self.wide_bytes(kind)
         if self.plan.heads > 1:  # parts to and from the other head ranks, and the pieces joined from them
             total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
-        if pass_ is not FORWARD:  # placeholders for the rows' outputs
+        if not pass_.is_forward:  # placeholders for the rows' outputs
             total += (stated["do"] + 1) * self.wide_bytes("out")
         return total
 

@@ -8,9 +8,9 @@ received:
 >>> str(step)
 'post kv3>5@0 | 1x3 | merge out1<2'
 
-The inputs are ``q`` (queries), ``kv`` (keys and values) and ``do`` (output gradients with lse and delta). The results
-are ``out`` (partial outputs with lse), ``dq`` and ``dkv`` (gradients); partial results are summed on the way to their
-owner. A ``Pass`` defines its inputs and results, and those of a block:
+A ``Pass`` defines the kinds of its inputs and results, and those of a block. Attention reads ``q`` (queries), ``kv``
+(keys and values) and ``do`` (output gradients with lse and delta), and adds to ``out`` (partial outputs with lse),
+``dq`` and ``dkv`` (gradients). Partial results are summed on the way to their owner:
 
 >>> [str(piece) for piece in BACKWARD.needs(Block(1, 3, 0))], [str(piece) for piece in BACKWARD.makes(Block(1, 3, 0))]
 (['q1', 'do1', 'kv3'], ['dq1', 'dkv3'])
@@ -21,11 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-INPUTS = ("q", "do", "kv")
-RESULTS = ("out", "dq", "dkv")
-KINDS = (*INPUTS, *RESULTS)
-BY_COLUMN = ("kv", "dkv")  # indexed by key/value shard; all others by query shard
 
 
 class Piece(NamedTuple):
@@ -116,28 +111,32 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward or backward. ``enters`` are the kinds made from the caller's own tokens, ``inputs`` those that a block
-    reads, ``results`` those that it adds to. A heads level exchanges the entering kinds and the results."""
+    """One direction of a kind of call. ``enters`` are the kinds made from the caller's own tokens, ``inputs`` those
+    that a block reads, ``results`` those that it adds to. A heads level exchanges the entering kinds and the results.
+    Pieces of the kinds ``by_column`` are named after the column of a block, all others after its row."""
 
     name: str
     enters: tuple[str, ...]
     inputs: tuple[str, ...]
     results: tuple[str, ...]
+    by_column: tuple[str, ...]
+    is_forward: bool
 
     def needs(self, block: Block) -> list[Piece]:
-        return _pieces(self.inputs, block)
+        return self._pieces(self.inputs, block)
 
     def makes(self, block: Block) -> list[Piece]:
-        return _pieces(self.results, block)
+        return self._pieces(self.results, block)
+
+    def _pieces(self, kinds: Iterable[str], block: Block) -> list[Piece]:
+        shards = (block.column if kind in self.by_column else block.row for kind in kinds)
+        return [Piece(kind, shard, block.group) for kind, shard in zip(kinds, shards, strict=True)]
 
     def __str__(self) -> str:
         return self.name
 
 
-FORWARD = Pass("forward", ("q", "kv"), ("q", "kv"), ("out",))
-BACKWARD = Pass("backward", ("do",), ("q", "do", "kv"), ("dq", "dkv"))
+FORWARD = Pass("forward", ("q", "kv"), ("q", "kv"), ("out",), ("kv",), True)
+BACKWARD = Pass("backward", ("do",), ("q", "do", "kv"), ("dq", "dkv"), ("kv", "dkv"), False)
 PASSES = (FORWARD, BACKWARD)
-
-
-def _pieces(kinds: Iterable[str], block: Block) -> list[Piece]:
-    return [Piece(kind, block.column if kind in BY_COLUMN else block.row, block.group) for kind in kinds]
+KINDS = (*BACKWARD.inputs, *FORWARD.results, *BACKWARD.results)

@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from startrail.schedule.program import Program
-from startrail.schedule.values import INPUTS, RESULTS, Block, Piece, Transfer
+from startrail.schedule.values import Block, Piece, Transfer
 
 MAX_PARTS = 8  # programs that one pass can consist of
 TAGS_PER_PART = 1 << 8
@@ -117,8 +117,9 @@ class Walk(NamedTuple):
     def next_results(self, after: int) -> Post | None:
         """The first post after this step that exchanges results over heads."""
         for step in self.steps[after + 1 :]:
+            results = step.program.pass_.results
             for event in step.events:
-                if isinstance(event, Post) and any(piece.kind in RESULTS for piece in event.exchanged):
+                if isinstance(event, Post) and any(piece.kind in results for piece in event.exchanged):
                     return event
         return None
 
@@ -201,22 +202,22 @@ class Walker:
             yield WalkStep(program, number, events)
 
     def post(self, posts: tuple[Transfer, ...]) -> Post:
-        by_heads, messages = self.place.by_heads, []
+        by_heads, results, messages = self.place.by_heads, self.program.pass_.results, []
         parts = [post for post in posts if by_heads[post.lane]]
         exchanged = tuple(dict.fromkeys(post.piece for post in parts))
-        self.results += [piece for piece in exchanged if piece.kind in RESULTS]
+        self.results += [piece for piece in exchanged if piece.kind in results]
         heads = self.head_of_rank if parts else {}
         for send, lane, piece, peer in parts:
             if piece == exchanged[0]:
                 messages.append(self.message(send, lane, peer, exchanged, heads[peer], False))
                 for each in () if send else exchanged:
-                    numbers = self.in_flight.setdefault(each, []) if each.kind in INPUTS else self.home
+                    numbers = self.home if each.kind in results else self.in_flight.setdefault(each, [])
                     numbers.append(messages[-1].number)
         for send, lane, piece, peer in posts:
             if by_heads[lane]:
                 continue
             messages.append(self.message(send, lane, peer, (piece,), None, send and piece not in self.packed))
-            if piece.kind in INPUTS:
+            if piece.kind not in results:
                 self.packed.add(piece)
                 if not send:
                     self.in_flight[piece] = [self.number]

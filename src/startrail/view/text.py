@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program, lane_names, stated_pieces
-from startrail.schedule.values import INPUTS, Pass, Piece
+from startrail.schedule.values import Pass, Piece
 
 MHA = {"q": 1.0, "kv": 2.0, "do": 1.0, "out": 1.0, "dq": 1.0, "dkv": 2.0}
 CELL_WIDTH = 56  # characters per rank; longer lines are wrapped
@@ -108,7 +108,7 @@ def _cells(program: Program, steps: int, seen: Seen) -> list[list[str]]:
         if step.merges:
             lines.append("merge " + " ".join(map(str, step.merges)))
         cells.append([part for line in lines or ["receive" if step.posts else "idle"] for part in _wrap(line)])
-        in_flight += [p.piece for p in step.posts if not p.send and p.piece.kind in INPUTS and p.piece.shard != own]
+        in_flight += [p.piece for p in step.posts if not p.send and p.piece.kind in program.pass_.inputs and p.piece.shard != own]
         held = [piece for piece in held if piece not in done]
     return cells + [[""]] * (steps - len(cells))
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from startrail.schedule.places import Place
-from startrail.schedule.values import Pass, Piece, Step
+from startrail.schedule.values import Bundle, Pass, Piece, Step
 
 if TYPE_CHECKING:
+    from startrail.schedule.demand import Demand
     from startrail.schedule.plan import Plan
 
 ByKind = Mapping[str, float]  # the size of a whole piece (a shard of one group) by kind
@@ -53,14 +54,15 @@ class Family(ABC):
     """One way to build schedules.
 
     ``level`` is the class of its levels and ``backwards`` lists its backward forms, the default first. An
-    ``open_ended`` family fits several world sizes. A program of a ``by_mask`` family depends on the mask, so it is not
-    built from the plan alone. In a ``by_rank`` family not all ranks send the same number of bytes.
+    ``open_ended`` family fits several world sizes. The programs of a ``by_demand`` family follow from the ``demand`` of
+    each rank for keys, and use lanes of their own; without a demand, every rank needs all keys. All other families move
+    everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of bytes.
     """
 
     level: ClassVar[type[Level]]
     backwards: ClassVar[tuple[str, ...]]
     open_ended: ClassVar[bool] = False
-    by_mask: ClassVar[bool] = False
+    by_demand: ClassVar[bool] = False
     by_rank: ClassVar[bool] = False
 
     @abstractmethod
@@ -91,9 +93,17 @@ class Family(ABC):
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
         """Kinds that are summed hop by hop as they travel, and would be rounded at each hop in a narrow dtype."""
 
+    def place(self, plan: Plan, world: int, rank: int, demand: Demand | None) -> Place:
+        """The coordinates of a rank."""
+        return plan.place(world, rank)
+
     @abstractmethod
-    def steps(self, plan: Plan, place: Place, pass_: Pass, group: int) -> list[Step]:
+    def steps(self, plan: Plan, place: Place, pass_: Pass, group: int, demand: Demand | None) -> list[Step]:
         """One rank's steps for one group, without the exchange over heads."""
+
+    def bundles(self, plan: Plan, place: Place, demand: Demand | None) -> Mapping[int, Bundle]:
+        """The pieces of these steps that are not whole shards, by their number."""
+        return {}
 
     @abstractmethod
     def keepable(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
@@ -107,7 +117,7 @@ class Family(ABC):
         return [Piece(kind, shard, group) for kind, shards in pairs for shard in shards if shard != place.shard]
 
     @abstractmethod
-    def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:
+    def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind, demand: Demand | None) -> list[float]:
         """The closed form of what a rank sends over each shard level for one group."""
 
     @abstractmethod

@@ -34,6 +34,7 @@ from startrail.schedule.timeline import Timeline
 from startrail.schedule.values import BACKWARD, FORWARD, Block, Merge, Pass, Piece, Step, Transfer
 
 if TYPE_CHECKING:
+    from startrail.schedule.demand import Demand
     from startrail.schedule.plan import Plan
 
 Offset = tuple[int, ...]
@@ -75,7 +76,7 @@ class Flow:
 
 
 def flow_of(plan: Plan, pass_: Pass) -> Flow:
-    if pass_ is FORWARD:
+    if pass_.is_forward:
         return Flow(("q",), ("out",), ("kv",), (), True)
     if plan.backward == "queries":
         return Flow(("kv",), ("dkv",), ("q", "do"), ("dq",), False)
@@ -131,14 +132,14 @@ class Nested(Family):
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
         return flow_of(plan, BACKWARD).ring_out if is_plain_ring(plan) else ()
 
-    def steps(self, plan: Plan, place: Place, pass_: Pass, group: int) -> list[Step]:
+    def steps(self, plan: Plan, place: Place, pass_: Pass, group: int, demand: Demand | None) -> list[Step]:
         return _NestedBuilder(plan, place, flow_of(plan, pass_), group).steps()
 
     def keepable(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
         builder = _NestedBuilder(plan, place, flow_of(plan, FORWARD), 0)
         return builder.members.values(), builder.columns.values()
 
-    def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:
+    def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind, demand: Demand | None) -> list[float]:
         """An inner level repeats its team traffic for each outer team member and its ring traffic for each outer ring
         step."""
         flow, rings = flow_of(plan, pass_), rings_of(plan)

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 from startrail.schedule.families.base import ByKind, Family, Level
 from startrail.schedule.places import Place
 from startrail.schedule.timeline import Timeline
-from startrail.schedule.values import FORWARD, Block, Merge, Pass, Piece, Step, Transfer
+from startrail.schedule.values import Block, Merge, Pass, Piece, Step, Transfer
 
 if TYPE_CHECKING:
+    from startrail.schedule.demand import Demand
     from startrail.schedule.plan import Plan
 
 
@@ -84,7 +85,7 @@ class StarFamily(Family):
     def running_sums(self, plan: Plan) -> tuple[str, ...]:
         return ("dq",)
 
-    def steps(self, plan: Plan, place: Place, pass_: Pass, group: int) -> list[Step]:
+    def steps(self, plan: Plan, place: Place, pass_: Pass, group: int, demand: Demand | None) -> list[Step]:
         return _StarBuilder(place, team_of(plan), group).steps(pass_, plan.keep)
 
     def keepable(self, plan: Plan, place: Place) -> tuple[range, range]:
@@ -92,12 +93,12 @@ class StarFamily(Family):
         spot = _Spot(place, team_of(plan))
         return spot.shards(spot.team), spot.shards(spot.column_team(0))
 
-    def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind) -> list[float]:
+    def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind, demand: Demand | None) -> list[float]:
         """Collectives in the team, placement and its inverse, hops of the sub-ring."""
         team = team_of(plan)
         spot = _Spot(place, team)
         kinds: tuple[tuple[str, ...], ...] = (("q", "kv", "out"), ("kv",), ("kv",))
-        if pass_ is not FORWARD:
+        if not pass_.is_forward:
             placed = ("dkv",) if plan.keep == "all" else ("kv", "dkv")
             kinds = ((*_gathered(plan.keep), "dq", "dkv"), placed, ("q", "do", "dq"))
         moved = spot.placed_to != place.rank
@@ -106,7 +107,7 @@ class StarFamily(Family):
 
     def pieces(self, plan: Plan, pass_: Pass) -> dict[str, int]:
         team, keep = team_of(plan), plan.keep
-        if pass_ is FORWARD:  # the keys of the own team, those placed here, and those of the next hop
+        if pass_.is_forward:  # the keys of the own team, those placed here, and those of the next hop
             kept = team if keep == "all" else 0
             return {"q": team - 1, "kv": 3 * team - 1 + kept, "out": team, "out<": team - 1}
         columns = team if keep == "all" else 2 * team - 1
@@ -175,7 +176,7 @@ class _StarBuilder:
         return [Merge(Piece(kind, shard, self.group), peer) for shard in self.spot.shards(team)]
 
     def steps(self, pass_: Pass, keep: str) -> list[Step]:
-        if pass_ is FORWARD:
+        if pass_.is_forward:
             self.gather(("q", "kv"))
             self.place_keys()
             self.forward_ring()

@@ -1,0 +1,95 @@
+"""Says what a call runs on one rank, and why.
+
+>>> from startrail.compile.attention import Attention
+>>> from startrail.compile.call import compile_call
+>>> from startrail.compile.problem import Split
+>>> from startrail.schedule.plan import Plan
+>>> documents = (0, 40, 48, 56, 60, 64, 68, 72)
+>>> split = Split(Plan.parse("1x2/1x2"), 4)
+>>> print(explain(compile_call(Attention.of(72, 1, 4, 4, 8, True, "float32", documents=documents), split, 0)))
+72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
+tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
+10 (56 %)              4      1x2/1x2  0.008 MB, 0.015 MB
+8 (44 %)               1      alone    nothing
+>>> print(explain(compile_call(Attention.of(72, 1, 4, 4, 8, True, "float32", 2, documents), split, 0)))
+72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
+tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
+10 (56 %)              4      direct   0.000 MB, 0.001 MB; 1x2/1x2 would send 0.008 MB, 0.015 MB
+8 (44 %)               1      alone    nothing
+1x2/1x2 or direct: by bytes, outermost level first
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from startrail.compile.attention import AttentionPart
+from startrail.compile.call import ByLevel, CompiledCall
+from startrail.geometry.layout import Layout
+from startrail.schedule.plan import on_demand
+
+
+def explain(call: CompiledCall) -> str:
+    """A table of the parts of an attention call on its rank."""
+    layout, documents = call.layout, call.problem.boundaries.documents
+    work, number, held = work_by_rank(layout, documents), len(documents) - 1, sum(map(sum, map(_counts, layout.table)))
+    lines = [
+        f"{layout.length:,} tokens in {number:,} document{'s' if number > 1 else ''} on {layout.world} "
+        f"rank{'s' if layout.world > 1 else ''}: {_per_rank(layout)} per rank, "
+        f"{100 * (held / layout.length - 1):.1f} % padding, busiest rank "
+        f"{max(work) * layout.world / sum(work):.2f} x the mean work if causal",
+        f"{f'tokens of rank {call.rank}':22s} ranks  runs     sent per rank by level, forward + backward",
+    ]
+    rules = set()
+    local = sum(_counts(layout.table[call.rank]))
+    for part in call.parts:
+        assert isinstance(part, AttentionPart)
+        share = f"{part.tokens:,} ({100 * part.tokens / local:.0f} %)"
+        runs = "alone" if part.zone.size == 1 else str(part.chosen)
+        lines.append(f"{share:22s} {part.zone.size:<6d} {runs:8s} {_sent(part)}")
+        if part.plan_bytes and part.demand_bytes is not None:  # there were two ways
+            rules.add(str(call.split.sparse) if part.by_rule else "by bytes, outermost level first")
+    lines += [f"{call.split.plan} or {on_demand()}: {rule}" for rule in sorted(rules)]
+    return "\n".join(lines)
+
+
+def _counts(runs: Sequence[tuple[int, int]]) -> list[int]:
+    return [count for _, count in runs]
+
+
+def _per_rank(layout: Layout) -> str:
+    held = [sum(_counts(runs)) for runs in layout.table]
+    return f"{held[0]:,}" if min(held) == max(held) else f"{min(held):,} to {max(held):,}"
+
+
+def _sent(part: AttentionPart) -> str:
+    if part.zone.size == 1:
+        return "nothing"
+    ways = [(str(on_demand()), part.demand_bytes), (str(part.plan), part.plan_bytes or None)]
+    (_, sent), (other, instead) = ways if part.demand is not None else ways[::-1]
+    assert sent is not None
+    text = _megabytes(part, sent)
+    return text if instead is None else f"{text}; {other} would send {_megabytes(part, instead)}"
+
+
+def _megabytes(part: AttentionPart, sent: ByLevel) -> str:
+    return ", ".join(f"{level / part.zone.size / 1e6:.3f} MB" for level in sent)
+
+
+def work_by_rank(layout: Layout, documents: Sequence[int]) -> list[int]:
+    """Visible pairs of each rank's queries under a causal mask within these documents (cu_seqlens).
+
+    >>> from startrail.geometry.layout import contiguous
+    >>> work_by_rank(contiguous(range(2), 8), (0, 2, 8))            # documents of 2 and 6 tokens
+    [6, 18]
+    """
+    work = [0] * layout.world
+    for rank in range(layout.world):
+        for start, count in layout.runs(rank):
+            while count:
+                document = bisect_right(documents, start) - 1
+                tokens = min(count, documents[document + 1] - start)
+                work[rank] += tokens * (start - documents[document]) + tokens * (tokens + 1) // 2
+                start, count = start + tokens, count - tokens
+    return work

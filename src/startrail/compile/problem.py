@@ -1,0 +1,135 @@
+"""``Problem``: one call without its tensors. ``Split``: how a ``SequenceParallel`` splits its sequences.
+
+Together with a rank they determine everything that a call does: see `call`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from startrail.geometry.layout import Layout, Zone
+from startrail.geometry.mask import Mask
+from startrail.geometry.zones import ZoneLevel, make_layout
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import Pass
+
+if TYPE_CHECKING:
+    from startrail.compile.call import Part
+
+# Given a zone, a mask and the sizes of the zone's plan: is fetching on demand better? None: bytes decide.
+Rule = Callable[[Zone, Mask, Sizes], bool | None]
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """``documents`` are the cu_seqlens of a sequence, (0, length) if it is not packed. ``blocks`` are runs
+    (start, stop) of tokens that see each other. ``placement`` are the documents that the layout was made for, if they
+    are others: these may be cut further, but not joined.
+
+    >>> boundaries = Boundaries((0, 5, 9), ((1, 3),))
+    >>> print(boundaries)
+    9 tokens, documents (0, 5, 9), blocks ((1, 3),)
+    >>> Boundaries.decode(boundaries.encode()) == boundaries
+    True
+    """
+
+    documents: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
+    placement: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.documents[-1]
+
+    def encode(self) -> tuple[int, ...]:
+        """All of it as whole numbers."""
+        sizes = len(self.documents), len(self.placement)
+        return (*sizes, *self.documents, *self.placement, *(end for block in self.blocks for end in block))
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Boundaries:
+        size, placed, *ends = numbers
+        blocks = ends[size + placed :]
+        pairs = tuple(zip(blocks[::2], blocks[1::2], strict=True))
+        return cls(tuple(ends[:size]), pairs, tuple(ends[size : size + placed]))
+
+    def apply(self, mask: Mask) -> Mask:
+        """``mask``, within these documents and with these blocks."""
+        return replace(mask, documents=self.documents if len(self.documents) > 2 else None, blocks=self.blocks)
+
+    def __str__(self) -> str:
+        packed = f", documents {self.documents}" if len(self.documents) > 2 else ""
+        placed = f", placed by {self.placement}" if self.placement else ""
+        return f"{self.length} tokens{packed}{placed}" + (f", blocks {self.blocks}" if self.blocks else "")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, in proportion to
+    ``shares`` (equally without), and ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``:
+    whether parts may fetch keys on demand instead of running the plan, or the rule that decides.
+
+    >>> split = Split(Plan.parse("1x2"), 2)
+    >>> split.layout_of(Boundaries((0, 7))).table
+    (((0, 2), (6, 2)), ((2, 2), (4, 2)))
+    """
+
+    plan: Plan
+    world: int
+    layout: str = "zones"
+    shares: tuple[float, ...] = ()
+    sparse: bool | Rule = True
+    in_rank_order: bool = False
+
+    @cached_property
+    def _levels(self) -> list[ZoneLevel]:
+        levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.world)]
+        return [level.in_rank_order() for level in levels] if self.in_rank_order else levels
+
+    def layout_of(self, boundaries: Boundaries) -> Layout:
+        return make_layout(self.layout, self._levels, boundaries.placement or boundaries.documents)
+
+    def __str__(self) -> str:
+        """What all ranks must have in common."""
+        text = f"plan {self.plan}, {self.layout}"
+        if self.sparse is not True:
+            text += f", direct {self.sparse}" if self.sparse else ", sparse=False"
+        text += f", shares {self.shares}" if self.shares else ""
+        return text + (", windows=True" if self.in_rank_order else "")
+
+
+@dataclass(frozen=True)
+class Problem(ABC):
+    """One call of some kind on a sequence with these ``boundaries``: all that its compiled form depends on, apart from
+    how the sequence is split. Each kind of call is a subclass in a file of its own, which says what it compiles to;
+    `attention` is the first.
+
+    ``dtype`` is that of the tensors, ``wire`` that of messages, as torch names them.
+    """
+
+    boundaries: Boundaries
+    batch: int
+    dtype: str = "float32"
+    wire: str = ""
+
+    @property
+    def length(self) -> int:
+        return self.boundaries.length
+
+    @property
+    @abstractmethod
+    def passes(self) -> tuple[Pass, Pass]:
+        """The forward and the backward pass."""
+
+    @abstractmethod
+    def parts(self, split: Split, layout: Layout, rank: int) -> tuple[Part, ...]:
+        """What the call runs on one rank: programs with their sizes, from the outermost zone inwards. Raises
+        ``ValueError`` if the plan cannot run it."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, wire {self.wire or self.dtype}, {self.boundaries}"
