@@ -3,7 +3,7 @@
 >>> from startrail.geometry.zones import ZoneLevel, make_layout
 >>> plan, documents = Plan.parse("1x2/1x2"), (0, 40, 48, 56, 60, 64, 68, 72)
 >>> layout = make_layout("zones", [ZoneLevel(*level) for level in plan.zone_levels(4)], documents)
->>> sizes = Sizes(plan, layout.local, batch=1, q_heads=4, kv_heads=4, head_dim=8)
+>>> sizes = Sizes(plan, layout.largest, batch=1, q_heads=4, kv_heads=4, head_dim=8)
 >>> print(explain(plan, layout, 0, Mask(causal=True, documents=documents), sizes))
 72 tokens in 7 documents on 4 ranks: 18 per rank, 0.0 % padding, busiest rank 1.03 x the mean work if causal
 tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
@@ -32,16 +32,19 @@ def explain(plan: Plan, layout: Layout, rank: int, mask: Mask, sizes: Sizes, spa
     documents, world = mask.documents or (0, layout.length), layout.world
     work = work_by_rank(layout, documents)
     number = len(documents) - 1
-    padding = layout.local * world / layout.length - 1
+    padding = sum(layout.counts) / layout.length - 1
+    least, most = min(layout.counts), layout.largest
+    per_rank = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     lines = [
         f"{layout.length:,} tokens in {number:,} document{'s' if number > 1 else ''} on {world} "
-        f"rank{'s' if world > 1 else ''}: {layout.local:,} per rank, {100 * padding:.1f} % padding, busiest rank "
+        f"rank{'s' if world > 1 else ''}: {per_rank} per rank, {100 * padding:.1f} % padding, busiest rank "
         f"{max(work) * world / sum(work):.2f} x the mean work if causal",
         f"{f'tokens of rank {rank}':22s} ranks  runs     sent per rank by level, forward + backward",
     ]
     routes = route_of(plan, layout, rank, mask, sizes, sparse)
     for route in routes:
-        share = f"{route.zone.tokens:,} ({100 * route.zone.tokens / layout.local:.0f} %)"
+        tokens = route.zone.counts[route.member]
+        share = f"{tokens:,} ({100 * tokens / max(layout.counts[rank], 1):.0f} %)"
         lines.append(f"{share:22s} {route.zone.size:<6d} {_program(route):8s} {_sent(route)}")
     rules = {str(sparse) if route.by_rule else "by bytes, outermost level first" for route in routes if _chosen(route)}
     lines += [f"{plan} or direct: {rule}" for rule in sorted(rules)]

@@ -22,7 +22,7 @@ from startrail.schedule.values import FORWARD, PASSES, Pass, Piece
 def prove_batch(plan: Plan, layout: Layout, mask: Mask, sparse: bool = True) -> list[str]:
     """Raise ``ScheduleError`` unless both passes of a call pass every check. Returns the plans of rank 0's zones."""
     heads = 2 * plan.heads * plan.groups
-    sizes = Sizes(plan, layout.local, batch=1, q_heads=heads, kv_heads=heads, head_dim=3)
+    sizes = Sizes(plan, layout.largest, batch=1, q_heads=heads, kv_heads=heads, head_dim=3)
     routes = [route_of(plan, layout, rank, mask, sizes, sparse) for rank in range(layout.world)]
     for rank, of_rank in enumerate(routes):
         for route in of_rank:

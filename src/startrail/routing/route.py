@@ -97,7 +97,7 @@ def zone_route(
 ) -> ZoneRoute:  # fmt: skip
     """The route of a zone, as its first rank has it if it has no larger zone."""
     inner = plan.inside(zone.level)
-    of_zone = replace(sizes, plan=inner, local=zone.tokens)
+    of_zone = replace(sizes, plan=inner, local=zone.largest)
     plan_bytes = direct_bytes = None
     if not inner.family.by_mask:
         plan_bytes = _plan_bytes(of_zone, zone.size)
@@ -138,6 +138,9 @@ def fetches_in(plan: Plan, zone: Zone, length: int, mask: Mask) -> Fetches:
 
 def is_narrow(zone: Zone, length: int, mask: Mask) -> bool:
     """True if no rank of the zone sees more than half of the other ranks' tokens, or ``NARROW`` times its own."""
-    most = min(NARROW, (zone.size - 1) / 2) * zone.tokens
-    needed = (needed_keys(mask, zone.runs_of((member,), length), length) for member in range(zone.size))
-    return all(sum(count for _, count in runs) <= most for runs in needed)
+    inside = sum(zone.counts)
+    for member, own in enumerate(zone.counts):
+        needed = needed_keys(mask, zone.runs_of((member,), length), length)
+        if sum(count for _, count in needed) > min(NARROW * own, (inside - own) / 2):
+            return False
+    return True
