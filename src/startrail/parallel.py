@@ -185,7 +185,7 @@ class SequenceParallel:
         layout = self._runtime.layout_of(boundaries)
         wire = dtype if self.wire_dtype is None else self.wire_dtype
         sizes = Sizes(
-            self.plan, layout.local, batch, heads, heads if kv_heads is None else kv_heads, head_dim, dtype.itemsize,
+            self.plan, layout.largest, batch, heads, heads if kv_heads is None else kv_heads, head_dim, dtype.itemsize,
             wire.itemsize,
         )  # fmt: skip
         mask = boundaries.apply(read_mask(causal, window, chunk))

@@ -73,8 +73,8 @@ class Sequence:
 
     @property
     def local(self) -> int:
-        """The number of tokens that every rank holds, padding included."""
-        return self._layout.local
+        """The number of tokens that this rank holds, padding included."""
+        return self._layout.counts[self.sp.rank]
 
     @property
     def documents(self) -> Tensor:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from startrail.geometry.distributions import document_lengths
-from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
+from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag, zigzag_runs
 from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
 from startrail.routing.work import work_by_rank
 from startrail.schedule.plan import Plan
@@ -14,13 +14,13 @@ from tests.helpers import FULL
 PLANS = [("u1", 1), ("1x2", 2), ("u3", 3), ("2x1/u2", 4), ("u2/1x2", 4), ("u2/1x2/u2", 8), ("star2/u2", 16)]
 
 
-def layout_of(name, text, world, documents):
-    return make_layout(name, [ZoneLevel(*level) for level in Plan.parse(text).zone_levels(world)], documents)
+def layout_of(name, text, world, documents, shares=None):
+    return make_layout(name, [ZoneLevel(*level) for level in Plan.parse(text).zone_levels(world)], documents, shares)
 
 
 def check_ownership(layout, plan, world):
-    """Every token has one owner, all ranks hold equally many, and the tokens of shards can be sorted by position."""
-    assert all(sum(count for _, count in runs) == layout.local for runs in layout.table)
+    """Every token has one owner, and the tokens of shards can be sorted by position."""
+    assert layout.world == world
     owned = [p for rank in range(world) for start, count in layout.runs(rank) for p in range(start, start + count)]
     assert sorted(owned) == list(range(layout.length))
     for zone in layout.zones:
@@ -28,15 +28,15 @@ def check_ownership(layout, plan, world):
         for shard in range(inside.num_shards):
             members = inside.shard_ranks(shard)
             chunk, places = zone.places(members)
-            tokens = [None] * (zone.tokens * len(members))
+            tokens = [None] * sum(zone.counts[member] for member in members)
             for member, at in zip(members, places, strict=True):
                 own = [p for start, count in zone.runs[member] for p in range(start, start + count)]
                 for index, place in enumerate(at):
                     tokens[place * chunk : (place + 1) * chunk] = own[index * chunk : (index + 1) * chunk]
-            assert tokens == sorted(tokens), f"the tokens of shard {shard} are not sorted"
             runs = zone.runs_of(members, layout.length)
             real = [p for start, count in runs for p in range(start, start + count)]
-            assert real == [p for p in tokens if p < layout.length]
+            assert real == tokens[: len(real)], f"the tokens of shard {shard} are not sorted"
+            assert all(p >= layout.length for p in tokens[len(real) :]), "padding comes last"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,6 +45,7 @@ def check_ownership(layout, plan, world):
 def test_every_token_has_one_owner_and_shards_are_sorted(name, text, world, length):
     layout, plan = layout_of(name, text, world, (0, length)), Plan.parse(text)
     check_ownership(layout, plan, world)
+    assert set(layout.counts) == {layout.largest}
     (zone,) = layout.zones
     inside = plan.place(world, 0)
     for shard in range(inside.num_shards):
@@ -64,12 +65,121 @@ def test_zones_own_every_token_once(text, world):
         documents = tuple(sorted({0, length, *chance.choices(range(1, length), k=chance.choice([1, 4, length // 3]))}))
         layout = layout_of("zones", text, world, documents)
         check_ownership(layout, Plan.parse(text), world)
+        assert set(layout.counts) == {layout.largest}
         assert layout == layout_of("zones", text, world, documents), "the same documents have the same layout"
         for zone in layout.zones:  # whole documents
             for start, count in zone.runs_of(range(zone.size), length):
                 assert start in documents and start + count in documents
-        padding = layout.local * world - length
+        padding = layout.largest * world - length
         assert padding <= max(0.02 * length, sum(map(len, layout.table)))
+
+
+def random_shares(chance, world):
+    kind = chance.choice(["slow node", "any", "extreme"])
+    if kind == "slow node":
+        return [1.0] * (world // 2) + [0.5] * (world - world // 2)
+    if kind == "any":
+        return [chance.uniform(0.3, 3) for _ in range(world)]
+    return [10.0 ** chance.uniform(-300, 300) for _ in range(world)]
+
+
+@pytest.mark.parametrize("text, world", PLANS)
+def test_shares_divide_tokens_in_proportion(text, world):
+    slots = Plan.parse(text).slots(world)
+    for seed in range(60 if FULL else 20):
+        chance = random.Random(seed)
+        length, shares = chance.choice([1, 3, 17, 1001]), random_shares(chance, world)
+        if len(set(shares)) == 1:
+            continue
+        exact = [length * share / sum(shares) for share in shares]
+        for name in LAYOUTS:
+            layout = layout_of(name, text, world, (0, length), shares)
+            check_ownership(layout, Plan.parse(text), world)
+            assert sum(layout.counts) == length, "nothing is padded"
+            assert all(abs(count - share) < 1.001 for count, share in zip(layout.counts, exact, strict=True))
+        zigzag_layout = layout_of("zigzag", text, world, (0, length), shares)
+        in_order = [layout_runs for _, layout_runs in sorted(zip(slots, zigzag_layout.table, strict=True))]
+        first, second = 0, length  # where the tokens of outer slots end and begin
+        for runs in in_order:
+            tokens = sum(count for _, count in runs)
+            early, late = -(-tokens // 2), tokens // 2
+            second -= late
+            assert runs == tuple((start, count) for start, count in ((first, early), (second, late)) if count)
+            first += early
+
+
+@pytest.mark.parametrize("text, world", PLANS)
+def test_zones_divide_tokens_and_work_in_proportion_to_shares(text, world):
+    for seed in range(20 if FULL else 5):
+        chance = random.Random(seed)
+        length, shares = chance.choice([3, 17, 100, 500]), random_shares(chance, world)
+        documents = tuple(sorted({0, length, *chance.choices(range(1, length), k=chance.choice([1, 4, length // 3]))}))
+        layout = layout_of("zones", text, world, documents, shares)
+        check_ownership(layout, Plan.parse(text), world)
+        for zone in layout.zones:  # whole documents
+            for start, count in zone.runs_of(range(zone.size), length):
+                assert start in documents and start + count in documents
+            weight = sum(shares[zone.first : zone.first + zone.size])
+            for share, count in zip(shares[zone.first :], zone.counts, strict=False):
+                assert zone.size == 1 or abs(count - sum(zone.counts) * share / weight) <= 2
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "agents"])
+@pytest.mark.parametrize("text, world", [("1x8", 8), ("u4/1x8", 32), ("u8/1x8", 64)])
+def test_zones_balance_work_in_proportion_to_shares(kind, text, world):
+    shares = [1.0] * (world - 8) + [0.5] * 4 + [0.9] * 4
+    lengths = document_lengths(kind, world * 16384, seed=1)
+    documents = (0, *(sum(lengths[: i + 1]) for i in range(len(lengths))))
+    layout = layout_of("zones", text, world, documents, shares)
+    work = work_by_rank(layout, documents)
+    for rank, share in enumerate(shares):
+        assert work[rank] <= 1.05 * sum(work) * share / sum(shares)
+        assert layout.counts[rank] <= 1.02 * documents[-1] * share / sum(shares)
+
+
+@pytest.mark.parametrize("text, world", PLANS)
+def test_equal_shares_change_nothing(text, world):
+    for seed in range(10):
+        chance = random.Random(seed)
+        length = chance.choice([3, 17, 100, 500])
+        documents = tuple(sorted({0, length, *chance.choices(range(1, length), k=chance.choice([1, 4, length // 3]))}))
+        for name in ("zones", *LAYOUTS):
+            given = layout_of(name, text, world, documents, [chance.uniform(0.1, 9)] * world)
+            assert given == layout_of(name, text, world, documents)
+
+
+def test_tokens_that_cannot_be_divided_are_dealt_in_turn():
+    for seed in range(100):
+        chance = random.Random(seed)
+        weights = [chance.choice([1, 1, 2, 5, 1000]) for _ in range(chance.randint(1, 9))]
+        documents, length = [], 0
+        for _ in range(chance.randint(1, 40)):
+            documents.append((length, chance.choice([1, 2, 3, chance.randint(1, 200)])))
+            length += documents[-1][1]
+            held = [sum(count for _, count in runs) for runs in zigzag_runs(documents, weights)]
+            assert sum(held) == length
+            for own, weight in zip(held, weights, strict=True):
+                assert abs(own - length * weight / sum(weights)) < 2
+
+
+@pytest.mark.parametrize(
+    "shares, message",
+    [
+        ((1, 1), "got 2 shares for 4 ranks"),
+        ((1, 1, 0, 1), "the share of rank 2 is 0.0"),
+        ((1, 1, 1, -2), "the share of rank 3 is -2.0"),
+        ((1, float("nan"), 1, 1), "the share of rank 1 is nan"),
+        ((float("inf"), 1, 1, 1), "the share of rank 0 is inf"),
+        ((10**400, 1, 1, 1), "shares must be numbers"),
+        ("fast", "got 'fast'"),
+        (7, "got 7"),
+    ],
+)
+def test_invalid_shares_raise(shares, message):
+    for name in ("zones", *LAYOUTS):
+        for documents in ((0, 9), (0, 4, 9)):
+            with pytest.raises(ValueError, match=message):
+                layout_of(name, "u2/1x2", 4, documents, shares)
 
 
 @pytest.mark.parametrize("kind", ["pretraining", "agents"])
@@ -82,7 +192,7 @@ def test_zones_balance_work_and_tokens(kind, text, world):
         work = work_by_rank(layout, documents)
         assert sum(work) == sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(documents))
         assert max(work) <= 1.05 * sum(work) / world
-        assert layout.local <= 1.02 * per_rank
+        assert layout.largest <= 1.02 * per_rank
 
 
 def test_placing_4000_documents_on_64_ranks_takes_less_than_20_ms_of_cpu():

@@ -52,7 +52,7 @@ def test_bytes_are_those_of_the_routes_and_every_rank_ends(cluster, documents, w
     for text in PLANS:
         plan = Plan.parse(text)
         priced, lanes = SparseCall(cluster, plan, call), len(plan.levels)
-        sizes = replace(call.sizes(plan, 8), local=priced.layout.local)
+        sizes = replace(call.sizes(plan, 8), local=priced.layout.largest)
         for pass_ in PASSES:
             for rank, tasks in enumerate(priced.tasks(pass_)):
                 routes = route_of(plan, priced.layout, rank, priced.mask, sizes)

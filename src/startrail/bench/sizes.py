@@ -15,7 +15,7 @@ from startrail.schedule.sizes import Sizes
 def piece_sizes(plan: Plan, machine: Machine, work: Workload) -> dict[str, int]:
     """Bytes of a whole piece by kind. Raises ``ValueError`` if the plan cannot run this work on this machine."""
     plan.check_world(machine.world)
-    local = zigzag(range(machine.world), work.length).local
+    local = zigzag(range(machine.world), work.length).largest
     return Sizes(plan, local, work.batch, work.q_heads, work.kv_heads, work.head_dim).by_kind
 
 

@@ -100,7 +100,7 @@ class Attention(Problem):
     def part(self, split: Split, layout: Layout, zone: Zone) -> AttentionPart:
         """What a zone runs, as its first rank has it if it has no larger zone."""
         inner, levels, mask = split.plan.inside(zone.level), len(split.plan.levels), self.visible
-        sizes, keep_own = self.sizes(split.plan, layout.local), split.plan.keeps_exchanged
+        sizes, keep_own = self.sizes(split.plan, layout.largest), split.plan.keeps_exchanged
         of_zone = _for_zone(sizes, inner, zone, None)
         plan_bytes = () if inner.family.by_demand else _plan_bytes(of_zone, zone.size)
         whole = AttentionPart(
@@ -151,7 +151,7 @@ def _plan_bytes(sizes: Sizes, ranks: int) -> ByLevel:
 
 def _is_narrow(zone: Zone, needed: Sequence[Runs]) -> bool:
     """True if no rank of the zone sees more than half of the other ranks' tokens, or ``NARROW`` times its own."""
-    most = min(NARROW, (zone.size - 1) / 2) * max(zone.counts)
+    most = min(NARROW, (zone.size - 1) / 2) * zone.largest
     return all(sum(count for _, count in runs) <= most for runs in needed)
 
 

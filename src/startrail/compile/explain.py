@@ -42,10 +42,9 @@ def explain(call: CompiledCall) -> str:
         f"{f'tokens of rank {call.rank}':22s} ranks  runs     sent per rank by level, forward + backward",
     ]
     rules = set()
-    local = sum(_counts(layout.table[call.rank]))
     for part in call.parts:
         assert isinstance(part, AttentionPart)
-        share = f"{part.tokens:,} ({100 * part.tokens / local:.0f} %)"
+        share = f"{part.tokens:,} ({100 * part.tokens / layout.counts[call.rank]:.0f} %)"
         runs = "alone" if part.zone.size == 1 else str(part.chosen)
         lines.append(f"{share:22s} {part.zone.size:<6d} {runs:8s} {_sent(part)}")
         if part.plan_bytes and part.demand_bytes is not None:  # there were two ways
@@ -54,13 +53,9 @@ def explain(call: CompiledCall) -> str:
     return "\n".join(lines)
 
 
-def _counts(runs: Sequence[tuple[int, int]]) -> list[int]:
-    return [count for _, count in runs]
-
-
 def _per_rank(layout: Layout) -> str:
-    held = [sum(_counts(runs)) for runs in layout.table]
-    return f"{held[0]:,}" if min(held) == max(held) else f"{min(held):,} to {max(held):,}"
+    least, most = min(layout.counts), layout.largest
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _sent(part: AttentionPart) -> str:

@@ -92,7 +92,8 @@ class Split:
         return [level.in_rank_order() for level in levels] if self.in_rank_order else levels
 
     def layout_of(self, boundaries: Boundaries) -> Layout:
-        return make_layout(self.layout, self._levels, boundaries.placement or boundaries.documents)
+        documents = boundaries.placement or boundaries.documents
+        return make_layout(self.layout, self._levels, documents, self.shares or None)
 
     def __str__(self) -> str:
         """What all ranks must have in common."""

@@ -126,8 +126,8 @@ class Case:
         if self.plan != "auto":
             plan = Plan.parse(self.plan)
             levels = [ZoneLevel(*level) for level in plan.zone_levels(self.world)]
-            local = make_layout(self.layout, levels, self.documents or (0, self.length)).local
-            Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
+            layout = make_layout(self.layout, levels, self.documents or (0, self.length))
+            Sizes(plan, layout.largest, self.batch, self.q_heads, self.kv_heads, self.head_dim)
 
     @property
     def mask(self) -> Mask:

@@ -319,13 +319,13 @@ class Runtime:
         try:
             check_tensors(q, k, v)
             kernel = kernel_for(q.device, q.dtype, max(q.shape[3], v.shape[3]), call.softcap)
-            if q.shape[2] != layout.local:
+            local = layout.counts[geometry.rank]
+            if q.shape[2] != local:
                 hint = "shard with sequence.shard(), which pads"
-                if q.shape[1] == layout.local:
-                    fix = "transpose(1, 2) makes them (batch, heads, tokens, dim)"
-                    hint = f"these look like (batch, tokens, heads, dim): {fix}"
+                if q.shape[1] == local:
+                    hint = "these look like (batch, tokens, heads, dim): transpose(1, 2) swaps tokens and heads"
                 raise ValueError(
-                    f"length {layout.length} on {layout.world} ranks gives {layout.local} local tokens per rank "
+                    f"length {layout.length} on {layout.world} ranks gives {local} local tokens per rank "
                     f"({settings.layout}), but this rank has {q.shape[2]}; {hint}"
                 )
             routes = self.routes(geometry, q, k, v, call.mask)

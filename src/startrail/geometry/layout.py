@@ -2,32 +2,40 @@
 
 A run is (first position, count). A rank's runs all lie in *zones*: groups of ranks that share tokens. ``zigzag`` and
 ``contiguous`` make one zone of all ranks; `zones` makes several, so that short documents stay on few ranks. Within a
-zone a rank's tokens are sorted by position and padded to the same number on every rank; positions beyond the sequence
-are padding. A rank holds the tokens of its zones one zone after the other, the largest zone first.
+zone a rank's tokens are sorted by position. A rank holds the tokens of its zones one zone after the other, the largest
+zone first. Positions beyond the sequence are padding.
 
 ``zigzag`` cuts 2P chunks and gives slot i the chunks i and 2P-1-i, so that under a causal mask all ranks have equal
 work in every block; ``contiguous`` cuts P chunks. A rank's slot is its position in token order (``Plan.slots``). Ranks
 that split a shard by heads have adjacent slots, so that their tokens together form as few runs as those of one rank.
 
+All ranks hold equally many tokens, for which some are padded, unless ``shares`` says otherwise: one positive number per
+rank. Tokens are then cut in proportion. A rank whose share is less than a token may hold none.
+
 >>> layout = zigzag(slots=(0, 1), length=7)
->>> layout.table, layout.local
-((((0, 2), (6, 2)), ((2, 2), (4, 2))), 4)
+>>> layout.table, layout.counts
+((((0, 2), (6, 2)), ((2, 2), (4, 2))), (4, 4))
 >>> layout.runs(0)            # rank 0 owns 0, 1 and 6; 7 is padding
 ((0, 2), (6, 1))
 >>> layout.runs(0, 1)         # both ranks together
 ((0, 7),)
 >>> layout.positions(0)       # padding repeats the last position, which stays valid as an index
 [0, 1, 6, 6]
+>>> zigzag((0, 1), 9, shares=(2, 1)).table
+(((0, 3), (6, 3)), ((3, 2), (5, 1)))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from itertools import accumulate, pairwise
+from math import gcd, isfinite
 
 Runs = tuple[tuple[int, int], ...]
+
+FULL_SHARE = 1 << 40  # the weight of the largest share, if shares differ
 
 
 @dataclass(frozen=True)
@@ -44,14 +52,14 @@ class Zone:
         return len(self.runs)
 
     @cached_property
-    def tokens(self) -> int:
-        """Tokens per rank, padding included."""
-        return sum(count for _, count in self.runs[0])
-
-    @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tokens of each rank, padding included."""
+        """Tokens of each member, padding included."""
         return tuple(sum(count for _, count in runs) for runs in self.runs)
+
+    @property
+    def largest(self) -> int:
+        """The most tokens that a member holds."""
+        return max(self.counts)
 
     def runs_of(self, members: Iterable[int], length: int) -> Runs:
         """Runs of real tokens that these members hold together, sorted by position; adjacent runs are merged."""
@@ -64,21 +72,21 @@ class Zone:
         >>> zigzag(range(4), length=16).zones[0].places([0, 1])     # they hold 0, 1, 14, 15 and 2, 3, 12, 13
         (2, ((0, 3), (1, 2)))
         """
-        chunk = gcd(*(count for member in members for _, count in self.runs[member]))
-        chunks = [
-            [at for start, count in self.runs[member] for at in range(start, start + count, chunk)]
-            for member in members
-        ]
-        owned = sorted((at, index, i) for index, own in enumerate(chunks) for i, at in enumerate(own))
-        places = [[0] * len(own) for own in chunks]
-        for place, (_, index, i) in enumerate(owned):
-            places[index][i] = place
+        chunk = gcd(*(count for member in members for _, count in self.runs[member])) or 1
+        places: list[list[int]] = [[] for _ in members]
+        runs = sorted(
+            (start, index, count) for index, member in enumerate(members) for start, count in self.runs[member]
+        )
+        place = 0
+        for _, index, count in runs:
+            places[index] += range(place, place + count // chunk)
+            place += count // chunk
         return chunk, tuple(map(tuple, places))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``zones`` of one sequence of ``length`` tokens, the largest first. All ranks have equally many tokens."""
+    """``zones`` of one sequence of ``length`` tokens, the largest first. Every rank is in at least one."""
 
     length: int
     zones: tuple[Zone, ...]
@@ -102,9 +110,14 @@ class Layout:
         return tuple(map(tuple, table))
 
     @cached_property
-    def local(self) -> int:
-        """Tokens per rank, padding included."""
-        return sum(count for _, count in self.table[0])
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank, padding included."""
+        return tuple(sum(count for _, count in runs) for runs in self.table)
+
+    @property
+    def largest(self) -> int:
+        """The most tokens that a rank holds."""
+        return max(self.counts)
 
     def zones_of(self, rank: int) -> Iterator[tuple[Zone, int]]:
         """The zones of a rank, each with the local index at which its tokens begin."""
@@ -112,7 +125,7 @@ class Layout:
         for zone in self.zones:
             if zone.first <= rank < zone.first + zone.size:
                 yield zone, start
-                start += zone.tokens
+                start += zone.counts[rank - zone.first]
 
     def runs(self, *ranks: int) -> Runs:
         """Runs of real tokens that these ranks hold together, sorted by position; adjacent runs are merged."""
@@ -138,19 +151,86 @@ def joined(runs: Iterable[tuple[int, int]], length: int) -> Runs:
     return tuple(merged)
 
 
-def zigzag(slots: Sequence[int], length: int) -> Layout:
+def weights_of(shares: Sequence[float] | None, world: int) -> tuple[int, ...]:
+    """The shares of ``world`` ranks as whole numbers, so that all machines cut alike; all 1 if the shares are equal.
+
+    >>> weights_of((0.5, 0.5), world=2), weights_of((1, 0.5), world=2) == (FULL_SHARE, FULL_SHARE // 2)
+    ((1, 1), True)
+    """
+    if shares is None:
+        return (1,) * world
+    try:
+        numbers = [float(share) for share in shares]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"shares must be numbers, one per rank; got {shares!r}") from None
+    if len(numbers) != world:
+        raise ValueError(f"got {len(numbers)} shares for {world} ranks: pass one positive number per rank")
+    for rank, number in enumerate(numbers):
+        if not (isfinite(number) and number > 0):
+            raise ValueError(f"the share of rank {rank} is {number}, which is not a positive finite number")
+    most = max(numbers)
+    if min(numbers) == most:
+        return (1,) * world
+    return tuple(max(1, round(number / most * FULL_SHARE)) for number in numbers)
+
+
+def zigzag_runs(
+    documents: Iterable[tuple[int, int]], weights: Sequence[int]
+) -> list[list[tuple[int, int]]]:  # fmt: skip
+    """Cut each document (first position, count) over all slots: chunks i and 2S-1-i for slot i, in proportion to its
+    weight. A token that cannot be divided goes to the slot that is owed most so far.
+
+    >>> zigzag_runs([(0, 5), (5, 2)], weights=(1, 1, 2))
+    [[(0, 1), (5, 1)], [(1, 1)], [(2, 2), (4, 1), (6, 1)]]
+    """
+    total, size = sum(weights), len(weights)
+    runs: list[list[tuple[int, int]]] = [[] for _ in weights]
+    held, dealt = [0] * size, 0
+    for start, count in documents:
+        sizes = [count * weight // total for weight in weights]
+        dealt += count
+        held = [before + more for before, more in zip(held, sizes, strict=True)]
+        owed = [dealt * weight - total * own for weight, own in zip(weights, held, strict=True)]
+        most_owed = sorted(range(size), key=lambda slot: -owed[slot])
+        for slot in most_owed[: count - sum(sizes)]:
+            sizes[slot] += 1
+            held[slot] += 1
+        chunks = [(slot, (sizes[slot] + 1) // 2) for slot in range(size)]
+        chunks += [(slot, sizes[slot] // 2) for slot in reversed(range(size))]
+        for slot, tokens in chunks:
+            if tokens:
+                runs[slot].append((start, tokens))
+                start += tokens
+    return runs
+
+
+def zigzag(slots: Sequence[int], length: int, shares: Sequence[float] | None = None) -> Layout:
     """Chunks i and 2P-1-i for slot i. One rank has nothing to balance, so its sequence is not padded."""
-    world = len(slots)
+    world, weights = len(slots), weights_of(shares, len(slots))
     if world == 1:
         return contiguous(slots, length)
+    if len(set(weights)) > 1:
+        by_slot = zigzag_runs([(0, length)], in_slot_order(weights, slots))
+        return Layout(length, (Zone(0, 0, tuple(tuple(by_slot[slot]) for slot in slots)),))
     chunk = -(-length // max(2 * world, 1))
     pairs = ((slot * chunk, (2 * world - 1 - slot) * chunk) for slot in slots)
     return Layout(length, (Zone(0, 0, tuple(((first, chunk), (second, chunk)) for first, second in pairs)),))
 
 
-def contiguous(slots: Sequence[int], length: int) -> Layout:
+def contiguous(slots: Sequence[int], length: int, shares: Sequence[float] | None = None) -> Layout:
+    """One chunk per rank, in the order of slots."""
+    weights = weights_of(shares, len(slots))
+    if len(set(weights)) > 1:
+        ends = [0, *(length * weight // sum(weights) for weight in accumulate(in_slot_order(weights, slots)))]
+        runs = [((start, stop - start),) if start < stop else () for start, stop in pairwise(ends)]
+        return Layout(length, (Zone(0, 0, tuple(runs[slot] for slot in slots)),))
     chunk = -(-length // max(len(slots), 1))
     return Layout(length, (Zone(0, 0, tuple(((slot * chunk, chunk),) for slot in slots)),))
 
 
-LAYOUTS: dict[str, Callable[[Sequence[int], int], Layout]] = {"zigzag": zigzag, "contiguous": contiguous}
+def in_slot_order(weights: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """The weight of each slot, given the weight and the slot of each rank."""
+    return [weight for _, weight in sorted(zip(slots, weights, strict=True))]
+
+
+LAYOUTS = {"zigzag": zigzag, "contiguous": contiguous}

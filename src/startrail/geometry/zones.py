@@ -3,7 +3,8 @@
 A document that fits a rank stays on a rank, one that fits a node is cut over the ranks of one node, and only what is
 too long for a node is cut over all of them. A cut document is cut separately, in zigzag order, so that the ranks of its
 zone share its work evenly. Ranks get equally many tokens (the rest is padding) and nearly equal work: a document that
-would put a rank more than ``TOKEN_SLACK`` or ``WORK_SLACK`` above the mean is cut over a larger zone instead.
+would put a rank more than ``TOKEN_SLACK`` or ``WORK_SLACK`` above the mean is cut over a larger zone instead. With
+``shares``, ranks get tokens and work in proportion to them.
 
 Here two nodes of two ranks hold documents of 8, 3, 2, 2 and 1 tokens. The longest is cut over all four ranks, the next
 over the two of one node, and the others stay whole:
@@ -23,7 +24,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from startrail.geometry.layout import LAYOUTS, Layout, Runs, Zone, contiguous, zigzag
+from startrail.geometry.layout import (
+    LAYOUTS,
+    Layout,
+    Zone,
+    contiguous,
+    in_slot_order,
+    weights_of,
+    zigzag,
+    zigzag_runs,
+)
 
 TOKEN_SLACK = 0.014  # how far a rank may exceed the mean
 WORK_SLACK = 0.045
@@ -56,100 +66,130 @@ def check_layout(name: str) -> None:
         raise ValueError(f"layout {name!r} is not one of {', '.join(LAYOUT_NAMES)}")
 
 
-def make_layout(name: str, levels: Sequence[ZoneLevel], documents: Sequence[int]) -> Layout:
-    """The layout called ``name`` of a sequence with these documents (cu_seqlens)."""
+def make_layout(
+    name: str, levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None
+) -> Layout:
+    """The layout called ``name`` of a sequence with these documents (cu_seqlens). ``shares``: one positive number per
+    rank, by default the same for all; tokens and work are divided in proportion."""
     if name == "zones" and len(documents) > 2:
-        return zoned(levels, documents)
-    return LAYOUTS["zigzag" if name == "zones" else name](levels[0].slots, documents[-1])
+        return zoned(levels, documents, shares)
+    return LAYOUTS["zigzag" if name == "zones" else name](levels[0].slots, documents[-1], shares)
 
 
-def zoned(levels: Sequence[ZoneLevel], documents: Sequence[int]) -> Layout:
+def zoned(levels: Sequence[ZoneLevel], documents: Sequence[int], shares: Sequence[float] | None = None) -> Layout:
     """The zones of packed documents. ``levels`` begins with all ranks and ends with single ranks."""
     length, world = documents[-1], len(levels[0].slots)
     if len(documents) <= 2:
-        return zigzag(levels[0].slots, length)
+        return zigzag(levels[0].slots, length, shares)
     if world == 1:
-        return contiguous(levels[0].slots, length)
-    whole = sorted((PackedDocument(stop - start, start) for start, stop in pairwise(documents)), reverse=True)
-    zones: list[Zone] = []
-    held = [0] * world  # tokens per rank so far
-    groups = [(0, whole)]  # the first rank of each zone of a level, and the documents inside
-    tokens, work = length / world, sum(document.tokens**2 for document in whole) / world
-    shared = [(0.0, 0.0)] * world  # tokens and work of what was cut
-    for depth, ((level, slots), inner) in enumerate(pairwise(levels), start=1):
-        parts: list[tuple[int, list[PackedDocument]]] = []
-        for first, inside in groups:
-            size, trials = len(inner.slots), []
-            for slack in dict.fromkeys((depth / (len(levels) - 1), 1.0)):  # the rest is left to the levels inside
-                max_tokens = size * (tokens * (1 + slack * TOKEN_SLACK) - shared[first][0])
-                max_work = size * (work * (1 + slack * WORK_SLACK) - shared[first][1])
-                trials.append(_divide(inside, len(slots) // size, max_tokens, max_work))
-            cut, shares = min(trials, key=lambda trial: sum(document.tokens for document in trial[0]))
-            if cut:
-                zones.append(_cut(level, first, slots, sorted(cut, key=lambda document: document.start), length))
-                more = [sum(d.tokens**power for d in cut) / len(slots) for power in (1, 2)]
-                for rank in range(first, first + len(slots)):
-                    held[rank] += zones[-1].tokens
-                    shared[rank] = shared[rank][0] + more[0], shared[rank][1] + more[1]
-            parts += [(first + index * len(inner.slots), share) for index, share in enumerate(shares)]
-        groups = parts
-    total = [held[rank] + sum(document.tokens for document in inside) for rank, inside in groups]
-    unit = max(total) // ROUNDING or 1
-    local = -(-max(total) // unit) * unit
-    for rank, inside in groups:
+        return contiguous(levels[0].slots, length, shares)
+    weights = weights_of(shares, world)
+    zones, groups = _cut_at_every_level(levels, documents, weights)
+    held = [sum(document.tokens for document in inside) for inside in groups]
+    for zone in zones:
+        for rank, tokens in enumerate(zone.counts, zone.first):
+            held[rank] += tokens
+    equal = len(set(weights)) == 1
+    counts = [_rounded_up(max(held) if equal else tokens) for tokens in held]
+    for rank, inside in enumerate(groups):
         runs = [(document.start, document.tokens) for document in sorted(inside, key=lambda document: document.start)]
-        padding = [(length, local - total[rank])] if local > total[rank] else []
-        if runs or padding:
+        padding = [(length, counts[rank] - held[rank])] if counts[rank] > held[rank] else []
+        if runs or padding or not held[rank]:
             zones.append(Zone(levels[-1].level, rank, ((*runs, *padding),)))
     return Layout(length, tuple(zones))
 
 
+def _rounded_up(tokens: int) -> int:
+    unit = tokens // ROUNDING or 1
+    return -(-tokens // unit) * unit
+
+
+def _cut_at_every_level(
+    levels: Sequence[ZoneLevel], documents: Sequence[int], weights: Sequence[int]
+) -> tuple[list[Zone], list[list[PackedDocument]]]:
+    """The zones of documents that are cut, and the whole documents of each rank."""
+    length, world, total = documents[-1], len(weights), sum(weights)
+    whole = sorted((PackedDocument(stop - start, start) for start, stop in pairwise(documents)), reverse=True)
+    zones: list[Zone] = []
+    groups = [whole]  # the documents inside of each zone of a level
+    tokens, work = length / total, sum(document.tokens**2 for document in whole) / total  # per unit of weight
+    shared = [(0.0, 0.0)] * world  # the same of what was cut, for each rank
+    for depth, ((level, slots), inner) in enumerate(pairwise(levels), start=1):
+        parts: list[list[PackedDocument]] = []
+        size = len(inner.slots)
+        for first, inside in zip(range(0, world, len(slots)), groups, strict=True):
+            members = weights[first : first + len(slots)]
+            inner_weights = [sum(members[at : at + size]) for at in range(0, len(slots), size)]
+            trials = []
+            for slack in dict.fromkeys((depth / (len(levels) - 1), 1.0)):  # the rest is left to the levels inside
+                max_tokens = tokens * (1 + slack * TOKEN_SLACK) - shared[first][0]
+                max_work = work * (1 + slack * WORK_SLACK) - shared[first][1]
+                trials.append(_divide(inside, [_Part(w, w * max_tokens, w * max_work) for w in inner_weights]))
+            cut, held = min(trials, key=lambda trial: sum(document.tokens for document in trial[0]))
+            if cut:
+                cut.sort(key=lambda document: document.start)
+                zones.append(_cut(level, first, slots, cut, members, length))
+                more = [sum(d.tokens**power for d in cut) / sum(members) for power in (1, 2)]
+                for rank in range(first, first + len(slots)):
+                    shared[rank] = shared[rank][0] + more[0], shared[rank][1] + more[1]
+            parts += held
+        groups = parts
+    return zones, groups
+
+
 def _divide(
-    documents: list[PackedDocument], parts: int, max_tokens: float, max_work: float
+    documents: list[PackedDocument], parts: list[_Part]
 ) -> tuple[list[PackedDocument], list[list[PackedDocument]]]:
-    """Divide documents, largest first, into ``parts`` of nearly equal tokens and work, and those to be cut instead.
+    """Divide documents, largest first, into ``parts`` of tokens and work in proportion to their weights. Returns those
+    to be cut instead, and those of each part.
 
     First each document goes to the part with the least work, until the rest has next to no work; that rest evens out
     the tokens. A document that fits no part is cut. It adds the same to every part, which leaves less for the whole
     documents of each; a part that has too much then swaps a document, or gives up the smallest one that helps.
     """
-    work = sum(d.tokens**2 for d in documents) / parts
-    limits = _Limits(max_tokens, max_work, parts)
-    bins = [_Part() for _ in range(parts)]
+    work = sum(d.tokens**2 for d in documents)
+    total, cut = sum(part.weight for part in parts), []
+
+    def cut_over_all(document: PackedDocument) -> None:
+        cut.append(document)
+        for part in parts:
+            part.max_tokens -= document.tokens * part.weight / total
+            part.max_work -= document.tokens**2 * part.weight / total
+
     heavy, rest = len(documents), 0
-    while heavy and rest + documents[heavy - 1].tokens ** 2 <= WORK_SLACK * work * parts / 4:
+    while heavy and rest + documents[heavy - 1].tokens ** 2 <= WORK_SLACK * work / 4:
         heavy -= 1
         rest += documents[heavy].tokens ** 2
-    least = [(0, index) for index in range(parts)]
+    least = [(0.0, index) for index in range(len(parts))]
     for document in documents[:heavy]:
         full = []
-        while least and not limits.allow(bins[least[0][1]], document):
+        while least and not parts[least[0][1]].has_room(document):
             full.append(heapq.heappop(least))
         if least:
-            part = bins[least[0][1]]
+            part = parts[least[0][1]]
             part.add(document)
-            heapq.heapreplace(least, (part.work, least[0][1]))
+            heapq.heapreplace(least, (part.work / part.weight, least[0][1]))
         else:
-            limits.cut(document)
+            cut_over_all(document)
         for entry in full:
             heapq.heappush(least, entry)
-    by_tokens = [(part.tokens, index) for index, part in enumerate(bins)]
+    by_tokens = [(part.tokens / part.weight, index) for index, part in enumerate(parts)]
     heapq.heapify(by_tokens)
     for document in documents[heavy:]:
         index = by_tokens[0][1]
-        bins[index].add(document)
-        heapq.heapreplace(by_tokens, (bins[index].tokens, index))
-    while too_full := [part for part in bins if part.documents and not limits.allow(part)]:
-        part = max(too_full, key=lambda part: (part.work / work, part.tokens))
-        if _swap(part, bins, limits):
+        parts[index].add(document)
+        heapq.heapreplace(by_tokens, (parts[index].tokens / parts[index].weight, index))
+    while too_full := [part for part in parts if part.documents and not part.has_room()]:
+        part = max(too_full, key=lambda part: (part.work / part.weight, part.tokens / part.weight))
+        if _swap(part, parts):
             continue
-        excess = max(part.tokens - limits.tokens, (max(part.work - limits.work, 0)) ** 0.5)
+        excess = max(part.tokens - part.max_tokens, (max(part.work - part.max_work, 0)) ** 0.5)
         at = next((i for i in reversed(range(len(part.documents))) if part.documents[i].tokens >= excess), 0)
-        limits.cut(part.remove(at))
-    return limits.documents, [part.documents for part in bins]
+        cut_over_all(part.remove(at))
+    return cut, [part.documents for part in parts]
 
 
-def _swap(part: _Part, parts: list[_Part], limits: _Limits) -> bool:
+def _swap(part: _Part, parts: list[_Part]) -> bool:
     """Make a part that has too much small enough by moving a document to another, for a smaller one or for none.
     Returns False if no such pair is found, or there are too many to try."""
     if len(part.documents) * sum(len(other.documents) for other in parts) > MAX_SWAPS:
@@ -162,10 +202,10 @@ def _swap(part: _Part, parts: list[_Part], limits: _Limits) -> bool:
             for place, back in enumerate([PackedDocument(0, 0), *other.documents]):
                 more, square = document.tokens - back.tokens, document.tokens**2 - back.tokens**2
                 if (
-                    0 < more <= limits.tokens - other.tokens
-                    and square <= limits.work - other.work
-                    and tokens + back.tokens <= limits.tokens
-                    and work + back.tokens**2 <= limits.work
+                    0 < more <= other.max_tokens - other.tokens
+                    and square <= other.max_work - other.work
+                    and tokens + back.tokens <= part.max_tokens
+                    and work + back.tokens**2 <= part.max_work
                 ):
                     if place:
                         part.add(other.remove(place - 1))
@@ -177,11 +217,16 @@ def _swap(part: _Part, parts: list[_Part], limits: _Limits) -> bool:
 
 
 class _Part:
-    """Whole documents of one part of a zone, largest first."""
+    """Whole documents of one part of a zone, largest first, and how many tokens and how much work they may have."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: int, max_tokens: float, max_work: float) -> None:
+        self.weight, self.max_tokens, self.max_work = weight, max_tokens, max_work
         self.documents: list[PackedDocument] = []
         self.tokens = self.work = 0
+
+    def has_room(self, more: PackedDocument | None = None) -> bool:
+        count = more.tokens if more else 0
+        return self.tokens + count <= self.max_tokens and self.work + count**2 <= self.max_work
 
     def add(self, document: PackedDocument) -> None:
         self.documents.append(document)
@@ -195,48 +240,20 @@ class _Part:
         return document
 
 
-class _Limits:
-    """How many tokens and how much work the whole documents of a part may have, given the ``documents`` cut so far."""
-
-    def __init__(self, tokens: float, work: float, parts: int) -> None:
-        self.tokens, self.work, self.parts = tokens, work, parts
-        self.documents: list[PackedDocument] = []
-
-    def allow(self, part: _Part, more: PackedDocument | None = None) -> bool:
-        count = more.tokens if more else 0
-        return part.tokens + count <= self.tokens and part.work + count**2 <= self.work
-
-    def cut(self, document: PackedDocument) -> None:
-        self.documents.append(document)
-        self.tokens -= document.tokens / self.parts
-        self.work -= document.tokens**2 / self.parts
-
-
-def _cut(level: int, first: int, slots: Sequence[int], documents: Sequence[PackedDocument], length: int) -> Zone:
-    """Cut each document over all ranks of a zone: chunks i and 2S-1-i for slot i. Chunks of a document differ by one
-    token at most; the longer ones are dealt out in turn, so that all ranks get equally many tokens in the end, or one
-    more, for which the others are padded."""
-    size = len(slots)
-    runs: list[list[tuple[int, int]]] = [[] for _ in slots]  # by slot
-    turn = 0  # the slot that gets the next longer chunk
-    for count, start in documents:
-        base, longer = divmod(count, 2 * size)
-        each, more = divmod(longer, size)
-        sizes = [base] * (2 * size)
-        for slot in range(size):
-            extra = each + ((slot - turn) % size < more)
-            sizes[slot] += extra > 0
-            sizes[2 * size - 1 - slot] += extra > 1
-        turn = (turn + more) % size
-        at = start
-        for chunk, tokens in enumerate(sizes):
-            if tokens:
-                runs[min(chunk, 2 * size - 1 - chunk)].append((at, tokens))
-                at += tokens
-    held = [sum(count for _, count in of_slot) for of_slot in runs]
-    longest = max(held)
-    padded: list[Runs] = [
-        tuple(of_slot) + (((length, longest - tokens),) if tokens < longest else ())
-        for of_slot, tokens in zip(runs, held, strict=True)
-    ]
-    return Zone(level, first, tuple(padded[slot] for slot in slots))
+def _cut(
+    level: int,
+    first: int,
+    slots: Sequence[int],
+    documents: Sequence[PackedDocument],
+    weights: Sequence[int],
+    length: int,
+) -> Zone:
+    """Cut each document over all ranks of a zone. If all have the same weight, they get equally many tokens in the end,
+    or one more, for which the others are padded."""
+    by_slot = zigzag_runs(((start, tokens) for tokens, start in documents), in_slot_order(weights, slots))
+    if len(set(weights)) == 1:
+        held = [sum(count for _, count in runs) for runs in by_slot]
+        for runs, tokens in zip(by_slot, held, strict=True):
+            if tokens < max(held):
+                runs.append((length, max(held) - tokens))
+    return Zone(level, first, tuple(tuple(by_slot[slot]) for slot in slots))

@@ -60,7 +60,7 @@ def batch_of(plan: Plan, world: int, mask: Mask, length: int) -> tuple[Layout, S
     documents = mask.documents or (0, length)
     layout = make_layout("zones", [ZoneLevel(*level) for level in plan.zone_levels(world)], documents)
     heads = ASSUMED_HEADS if ASSUMED_HEADS % (plan.heads * plan.groups) == 0 else plan.heads * plan.groups
-    return layout, Sizes(plan, layout.local, 1, heads, heads, ASSUMED_HEAD_DIM, itemsize=2)
+    return layout, Sizes(plan, layout.largest, 1, heads, heads, ASSUMED_HEAD_DIM, itemsize=2)
 
 
 def _zone_text(routes: list[ZoneRoute], ranks: list[int], pass_: Pass, columns: int, mask: Mask, length: int) -> str:

@@ -101,7 +101,7 @@ def compute_dense(length: int, heads: int, head_dim: int) -> None:
     layout, rank = zigzag(range(dist.get_world_size()), length), dist.get_rank()
     visible = tiles_of(Mask(causal=True), layout.runs(rank), ((0, length),))
     kernel, scale = kernel_for(torch.device("cpu"), torch.float32, head_dim), head_dim**-0.5
-    q, dout = torch.randn(2, 1, heads, layout.local, head_dim)
+    q, dout = torch.randn(2, 1, heads, layout.largest, head_dim)
     k, v = torch.randn(2, 1, heads, length, head_dim)
     result = kernel.forward(q, k, v, visible, scale)
     kernel.backward(dout, q, k, v, result.out, result.lse.float(), visible, scale)

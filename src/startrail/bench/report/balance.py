@@ -41,7 +41,7 @@ def balance_table(kinds: Sequence[str] = tuple(DISTRIBUTIONS)) -> str:
 def _line(plan: Plan, ranks: int, documents: list[int], name: str) -> str:
     layout = make_layout(name, [ZoneLevel(*level) for level in plan.zone_levels(ranks)], documents)
     work, mean = work_by_rank(layout, documents), documents[-1] / ranks
-    sizes = Sizes(plan, layout.local, 1, 32, 8, 128, itemsize=2)
+    sizes = Sizes(plan, layout.largest, 1, 32, 8, 128, itemsize=2)
     mask = Mask(causal=True, documents=tuple(documents))
     sent = [
         [sum(level) for level in zip(*(route.traffic(p) for p in PASSES for route in routes), strict=True)]
@@ -49,6 +49,6 @@ def _line(plan: Plan, ranks: int, documents: list[int], name: str) -> str:
     ]
     levels = " ".join(f"{sum(level) / ranks / 1e6:.1f}" for level in zip(*sent, strict=True))
     return (
-        f"{name:7s} {max(work) * ranks / sum(work):6.2f} {layout.local / mean:6.3f} "
-        f"{layout.local / mean - 1:8.1%}  {levels}"
+        f"{name:7s} {max(work) * ranks / sum(work):6.2f} {layout.largest / mean:6.3f} "
+        f"{layout.largest / mean - 1:8.1%}  {levels}"
     )

@@ -88,7 +88,7 @@ class SparseCall:
     def zones(self) -> tuple[tuple[ZoneRoute, TilePrices], ...]:
         """The route of every zone, and its prices."""
         call, layout = self.call, self.layout
-        sizes = replace(call.sizes(self.plan, self.cluster.world), local=layout.local)
+        sizes = replace(call.sizes(self.plan, self.cluster.world), local=layout.largest)
         routes = [zone_route(self.plan, zone, layout.length, self.mask, sizes, self.rule) for zone in layout.zones]
         return tuple((route, self._prices(route)) for route in routes)
 
@@ -104,7 +104,7 @@ class SparseCall:
             for member in range(route.zone.size):
                 rank = route.zone.first + member
                 found[rank].append((replace(route, start=held[rank], member=member), prices))
-                held[rank] += route.zone.tokens
+                held[rank] += route.zone.counts[member]
         return tuple(map(tuple, found))
 
     def tasks(self, pass_: Pass) -> list[list[Task]]:
@@ -142,7 +142,7 @@ class SparseCall:
         shares: Counter[tuple[int, str]] = Counter()
         for route, _ in self.zones:
             how = "alone" if route.zone.size == 1 else "direct" if route.fetches else f"by {route.chosen}"
-            shares[route.zone.size, how] += route.zone.tokens * route.zone.size
+            shares[route.zone.size, how] += sum(route.zone.counts)
         total = sum(shares.values())
         return ", ".join(
             f"{tokens / total:.0%} " + (how if ranks == 1 else f"over {ranks} ranks {how}")
