@@ -36,7 +36,7 @@ from startrail.schedule.plan import Plan, on_demand
 from startrail.schedule.program import Program, build_program, closed_form
 from startrail.schedule.proof import Contents, ScheduleError
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import PASSES, Pass, Piece
+from startrail.schedule.values import BACKWARD, PASSES, Pass, Piece
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element
 
@@ -222,7 +222,12 @@ class AttentionPart(Part):
 
     # --- the proof, token by token
 
-    def prove_tokens(self, rank: int) -> None:
+    def prove(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
+        self._prove_tokens(rank)
+        if self.demand is not None:
+            self._prove_gradients(rank, results[BACKWARD])
+
+    def _prove_tokens(self, rank: int) -> None:
         """The rank's queries see keys of their zone only, and of what they fetch on demand each key once."""
         own, seen = _tokens(self.zone.runs_of((self.member,), self.length)), self._seen(self.member)
         if outside := seen - set(_tokens(self.zone.runs_of(range(self.zone.size), self.length))):
@@ -236,10 +241,8 @@ class AttentionPart(Part):
         if wrong := set(fetched) ^ (seen - set(own)):
             raise ScheduleError(f"rank {rank} fetches a key that it does not see, or misses one: {sorted(wrong)[:8]}")
 
-    def prove_results(self, rank: int, pass_: Pass, results: Mapping[Piece, Contents]) -> None:
+    def _prove_gradients(self, rank: int, results: Mapping[Piece, Contents]) -> None:
         """Every own key got the gradients of all members that see it."""
-        if self.demand is None or pass_.is_forward:
-            return
         own = _tokens(self.zone.runs_of((self.member,), self.length))
         expected = dict.fromkeys(range(len(own)), 0)
         places = {key: index for index, key in enumerate(own)}

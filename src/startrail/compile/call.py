@@ -102,13 +102,10 @@ class Part(ABC):
                     sent[post.lane % self.levels] += nbytes // (program.place.num_heads if program.is_part(post) else 1)
         return tuple(sent)
 
-    # What `proof` checks beyond the programs themselves. Both raise ``ScheduleError``.
-
-    def prove_tokens(self, rank: int) -> None:
-        """Check that the program moves the tokens that the call needs."""
-
-    def prove_results(self, rank: int, pass_: Pass, results: Mapping[Piece, Contents]) -> None:
-        """Check what the results of this rank consist of in the end."""
+    @abstractmethod
+    def prove(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
+        """What only this kind of call can check, once its programs are proven: that they move and combine what the call
+        needs. ``results`` tells what each result consists of in the end. Raises ``ScheduleError``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ from startrail.schedule.plan import on_demand
 def explain(call: CompiledCall) -> str:
     """A table of the parts of an attention call on its rank."""
     layout, documents = call.layout, call.problem.boundaries.documents
-    work, number, held = work_by_rank(layout, documents), len(documents) - 1, sum(map(sum, map(_counts, layout.table)))
+    work, number, held = work_by_rank(layout, documents), len(documents) - 1, sum(layout.counts)
     lines = [
         f"{layout.length:,} tokens in {number:,} document{'s' if number > 1 else ''} on {layout.world} "
         f"rank{'s' if layout.world > 1 else ''}: {_per_rank(layout)} per rank, "

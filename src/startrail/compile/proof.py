@@ -14,24 +14,24 @@ from startrail.compile.call import Part, compile_call
 from startrail.compile.problem import Problem, Split
 from startrail.geometry.layout import Layout
 from startrail.schedule.program import Program
-from startrail.schedule.proof import ScheduleError, prove_parts
-from startrail.schedule.values import Pass
+from startrail.schedule.proof import Contents, ScheduleError, prove_parts
+from startrail.schedule.values import Pass, Piece
 
 
 def prove_call(problem: Problem, split: Split, layout: Layout | None = None) -> list[str]:
     """Raise ``ScheduleError`` unless both passes of a call pass every check. Returns the plans of rank 0's parts."""
     layout = layout or split.layout_of(problem.boundaries)
     calls = [compile_call(problem, split, rank, layout) for rank in range(split.world)]
-    for call in calls:
-        for part in call.parts:
-            part.prove_tokens(call.rank)
+    results: dict[Pass, list[list[dict[Piece, Contents]]]] = {}
     for pass_ in problem.passes:
         programs = [[part.program(pass_) for part in call.parts] for call in calls]
-        results = prove_parts(programs)
-        for call, of_rank, found in zip(calls, programs, results, strict=True):
-            for part, program, contents in zip(call.parts, of_rank, found, strict=True):
+        results[pass_] = prove_parts(programs)
+        for call, of_rank in zip(calls, programs, strict=True):
+            for part, program in zip(call.parts, of_rank, strict=True):
                 _check_bytes(part, program, pass_)
-                part.prove_results(call.rank, pass_, contents)
+    for call in calls:
+        for number, part in enumerate(call.parts):
+            part.prove(call.rank, {pass_: results[pass_][call.rank][number] for pass_ in problem.passes})
     return [str(part.sizes.plan) for part in calls[0].parts]
 
 

@@ -6,6 +6,7 @@ queries, keys and values; at the end of the backward pass, which returns their g
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.schedule.program import build_program
+>>> from startrail.schedule.values import FORWARD
 >>> plan = Plan.parse("u2/1x2")
 >>> programs = [build_program(plan.inside(level), size, 0, FORWARD) for level, size in ((0, 4), (1, 2), (2, 1))]
 >>> for part, number in run_order(programs): print(part, programs[part].steps[number])
