@@ -15,10 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from startrail._compat import default_timeout, without_bound_device
+from startrail.compile.attention import Attention
+from startrail.compile.call import compile_call
+from startrail.compile.explain import explain
+from startrail.compile.problem import Split
 from startrail.engine import op
-from startrail.engine.runtime import Runtime
-from startrail.engine.settings import Settings
-from startrail.engine.validate import is_int, read_boundaries, read_mask
+from startrail.engine.session import Session, Settings
+from startrail.engine.attention import sizes_of
+from startrail.engine.validate import Shapes, is_int, read_boundaries, read_mask, read_shares
 from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
@@ -26,11 +30,8 @@ from startrail.planner.live.choose import choose
 from startrail.planner.sparse.rule import rule_for
 from startrail.planner.topology import Machine
 from startrail.planner.workload import Job, check_heads
-from startrail.routing.explain import explain
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import PASSES
 from startrail.schedule.walk import EventHook
 from startrail.sequence import Sequence
 
@@ -102,11 +103,11 @@ class SequenceParallel:
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = bool(sparse) and rule_for(described, self.world)
-        settings = Settings(self.plan, layout, wire_dtype, limit, check_every_call, rule)
-        self._runtime = Runtime(settings, ranks, self.rank)
+        split = Split(self.plan, self.world, layout, rule)
+        self._session = Session(Settings(split, wire_dtype, limit, check_every_call), ranks, self.rank)
         if windows:
             self.expect_windows()
-        self._name = op.register(self._runtime)
+        self._name = op.register(self._session)
 
     def _auto_plan(
         self, ranks: tuple[int, ...], heads: int | None, kv_heads: int | None, head_dim: int | None,
@@ -138,35 +139,41 @@ class SequenceParallel:
         length: int | None = None,
         documents: Tensor | SequenceOf[int] | None = None,
         blocks: Tensor | SequenceOf[tuple[int, int]] | None = None,
+        shares: SequenceOf[float] | None = None,
     ) -> Sequence:
         """Make one per batch, and call ``shard``, ``positions``, ``attention`` and ``unshard`` on it.
 
         ``documents``: global cu_seqlens (0, ..., length) of packed documents, which do not see each other. ``blocks``:
         runs (start, stop) of tokens that see each other even if a layer is causal or has a window, such as images in a
-        text or the prefix of a prefix-LM. Every rank must make the same sequences, and those of one length in the same
-        order.
+        text or the prefix of a prefix-LM. ``shares``: one positive number per rank. Ranks get tokens in proportion, for
+        example half as many on a rank that is half as fast. Every rank must make the same sequences, and those of one
+        length in the same order.
         """
-        return self._sequence(length, documents, blocks, ())
+        try:
+            weights = read_shares(shares, self.world)
+        except ValueError as error:
+            self._session.refuse(str(error))
+        return self._sequence(length, documents, blocks, (), weights)
 
     def _sequence(
         self, length: int | None, documents: Tensor | SequenceOf[int] | None,
-        blocks: Tensor | SequenceOf[tuple[int, int]] | None, placement: tuple[int, ...],
+        blocks: Tensor | SequenceOf[tuple[int, int]] | None, placement: tuple[int, ...], shares: tuple[int, ...],
     ) -> Sequence:  # fmt: skip
         """A sequence that is laid out for the documents ``placement``, if they are given."""
-        if self._runtime.closed:
+        if self._session.closed:
             raise ValueError("this SequenceParallel is closed")
         if length is None or not is_int(length) or length < 1:
-            self._runtime.refuse(_wrong_length(length))
+            self._session.refuse(_wrong_length(length))
         try:
-            boundaries = read_boundaries(length, documents, blocks, placement)
+            boundaries = read_boundaries(length, documents, blocks, placement, shares)
         except ValueError as error:
-            self._runtime.refuse(str(error))
-        return Sequence(self, self._runtime.make_sequence(boundaries))
+            self._session.refuse(str(error))
+        return Sequence(self, self._session.make_sequence(boundaries))
 
     def expect_windows(self) -> None:
         """Lay out sequences as with ``windows=True``. All ranks must call it, before the first sequence is made; after
         that it does nothing. ``integrations.transformers.attach`` calls it if most layers have a window or chunks."""
-        self._runtime.expect_windows()
+        self._session.expect_windows()
 
     def explain(
         self, length: int, documents: Tensor | SequenceOf[int] | None = None, *, heads: int,
@@ -181,15 +188,12 @@ class SequenceParallel:
         tokens of rank 0       ranks  runs     sent per rank by level, forward + backward
         5 (100 %)              1      alone    nothing
         """
-        boundaries = read_boundaries(length, documents, None)
-        layout = self._runtime.layout_of(boundaries)
         wire = dtype if self.wire_dtype is None else self.wire_dtype
-        sizes = Sizes(
-            self.plan, layout.largest, batch, heads, heads if kv_heads is None else kv_heads, head_dim, dtype.itemsize,
-            wire.itemsize,
-        )  # fmt: skip
-        mask = boundaries.apply(read_mask(causal, window, chunk))
-        return explain(self.plan, layout, self.rank, mask, sizes, self._runtime.settings.sparse)
+        names = (str(x).removeprefix("torch.") for x in (dtype, wire))
+        boundaries, mask = read_boundaries(length, documents, None), read_mask(causal, window, chunk)
+        kv_heads = heads if kv_heads is None else kv_heads
+        problem = Attention(boundaries, batch, *names, mask, heads, kv_heads, head_dim)
+        return explain(compile_call(problem, self._session.settings.split, self.rank))
 
     # --- errors and the end
 
@@ -201,7 +205,7 @@ class SequenceParallel:
         was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
         the current stream. On gloo, every call raises on its own, and ``check`` returns immediately.
         """
-        self._runtime.check()
+        self._session.check()
 
     def close(self) -> None:
         """Close the connections to other ranks. Call it on all ranks. Later calls raise.
@@ -209,47 +213,38 @@ class SequenceParallel:
         Without it, NCCL's communicators stay open until the same ranks make new ones, or until
         ``dist.destroy_process_group()``: closing one waits for its other ranks, which garbage collection must not do.
         """
-        self._runtime.close()
+        self._session.close()
 
     def __enter__(self) -> SequenceParallel:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close, after an error without waiting for the other ranks."""
-        self._runtime.close(error)
+        self._session.close(error)
 
     # --- counters
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes and messages that this rank has sent, by level of the plan, since the last reset."""
-        lanes = self._runtime.counters.traffic.items()
+        lanes = self._session.counters.traffic.items()
         return {name: {"bytes": lane.bytes, "hops": lane.hops} for name, lane in sorted(lanes)}
 
     def timings(self) -> dict[str, float]:
         """Seconds spent in attention, and how many of them this rank spent waiting for transfers."""
-        counters = self._runtime.counters
+        counters = self._session.counters
         return {"total": counters.total.seconds(), "waiting": counters.waiting.seconds()}
 
     def reset_counters(self) -> None:
-        self._runtime.counters.reset()
+        self._session.counters.reset()
 
     def on_event(self, hook: EventHook | None) -> None:
         """Call ``hook`` after every event of every pass on this rank; None removes it. On a GPU, times are those of the
         host, which runs ahead. `startrail.view.trace.EventRecorder` is such a hook."""
-        self._runtime.counters.on_event = hook
-
-    def promised_traffic(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, dict[str, int]]:
-        """Bytes by level that each pass of a call with such shards sends, by closed form. Without ``v``, values have
-        the head dim of keys."""
-        names, by_kind, promised = lane_names(self._runtime.place), self.sizes(q, k, v).by_kind, {}
-        for pass_ in PASSES:
-            amounts = closed_form(self.plan, self.world, self.rank, pass_, by_kind)
-            promised[str(pass_)] = {name: round(x) for name, x in zip(names, amounts, strict=True) if x}
-        return promised
+        self._session.counters.on_event = hook
 
     def sizes(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
         """The sizes of the pieces of a call with such shards, and the peak memory of its passes."""
-        return self._runtime.sizes_of(q, k, v)
+        return sizes_of(self._session.settings, Shapes.of(q, k, k if v is None else v))
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         """A copied model uses the same lanes."""

@@ -17,10 +17,12 @@ from torch.autograd.function import once_differentiable
 from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
 from startrail.comm.errors import peer_errors
 from startrail.engine.op_key import SequenceState
-from startrail.engine.validate import describe_tensor, read_call, read_mask
+from startrail.engine.attention import compiled
+from startrail.engine.call import AttentionCall
+from startrail.engine.validate import Shapes, describe_tensor, read_call, read_mask
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
-from startrail.routing.route import ZoneRoute
+from startrail.compile.call import CompiledCall
 from startrail.schedule.program import lane_names
 from startrail.schedule.values import PASSES
 
@@ -60,11 +62,11 @@ class Sequence:
     _state: SequenceState
 
     def __repr__(self) -> str:
-        return f"Sequence({self._state.geometry.boundaries}, {self.local} on rank {self.sp.rank} of {self.sp.world})"
+        return f"Sequence({self._state.batch.boundaries}, {self.local} on rank {self.sp.rank} of {self.sp.world})"
 
     @property
     def _layout(self) -> Layout:
-        return self._state.geometry.layout
+        return self._state.batch.layout
 
     @property
     def length(self) -> int:
@@ -79,12 +81,12 @@ class Sequence:
     @property
     def documents(self) -> Tensor:
         """cu_seqlens on the host: (0, length) if nothing is packed."""
-        return torch.tensor(self._state.geometry.boundaries.documents)
+        return torch.tensor(self._state.batch.boundaries.documents)
 
     @property
     def blocks(self) -> tuple[tuple[int, int], ...]:
         """Runs (start, stop) of tokens that see each other."""
-        return self._state.geometry.boundaries.blocks
+        return self._state.batch.boundaries.blocks
 
     @property
     def runs(self) -> Runs:
@@ -100,7 +102,7 @@ class Sequence:
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
         sequence can be cut further, but not joined, because their tokens can be on different ranks."""
-        own = self._state.geometry.boundaries
+        own = self._state.batch.boundaries
         return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents)
 
     # --- tokens
@@ -113,7 +115,7 @@ class Sequence:
         """
         dim = self._whole_dim("shard", x, dim)
         if not torch.compiler.is_compiling():
-            self.sp._runtime.record_digest(self._state, x)
+            self.sp._session.record_digest(self._state, x)
         places = self._places(x.device)
         own = x.index_select(dim, places.clamp(max=self.length - 1))
         return own.masked_fill(_along(dim, places >= self.length, own), pad_value)
@@ -129,7 +131,7 @@ class Sequence:
                     f"sequence has {self.length}{hint}"
                 )
         except ValueError as error:
-            self.sp._runtime.consensus.note_mistake(operation, error)
+            self.sp._session.consensus.note_mistake(operation, error)
             raise
         return dim
 
@@ -138,7 +140,7 @@ class Sequence:
         rank reads its own tokens: ranks with different numbers raise at their next call, as they do if they have
         sharded different data."""
         if not torch.compiler.is_compiling():
-            self.sp._runtime.record_digest(self._state, torch.tensor([batch]))
+            self.sp._session.record_digest(self._state, torch.tensor([batch]))
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The full tensor on every rank, in order and without padding: the inverse of ``shard``.
@@ -146,29 +148,33 @@ class Sequence:
         Differentiable, as the exact adjoint: a shard's gradient is the sum of all ranks' gradients for it. If every
         rank computes the *same* loss from the result, divide that loss by the number of ranks.
         """
-        self._agree("unshard", x, dim=dim)
+        self._agree("unshard", x, dim)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
                 f"{self.local} of this sequence"
             )
-        order = self._state.geometry.token_order().to(x.device)
-        return self._gather(x, dim).index_select(dim, order)
+        batch = self._state.batch
+        if missing := batch.layout.largest - self.local:  # gathering needs equally many from every rank
+            x = F.pad(x, (*[0, 0] * (x.dim() - 1 - dim), 0, missing))
+        return self._gather(x, dim).index_select(dim, batch.token_order().to(x.device))
 
-    def _agree(self, operation: str, x: object, **arguments: float) -> None:
+    def _agree(self, operation: str, x: object, dim: int, **others: float) -> None:
         """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments."""
         if torch.compiler.is_compiling():
             return
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        given = ", ".join(f"{name}={value!r}" for name, value in {**others, "dim": dim}.items())
         text = kind = type(x).__name__
         gradients = False
         if isinstance(x, Tensor):
             # a rank without gradients would not take part in the backward pass, and the others would wait for it
             gradients = torch.is_grad_enabled() and x.requires_grad
             text, kind = describe_tensor(x), f"{x.dtype} {x.dim()}"  # without the number of tokens
+            if self._state.batch.boundaries.shares and -x.dim() <= dim < x.dim() and x.shape[dim] == self.local:
+                text = describe_tensor(x.narrow(dim, 0, 0))  # ranks hold different numbers of tokens
         kinds = (operation, given, kind, gradients)
-        self.sp._runtime.agree(operation, f"{text}, {given}", kinds, self._state.op_key, gradients)
+        self.sp._session.agree(operation, f"{text}, {given}", kinds, self._state.op_key, gradients)
 
     def _gather(self, x: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks, one after the other."""
@@ -205,7 +211,7 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
-        self._agree("roll", x, shift=shift, dim=dim, fill_value=fill_value)
+        self._agree("roll", x, dim, shift=shift, fill_value=fill_value)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
@@ -213,7 +219,7 @@ class Sequence:
             raise ValueError(f"fill_value={fill_value} is not a value of {x.dtype}")
         moved = x
         if shift:
-            offered, sources = self._state.geometry.roll_sources(shift)
+            offered, sources = self._state.batch.roll_sources(shift)
             edges = self._gather(x.index_select(dim, offered.to(x.device)), dim)
             moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
         return moved.masked_fill(_along(dim, ~self._same_document(shift, x.device), x), fill_value)
@@ -234,16 +240,17 @@ class Sequence:
 
     def _places(self, device: torch.device | str | None = None) -> Tensor:
         """Positions of this rank's tokens; those of padding are beyond the sequence."""
-        return self._state.geometry.positions.to(device)
+        return self._state.batch.positions.to(device)
 
     # --- traffic
 
-    def routes(
+    def compiled(
         self, q: Tensor, k: Tensor, v: Tensor | None = None, *, causal: bool = False, window: int | None = None,
         chunk: int | None = None, mask: Mask | None = None,
-    ) -> tuple[ZoneRoute, ...]:  # fmt: skip
-        """How attention with such shards is computed: for each zone of this rank's tokens, the plan or ``direct``."""
-        return self.sp._runtime.routes(self._state.geometry, q, k, v, read_mask(causal, window, chunk, mask))
+    ) -> CompiledCall:  # fmt: skip
+        """What attention with such shards runs on this rank: for each zone of its tokens, the plan or ``direct``."""
+        call = AttentionCall(read_mask(causal, window, chunk, mask))
+        return compiled(self.sp._session, self._state.batch, Shapes.of(q, k, k if v is None else v), call)
 
     def promised_traffic(
         self, q: Tensor, k: Tensor, v: Tensor | None = None, *, causal: bool = False, window: int | None = None,
@@ -251,13 +258,12 @@ class Sequence:
     ) -> dict[str, dict[str, int]]:  # fmt: skip
         """Bytes by level that this rank sends in each pass of a call with such shards, by closed form. Without ``v``,
         values have the head dim of keys."""
-        routes = self.routes(q, k, v, causal=causal, window=window, chunk=chunk, mask=mask)
-        names = lane_names(self.sp._runtime.place)
-        promised = {}
-        for pass_ in PASSES:
-            amounts = [sum(level) for level in zip(*(route.traffic(pass_) for route in routes), strict=True)]
-            promised[str(pass_)] = {name: x for name, x in zip(names, amounts, strict=True) if x}
-        return promised
+        call = self.compiled(q, k, v, causal=causal, window=window, chunk=chunk, mask=mask)
+        names = lane_names(self.sp._session.place)
+        return {
+            str(pass_): {name: sent for name, sent in zip(names, call.traffic(pass_), strict=True) if sent}
+            for pass_ in PASSES
+        }
 
     # --- attention
 
@@ -320,7 +326,7 @@ class Sequence:
                 scale=scale, sinks=sinks, softcap=softcap, max_logits=return_largest,
             )  # fmt: skip
         except ValueError as error:
-            self.sp._runtime.refuse(str(error), op_key)
+            self.sp._session.refuse(str(error), op_key)
         if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))

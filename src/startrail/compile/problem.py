@@ -5,6 +5,7 @@ Together with a rank they determine everything that a call does: see `call`.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +30,12 @@ Rule = Callable[[Zone, Mask, Sizes], bool | None]
 class Boundaries:
     """``documents`` are the cu_seqlens of a sequence, (0, length) if it is not packed. ``blocks`` are runs
     (start, stop) of tokens that see each other. ``placement`` are the documents that the layout was made for, if they
-    are others: these may be cut further, but not joined.
+    are others: these may be cut further, but not joined. ``shares`` are the ranks' shares of the tokens as whole
+    numbers (``geometry.layout.weights_of``); none if they are equal.
 
-    >>> boundaries = Boundaries((0, 5, 9), ((1, 3),))
+    >>> boundaries = Boundaries((0, 5, 9), ((1, 3),), shares=(2, 1))
     >>> print(boundaries)
-    9 tokens, documents (0, 5, 9), blocks ((1, 3),)
+    9 tokens, documents (0, 5, 9), blocks ((1, 3),), shares (1, 0.5)
     >>> Boundaries.decode(boundaries.encode()) == boundaries
     True
     """
@@ -41,6 +43,7 @@ class Boundaries:
     documents: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...] = ()
     placement: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -48,15 +51,15 @@ class Boundaries:
 
     def encode(self) -> tuple[int, ...]:
         """All of it as whole numbers."""
-        sizes = len(self.documents), len(self.placement)
-        return (*sizes, *self.documents, *self.placement, *(end for block in self.blocks for end in block))
+        sizes = len(self.documents), len(self.placement), len(self.shares)
+        ends = (end for block in self.blocks for end in block)
+        return (*sizes, *self.documents, *self.placement, *self.shares, *ends)
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Boundaries:
-        size, placed, *ends = numbers
-        blocks = ends[size + placed :]
-        pairs = tuple(zip(blocks[::2], blocks[1::2], strict=True))
-        return cls(tuple(ends[:size]), pairs, tuple(ends[size : size + placed]))
+        *sizes, rest = *numbers[:3], iter(numbers[3:])
+        documents, placement, shares = (tuple(itertools.islice(rest, size)) for size in sizes)
+        return cls(documents, tuple(zip(rest, rest, strict=True)), placement, shares)
 
     def apply(self, mask: Mask) -> Mask:
         """``mask``, within these documents and with these blocks."""
@@ -65,14 +68,16 @@ class Boundaries:
     def __str__(self) -> str:
         packed = f", documents {self.documents}" if len(self.documents) > 2 else ""
         placed = f", placed by {self.placement}" if self.placement else ""
-        return f"{self.length} tokens{packed}{placed}" + (f", blocks {self.blocks}" if self.blocks else "")
+        blocks = f", blocks {self.blocks}" if self.blocks else ""
+        parts = ", ".join(f"{share / max(self.shares):.6g}" for share in self.shares)
+        return f"{self.length} tokens{packed}{placed}{blocks}" + (f", shares ({parts})" if self.shares else "")
 
 
 @dataclass(frozen=True)
 class Split:
-    """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, in proportion to
-    ``shares`` (equally without), and ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``:
-    whether parts may fetch keys on demand instead of running the plan, or the rule that decides.
+    """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, and
+    ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``: whether parts may fetch keys on demand
+    instead of running the plan, or the rule that decides.
 
     >>> split = Split(Plan.parse("1x2"), 2)
     >>> split.layout_of(Boundaries((0, 7))).table
@@ -82,7 +87,6 @@ class Split:
     plan: Plan
     world: int
     layout: str = "zones"
-    shares: tuple[float, ...] = ()
     sparse: bool | Rule = True
     in_rank_order: bool = False
 
@@ -93,14 +97,13 @@ class Split:
 
     def layout_of(self, boundaries: Boundaries) -> Layout:
         documents = boundaries.placement or boundaries.documents
-        return make_layout(self.layout, self._levels, documents, self.shares or None)
+        return make_layout(self.layout, self._levels, documents, boundaries.shares or None)
 
     def __str__(self) -> str:
         """What all ranks must have in common."""
         text = f"plan {self.plan}, {self.layout}"
         if self.sparse is not True:
             text += f", direct {self.sparse}" if self.sparse else ", sparse=False"
-        text += f", shares {self.shares}" if self.shares else ""
         return text + (", windows=True" if self.in_rank_order else "")
 
 

@@ -1,13 +1,18 @@
-"""Buffers for messages, reused by later passes, and the input pieces that lie in them."""
+"""Buffers for messages, reused by later passes, the input pieces that lie in them, and bundles of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from startrail.kernels.device import current_stream_id
+from startrail.kernels.device import current_stream_id, ints_on
+from startrail.schedule.values import Bundle
+from startrail.transport.base import Pending
+
+Views = TypeVar("Views")
 
 KEPT_PASSES = 64
 KEPT_VIEWS = 8
@@ -23,29 +28,30 @@ class Buffer:
 
     def __init__(self, flat: Tensor, whole: Buffer | None = None, stream: int = 0) -> None:
         self.flat, self.whole, self.stream = flat, whole, stream
-        self.arrivals: list[Callable[[], None]] = []
-        self.sends: list[Callable[[], None]] = []
+        self.arrivals: list[Pending] = []
+        self.sends: list[Pending] = []
         self.last_pass = 0  # the pass that returned it to the pool
-        self._views: dict[object, tuple[Tensor, ...]] = {}
+        self._views: dict[object, Any] = {}
 
-    def views(self, key: object, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def views(self, key: object, make: Callable[[Tensor], Views]) -> Views:
         """The result of ``make`` for these bytes, cached by ``key``."""
         if key not in self._views:
             if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
             self._views[key] = make(self.flat)
-        return self._views[key]
+        views: Views = self._views[key]
+        return views
 
     def arrive(self) -> None:
         arrivals, self.arrivals = self.arrivals, []
-        for wait in arrivals:
-            wait()
+        for transfer in arrivals:
+            transfer.wait()
 
 
-def append_new(waits: list[Callable[[], None]], wait: Callable[[], None]) -> None:
-    """Append a wait, unless it is the last one already."""
-    if not waits or waits[-1] != wait:
-        waits.append(wait)
+def append_new(transfers: list[Pending], transfer: Pending) -> None:
+    """Append a transfer, unless it is the last one already."""
+    if not transfers or transfers[-1] is not transfer:
+        transfers.append(transfer)
 
 
 class InputPiece:
@@ -91,8 +97,8 @@ class BufferPool:
             self.allocated += nbytes
             return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=device), stream=stream)
         buffer = free.pop(0)
-        for wait in buffer.sends:
-            wait()
+        for transfer in buffer.sends:
+            transfer.wait()
         buffer.sends = []
         return buffer if buffer.flat.numel() == nbytes else Buffer(buffer.flat[:nbytes], buffer, stream)
 
@@ -106,8 +112,8 @@ class BufferPool:
         whole.sends, whole.last_pass = buffer.sends, self._pass
         self._free.setdefault((whole.flat.numel(), whole.flat.device, whole.stream), []).append(whole)
 
-    def settle(self) -> None:
-        """Drop buffers that are no longer used. Call this after a pass, once all its sends have completed."""
+    def drop_unused(self) -> None:
+        """Drop buffers that no pass uses any more. Call this after a pass, once all its sends have completed."""
         self._pass += 1
         for key, free in list(self._free.items()):
             kept = [buffer for buffer in free if buffer.last_pass > self._pass - KEPT_PASSES]
@@ -116,3 +122,60 @@ class BufferPool:
             self._free[key] = kept
             if not kept:
                 del self._free[key]
+
+
+class BundleCopies:
+    """Copies tokens between a bundle, which is one message, and the pieces at its sender that they belong to:
+    ``shards``.
+
+    >>> from startrail.schedule.values import Source
+    >>> bundle = BundleCopies(Bundle(((0, 1), (2, 2)), (Source(5, 0, 1), Source(5, 4, 2))), torch.device("cpu"))
+    >>> bundle.shards
+    (5,)
+    >>> tokens = torch.arange(6.0).view(1, 1, 6, 1)
+    >>> packed = torch.empty(1, 1, 3, 1)
+    >>> bundle.pack(5, tokens, packed)
+    >>> packed.flatten().tolist()
+    [0.0, 4.0, 5.0]
+    >>> bundle.add(5, packed, tokens)                # gradients come back and are added where the tokens came from
+    >>> tokens.flatten().tolist()
+    [0.0, 1.0, 2.0, 3.0, 8.0, 10.0]
+    """
+
+    def __init__(self, bundle: Bundle, device: torch.device) -> None:
+        at, indices = 0, dict[int, tuple[list[int], list[int]]]()
+        for shard, start, count in bundle.sources:
+            inside, outside = indices.setdefault(shard, ([], []))
+            inside += range(at, at + count)
+            outside += range(start, start + count)
+            at += count
+        self.shards = tuple(indices)
+        self._indices = {
+            shard: (_slice_or_tensor(inside, device), _slice_or_tensor(outside, device))
+            for shard, (inside, outside) in indices.items()
+        }
+
+    def pack(self, shard: int, tokens: Tensor, bundle: Tensor) -> None:
+        """Copy the tokens of one piece (batch, heads, tokens, dim) into the bundle."""
+        inside, outside = self._indices[shard]
+        taken = tokens[:, :, outside] if isinstance(outside, slice) else tokens.index_select(2, outside)
+        if isinstance(inside, slice):
+            bundle[:, :, inside].copy_(taken)
+        else:
+            bundle.index_copy_(2, inside, taken.to(bundle.dtype))
+
+    def add(self, shard: int, bundle: Tensor, tokens: Tensor) -> None:
+        """Add the bundle to the tokens of one piece."""
+        inside, outside = self._indices[shard]
+        part = bundle[:, :, inside] if isinstance(inside, slice) else bundle.index_select(2, inside)
+        if isinstance(outside, slice):
+            tokens[:, :, outside].add_(part)
+        else:
+            tokens.index_add_(2, outside, part.to(tokens.dtype))
+
+
+def _slice_or_tensor(indices: list[int], device: torch.device) -> slice | Tensor:
+    first, last = indices[0], indices[-1]
+    if last - first + 1 == len(indices):  # they only grow
+        return slice(first, last + 1)
+    return ints_on(device, indices, torch.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from startrail.geometry.mask import Mask, Segment
 
@@ -28,6 +28,14 @@ class AttentionCall:
     max_logits: bool = False
     sinks: bool = False
     gradients: bool = field(default=False, compare=False)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mask, self.scale, self.softcap, self.max_logits, self.sinks))
+
+    def __hash__(self) -> int:
+        """Computed once: it is needed for every call of a layer."""
+        return self._hash
 
     def __str__(self) -> str:
         mask = self.mask

@@ -6,7 +6,7 @@ The rank's own part is copied, not sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,38 +17,28 @@ from startrail.engine.wire import Wire
 from startrail.kernels.rearrange import copy_parts, join_tokens, split_tokens
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Piece
+from startrail.schedule.walk import Message
+from startrail.transport.base import Posting
 
-Tensors = Mapping[Piece, Sequence[Tensor]]
+Numbered = Sequence[tuple[int, Sequence[Tensor]]]  # tensors of some pieces, with their places among all of an exchange
 
 
 @dataclass(frozen=True)
-class Parts:
+class HeadParts:
     """Bytes of several pieces, concatenated by head rank, and views of them by piece: tensors (head ranks, batch,
     heads, tokens, ...)."""
 
-    buffer: Buffer
     of_rank: tuple[Tensor, ...]  # the bytes sent to each head rank, or received from it
-    views: dict[Piece, tuple[Tensor, ...]]
-
-    @property
-    def dense(self) -> bool:
-        return self.buffer.flat.numel() == len(self.of_rank) * self.of_rank[0].numel()
+    views: tuple[tuple[Tensor, ...], ...]
+    dense: bool  # there are no gaps between the parts
 
     @classmethod
-    def make(cls, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device) -> Parts:
-        sizes = wire.sizes
-        fields = [wire.fields(piece.kind, sizes.local) for piece in pieces]
-        nbytes, ranks = sum(wire.part_bytes[piece.kind] for piece in pieces), sizes.plan.heads
-        buffer = pool.get(ranks * aligned(nbytes), device)
-
-        def cut(flat: Tensor) -> tuple[Tensor, ...]:
-            rows = flat.view(ranks, -1)
-            return *rows[:, :nbytes].unbind(0), *wire.cut(rows, [field for of_piece in fields for field in of_piece])
-
-        made = buffer.views(("parts", *(piece.kind for piece in pieces), wire.format), cut)
-        tensors = iter(made[ranks:])
-        views = {piece: tuple(next(tensors) for _ in of_piece) for piece, of_piece in zip(pieces, fields, strict=True)}
-        return cls(buffer, made[:ranks], views)
+    def cut(cls, flat: Tensor, wire: Wire, kinds: Sequence[str], nbytes: int) -> HeadParts:
+        rows = flat.view(wire.sizes.plan.heads, -1)
+        fields = [wire.fields(kind, wire.local) for kind in kinds]
+        views = iter(wire.cut(rows, [field for of_piece in fields for field in of_piece]))
+        by_piece = tuple(tuple(next(views) for _ in of_piece) for of_piece in fields)
+        return cls(rows[:, :nbytes].unbind(0), by_piece, rows.shape[1] == nbytes)
 
 
 class Exchange:
@@ -57,43 +47,61 @@ class Exchange:
     def __init__(
         self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int, all_to_all: bool
     ) -> None:
-        self.wire, self.pieces, self.pool, self.head, self.device = wire, pieces, pool, head, device
-        self.coming = Parts.make(wire, pieces, pool, device)
-        self.open = set(pieces)  # not taken yet
+        self.wire, self.pool, self.head, self.device = wire, pool, head, device
+        self.kinds = tuple(piece.kind for piece in pieces)
+        self.pieces = pieces
+        self.nbytes = sum(wire.part_bytes(kind) for kind in self.kinds)
+        self.coming_bytes, self.coming = self._parts()
+        self.num_open = len(pieces)  # not taken yet
         self.at_once = all_to_all and self.coming.dense
-        self.inputs: Tensors = {}  # whole pieces, to be filled
+        self.inputs: Numbered = ()  # whole pieces, to be filled
 
-    def pack(self, inputs: Tensors, results: Tensors) -> None:
+    def _parts(self) -> tuple[Buffer, HeadParts]:
+        buffer = self.pool.get(self.wire.sizes.plan.heads * aligned(self.nbytes), self.device)
+        key = "parts", self.kinds, self.wire.format
+        return buffer, buffer.views(key, lambda flat: HeadParts.cut(flat, self.wire, self.kinds, self.nbytes))
+
+    def pack(self, inputs: Numbered, results: Numbered) -> None:
         """Pack what leaves: of ``inputs``, our tokens, each head rank gets the heads that it computes; of ``results``,
         our heads, it gets its tokens."""
-        self.leaving = Parts.make(self.wire, self.pieces, self.pool, self.device)
-        leaving = self.leaving.views
-        copy_parts(self._pairs(leaving, {p: [self.wire.shares(x, p) for x in xs] for p, xs in inputs.items()}))
-        split_tokens(self._pairs(leaving, results), self.wire.chunks_on(self.device))
+        self.leaving_bytes, self.leaving = self._parts()
+        views, chunks = self.leaving.views, self.wire.chunks_on(self.device)
+        shares = [(at, [self.wire.shares(x, self.pieces[at]) for x in tensors]) for at, tensors in inputs]
+        copy_parts([pair for at, tensors in shares for pair in zip(views[at], tensors, strict=True)])
+        split_tokens([pair for at, tensors in results for pair in zip(views[at], tensors, strict=True)], chunks)
         if not self.at_once:
             self.coming.of_rank[self.head].copy_(self.leaving.of_rank[self.head])
 
+    def postings(self, messages: Iterable[Message]) -> list[Posting]:
+        """The messages of this exchange with their bytes."""
+        made = []
+        for message in messages:
+            assert message.head is not None
+            if message.send:
+                made.append(Posting(message, self.leaving.of_rank[message.head], self.leaving_bytes))
+            else:
+                made.append(Posting(message, self.coming.of_rank[message.head], self.coming_bytes))
+        return made
+
     def take_inputs(self) -> None:
         """When the first input is needed: wait for all parts, and unpack our heads of all tokens."""
-        inputs, self.inputs = self.inputs, {}
+        inputs, self.inputs = self.inputs, ()
         if inputs:
-            self.coming.buffer.arrive()
-            join_tokens(self._pairs(inputs, self.coming.views), self.wire.chunks_on(self.device))
-            self._taken(inputs)
+            self.coming_bytes.arrive()
+            views = self.coming.views
+            pairs = [pair for at, tensors in inputs for pair in zip(tensors, views[at], strict=True)]
+            join_tokens(pairs, self.wire.chunks_on(self.device))
+            self._taken(len(inputs))
 
-    def take_results(self, local: Tensors) -> None:
+    def take_results(self, local: Numbered) -> None:
         """Wait for all parts, and unpack all heads of our tokens."""
-        self.coming.buffer.arrive()
-        targets = {piece: [self.wire.shares(x, piece) for x in xs] for piece, xs in local.items()}
-        copy_parts(self._pairs(targets, self.coming.views))
-        self._taken(local)
+        self.coming_bytes.arrive()
+        shares = [(at, [self.wire.shares(x, self.pieces[at]) for x in tensors]) for at, tensors in local]
+        views = self.coming.views
+        copy_parts([pair for at, tensors in shares for pair in zip(tensors, views[at], strict=True)])
+        self._taken(len(local))
 
-    def _pairs(self, targets: Tensors, sources: Tensors) -> list[tuple[Tensor, Tensor]]:
-        """Targets and sources of the pieces that both have."""
-        both = (zip(xs, sources[piece], strict=True) for piece, xs in targets.items() if piece in sources)
-        return [pair for of_piece in both for pair in of_piece]
-
-    def _taken(self, pieces: Iterable[Piece]) -> None:
-        self.open.difference_update(pieces)
-        if not self.open:
-            self.pool.put(self.coming.buffer)
+    def _taken(self, pieces: int) -> None:
+        self.num_open -= pieces
+        if not self.num_open:
+            self.pool.put(self.coming_bytes)

@@ -2,7 +2,7 @@
 
 They are opaque to autograd and torch.compile, so a compiled graph stays whole, and selective activation checkpointing
 can save their results instead of repeating a distributed forward pass. An op takes only tensors, numbers and texts:
-``runtime`` names the ``Runtime`` that runs the call, ``call`` is the text of an ``AttentionCall``, and ``op_key``
+``session`` names the ``Session`` that runs the call, ``call`` is the text of an ``AttentionCall``, and ``op_key``
 identifies the sequence (see `op_key`). A forward pass also returns its number as a tensor: its backward pass refers to
 it, also within a compiled graph.
 """
@@ -16,26 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from startrail.engine import attention as attention_call
+from startrail.engine.attention import most_kept_bytes
 from startrail.engine.call import AttentionCall
-from startrail.engine.runtime import Runtime
-from startrail.engine.validate import check_tensors
+from startrail.engine.session import Session
+from startrail.engine.validate import Shapes
 
-_runtimes: weakref.WeakValueDictionary[str, Runtime] = weakref.WeakValueDictionary()
+_sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(runtime: Runtime) -> str:
-    """Returns the name under which the ops find ``runtime``: a text, because torch.compile takes numbers for sizes."""
-    _runtimes[name := f"sp{next(_numbers)}"] = runtime
+def register(session: Session) -> str:
+    """Returns the name under which the ops find ``session``: a text, because torch.compile takes numbers for sizes."""
+    _sessions[name := f"sp{next(_numbers)}"] = session
     return name
 
 
-def _find(name: str) -> Runtime:
-    if name not in _runtimes:
+def _find(name: str) -> Session:
+    if name not in _sessions:
         raise ValueError(
             f"the SequenceParallel {name!r} of this attention call no longer exists; keep it with the model"
         )
-    return _runtimes[name]
+    return _sessions[name]
 
 
 # Transfers and reused buffers: replaying a CUDA graph would give wrong results.
@@ -44,24 +46,24 @@ UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("startrail::attention", mutates_args=(), tags=UNSAFE)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, runtime: str, call: str
+    q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, session: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, the bytes kept for the backward pass, the call's number, and the largest logit of each batch entry and
     head among those that this rank computed (empty unless the call asks for it)."""
-    return _find(runtime).forward(q, k, v, op_key, AttentionCall.parse(call))
+    return attention_call.forward(_find(session), q, k, v, op_key, AttentionCall.parse(call))
 
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, runtime: str, call: str
+    q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, session: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    owner = _find(runtime)
-    check_tensors(q, k, v)
+    owner, shapes = _find(session), Shapes.of(q, k, v)
+    shapes.check()
     max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
         torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
-        torch.empty(owner.kept_bytes(owner.sizes_of(q, k, v)), dtype=torch.uint8, device=q.device),
+        torch.empty(most_kept_bytes(owner, shapes), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
         torch.empty(max_logits, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
     )
@@ -70,12 +72,15 @@ def _(
 @torch.library.custom_op("startrail::attention_backward", mutates_args=(), tags=UNSAFE)
 def attention_backward(
     dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
-    kv_heads: int, head_dim: int, op_key: Tensor, runtime: str, call: str, dlse: Tensor | None,
+    kv_heads: int, head_dim: int, op_key: Tensor, session: str, call: str, dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse``: the cotangent
     of lse, if lse was used."""
     parsed = AttentionCall.parse(call)
-    return _find(runtime).backward(dout, qkv, out, lse, kept, number, kv_heads, head_dim, op_key, parsed, dlse)
+    owner = _find(session)
+    return attention_call.backward(
+        owner, dout, qkv, out, lse, kept, number, kv_heads, head_dim, op_key, parsed, dlse
+    )  # fmt: skip
 
 
 @attention_backward.register_fake
@@ -91,11 +96,11 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)  # a result that was not used has no cotangent, and costs nothing
-    q, k, v, op_key, ctx.runtime, ctx.call = inputs
+    q, k, v, op_key, ctx.session, ctx.call = inputs
     out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
-    ctx.owner = _find(ctx.runtime)  # stays alive until the backward pass has run
-    qkv = () if ctx.owner.plan.keeps_exchanged else (q, k, v)
+    ctx.owner = _find(ctx.session)  # stays alive until the backward pass has run
+    qkv = () if ctx.owner.settings.split.plan.keeps_exchanged else (q, k, v)
     ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
 
 
@@ -104,7 +109,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None)
     if dout is None:
         dout = torch.zeros_like(out)  # other ranks may need this rank's part of the backward pass
     grads = torch.ops.startrail.attention_backward(
-        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, op_key, ctx.runtime, ctx.call, dlse
+        dout, qkv, out, lse, kept, number, ctx.kv_heads, ctx.head_dim, op_key, ctx.session, ctx.call, dlse
     )
     return (*grads, None, None, None)
 

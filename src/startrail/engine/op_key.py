@@ -1,4 +1,5 @@
-"""How the op refers to a sequence.
+"""How an op refers to a sequence, and to the data of its batch: a rank that skips a batch, or gets another one, finds out
+at its next call although numbers and shapes match.
 
 The op takes a tensor, because torch.compile would treat any other value as a constant and recompile for each batch. The
 tensor holds the boundaries themselves, not an id to look them up by: a compiled backward pass keeps nothing but tensors
@@ -7,6 +8,7 @@ alive, and may run long after the ``Sequence`` is gone and many others were made
 
 from __future__ import annotations
 
+import threading
 import zlib
 from array import array
 from typing import NamedTuple
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor
 
 from startrail._compat import mark_weakly_dynamic
-from startrail.comm.digest import fold
-from startrail.engine.batch import BatchGeometry, Boundaries
-from startrail.engine.data_digest import DataDigest
+from startrail.agreement.digest import fold, quick_digest
+from startrail.compile.problem import Boundaries
+from startrail.engine.batch import Batch
 
 COUNTERS = 1 << 12
 
@@ -47,19 +49,36 @@ class OpKey(NamedTuple):
         return cls(number, digest, ticket, Boundaries.decode(boundaries))
 
 
+class DataDigest:
+    """The digest of several tensors in order: ``host`` of those on CPUs, ``device`` of the others, which no host has
+    read yet."""
+
+    def __init__(self) -> None:
+        self.count, self.host = 0, 0
+        self.device: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        self.count += 1
+        latest = quick_digest(x)
+        if x.device.type == "cpu":
+            self.host = fold(self.host, int(latest))
+        else:
+            self.device = latest if self.device is None else fold(self.device.to(x.device, non_blocking=True), latest)
+
+
 class SequenceState:
-    """A sequence as its ``Runtime`` knows it. ``op_key`` is its key as the op takes it.
+    """A sequence as its ``Session`` knows it. ``op_key`` is its key as the op takes it.
 
     ``loaded`` is the digest of what loaders' threads have sharded, ``own`` of what the thread that makes the calls has
     sharded since its last forward call, of which there were ``digested_at``. ``maker`` is the thread that made this
     sequence for one batch only, if it is known to.
     """
 
-    def __init__(self, geometry: BatchGeometry, number: int, ticket: int, maker: int | None) -> None:
-        self.geometry, self.ticket, self.maker = geometry, ticket, maker
+    def __init__(self, batch: Batch, number: int, ticket: int, maker: int | None) -> None:
+        self.batch, self.ticket, self.maker = batch, ticket, maker
         self.digested_at = -1
         self.loaded, self.own = DataDigest(), DataDigest()
-        self.op_key = OpKey(number, 0, 0, geometry.boundaries).to_tensor()
+        self.op_key = OpKey(number, 0, 0, batch.boundaries).to_tensor()
 
     @property
     def device_digest(self) -> Tensor | None:
@@ -75,6 +94,43 @@ class SequenceState:
         key[1] = fold(self.loaded.host, self.own.host)
         key[2] = 0 if self.device_digest is None else self.ticket
         self.op_key = mark_weakly_dynamic(key, 0)
+
+
+class DigestRecorder:
+    """Decides which tensors count for a sequence, the same on all ranks.
+
+    In the thread that makes the calls, which is the one that made this object, all do. If it reuses a sequence, what it
+    shards after a forward call belongs to another batch. A loader's thread may run further ahead on some ranks than on
+    others, so if it reuses a sequence, only the first tensor counts. All do if it makes a sequence for each batch,
+    which is known from its second sequence on.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._num_forwards = threading.get_ident(), 0
+        self._loader = threading.local()  # has_sharded: this thread has, since it made its last sequence
+
+    def count_forward(self) -> None:
+        self._num_forwards += 1
+
+    def maker(self) -> int | None:
+        """The thread that makes a sequence just now, if it makes one for each batch."""
+        maker = threading.get_ident() if getattr(self._loader, "has_sharded", False) else None
+        self._loader.has_sharded = False
+        return maker
+
+    def record(self, sequence: SequenceState, x: Tensor) -> None:
+        thread = threading.get_ident()
+        self._loader.has_sharded = True
+        if thread != self._thread:
+            digest = sequence.loaded
+            if digest.count and thread != sequence.maker:
+                return
+        else:
+            if sequence.digested_at != self._num_forwards:
+                sequence.own, sequence.digested_at = DataDigest(), self._num_forwards
+            digest = sequence.own
+        digest.add(x)
+        sequence.update_key()
 
 
 def make_counters(value: int) -> array[int]:

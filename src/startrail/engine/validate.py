@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from startrail.engine.batch import Boundaries
+from startrail.compile.problem import Boundaries
 from startrail.engine.call import AttentionCall
 from startrail.engine.wire import DTYPES
+from startrail.geometry.layout import weights_of
 from startrail.geometry.mask import Mask
 
 MAX_HEAD_DIM = 256
@@ -83,19 +86,31 @@ def is_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and -(2**62) < number < 2**62
 
 
-def read_boundaries(length: int, documents: object, blocks: object, placement: tuple[int, ...] = ()) -> Boundaries:
+def read_boundaries(
+    length: int, documents: object, blocks: object, placement: tuple[int, ...] = (), shares: tuple[int, ...] = ()
+) -> Boundaries:
     """The boundaries of a sequence of ``length`` tokens. Raises ``ValueError`` if the documents are not its cu_seqlens,
     or join those of ``placement``, or if the blocks are not runs of its tokens.
 
     >>> read_boundaries(5, None, [(0, 2), (3, 5)]), read_boundaries(5, torch.tensor([0, 2, 5]), None).documents
-    (Boundaries(documents=(0, 5), blocks=((0, 2), (3, 5)), placement=()), (0, 2, 5))
+    (Boundaries(documents=(0, 5), blocks=((0, 2), (3, 5)), placement=(), shares=()), (0, 2, 5))
     """
     mask = Mask(documents=_read_documents(documents, length), blocks=_read_blocks(blocks))
     mask.check_length(length)
     assert mask.documents is not None
     if joined := sorted(set(placement) - set(mask.documents)):
         raise ValueError(f"documents must keep the boundaries that the sequence was made with: {joined[0]} is missing")
-    return Boundaries(mask.documents, mask.blocks, placement if placement != mask.documents else ())
+    return Boundaries(mask.documents, mask.blocks, placement if placement != mask.documents else (), shares)
+
+
+def read_shares(shares: Sequence[float] | None, world: int) -> tuple[int, ...]:
+    """The shares of all ranks as whole numbers; none if they are equal.
+
+    >>> read_shares((1, 1), 2), len(read_shares((1, 0.5), 2))
+    ((), 2)
+    """
+    weights = weights_of(shares, world)
+    return weights if len(set(weights)) > 1 else ()
 
 
 def _read_documents(documents: object, length: int) -> tuple[int, ...]:
@@ -126,19 +141,73 @@ def describe_tensor(x: Tensor) -> str:
     >>> describe_tensor(torch.zeros(1, 4, 16, 8))
     '(1, 4, 16, 8) float32 cpu'
     """
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device.type}"
+    return describe_shape(x.shape, x.dtype, x.device)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ``ValueError`` if no plan can attend these."""
-    given = f"q {describe_tensor(q)}, k {describe_tensor(k)}, v {describe_tensor(v)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of the same shape, got {given}")
-    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {given}")
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        raise ValueError(f"no dimension may be empty, got {given}")
-    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in DTYPES:
-        raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {given}")
-    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
-        raise ValueError(f"head dim {max(q.shape[3], v.shape[3])} is more than {MAX_HEAD_DIM}, got {given}")
+def describe_shape(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {device.type}"
+
+
+class Shapes(NamedTuple):
+    """The shapes, dtypes and device of q (batch, heads, tokens, head dim), k and v, which can have fewer heads."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shapes:
+        return cls(q.shape, k.shape, v.shape, (q.dtype, k.dtype, v.dtype), q.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    @property
+    def batch(self) -> int:
+        return self.q[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.q[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v[3]
+
+    @property
+    def kind(self) -> object:
+        """The same without the number of tokens and the index of the device."""
+        return self.q[:2], self.q[3:], self.k[1:2], self.v[3:], self.dtypes, self.device.type
+
+    def __str__(self) -> str:
+        each = zip("qkv", (self.q, self.k, self.v), self.dtypes, strict=True)
+        return ", ".join(f"{name} {describe_shape(shape, dtype, self.device)}" for name, shape, dtype in each)
+
+    def check(self) -> None:
+        """Raises ``ValueError`` if no plan can attend these."""
+        q, k, v = self.q, self.k, self.v
+        if not len(q) == len(k) == len(v) == 4 or k[:3] != v[:3]:
+            raise ValueError(f"need q (batch, heads, tokens, dim) and k, v of the same shape, got {self}")
+        if (q[0], *q[2:]) != (k[0], *k[2:]):
+            raise ValueError(f"q, k, v must agree in batch, local tokens and head dim, got {self}")
+        if 0 in q or 0 in k or 0 in v:
+            raise ValueError(f"no dimension may be empty, got {self}")
+        if len(set(self.dtypes)) > 1 or self.dtype not in DTYPES:
+            raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {self}")
+        if (widest := max(q[3], v[3])) > MAX_HEAD_DIM:
+            raise ValueError(f"head dim {widest} is more than {MAX_HEAD_DIM}, got {self}")

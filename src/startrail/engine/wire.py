@@ -1,6 +1,6 @@
 """``Wire``: pieces as tensors. In memory and in messages a piece is one flat run of bytes, its widest tensors first.
 
-A ``Wire`` combines the sizes of one attention call with its dtypes and the places of a piece's tokens. It knows nothing
+A ``Wire`` combines the sizes of one part of a call with its dtypes and the places of a piece's tokens. It knows nothing
 about which ranks talk to each other.
 """
 
@@ -12,37 +12,36 @@ from math import prod
 import torch
 from torch import Tensor
 
+from startrail.compile.call import Part
 from startrail.kernels import accumulator
 from startrail.kernels.device import current_stream_id, ints_on
 from startrail.kernels.rearrange import Chunks
-from startrail.schedule.sizes import Field, Sizes
-from startrail.schedule.values import KINDS, Piece
+from startrail.schedule.sizes import Field
+from startrail.schedule.values import Piece
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Wire:
-    """``dtype`` is that of the inputs, ``wire_dtype`` that of messages. A piece consists of chunks of ``chunk`` tokens;
-    ``places`` says for each head rank where its chunks stand in the piece (``Zone.places``). ``rows_first``: the bytes
-    are in the order (batch, rows, heads, dim), as the kernel takes them; views are (batch, heads, rows, dim) anyway.
+    """``dtype`` is that of the inputs, ``wire_dtype`` that of messages. ``local`` is the number of this rank's tokens
+    as the part's programs see them. A piece consists of chunks of ``chunk`` tokens; ``places`` says for each head rank
+    where its chunks stand in the piece (``Zone.places``). ``rows_first``: the bytes are in the order (batch, rows,
+    heads, dim), as the kernel takes them; views are (batch, heads, rows, dim) anyway.
 
-    ``nbytes`` are the bytes of a whole piece by kind, ``part_bytes`` those of one head rank's tokens. ``format`` tells
-    apart pieces whose bytes mean different things; it is a text because Python caches a text's hash.
+    ``format`` tells apart pieces whose bytes mean different things; it is a text because Python caches a text's hash.
     """
 
-    def __init__(
-        self, sizes: Sizes, dtype: torch.dtype, wire_dtype: torch.dtype,
-        chunk: int, places: tuple[tuple[int, ...], ...], rows_first: bool = False,
-    ) -> None:  # fmt: skip
-        self.sizes, self.dtype, self.wire_dtype, self.rows_first = sizes, dtype, wire_dtype, rows_first
-        self.chunk, self.places = chunk, places
+    def __init__(self, part: Part, dtype: torch.dtype, wire_dtype: torch.dtype, rows_first: bool = False) -> None:
+        self.sizes, self.local = part.sizes, part.padded_tokens
+        self.dtype, self.wire_dtype, self.rows_first = dtype, wire_dtype, rows_first
+        self.chunk, self.places = 1, tuple[tuple[int, ...], ...]()
+        if part.sizes.plan.heads > 1:  # ranks that split heads sort the tokens of all of them by position
+            self.chunk, self.places = part.padded_zone.places(part.place.shard_ranks(part.place.shard))
         self.acc = accumulator(dtype)
-        self.nbytes = sizes.by_kind
-        self.part_bytes = {kind: sizes.part_bytes(kind) for kind in KINDS}
-        self.format = f"{sizes} {dtype} {wire_dtype} {rows_first}"
+        self.format = f"{self.sizes} {self.local} {dtype} {wire_dtype} {rows_first}"
         self._holds_inputs = torch.promote_types(wire_dtype, dtype) == wire_dtype
         self._fields: dict[tuple[str, int], tuple[Field, ...]] = {}
-        self._places_on: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream
+        self._places_on: dict[tuple[torch.device, int], Chunks] = {}  # by device and stream
 
     def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
         if (kind, tokens) not in self._fields:
@@ -66,9 +65,9 @@ class Wire:
             start = stop
         return views
 
-    def bytes_of(self, kind: str, tokens: int) -> int:
-        """Bytes of a piece of ``tokens`` tokens."""
-        return self.nbytes[kind] * tokens // self.sizes.tokens
+    def part_bytes(self, kind: str) -> int:
+        """Bytes of the part of a piece that covers one rank's tokens."""
+        return self.sizes.nbytes_of(kind, self.local)
 
     def views(self, flat: Tensor, kind: str, tokens: int) -> tuple[Tensor, ...]:
         """The tensors of a piece of ``tokens`` tokens, as views of its bytes."""
@@ -78,40 +77,11 @@ class Wire:
         """The shapes of the sums that a result is accumulated in. lse is not one of them: it comes with its output."""
         return [field.shape for field in self.fields(kind, tokens) if len(field.shape) == 4]
 
-    def local_results(self, kind: str, device: torch.device) -> tuple[Tensor, ...]:
-        """Empty tensors for a result of this rank's tokens, all heads, in the user's dtype."""
-        sizes = self.sizes
-        rows = (sizes.batch, sizes.q_heads, sizes.local)
-        keys = (sizes.batch, sizes.kv_heads * sizes.copies, sizes.local)
-        dkv = self.acc if sizes.copies > 1 else self.dtype
-        by_kind: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
-            "out": [(rows, self.acc), ((*rows, sizes.out_dim), self.dtype)],
-            "dq": [((*rows, sizes.head_dim), self.dtype)],
-            "dkv": [((*keys, sizes.head_dim), dkv), ((*keys, sizes.out_dim), dkv)],
-        }
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in by_kind[kind])
-
     def rounded(self, x: Tensor) -> Tensor:
         """``x`` as the peers see it. If a rank used more digits for its own blocks, the logits and sums of a backward
         pass that computes them elsewhere would not match lse and delta. bfloat16 and float16 have one size, but neither
         holds the other's numbers."""
         return x if self._holds_inputs else x.to(self.wire_dtype)
-
-    # --- replicated key/value heads
-
-    def with_copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        copies = self.sizes.copies
-        if copies == 1:
-            return k, v
-        return k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-
-    def without_copies(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of a head is the sum of its copies' gradients."""
-        if self.sizes.copies == 1:
-            return dk, dv
-        heads = (self.sizes.kv_heads, self.sizes.copies)
-        dk, dv = (x.unflatten(1, heads).sum(2).to(self.dtype) for x in (dk, dv))
-        return dk, dv
 
     # --- heads
 
@@ -119,6 +89,9 @@ class Wire:
         """The part of a tensor (batch, heads, tokens, ...) that each head rank computes for a piece: a view (head
         ranks, batch, heads, tokens, ...)."""
         ranks, groups, group = self.sizes.plan.heads, self.sizes.plan.groups, piece.group
+        if groups == 1:
+            batch, heads, *rest = x.shape
+            return x.unsqueeze(0) if ranks == 1 else x.view(batch, ranks, heads // ranks, *rest).transpose(0, 1)
         if self.sizes.split_heads:
             return x.unflatten(1, (ranks, groups, -1))[:, :, group].movedim(1, 0)
         batch = self.sizes.batch // groups
@@ -128,5 +101,5 @@ class Wire:
         """Where the tokens of all head ranks stand in a whole piece."""
         key = device, current_stream_id(device)
         if key not in self._places_on:
-            self._places_on[key] = ints_on(device, self.places, torch.int64)
-        return Chunks(self._places_on[key], self.chunk)
+            self._places_on[key] = Chunks(ints_on(device, self.places, torch.int64), self.chunk)
+        return self._places_on[key]

@@ -1,0 +1,285 @@
+"""Attention behind its op: what a call's tensors compile to, its kernel for blocks, and its two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from startrail.agreement.consensus import rejoining
+from startrail.compile.attention import Attention, AttentionPart, BlockTiles
+from startrail.compile.call import CompiledCall, compile_call
+from startrail.engine.batch import Batch
+from startrail.engine.call import AttentionCall
+from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
+from startrail.engine.session import Session, Settings
+from startrail.engine.validate import Shapes
+from startrail.engine.wire import Wire
+from startrail.kernels import (
+    Kernel,
+    Partial,
+    Sums,
+    accumulator,
+    block_max_logits,
+    kernel_for,
+    nudge_zero_rows,
+    row_sums,
+    surrogate_out,
+)
+from startrail.schedule.program import build_program
+from startrail.schedule.sizes import ALIGN, Sizes
+from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Block, Pass
+from startrail.schedule.walk import MAX_PARTS
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedAttention:
+    """What calls of one kind run with on one batch."""
+
+    detail: str
+    parts: tuple[AttentionPart, ...]
+    passes: dict[Pass, PreparedPass]
+    kernel: Kernel
+    tiles: tuple[BlockTiles, ...]
+    scale: float
+    kept_bytes: int
+
+
+class AttentionRequest:
+    """One pass of an attention call, as the op got it."""
+
+    def __init__(self, pass_: Pass, shapes: Shapes, call: AttentionCall, forward: Tensor | None = None) -> None:
+        self.pass_, self.shapes, self.call, self.forward = pass_, shapes, call, forward
+        self.device, self.gradients = shapes.device, call.gradients
+
+    @property
+    def key(self) -> object:
+        return self.shapes, self.call
+
+    @property
+    def kind(self) -> object:
+        return self.shapes.kind, self.call
+
+    def prepare(self, session: Session, batch: Batch) -> PreparedAttention:
+        shapes, call = self.shapes, self.call
+        shapes.check()
+        kernel = kernel_for(shapes.device, shapes.dtype, max(shapes.head_dim, shapes.value_dim), call.softcap)
+        if shapes.tokens != batch.local:
+            raise ValueError(_wrong_tokens(shapes, batch, session.settings.split.layout))
+        value = compiled(session, batch, shapes, call)
+        parts = tuple(part for part in value.parts if isinstance(part, AttentionPart))
+        wire_dtype = wire_dtype_of(session.settings, shapes.dtype)
+        wires = [Wire(part, shapes.dtype, wire_dtype, kernel.rows_first) for part in parts]
+        passes = {pass_: PreparedPass(value, pass_, wires) for pass_ in PASSES}
+        tiles = tuple(part.tiles(kernel.costs) for part in parts)
+        detail = f"{shapes}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
+        kept = max(value.kept_bytes, most_kept_bytes(session, shapes))
+        scale = call.scale_for(shapes.head_dim)
+        return PreparedAttention(detail, parts, passes, kernel, tiles, scale, kept)
+
+
+def compiled(session: Session, batch: Batch, shapes: Shapes, call: AttentionCall) -> CompiledCall:
+    """What this rank runs for a call with such shards. Raises ``ValueError`` if the plan cannot run it."""
+    wire_dtype = wire_dtype_of(session.settings, shapes.dtype)
+    names = (str(dtype).removeprefix("torch.") for dtype in (shapes.dtype, wire_dtype))
+    heads = shapes.heads, shapes.kv_heads, shapes.head_dim, shapes.value_dim
+    problem = Attention(batch.boundaries, shapes.batch, *names, call.mask, *heads)
+    return compile_call(problem, session.settings.split, session.rank, batch.layout)
+
+
+def _wrong_tokens(shapes: Shapes, batch: Batch, layout: str) -> str:
+    hint = "shard with sequence.shard(), which pads"
+    if shapes.heads == batch.local:
+        hint = "these look like (batch, tokens, heads, dim): transpose(1, 2) makes them (batch, heads, tokens, dim)"
+    return (
+        f"length {batch.layout.length} on {batch.layout.world} ranks gives {batch.local} local tokens per rank "
+        f"({layout}), but this rank has {shapes.tokens}; {hint}"
+    )
+
+
+def wire_dtype_of(settings: Settings, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of messages. A single rank sends nothing and rounds nothing."""
+    return dtype if settings.split.world == 1 else settings.wire_dtype or dtype
+
+
+def sizes_of(settings: Settings, shapes: Shapes) -> Sizes:
+    """The sizes of a call with such shards if all ranks share all tokens. Raises ``ValueError`` if the plan cannot run
+    it."""
+    wire = wire_dtype_of(settings, shapes.dtype)
+    shape = shapes.tokens, shapes.batch, shapes.heads, shapes.kv_heads, shapes.head_dim
+    return Sizes(settings.split.plan, *shape, shapes.dtype.itemsize, wire.itemsize, shapes.value_dim)
+
+
+def most_kept_bytes(session: Session, shapes: Shapes) -> int:
+    """What a forward pass keeps at most, as its tensors' shapes tell: what the plan keeps if all ranks share all
+    tokens, and some room. Other ranks' pieces are larger if their shares are."""
+    split = session.settings.split
+    pieces = build_program(split.plan, split.world, session.rank, FORWARD).kept
+    room = MAX_PARTS * len(pieces) * ALIGN
+    if session.largest_share > 1:
+        shapes = shapes._replace(q=(*shapes.q[:2], int(1.05 * session.largest_share * shapes.tokens), shapes.head_dim))
+    return sizes_of(session.settings, shapes).kept_bytes(pieces) + room
+
+
+# --- blocks
+
+
+class AttentionKernel(BlockKernel):
+    """Runs the blocks of one pass on a backend. ``max_logits`` (batch, heads) gets the largest logits; it is empty if
+    the caller does not ask for them."""
+
+    def __init__(self, prepared: PreparedAttention, shapes: Shapes, max_logits: bool = False) -> None:
+        self.kernel, self.tiles, self.scale = prepared.kernel, prepared.tiles, prepared.scale
+        self.shapes, self.acc = shapes, accumulator(shapes.dtype)
+        shape = shapes.q[:2] if max_logits else (0, 0)
+        self.max_logits = torch.full(shape, float("-inf"), dtype=self.acc, device=shapes.device)
+        self.extra_results = (self.max_logits,)
+
+    def prepare(self, kind: str, tensors: Tensors) -> Tensors:
+        """lse and delta, one number per row, stay in the accumulation dtype, as kernels expect."""
+        if kind != "do":
+            return tuple(self.kernel.prepare(x) for x in tensors)
+        lse, delta, dout = tensors
+        dout = self.kernel.prepare_dout(dout)
+        return dout, self.kernel.prepare(surrogate_out(dout, delta)), lse
+
+    def new_result(self, kind: str, shapes: Sequence[Sequence[int]]) -> Partial | Sums:
+        if kind == "out":
+            return Partial(shapes[0], self.acc, self.shapes.device)
+        return Sums(shapes, self.acc, self.shapes.device)
+
+    def block(
+        self, part: PreparedPart, block: Block, inputs: Sequence[Tensors], results: Sequence[Partial | Sums]
+    ) -> None:
+        visible = self.tiles[part.number](block.row, block.column)
+        if part.program.pass_ is FORWARD:
+            ((q,), (k, v)), (out,) = inputs, results
+            assert isinstance(out, Partial)
+            self.kernel.forward(q, k, v, visible, self.scale, out)
+            if self.max_logits.numel():
+                made = part.program.pass_.makes(block)[0]
+                mine = part.wire.shares(self.max_logits, made)[part.place.head]
+                mine.copy_(torch.maximum(mine, block_max_logits(q, k, visible, self.scale)))
+            return
+        ((q,), (dout, out_like, lse), (k, v)), (by_row, by_key) = inputs, results
+        assert isinstance(by_row, Sums)
+        assert isinstance(by_key, Sums)
+        (dq,), (dk, dv) = by_row.sums, by_key.sums
+        self.kernel.backward(dout, q, k, v, out_like, lse, visible, self.scale, (dq, dk, dv))
+
+    def outputs(self, part: PreparedPart, kind: str) -> Tensors:
+        """All heads of this rank's tokens, in the caller's dtype; gradients of replicated heads are still to be summed."""
+        sizes, tokens, dtype = part.wire.sizes, part.wire.local, self.shapes.dtype
+        rows, keys = (sizes.batch, sizes.q_heads, tokens), (sizes.batch, sizes.kv_heads * sizes.copies, tokens)
+        device = self.shapes.device
+        if kind == "out":
+            lse = torch.empty(rows, dtype=self.acc, device=device)
+            return lse, torch.empty((*rows, sizes.out_dim), dtype=dtype, device=device)
+        if kind == "dq":
+            return (torch.empty((*rows, sizes.head_dim), dtype=dtype, device=device),)
+        dtype = self.acc if sizes.copies > 1 else dtype
+        return tuple(torch.empty((*keys, dim), dtype=dtype, device=device) for dim in (sizes.head_dim, sizes.out_dim))
+
+
+# --- passes
+
+
+@rejoining
+def forward(
+    session: Session, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, the bytes kept for the backward pass, the call's number, and this rank's largest logits."""
+    with session.call():
+        shapes = Shapes.of(q, k, v)
+        started = session.start_pass(AttentionRequest(FORWARD, shapes, call), op_key)
+        prepared = started.prepared
+        kernel = AttentionKernel(prepared, shapes, call.max_logits)
+        kept = torch.empty(prepared.kept_bytes, dtype=torch.uint8, device=q.device)
+        inputs = [_own_inputs(part, {"q": (q,), "kv": (k, v)}) for part in prepared.passes[FORWARD].parts]
+        results = [part["out"] for part in started.run(kernel, inputs, kept)]
+        if not call.mask.steps:  # rows of such a mask may see nothing
+            for part, (lse, out) in zip(prepared.parts, results, strict=True):
+                _poison_hidden_rows(part, out, lse)
+        lse, out = _joined(prepared, results)
+        return out, lse, kept, torch.tensor(session.consensus.call_id, device="cpu"), kernel.max_logits
+
+
+@rejoining
+def backward(
+    session: Session, dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
+    kv_heads: int, head_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
+    cotangent of lse. Each logit gets its weight's share of it, so it is subtracted from delta."""
+    batch, heads, tokens, value_dim = out.shape
+    with session.call():
+        sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+        shapes = Shapes(*((batch, number, tokens, dim) for number, dim in sizes), 3 * (out.dtype,), out.device)
+        started = session.start_pass(AttentionRequest(BACKWARD, shapes, call, number), op_key)
+        prepared, wire = started.prepared, started.prepared.passes[BACKWARD].parts[0].wire
+        dout = wire.rounded(dout)
+        delta = row_sums(dout, out, wire.acc)
+        if dlse is not None:
+            delta = delta - dlse
+            dout = nudge_zero_rows(dout, delta)
+        given: PartInputs = {"do": (lse, delta, dout)}
+        if qkv:
+            given = {**given, "q": (qkv[0],), "kv": (qkv[1], qkv[2])}
+        inputs = [_own_inputs(part, given) for part in prepared.passes[BACKWARD].parts]
+        results = started.run(AttentionKernel(prepared, shapes), inputs, kept)
+        pairs = zip(prepared.passes[BACKWARD].parts, results, strict=True)
+        dq, dk, dv = _joined(prepared, [_gradients(part, of_part) for part, of_part in pairs])
+        return dq, dk, dv
+
+
+def _own_inputs(part: PreparedPart, given: PartInputs) -> PartInputs:
+    """The part's tokens of the caller's tensors, as its ranks see them."""
+    wire, start, tokens = part.wire, part.part.start, part.part.tokens
+    inputs = dict(given)
+    if tokens != given["do" if "do" in given else "q"][0].shape[2]:
+        inputs = {kind: tuple(x.narrow(2, start, tokens) for x in tensors) for kind, tensors in given.items()}
+    if missing := wire.local - tokens:
+        inputs = {kind: tuple(_padded(x, missing) for x in tensors) for kind, tensors in inputs.items()}
+    if "q" in inputs:
+        (q,), (k, v) = inputs["q"], inputs["kv"]
+        k, v = wire.rounded(k), wire.rounded(v)
+        if wire.sizes.copies > 1:  # replicated key/value heads
+            k, v = (x.repeat_interleave(wire.sizes.copies, 1) for x in (k, v))
+        inputs |= {"q": (wire.rounded(q),), "kv": (k, v)}
+    return inputs
+
+
+def _padded(x: Tensor, missing: int) -> Tensor:
+    """Zeros after the tokens (batch, heads, tokens, ...)."""
+    return F.pad(x, (0, missing) if x.dim() == 3 else (0, 0, 0, missing))
+
+
+def _gradients(part: PreparedPart, results: PartResults) -> Tensors:
+    """dq, dk, dv. The gradient of a replicated head is the sum of its copies' gradients."""
+    sizes, (dq,), (dk, dv) = part.wire.sizes, results["dq"], results["dkv"]
+    if sizes.copies > 1:
+        heads = sizes.kv_heads, sizes.copies
+        dk, dv = (x.unflatten(1, heads).sum(2).to(part.wire.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _joined(prepared: PreparedAttention, results: Sequence[Tensors]) -> Tensors:
+    """The results of all tokens from those of each part, without what only its programs see."""
+    own = [
+        tuple(x if x.shape[2] == part.tokens else x.narrow(2, 0, part.tokens) for x in tensors)
+        for part, tensors in zip(prepared.parts, results, strict=True)
+    ]
+    if len(own) == 1:
+        return tuple(x.contiguous() for x in own[0])
+    return tuple(torch.cat(tensors, 2) for tensors in zip(*own, strict=True))
+
+
+def _poison_hidden_rows(part: AttentionPart, out: Tensor, lse: Tensor) -> None:
+    """Fill rows without any weight with NaN, as softmax does in one process. Every token sees itself, so all logits of
+    such a row were -inf. Only on CPUs, where reading ``lse`` costs nothing."""
+    real = sum(count for _, count in part.zone.runs_of((part.member,), part.length))
+    if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
+        out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
