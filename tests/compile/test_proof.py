@@ -22,7 +22,7 @@ LARGE = ["u4/1x8", "1x8/u8", "8x8", "2x2/2x2/1x4"]
 
 
 def world_of(plan: Plan) -> int:
-    return 8 if plan.family.by_mask else plan.family.unit(plan) * plan.heads * (2 if plan.family.open_ended else 1)
+    return 8 if plan.family.by_demand else plan.family.unit(plan) * plan.heads * (2 if plan.family.open_ended else 1)
 
 
 def layout_of(plan: Plan, documents: tuple[int, ...], name: str = "zones") -> Layout:

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_rank(rank, world)
     pass_ = next(pass_ for pass_ in PASSES if str(pass_) == arguments.direction)
     columns = shutil.get_terminal_size((120, 24)).columns
-    if arguments.window is not None or arguments.documents is not None or plan.family.by_mask:
+    if arguments.window is not None or arguments.documents is not None or plan.family.by_demand:
         described = arguments.cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = rule_for(described, world)
         print(show_batch(plan, world, mask, length, pass_, ranks, 10**6 if arguments.rank else columns, rule))
@@ -106,7 +106,7 @@ def _read_mask(arguments: argparse.Namespace, world: int) -> tuple[Mask, int]:
 
 
 def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> int:
-    if plan.family.by_mask:
+    if plan.family.by_demand:
         raise ValueError(
             f"plan {plan} depends on the mask and has no rings to draw: pass a plan such as 1x{machine.world}; "
             "with --window or --documents, --html shows where direct fetches replace it"

@@ -76,8 +76,8 @@ class Boundaries:
 @dataclass(frozen=True)
 class Split:
     """How ``world`` ranks split every sequence. ``layout`` names the rule that gives tokens to ranks, and
-    ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``: whether parts may fetch keys on demand
-    instead of running the plan, or the rule that decides.
+    ``in_rank_order`` keeps neighbouring tokens on neighbouring ranks. ``sparse``: whether parts may fetch keys on
+    demand instead of running the plan, or the rule that decides.
 
     >>> split = Split(Plan.parse("1x2"), 2)
     >>> split.layout_of(Boundaries((0, 7))).table

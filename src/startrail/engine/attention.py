@@ -75,7 +75,7 @@ class AttentionRequest:
         wires = [Wire(part, shapes.dtype, wire_dtype, kernel.rows_first) for part in parts]
         passes = {pass_: PreparedPass(value, pass_, wires) for pass_ in PASSES}
         tiles = tuple(part.tiles(kernel.costs) for part in parts)
-        detail = f"{shapes}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
+        detail = f"{shapes.with_tokens(batch.layout.largest)}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
         kept = max(value.kept_bytes, most_kept_bytes(session, shapes))
         scale = call.scale_for(shapes.head_dim)
         return PreparedAttention(detail, parts, passes, kernel, tiles, scale, kept)
@@ -120,7 +120,7 @@ def most_kept_bytes(session: Session, shapes: Shapes) -> int:
     pieces = build_program(split.plan, split.world, session.rank, FORWARD).kept
     room = MAX_PARTS * len(pieces) * ALIGN
     if session.largest_share > 1:
-        shapes = shapes._replace(q=(*shapes.q[:2], int(1.05 * session.largest_share * shapes.tokens), shapes.head_dim))
+        shapes = shapes.with_tokens(int(1.05 * session.largest_share * shapes.tokens))
     return sizes_of(session.settings, shapes).kept_bytes(pieces) + room
 
 
@@ -171,7 +171,7 @@ class AttentionKernel(BlockKernel):
         self.kernel.backward(dout, q, k, v, out_like, lse, visible, self.scale, (dq, dk, dv))
 
     def outputs(self, part: PreparedPart, kind: str) -> Tensors:
-        """All heads of this rank's tokens, in the caller's dtype; gradients of replicated heads are still to be summed."""
+        """All heads of this rank's tokens, in the caller's dtype. Gradients of replicated heads are still to be summed."""
         sizes, tokens, dtype = part.wire.sizes, part.wire.local, self.shapes.dtype
         rows, keys = (sizes.batch, sizes.q_heads, tokens), (sizes.batch, sizes.kv_heads * sizes.copies, tokens)
         device = self.shapes.device

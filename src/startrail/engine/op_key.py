@@ -1,5 +1,5 @@
-"""How an op refers to a sequence, and to the data of its batch: a rank that skips a batch, or gets another one, finds out
-at its next call although numbers and shapes match.
+"""How an op refers to a sequence, and to the data of its batch: a rank that skips a batch, or gets another one, finds
+out at its next call although numbers and shapes match.
 
 The op takes a tensor, because torch.compile would treat any other value as a constant and recompile for each batch. The
 tensor holds the boundaries themselves, not an id to look them up by: a compiled backward pass keeps nothing but tensors

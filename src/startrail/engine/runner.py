@@ -1,8 +1,8 @@
 """``PassRunner``: turns the events of compiled programs into buffers, messages and calls of a kernel.
 
 It does no rank arithmetic: a program says which peer comes when. What depends only on the compiled call is computed
-once (``PreparedPass``): which action handles each event, and where pieces, messages and their sizes are found. Transfers
-are posted before the blocks that hide them, and awaited when something needs them.
+once (``PreparedPass``): which action handles each event, and where pieces, messages and their sizes are found.
+Transfers are posted before the blocks that hide them, and awaited when something needs them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from startrail.kernels import Partial, Sums
 from startrail.kernels.device import current_stream_id, on_device
 from startrail.schedule.program import Program
 from startrail.schedule.values import Block, Pass, Piece
-from startrail.transport.base import Compare, Pending, Posting, Transport
-from startrail.transport.counters import Counters
 from startrail.schedule.walk import (
     Await,
     Combine,
@@ -40,6 +38,8 @@ from startrail.schedule.walk import (
     WalkStep,
     walk_of,
 )
+from startrail.transport.base import Compare, Pending, Posting, Transport
+from startrail.transport.counters import Counters
 
 Tensors = tuple[Tensor, ...]
 PartInputs = Mapping[str, Tensors]  # a part's tensors by kind, of this rank's tokens

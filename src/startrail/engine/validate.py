@@ -194,6 +194,10 @@ class Shapes(NamedTuple):
         """The same without the number of tokens and the index of the device."""
         return self.q[:2], self.q[3:], self.k[1:2], self.v[3:], self.dtypes, self.device.type
 
+    def with_tokens(self, tokens: int) -> Shapes:
+        q, k, v = ((*shape[:2], tokens, *shape[3:]) for shape in (self.q, self.k, self.v))
+        return self._replace(q=q, k=k, v=v)
+
     def __str__(self) -> str:
         each = zip("qkv", (self.q, self.k, self.v), self.dtypes, strict=True)
         return ", ".join(f"{name} {describe_shape(shape, dtype, self.device)}" for name, shape, dtype in each)

@@ -22,15 +22,15 @@ kv7: rank 2 to 1, 2 tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from startrail.geometry.layout import Layout
+from startrail.compile.attention import Attention, AttentionPart
+from startrail.compile.call import compile_call
+from startrail.compile.explain import explain
+from startrail.compile.problem import Boundaries, Rule, Split
 from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import tiles_of
-from startrail.geometry.zones import ZoneLevel, make_layout
-from startrail.routing.explain import explain
-from startrail.routing.route import Rule, ZoneRoute, route_of
+from startrail.geometry.tiles import Costs
 from startrail.schedule.plan import Plan
-from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import Pass
 from startrail.view.text import Seen, columns_that_fit, grid
 
@@ -44,48 +44,49 @@ def show_batch(
 ) -> str:  # fmt: skip
     """What the first of ``ranks`` runs for a batch, and the programs of its zones on those ranks that share them.
     ``sparse`` is the rule that chooses between the plan and ``direct``."""
-    layout, sizes = batch_of(plan, world, mask, length)
-    parts = [explain(plan, layout, ranks[0], mask, sizes, sparse)]
-    for number, route in enumerate(route_of(plan, layout, ranks[0], mask, sizes, sparse)):
-        if route.zone.size > 1:
-            zone = range(route.zone.first, route.zone.first + route.zone.size)
+    problem, split = problem_of(plan, mask, length), Split(plan, world, sparse=sparse)
+    call = compile_call(problem, split, ranks[0])
+    texts = [explain(call)]
+    for number, part in enumerate(call.parts):
+        if part.zone.size > 1:
+            zone = range(part.zone.first, part.zone.first + part.zone.size)
             inside = [rank for rank in ranks if rank in zone]
-            routes = [route_of(plan, layout, rank, mask, sizes, sparse)[number] for rank in inside]
-            parts.append(_zone_text(routes, inside, pass_, columns, mask, length))
-    return "\n\n".join(parts)
+            parts = [problem.parts(split, call.layout, rank)[number] for rank in inside]
+            texts.append(_zone_text(parts, inside, pass_, columns))
+    return "\n\n".join(texts)
 
 
-def batch_of(plan: Plan, world: int, mask: Mask, length: int) -> tuple[Layout, Sizes]:
-    """The layout of a batch, and the sizes of a call on it."""
-    documents = mask.documents or (0, length)
-    layout = make_layout("zones", [ZoneLevel(*level) for level in plan.zone_levels(world)], documents)
-    heads = ASSUMED_HEADS if ASSUMED_HEADS % (plan.heads * plan.groups) == 0 else plan.heads * plan.groups
-    return layout, Sizes(plan, layout.largest, 1, heads, heads, ASSUMED_HEAD_DIM, itemsize=2)
+def problem_of(plan: Plan, mask: Mask, length: int) -> Attention:
+    """A call under this mask, which includes documents."""
+    boundaries, heads = Boundaries(mask.documents or (0, length), mask.blocks), ASSUMED_HEADS
+    if heads % (plan.heads * plan.groups):
+        heads = plan.heads * plan.groups
+    own = replace(mask, documents=None, blocks=())
+    return Attention(boundaries, 1, "bfloat16", "", own, heads, heads, ASSUMED_HEAD_DIM)
 
 
-def _zone_text(routes: list[ZoneRoute], ranks: list[int], pass_: Pass, columns: int, mask: Mask, length: int) -> str:
-    zone, seen = routes[0].zone, _seen(routes[0], mask, length)
-    programs = [route.program(pass_) for route in routes]
+def _zone_text(parts: list[AttentionPart], ranks: list[int], pass_: Pass, columns: int) -> str:
+    zone, seen = parts[0].zone, _seen(parts[0])
+    programs = [part.program(pass_) for part in parts]
     shown = columns_that_fit(programs, ranks, columns, seen)
     last = zone.first + zone.size - 1
-    lines = [f"{routes[0].chosen} {pass_}, the zone of ranks {zone.first} to {last}"]
+    lines = [f"{parts[0].chosen} {pass_}, the zone of ranks {zone.first} to {last}"]
     lines += grid(programs[:shown], ranks[:shown], seen)
-    if (fetches := routes[0].fetches) is not None:
+    if (demand := parts[0].demand) is not None:
         members = {rank - zone.first for rank in ranks[:shown]}
         listed = [
             f"kv{number}: rank {zone.first + edge.sender} to {zone.first + edge.receiver}, "
             f"{sum(count for _, count in runs)} tokens"
-            for number, (edge, runs) in enumerate(fetches.messages.items(), zone.size)
+            for number, (edge, runs) in enumerate(demand.messages.items(), zone.size)
             if {edge.sender, edge.receiver} & members
         ]
         lines += listed[:MAX_BUNDLES] + [f"... and {len(listed) - MAX_BUNDLES} more"] * (len(listed) > MAX_BUNDLES)
     return "\n".join(lines)
 
 
-def _seen(route: ZoneRoute, mask: Mask, length: int) -> Seen:
-    """Which blocks of a zone have visible pairs. Whatever is fetched directly is seen."""
-    if route.fetches is not None:
+def _seen(part: AttentionPart) -> Seen:
+    """Which blocks of a zone have visible pairs. Whatever is fetched on demand is seen."""
+    if part.demand is not None:
         return lambda row, column: True
-    place = route.chosen.place(route.zone.size, 0)
-    runs = [route.zone.runs_of(place.shard_ranks(shard), length) for shard in range(place.num_shards)]
-    return lambda row, column: bool(tiles_of(mask, runs[row], runs[column]))
+    tiles = part.tiles(Costs())
+    return lambda row, column: bool(tiles(row, column))

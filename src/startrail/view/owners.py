@@ -13,14 +13,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import lru_cache
 
+from startrail.compile.problem import Split
 from startrail.geometry.layout import joined, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
-from startrail.routing.route import zone_route
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import FORWARD
-from startrail.view.batch import batch_of
+from startrail.view.batch import problem_of
 
 SPARSE_CELLS = 32
 Owners = dict[tuple[int, int], int]
@@ -53,8 +53,9 @@ def dense_cells(plan: Plan, world: int, mask: Mask, length: int) -> tuple[int, O
 def sparse_cells(plan: Plan, world: int, mask: Mask, length: int) -> tuple[int, Owners]:
     """With a window or documents, as zones and direct fetches run: for each cell of equally many tokens, the rank that
     computes one of its pairs; the first of the ranks that share it by heads."""
-    layout, sizes = batch_of(plan, world, mask, length)
-    routes = [zone_route(plan, zone, length, mask, sizes) for zone in layout.zones]
+    problem, split = problem_of(plan, mask, length), Split(plan, world)
+    layout = split.layout_of(problem.boundaries)
+    parts = [problem.part(split, layout, zone) for zone in layout.zones]
     owned = sorted(
         (start, number, member)
         for number, zone in enumerate(layout.zones)
@@ -73,11 +74,11 @@ def sparse_cells(plan: Plan, world: int, mask: Mask, length: int) -> tuple[int, 
                 query = queries[0] + tiles[0].q1 - 1
                 key = max(mask.visible(query, length)[0], keys[0])
                 (_, zone, member), (_, _, other) = (owned[bisect_right(starts, at) - 1] for at in (query, key))
-                route = routes[zone]
-                if route.fetches is None:
-                    inner, size = route.chosen, route.zone.size
+                part = parts[zone]
+                if part.demand is None:
+                    inner, size = part.chosen, part.zone.size
                     shards = [inner.place(size, each).shard for each in (member, other)]
                     shard = block_owners(inner, size)[shards[0], shards[1]]
                     member = inner.slots(size).index(shard * inner.heads)
-                found[q, k] = route.zone.first + member
+                found[q, k] = part.zone.first + member
     return cells, found

@@ -108,7 +108,9 @@ def _cells(program: Program, steps: int, seen: Seen) -> list[list[str]]:
         if step.merges:
             lines.append("merge " + " ".join(map(str, step.merges)))
         cells.append([part for line in lines or ["receive" if step.posts else "idle"] for part in _wrap(line)])
-        in_flight += [p.piece for p in step.posts if not p.send and p.piece.kind in program.pass_.inputs and p.piece.shard != own]
+        in_flight += [
+            p.piece for p in step.posts if not p.send and p.piece.kind in program.pass_.inputs and p.piece.shard != own
+        ]
         held = [piece for piece in held if piece not in done]
     return cells + [[""]] * (steps - len(cells))
 

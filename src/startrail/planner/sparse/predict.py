@@ -17,16 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from startrail.compile.attention import Attention, AttentionPart
+from startrail.compile.problem import Rule, Split
 from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
-from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
 from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task, lanes_with_few_channels
 from startrail.planner.simulator import SimulatedPass
-from startrail.routing.route import Rule, ZoneRoute, zone_route
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -79,26 +79,32 @@ class SparseCall:
         return Mask(self.call.causal, self.call.window, documents)
 
     @cached_property
+    def split(self) -> Split:
+        return Split(self.plan, self.cluster.world, "zones", self.rule, self.in_rank_order)
+
+    @cached_property
+    def problem(self) -> Attention:
+        call = self.call
+        shape = call.length, call.batch, call.heads, call.kv_heads, call.head_dim
+        return Attention.of(*shape, call.causal, call.dtype, call.window, call.documents)
+
+    @cached_property
     def layout(self) -> Layout:
-        levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.cluster.world)]
-        levels = [level.in_rank_order() for level in levels] if self.in_rank_order else levels
-        return make_layout("zones", levels, self.call.documents or (0, self.call.length))
+        return self.split.layout_of(self.problem.boundaries)
 
     @cached_property
-    def zones(self) -> tuple[tuple[ZoneRoute, TilePrices], ...]:
-        """The route of every zone, and its prices."""
-        call, layout = self.call, self.layout
-        sizes = replace(call.sizes(self.plan, self.cluster.world), local=layout.largest)
-        routes = [zone_route(self.plan, zone, layout.length, self.mask, sizes, self.rule) for zone in layout.zones]
-        return tuple((route, self._prices(route)) for route in routes)
+    def zones(self) -> tuple[tuple[AttentionPart, TilePrices], ...]:
+        """What every zone runs, and its prices."""
+        parts = [self.problem.part(self.split, self.layout, zone) for zone in self.layout.zones]
+        return tuple((part, self._prices(part)) for part in parts)
 
-    def _prices(self, route: ZoneRoute) -> TilePrices:
-        return TilePrices(self.cluster, route.sizes, self.mask, self.call.dtype, _runs_of(route, self.layout.length))
+    def _prices(self, route: AttentionPart) -> TilePrices:
+        return TilePrices(self.cluster, route.sizes, self.mask, self.call.dtype, route.runs_of)
 
     @cached_property
-    def routes(self) -> tuple[tuple[tuple[ZoneRoute, TilePrices], ...], ...]:
+    def routes(self) -> tuple[tuple[tuple[AttentionPart, TilePrices], ...], ...]:
         """The routes of every rank, with their prices, outermost zones first."""
-        found: list[list[tuple[ZoneRoute, TilePrices]]] = [[] for _ in range(self.cluster.world)]
+        found: list[list[tuple[AttentionPart, TilePrices]]] = [[] for _ in range(self.cluster.world)]
         held = [0] * self.cluster.world
         for route, prices in self.zones:
             for member in range(route.zone.size):
@@ -116,7 +122,7 @@ class SparseCall:
         few = lanes_with_few_channels(self.cluster, self.plan)
         return simulate_tasks(self.cluster, self.tasks(pass_), few=few)
 
-    def _tasks_of_rank(self, routes: Sequence[tuple[ZoneRoute, TilePrices]], pass_: Pass) -> list[Task]:
+    def _tasks_of_rank(self, routes: Sequence[tuple[AttentionPart, TilePrices]], pass_: Pass) -> list[Task]:
         half = self.cluster.device.start / 2
         tasks: list[Task] = [ComputeTask(half)] if half else []
         programs = [route.program(pass_) for route, _ in routes]
@@ -141,23 +147,13 @@ class SparseCall:
         """What runs, by the share of tokens: '12 % over 16 ranks by 1x2/u8, 80 % over 8 direct, 8 % alone'."""
         shares: Counter[tuple[int, str]] = Counter()
         for route, _ in self.zones:
-            how = "alone" if route.zone.size == 1 else "direct" if route.fetches else f"by {route.chosen}"
+            how = "alone" if route.zone.size == 1 else "direct" if route.demand else f"by {route.chosen}"
             shares[route.zone.size, how] += sum(route.zone.counts)
         total = sum(shares.values())
         return ", ".join(
             f"{tokens / total:.0%} " + (how if ranks == 1 else f"over {ranks} ranks {how}")
             for (ranks, how), tokens in sorted(shares.items(), reverse=True)
         )
-
-
-def _runs_of(route: ZoneRoute, length: int) -> Callable[[int], Runs]:
-    """The tokens of a zone's shards and bundles, by number."""
-    zone, fetches = route.zone, route.fetches
-    if fetches is None:
-        place = route.chosen.place(zone.size, 0)
-        return lambda shard: zone.runs_of(place.shard_ranks(shard), length)
-    messages = list(fetches.messages.values())
-    return lambda shard: zone.runs_of((shard,), length) if shard < zone.size else messages[shard - zone.size]
 
 
 class TilePrices(Prices):

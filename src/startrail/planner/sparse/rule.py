@@ -2,15 +2,17 @@
 
 Fewer bytes are not always faster: where links are fast, many small messages and blocks can cost more than they save.
 
->>> from startrail.geometry.layout import zigzag
->>> from startrail.routing.route import zone_route
+>>> from startrail.compile.attention import Attention
+>>> from startrail.compile.problem import Split
 >>> from startrail.schedule.plan import Plan
->>> rule, plan, mask = SimulatedRule(find_cluster("h200@2x4")), Plan.parse("1x2/u4"), Mask(causal=True, window=3353)
->>> sizes, (zone,) = Sizes(plan, 2048, 1, 32, 8, 128, itemsize=2), zigzag(plan.slots(8), 8 * 2048).zones
->>> rule(zone, mask, sizes), zone_route(plan, zone, 8 * 2048, mask, sizes, rule).chosen == plan
-(False, True)
->>> str(zone_route(plan, zone, 8 * 2048, mask, sizes).chosen)     # by bytes
-'direct'
+>>> rule, plan = SimulatedRule(find_cluster("h200@2x4")), Plan.parse("1x2/u4")
+>>> problem = Attention.of(8 * 2048, 1, 32, 8, 128, causal=True, window=3353)
+>>> for sparse in (rule, True):                                   # as simulated, and by bytes
+...     split = Split(plan, 8, sparse=sparse)
+...     (part,) = problem.parts(split, split.layout_of(problem.boundaries), 0)
+...     print(part.chosen)
+1x2/u4
+direct
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from zlib import crc32
 
+from startrail.compile.problem import Rule
 from startrail.geometry.layout import Zone
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import fit_cluster
@@ -25,7 +28,6 @@ from startrail.planner.cluster import DTYPES, ClusterSpec, cluster_text, find_cl
 from startrail.planner.predict import AttentionShape
 from startrail.planner.sparse.predict import SparseCall
 from startrail.planner.topology import Machine
-from startrail.routing.route import Rule
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 
@@ -34,8 +36,8 @@ MIN_TOKENS = 256  # per rank: with fewer, a call takes less time than its simula
 
 
 class SimulatedRule:
-    """A rule for `routing.route`. Like all rules it must give the same answer on all ranks: it depends on nothing but
-    the cluster's description and its arguments.
+    """A rule for `compile.attention`. Like all rules it must give the same answer on all ranks: it depends on nothing
+    but the cluster's description and its arguments.
 
     It simulates one document that fills the zone, with the tokens per rank rounded up to a power of two. So there are
     few kinds of calls however documents change, and each is simulated once.
