@@ -29,7 +29,8 @@ LONG = (
     "integrations/",
     "engine/",
     "fuzz.py",
-    "comm/",
+    "transport/",
+    "agreement/",
     "schedule/",
 )  # first, to end together
 

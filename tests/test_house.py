@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "startrail"
 
 # Which packages a package may import from. Anything may import `_compat`. "api" is every module directly under
 # src/startrail; what is not listed may import everything.
-API = {"comm", "engine", "geometry", "kernels", "planner", "planner.live", "routing", "schedule"}
+API = {"agreement", "engine", "geometry", "kernels", "planner", "planner.live", "routing", "schedule", "transport"}
 MAY_IMPORT = {
     "schedule": set(),
     "geometry": set(),
@@ -22,11 +22,12 @@ MAY_IMPORT = {
     "planner": {"schedule", "geometry", "routing"},
     "view": {"schedule", "geometry", "routing", "planner"},
     "kernels": {"geometry"},
-    "comm": {"schedule", "kernels"},
-    "engine": {"schedule", "geometry", "routing", "kernels", "comm"},
-    "planner.live": {"schedule", "geometry", "routing", "planner", "kernels", "comm"},
+    "agreement": set(),
+    "transport": {"schedule", "kernels", "agreement"},
+    "engine": {"schedule", "geometry", "routing", "kernels", "agreement", "transport"},
+    "planner.live": {"schedule", "geometry", "routing", "planner", "kernels", "agreement", "transport"},
     "api": API,
-    "launch": {"comm"},
+    "launch": {"agreement"},
     "integrations": API | {"api"},
     "diagnostics": API | {"api", "launch", "integrations"},
     "training": API | {"api", "launch", "view"},

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from startrail import losses, testing
+    from startrail.agreement.errors import PeerError
     from startrail.checkpoint import checkpoint_context
-    from startrail.comm.errors import PeerError
     from startrail.geometry.mask import Mask
     from startrail.losses import global_mean, gradient_factor, next_tokens, sum_gradients
     from startrail.parallel import SequenceParallel
@@ -38,7 +38,7 @@ __all__ = [
 
 _HOMES = {
     "Mask": "geometry.mask",
-    "PeerError": "comm.errors",
+    "PeerError": "agreement.errors",
     "Plan": "schedule.plan",
     "Sequence": "sequence",
     "SequenceParallel": "parallel",

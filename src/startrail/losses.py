@@ -31,11 +31,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail._compat import fsdp_meshes
-from startrail.comm.agreement import agree
-from startrail.comm.digest import digest
-from startrail.comm.errors import peer_errors
-from startrail.comm.gather import gather_tensors
-from startrail.comm.sanity import (
+from startrail.agreement.comparison import agree
+from startrail.agreement.digest import digest
+from startrail.agreement.errors import peer_errors
+from startrail.agreement.gather import gather_tensors
+from startrail.step_checks import (
     CHECKED_STEPS,
     check_gradients,
     check_same_parameters,

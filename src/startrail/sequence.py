@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
-from startrail.comm.errors import peer_errors
+from startrail.agreement.errors import peer_errors
 from startrail.engine.op_key import SequenceState
 from startrail.engine.validate import describe_tensor, read_call, read_mask
 from startrail.geometry.layout import Layout, Runs

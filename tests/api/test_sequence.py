@@ -7,7 +7,7 @@ import torch.distributed as dist
 import startrail
 import startrail.engine.batch
 from startrail._compat import PrefixStore
-from startrail.comm.ledger import CallLedger
+from startrail.agreement.ledger import CallLedger
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
 

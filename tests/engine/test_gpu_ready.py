@@ -13,15 +13,10 @@ from torch._subclasses import FakeTensorMode
 import startrail
 import startrail.engine.op
 from startrail import _compat
+from startrail.agreement import watchdog as watch
+from startrail.agreement.timing import TIMING
 from startrail.bench.cases import Workload
 from startrail.bench.peers import contenders as peers
-from startrail.comm import process_groups as groups
-from startrail.comm import watchdog as watch
-from startrail.comm.consensus import Consensus
-from startrail.comm.counters import Counters, Stopwatch
-from startrail.comm.lanes import Lanes
-from startrail.comm.timing import TIMING
-from startrail.comm.transfers import TransferContext, TransferMonitor
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
@@ -41,6 +36,11 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
+from startrail.transport import process_groups as groups
+from startrail.transport.base import Compare, Posting, Transport
+from startrail.transport.counters import Counters, Stopwatch
+from startrail.transport.lanes import Lane
+from startrail.transport.nccl import Nccl
 from tests.engine.test_launches import fake_world
 from tests.helpers import eventually
 from tests.kernels import stand_ins
@@ -119,9 +119,9 @@ def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
         return True
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    executor = Executor(None, Consensus(None, None, False), Counters())
+    executor, gpu = Executor(Transport(CUDA), Counters()), torch.device("cuda", 1)
     with pytest.raises(ValueError, match="cannot be captured"):
-        executor.run(PassContext((), (), None, 1.0, 0, torch.device("cuda", 1)), [], None)
+        executor.run(PassContext((), (), None, 1.0, Compare.NEVER, gpu), [], None)
     assert (seen, current.index) == ([1], 0)
 
 
@@ -140,17 +140,17 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
     asked = []
     work = SimpleNamespace(is_completed=lambda: asked.append(current.index) or True, exception=lambda: None)
     work.get_future_result = torch.futures.Future  # before torch 2.13
-    lanes = SimpleNamespace(device=torch.device("cuda", 1), aborted=None)
-    monitor = TransferMonitor(TransferContext(lanes, SimpleNamespace(find_reason=lambda: None), Counters()))
-    monitor.pending.append(SimpleNamespace(work=work, posted=0.0))
-    monitor.check()
+    transport = object.__new__(Nccl)
+    transport.device, transport.aborted, transport.comparisons = torch.device("cuda", 1), None, ()
+    transport.pending = [SimpleNamespace(work=work, posted=0.0)]
+    transport.check()
     assert (asked, current.index) == ([1], 0)
 
 
 def test_cuda_graph_capture_raises(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    executor = Executor(None, Consensus(None, None, False), Counters())
-    context = PassContext((), (), None, 1.0, 0, CUDA)
+    executor = Executor(Transport(CUDA), Counters())
+    context = PassContext((), (), None, 1.0, Compare.NEVER, CUDA)
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
         executor.run(context, [], None)
     for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
@@ -363,7 +363,7 @@ def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels
     monkeypatch.setattr(groups, "make_group", recorded)
     with fake_world(8):
         runtime = startrail.SequenceParallel(plan)._runtime
-        runtime.executor_on(torch.device("cpu")).lanes.open_direct(0)
+        runtime.executor_on(torch.device("cpu")).transport.open_direct(0)
         q = torch.empty(1, 8, 16, 8)
         op_key = runtime.make_sequence(Boundaries((0, 8 * 16))).op_key
         masks = Mask(causal=True), Mask(causal=True, window=2)  # the second one fetches keys directly
@@ -390,9 +390,10 @@ class Recorded:
 
 def test_all_ranks_post_on_lanes_in_the_same_order():
     """Two communicators whose kernels do not fit on a GPU together would wait for each other. One work per lane."""
-    lanes, calls = object.__new__(Lanes), []
-    lanes.has_tags, lanes.device, lanes.local_ranks = False, CUDA, [{1: 0}, {1: 0}]
-    lanes.groups, lanes.direct = [Recorded(lane, calls) for lane in (0, 1)], {}
+    transport, calls = object.__new__(Nccl), []
+    transport.device, transport.tag = CUDA, 0
+    transport.lanes = {lane: Lane(Recorded(lane, calls), {1: 0}) for lane in (0, 1)}
     messages = [Message(send, lane, 1, (), 0, 0) for lane in (1, 0) for send in (True, False)]
-    assert lanes.post(messages, [torch.empty(1)] * 4, 0) == ["work 1", "work 1", "work 0", "work 0"]
+    postings = [Posting(message, torch.empty(1), None) for message in messages]
+    assert transport._post(postings, 0, False) == ["work 1", "work 1", "work 0", "work 0"]
     assert calls == [0, 1]

@@ -12,7 +12,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import startrail
 from startrail.cli import main
-from startrail.comm import counters
 from startrail.engine.batch import Boundaries
 from startrail.engine.call import AttentionCall
 from startrail.engine.runtime import Runtime
@@ -21,6 +20,7 @@ from startrail.kernels import accumulate, base, cuda, rearrange
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD
 from startrail.schedule.walk import walk_of
+from startrail.transport import counters
 from tests.helpers import LiveBytes
 from tests.kernels.stand_ins import WithoutDeviceGuard
 

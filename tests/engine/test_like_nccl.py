@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import startrail
 from startrail import _compat
+from startrail.agreement.timing import TIMING
 from startrail.cli import main
-from startrail.comm import lanes
-from startrail.comm import process_groups as groups
-from startrail.comm.lanes import Link
-from startrail.comm.timing import TIMING
 from startrail.diagnostics import cluster_check, exactness
 from startrail.diagnostics.reference import Case
 from startrail.kernels import CpuKernel
 from startrail.launch import torchrun as joining
 from startrail.launch.local import run_local
+from startrail.transport import nccl
+from startrail.transport import process_groups as groups
+from startrail.transport.nccl import Link
 from tests import like_nccl
 from tests.engine import plans
 from tests.engine.test_exact import case_for
@@ -74,7 +74,7 @@ def test_every_plan_is_exact_on_a_backend_like_nccl(world, monkeypatch):
             return plain(*arguments)
 
     monkeypatch.setattr(exactness, "check_on_rank", check_on_rank)
-    monkeypatch.setattr(lanes, "record_event", lambda device: LazyEvent())
+    monkeypatch.setattr(nccl, "record_event", lambda device: LazyEvent())
     plans.run([case_for(plan, world, SHAPES[shape], 1 + shape) for plan, shape in selected(world)])
 
 
@@ -154,8 +154,8 @@ def test_a_failed_transfer_raises(monkeypatch, has_python_errors, reason):
         sequence = sp.sequence(48)
         sequence.attention(*qkv())
         if rank == 1:
-            for group in sp._runtime._executor.lanes.groups:
-                group.break_with("NCCL error: remote process exited\nand so on")
+            for lane in sp._runtime._executor.transport.lanes.values():
+                lane.group.break_with("NCCL error: remote process exited\nand so on")
         start = time.monotonic()
         text = error_of(lambda: [sequence.attention(*qkv()) for _ in range(2)])
         return text, time.monotonic() - start
@@ -210,20 +210,20 @@ def test_lanes_connect_all_pairs_when_made_and_do_not_split_the_world():
         dist.group.WORLD.bound_device_id = torch.device("cuda", rank)  # as init_process_group(device_id=...) does
         startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # makes a group of all ranks of the mesh
         sp = startrail.SequenceParallel("1x2/2x1", timeout=20)
-        lanes = sp._runtime.executor_on(CPU).lanes
+        lanes = sp._runtime.executor_on(CPU).transport.lanes
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", rank)
         dist.group.WORLD.bound_device_id = None
         used = {
             Link(send, lane, peer)
-            for lane, group in enumerate(lanes.groups)
-            for peer, place in lanes.local_ranks[lane].items()
+            for lane, (group, places) in lanes.items()
+            for peer, place in places.items()
             for send in (True, False)
             if group.counts[send, place]
         }
-        before = [{pair for pair, count in group.counts.items() if count} for group in lanes.groups]
+        before = [{pair for pair, count in lane.group.counts.items() if count} for lane in lanes.values()]
         dist.barrier()
         sp.sequence(64).attention(*qkv())
-        after = [{pair for pair, count in group.counts.items() if count} for group in lanes.groups]
+        after = [{pair for pair, count in lane.group.counts.items() if count} for lane in lanes.values()]
         return used, before == after
 
     for rank, (used, same) in enumerate(run_local(on_rank, 4, deadline=60)):
@@ -245,7 +245,7 @@ def test_new_batches_make_no_communicators():
                 torch.autograd.grad(out, inputs, torch.randn_like(out))
                 routes = sequence.routes(*inputs, causal=True, window=window)
                 programs += [str(route.chosen) for route in routes]
-            made.append(len(sp._runtime.executor_on(CPU).lanes._open.groups))
+            made.append(len(sp._runtime.executor_on(CPU).transport.opened.groups))
         return programs, made
 
     for programs, made in run_local(on_rank, 4, deadline=60):

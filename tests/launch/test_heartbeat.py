@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from startrail.comm.timing import TIMING
+from startrail.agreement.timing import TIMING
 from startrail.launch import heartbeat
 from startrail.launch.heartbeat import Heartbeat, HeartbeatMonitor, WaitLimit
 from startrail.launch.torchrun import JoinError, StoreBoard, agree_on_prefix

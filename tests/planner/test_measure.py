@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from startrail.comm.process_groups import HIDDEN_CHANNELS
 from startrail.kernels import accumulate, cuda
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.cluster import find_cluster
 from startrail.planner.live import measure as live
 from startrail.planner.topology import Machine
+from startrail.transport.process_groups import HIDDEN_CHANNELS
 from tests.engine.test_launches import VIEWS, fake_world
 from tests.kernels.stand_ins import WithoutDeviceGuard
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from startrail.comm.lanes import hidden_lanes
 from startrail.planner.cluster import find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.peers import RING_FLASH_ATTENTION, STARTRAIL, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_GATHERED
@@ -14,6 +13,7 @@ from startrail.planner.pricing import Prices
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES
+from startrail.transport.process_groups import hidden_lanes
 
 H100 = find_cluster("h100-8x8@1x8")
 ALL_CHANNELS = replace(H100, levels=(H100.levels[0], replace(H100.levels[1], under_compute=0.0)))

@@ -64,7 +64,7 @@ def test_losses_gradients_and_clipping_do_not_synchronize(make, task_of, changes
 def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     """Not counted: host tensors of gloo's sums, and what the engine and comparisons between ranks read from tensors on
     the CPU (on a GPU they read nothing: test_launches.py, test_agreement.py)."""
-    from startrail.comm import agreement, transfers
+    from startrail.agreement import comparison
     from startrail.engine import batch as engine_batch
     from startrail.engine import op_key, runtime
     from startrail.kernels import cpu
@@ -73,8 +73,9 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     from startrail.training import collectives
     from startrail.training import trainer as loop
     from startrail.training.display import Display
+    from startrail.transport import nccl
 
-    engine = {module.__file__ for module in (cpu, runtime, engine_batch, op_key, agreement, transfers)}
+    engine = {module.__file__ for module in (cpu, runtime, engine_batch, op_key, comparison, nccl)}
 
     def on_rank(rank):
         trainer = Trainer(recipe, CPU, Display(), Stop())

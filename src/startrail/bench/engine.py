@@ -25,13 +25,13 @@ from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
 from startrail.bench.peers import sparse
 from startrail.bench.peers.contenders import Attention, whole_attention, with_gradients
 from startrail.bench.report.record import record
-from startrail.comm.lanes import Lanes
 from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.schedule.walk import Message
 from startrail.training import memory
+from startrail.transport.base import Posting
+from startrail.transport.nccl import Fake
 
 SPARSE_FACTOR = 4  # how many times as long sparse sequences are
 
@@ -132,19 +132,14 @@ class FreeLinks:
     """Posts to lanes that send nothing, and fills what is received with zeros. ``seconds`` is the CPU time of both."""
 
     def __init__(self) -> None:
-        self.seconds, self._post = 0.0, Lanes.post
+        self.seconds, self._post = 0.0, Fake._post
 
-    def post(
-        self, lanes: Lanes, messages: Sequence[Message], payloads: Sequence[Tensor], first_tag: int,
-        all_to_all: tuple[int, Tensor, Tensor] | None = None,
-    ) -> list[dist.Work]:  # fmt: skip
+    def post(self, transport: Fake, postings: Sequence[Posting], first_tag: int, at_once: bool) -> list[dist.Work]:
         start = time.thread_time()
-        works = self._post(lanes, messages, payloads, first_tag, all_to_all)
-        for message, payload in zip(messages, payloads, strict=True):
+        works = self._post(transport, postings, first_tag, at_once)
+        for message, payload, _ in postings:
             if not message.send:
                 payload.zero_()
-        if all_to_all is not None:
-            all_to_all[1].zero_()
         self.seconds += time.thread_time() - start
         return works
 
@@ -154,7 +149,7 @@ def time_without_links(options: argparse.Namespace, plan: str, work: EngineWork)
     would receive. Sending and receiving is what the CPU time of a real run has more."""
     times, links = [], FreeLinks()
     for rank in (0, options.ranks - 1):
-        with host.fake_group(rank, options.ranks), mock.patch.object(Lanes, "post", lambda *given: links.post(*given)):
+        with host.fake_group(rank, options.ranks), mock.patch.object(Fake, "_post", lambda *given: links.post(*given)):
             sp = startrail.SequenceParallel(plan, windows=work.window is not None)
             sequence = sp.sequence(work.length, work.documents or None)
             attention = partial(sequence.attention, causal=work.causal, window=work.window)

@@ -1,7 +1,7 @@
 """Host time per attention call: the time that a GPU would wait, without the GPU's own work.
 
 A fake process group sends nothing, a no-op kernel replaces attention, and tensors are so small that a copy costs no
-more than its launch. The work for NCCL (`startrail.comm.transfers`) is included.
+more than its launch. The work for NCCL (`startrail.transport.nccl`) is included.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from startrail._compat import make_fake_store, work_error
-from startrail.comm.transfers import InFlight, TransferMonitor
 from startrail.geometry.tiles import Tile
 from startrail.kernels import Partial, Sum, block_max_logits
 from startrail.kernels.cpu import CpuKernel
 from startrail.parallel import SequenceParallel
+from startrail.transport import opening
+from startrail.transport.nccl import InFlight, Link, Nccl
 
 TOKENS, HEAD_DIM = 16, 8  # per rank
 DOCUMENTS, PACKED_TOKENS = 4000, 8192  # of a batch, and per rank
@@ -42,8 +43,11 @@ class _NoOpKernel(CpuKernel):
         return given[-1]
 
 
-class _CompletedMonitor(TransferMonitor):
+class _CompletedNccl(Nccl):
     """Treats a fake group's transfers, which never complete, as complete, as on NCCL when all goes well."""
+
+    def _connect(self, links: Sequence[Link]) -> None:
+        pass
 
     def _is_done(self, transfer: InFlight) -> bool:
         transfer.work.is_completed()
@@ -64,14 +68,12 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[list[floa
     """Milliseconds of every forward call on rank 0 and of its backward pass through autograd; and of a new batch of
     packed documents, up to its first call."""
     no_op = mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype))
-    with fake_group(0, ranks), no_op:
+    like_nccl = mock.patch.dict(opening.CLASSES, fake=_CompletedNccl)
+    with fake_group(0, ranks), no_op, like_nccl:
         return *_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads)
 
 
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[list[float], list[float]]:
-    executor = sp._runtime.executor_on(torch.device("cpu"))
-    executor.lanes.all_ranks = dist.group.WORLD
-    executor.monitor = _CompletedMonitor(executor.transfers)
     sequence = sp.sequence(TOKENS * sp.world)
     q, k, v = (torch.randn(1, heads, sequence.local, HEAD_DIM).requires_grad_() for _ in range(3))
     forward, backward = [], []

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel
+from startrail.agreement.gather import gather_texts
 from startrail.bench.cases import AUTO, BRIEF, COMPUTE, Contender, Trial, Workload, lab_cluster
 from startrail.bench.models import StepRunner, expected_results
 from startrail.bench.peers.contenders import (
@@ -37,7 +38,6 @@ from startrail.bench.peers.contenders import (
 from startrail.bench.peers.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
 from startrail.bench.peers.ring import TextbookRing
 from startrail.bench.sizes import piece_sizes, ring_bytes
-from startrail.comm.gather import gather_texts
 from startrail.lab.cluster import Cluster, own_link_bytes
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.live.choose import choose

@@ -193,7 +193,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat)
     """Train on this rank. Returns the exit code, and the error to print if there is one."""
     import torch.distributed as dist
 
-    from startrail.comm.errors import is_peer_error
+    from startrail.agreement.errors import is_peer_error
     from startrail.training.checkpoints.saving import TrainingError
     from startrail.training.display import make_display
     from startrail.training.trainer import Trainer

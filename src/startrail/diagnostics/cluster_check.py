@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from startrail import __version__
-from startrail.comm.gather import gather_texts
+from startrail.agreement.gather import gather_texts
 from startrail.diagnostics.doctor import facts
 from startrail.diagnostics.exactness import Plans, Report, check_on_rank, environment_text, merge, parallel_for
 from startrail.diagnostics.reference import Case, CaseData, Error, make_data

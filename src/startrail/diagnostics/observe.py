@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from startrail._compat import tree_leaves
-from startrail.comm.digest import digest
+from startrail.agreement.digest import digest
 from startrail.engine.validate import read_call
 from startrail.geometry.layout import Layout
 from startrail.integrations.splitting.wrapping import argument_names

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from startrail.comm.digest import digest
-from startrail.comm.gather import gather_tensors
-from startrail.comm.waits import rank_names
+from startrail.agreement.digest import digest
+from startrail.agreement.gather import gather_tensors
+from startrail.agreement.waits import rank_names
 from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe

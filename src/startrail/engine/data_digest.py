@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from startrail.comm.digest import fold, quick_digest
+from startrail.agreement.digest import fold, quick_digest
 
 if TYPE_CHECKING:
     from startrail.engine.op_key import SequenceState

@@ -11,58 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from startrail.comm.consensus import Consensus
-from startrail.comm.counters import Counters
-from startrail.comm.lanes import Lanes
-from startrail.comm.transfers import TransferContext, TransferMonitor
-from startrail.comm.watchdog import watch
 from startrail.engine.buffers import BufferPool
 from startrail.engine.part_run import Inputs, PartRun, PassContext
 from startrail.kernels.device import on_device
+from startrail.transport.base import Transport
+from startrail.transport.counters import Counters
 
 
 class Executor:
     """Runs programs for one rank. It keeps only buffers between calls. After an error it must not be used again: its
     lanes may be closed, and transfers may still write to its buffers."""
 
-    def __init__(self, lanes: Lanes | None, consensus: Consensus, counters: Counters) -> None:
-        self._transfers = None if lanes is None else TransferContext(lanes, consensus, counters)
-        self.counters = counters
+    def __init__(self, transport: Transport, counters: Counters) -> None:
+        self.transport, self.counters = transport, counters
         self.pool = BufferPool()
-        self.running = False  # a pass has begun and not ended
-        self.monitor = TransferMonitor(self.transfers) if lanes is not None and lanes.is_monitored else None
-        if self.monitor is not None:
-            watch(self.monitor)
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the lanes; None without lanes."""
-        return None if self._transfers is None else self._transfers.lanes.device
-
-    @property
-    def transfers(self) -> TransferContext:
-        assert self._transfers is not None, "a single rank has no peers"
-        return self._transfers
-
-    @property
-    def lanes(self) -> Lanes:
-        return self.transfers.lanes
-
-    def abandon(self, error: BaseException) -> None:
-        """Clean up after an error, before the executor is dropped.
-
-        Where waits never fail, this ends transfers that might otherwise never end: those of a pass that broke off, and
-        all transfers if a peer may be gone. In any other case transfers of earlier passes still arrive.
-        """
-        if self.monitor is not None and (self.running or not isinstance(error, ValueError)):
-            self.monitor.abandon()
-
-    def close(self, error: BaseException | None) -> None:
-        """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others."""
-        if self._transfers is not None:
-            if error is not None and self.monitor is not None:
-                self.monitor.abandon()
-            self.lanes.close()
 
     def run(self, context: PassContext, inputs: Sequence[Inputs], kept: Tensor) -> list[dict[str, tuple[Tensor, ...]]]:
         """Run one pass. ``inputs`` are this rank's local tensors of each part by kind: q, kv = (k, v),
@@ -79,9 +41,8 @@ class Executor:
             raise ValueError("attention over several ranks cannot be captured in a CUDA graph: its buffers change")
         total, device = self.counters.total, context.device
         start = total.start(device)
-        self.running = True
-        if self.monitor is not None:
-            self.monitor.begin_pass(context.tag + 1, context.parts[0].program)
+        levels = [part.direct_level for part in context.parts if part.direct_level is not None]
+        self.transport.begin_pass(context.parts[0].program, context.compare, levels)
         runs = [PartRun(self, context, part, of_part, kept) for part, of_part in enumerate(inputs)]
         try:
             for part, step in context.order:
@@ -90,13 +51,8 @@ class Executor:
         finally:
             for run in runs:
                 run.close()
-        if self._transfers is not None:
-            made = (x for part in results for tensors in part.values() for x in tensors)
-            self.lanes.mark_if_aborted([context.largest, *made])
-        if self.monitor is not None and (reason := self.monitor.end_pass()):
-            program = context.parts[-1].program
-            raise self.transfers.explain(program, len(program.steps) - 1, "comparing calls", RuntimeError(reason))
+        made = (x for part in results for tensors in part.values() for x in tensors)
+        self.transport.end_pass(context.parts[-1].program, [context.largest, *made])
         self.pool.settle()
         total.stop(start, device)
-        self.running = False
         return results

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from startrail._compat import mark_weakly_dynamic
-from startrail.comm.digest import fold
+from startrail.agreement.digest import fold
 from startrail.engine.batch import BatchGeometry, Boundaries
 from startrail.engine.data_digest import DataDigest
 

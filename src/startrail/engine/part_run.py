@@ -12,12 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from startrail._compat import is_profiling
-from startrail.comm.transfers import PendingTransfer
 from startrail.engine.buffers import Buffer, InputPiece, append_new
 from startrail.engine.bundles import BundleCopies
 from startrail.engine.exchange import Exchange
@@ -28,7 +26,6 @@ from startrail.kernels.device import current_stream_id
 from startrail.schedule.program import Program
 from startrail.schedule.values import BACKWARD, FORWARD, INPUTS, RESULTS, Piece
 from startrail.schedule.walk import (
-    TAGS_PER_PART,
     Await,
     Combine,
     Compute,
@@ -40,6 +37,7 @@ from startrail.schedule.walk import (
     handlers_of,
     walk_of,
 )
+from startrail.transport.base import Compare, Posting
 
 if TYPE_CHECKING:
     from startrail.engine.executor import Executor
@@ -64,13 +62,14 @@ class PassPart(NamedTuple):
 
 @dataclass
 class PassContext:
-    """The settings of one pass of an attention call: its parts, and the order (part, step) in which they run."""
+    """The settings of one pass of an attention call: its parts, the order (part, step) in which they run, and when the
+    call is compared with the other ranks."""
 
     parts: Sequence[PassPart]
     order: Sequence[tuple[int, int]]
     kernel: Kernel
     scale: float
-    tag: int
+    compare: Compare
     device: torch.device
     # (batch, heads) the largest logits so far, or empty if the caller does not ask for them
     largest: Tensor = field(default_factory=partial(torch.empty, 0, 0))
@@ -81,9 +80,9 @@ class PartRun:
 
     def __init__(self, executor: Executor, context: PassContext, part: int, inputs: Inputs, kept: Tensor) -> None:
         self.executor, self.context, self.inputs = executor, context, inputs
+        self.transport, self.part = executor.transport, part
         self.program, self.wire, slices, self.tiles, _, _, self.copies = context.parts[part]
         self.place, self.pool = self.program.place, executor.pool
-        self.tag = context.tag + part * TAGS_PER_PART
         self.walk, self.handlers = walk_of(self.program), handlers_of(self)
         self.over_heads = self.place.num_heads > 1
         self.pieces: dict[Piece, InputPiece] = {}
@@ -193,32 +192,30 @@ class PartRun:
 
     def post(self, event: Post) -> None:
         """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
-        lanes, is_early = self.executor.lanes, event.exchanged in self.early
+        is_early = event.exchanged in self.early
         messages = [m for m in event.messages if m.send or m.head is None or not is_early]
         exchange = self._exchange(event.exchanged) if event.exchanged else None
-        if lanes.has_tags and exchange is not None and self.place.num_shards == 1:
+        if exchange is not None and self.transport.posts_receives_early and self.place.num_shards == 1:
             messages += self._early_receives()
         payloads = [self._payload(m) if m.send and m.head is None else None for m in messages]
-        buffers, bytes_of = [], []
+        buffers, postings = [], []
         for message, payload in zip(messages, payloads, strict=True):
             if message.head is not None:
                 made = self.early.get(message.pieces, exchange)
                 assert made is not None
                 parts = made.leaving if message.send else made.coming
-                buffers.append(parts.buffer)
-                bytes_of.append(parts.of_rank[message.head])
+                buffer, sent = parts.buffer, parts.of_rank[message.head]
             else:
-                buffers.append(self._receive_buffer(message) if payload is None else payload)
-                bytes_of.append(buffers[-1].flat)
-        all_to_all = None
-        if exchange is not None and exchange.at_once and self.place.all_to_all_lane is not None:
-            all_to_all = self.place.all_to_all_lane, exchange.coming.buffer.flat, exchange.leaving.buffer.flat
-        try:
-            works = lanes.post(messages, bytes_of, self.tag, all_to_all)
-        except RuntimeError as error:
-            names = ", ".join(map(lanes.describe, messages))
-            raise self.executor.transfers.explain(self.program, self.step, f"posting {names}", error) from error
-        self._track(messages, buffers, bytes_of, works)
+                buffer = self._receive_buffer(message) if payload is None else payload
+                sent = buffer.flat
+            buffers.append(buffer)
+            postings.append(Posting(message, sent, buffer))
+        at_once = exchange is not None and exchange.at_once
+        pending = self.transport.post(self.walk.steps[self.step], self.part, postings, at_once)
+        for message, buffer, transfer in zip(messages, buffers, pending, strict=True):
+            if message.send:  # receives are awaited when their pieces are needed
+                append_new(self.open_sends, transfer.wait)
+            append_new(buffer.sends if message.send else buffer.arrivals, transfer.wait)
         for message, payload in zip(messages, payloads, strict=True):  # the pool waits for their sends
             if payload is not None and message.pieces[0].kind in RESULTS:
                 self.pool.put(payload)
@@ -226,32 +223,12 @@ class PartRun:
             self.pool.put(exchange.leaving.buffer)
 
     def _early_receives(self) -> list[Message]:
-        """Those of the results, to be posted while the inputs are on their way: gloo sends nothing before."""
+        """Those of the results, to be posted while the inputs are on their way."""
         event = self.walk.next_results(self.step)
         if event is None or event.exchanged in self.early:
             return []
         self.early[event.exchanged] = self._new_exchange(event.exchanged)
         return [m for m in event.messages if m.head is not None and not m.send]
-
-    def _track(
-        self, messages: list[Message], buffers: list[Buffer], bytes_of: list[Tensor], works: list[dist.Work]
-    ) -> None:
-        """Attach waits to the buffers, and count the bytes sent. Messages of one work are awaited together, and where
-        each has its own, those of one buffer."""
-        executor, lanes, counters = self.executor, self.executor.lanes, self.executor.counters
-        transfers: dict[object, PendingTransfer] = {}
-        for message, flat, buffer, work in zip(messages, bytes_of, buffers, works, strict=True):
-            key = (message.send, id(buffer)) if lanes.has_tags else id(work)
-            transfer = transfers.get(key)
-            if transfer is None:
-                transfer = transfers[key] = PendingTransfer(executor.transfers, self.program, self.step)
-                if executor.monitor is not None:
-                    executor.monitor.pending.append(transfer)
-            transfer.add(message, work)
-            if message.send:
-                counters.count_send(lanes.names[message.lane], flat.numel())
-                append_new(self.open_sends, transfer.wait)  # receives are awaited when their pieces are needed
-            append_new(buffer.sends if message.send else buffer.arrivals, transfer.wait)
 
     def _exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
         """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
@@ -265,7 +242,7 @@ class PartRun:
         return exchange
 
     def _new_exchange(self, pieces: tuple[Piece, ...]) -> Exchange:
-        all_to_all = self.place.all_to_all_lane is not None and not self.executor.lanes.has_tags
+        all_to_all = self.place.all_to_all_lane is not None and self.transport.has_all_to_all
         return Exchange(self.wire, pieces, self.pool, self.context.device, self.place.head, all_to_all)
 
     def _payload(self, message: Message) -> Buffer:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from startrail.comm.lanes import hidden_lanes
-from startrail.comm.process_groups import HIDDEN_CHANNELS
 from startrail.engine.batch import BatchGeometry
 from startrail.engine.part_run import Inputs, PassPart
 from startrail.engine.wire import Wire
@@ -17,6 +15,7 @@ from startrail.kernels import Kernel
 from startrail.routing.route import ZoneRoute
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Pass
+from startrail.transport.process_groups import HIDDEN_CHANNELS, hidden_lanes
 
 
 def make_parts(

@@ -20,16 +20,11 @@ from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from startrail.comm.consensus import Consensus, RejoinError, rejoining
-from startrail.comm.counters import Counters
-from startrail.comm.digest import fold
-from startrail.comm.lanes import Lanes, call_tag
-from startrail.comm.ledger import CallLedger, CallRecord, register_wait
-from startrail.comm.process_groups import backend_for
-from startrail.comm.transfers import CallComparison
+from startrail.agreement.consensus import Consensus, RejoinError, rejoining
+from startrail.agreement.digest import fold
+from startrail.agreement.ledger import CallLedger, CallRecord, register_wait
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
 from startrail.engine.data_digest import DigestRecorder
@@ -49,6 +44,10 @@ from startrail.schedule.program import build_program, programs_inside
 from startrail.schedule.sizes import ALIGN, Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
 from startrail.schedule.walk import MAX_PARTS
+from startrail.transport.base import Compare
+from startrail.transport.counters import Counters
+from startrail.transport.opening import open_transport, transport_class
+from startrail.transport.process_groups import sends_nothing
 
 RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
 PREPARED_CALLS = 64  # kept per sequence
@@ -83,7 +82,6 @@ class Runtime:
         self.consensus = Consensus(self._ledger(), register, settings.check_every_call, ranks)
         self.consensus.watch_waits()
         self._executor: Executor | None = None
-        self._comparison: CallComparison | None = None
 
     @property
     def _name(self) -> str:
@@ -92,7 +90,7 @@ class Runtime:
 
     def _ledger(self) -> CallLedger | None:
         """Where the ranks of this group compare their calls; None without other ranks."""
-        if self.world == 1 or dist.get_backend() == "fake":
+        if self.world == 1 or sends_nothing():
             return None
         return CallLedger(self._name, self.rank, self.world, self.settings.timeout)
 
@@ -215,7 +213,6 @@ class Runtime:
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
             yield
-            self._finish_comparison()
             self._after_error = None
         except BaseException as error:
             # ranks decide themselves where to continue; the note lets them see if they failed in different batches
@@ -225,11 +222,8 @@ class Runtime:
             else:
                 self._after_error = self._num_started
                 self.consensus.abandon(error, self._num_started)
-            if self._comparison is not None:
-                self._comparison.abort()
             if self._executor is not None:
-                self._executor.abandon(error)
-            self._comparison = None
+                self._executor.transport.abandon(error)
             self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
             self._last, self._num_started, self._bases = None, 0, make_counters(-1)
             raise
@@ -260,41 +254,35 @@ class Runtime:
         kind = (pass_, q.shape[:2], q.shape[3], k.shape[1], v.shape[3], q.dtype, q.device.type, call, call.gradients)
         is_new = forward is None and self.consensus.is_new(sequence)
         has_new_boundaries = is_new and self.consensus.is_new(geometry.boundaries)
-        tag = self._agree(kind, is_new)
-        if has_new_boundaries:
-            self._finish_comparison()  # before anything is sent
+        compare = Compare.NEVER
+        if self._has_to_compare(kind, is_new):
+            compare = Compare.BEFORE if has_new_boundaries else Compare.DURING
         shape = q.shape[:2] if call.max_logits else (0, 0)
         max_logits = q.new_full(shape, float("-inf"), dtype=accumulator(q.dtype))
-        return PassContext(prepared.parts, prepared.order, prepared.kernel, prepared.scale, tag, q.device, max_logits)
+        return PassContext(
+            prepared.parts, prepared.order, prepared.kernel, prepared.scale, compare, q.device, max_logits
+        )
 
     def _data_digest(self, sequence: OpKey, device: torch.device) -> tuple[int, Tensor | None]:
         """The digest of a batch's data, and that of data on a device if comparing it makes no host wait."""
         state = self._states.get(sequence.ticket) if sequence.ticket else None
         if state is None or (on_device := state.device_digest) is None:
             return sequence.digest, None
-        if backend_for(device) != "gloo":
+        if transport_class(device).compares_on_device:
             return sequence.digest, on_device
         return fold(sequence.digest, int(on_device)), None  # gloo waits for the device with every message as well
 
-    def _agree(self, kind: object, is_new: bool) -> int:
-        """Compare the call that has started with the other ranks: through the store if it is the first of its
-        ``kind``, while it runs if it ``is_new`` in another way. Returns the first tag of its messages."""
+    def _has_to_compare(self, kind: object, is_new: bool) -> bool:
+        """Compare the call that has started with the other ranks through the store if it is the first of its ``kind``,
+        or if it ``is_new`` in another way and there are no lanes. True if it still has to be compared over these."""
         consensus = self.consensus
-        tag = call_tag(f"{consensus.call_id} {consensus.current.record}")
         if not consensus.has_agreed(kind):
             consensus.compare([kind])
-        elif is_new and consensus.ledger is not None:
-            if (executor := self._executor) is None:
-                consensus.compare()
-            elif executor.lanes.has_tags:
-                self._comparison = CallComparison(executor.transfers, tag + 1)
-        return tag
-
-    def _finish_comparison(self) -> None:
-        """At the latest at the end of a pass: it also finds ranks that disagree but send each other nothing."""
-        if self._comparison is not None:
-            self._comparison.finish()
-            self._comparison = None
+            return False
+        if is_new and self._executor is None:
+            consensus.compare()
+            return False
+        return is_new
 
     @rejoining
     def agree(self, operation: str, arguments: str, kind: object, op_key: Tensor, gradients: bool) -> None:
@@ -307,9 +295,8 @@ class Runtime:
             call = f"{operation} of {arguments}, {geometry.boundaries}, {self.settings}"
             record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
             self.consensus.start(record._replace(gradients=gradients))
-            tag = self._agree(kind, True)
-            if self._executor is not None and (monitor := self._executor.monitor) is not None:
-                monitor.compare_collective(tag + 1)
+            if self._has_to_compare(kind, True) and self._executor is not None:
+                self._executor.transport.compare_call()
 
     def _prepare(
         self, pass_: Pass, q: Tensor, k: Tensor, v: Tensor, geometry: BatchGeometry, call: AttentionCall
@@ -364,28 +351,24 @@ class Runtime:
     def _run(self, context: PassContext, inputs: Inputs, kept: Tensor) -> list[dict[str, tuple[Tensor, ...]]]:
         """Run a pass on each part's tokens of ``inputs``."""
         executor = self.executor_on(context.device)
-        for part in context.parts:
-            if part.direct_level is not None:
-                executor.lanes.open_direct(part.direct_level)
         return executor.run(context, [inputs_of(part, inputs) for part in context.parts], kept)
 
     def executor_on(self, device: torch.device) -> Executor:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
         executor = self._executor
-        if executor is None or (executor.device is not None and executor.device.type != device.type):
-            lanes = None
-            if self.world > 1:
-                name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
-                programs = [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, self.rank, pass_)]
-                lanes = Lanes(self.place, self.ranks, name, self.settings.timeout, device, programs)
-            self._executor = executor = Executor(lanes, self.consensus, self.counters)
+        if executor is None or executor.transport.device.type != device.type:
+            name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
+            programs = [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, self.rank, pass_)]
+            timeout, counters = self.settings.timeout, self.counters
+            transport = open_transport(self.consensus, counters, self.place, name, timeout, device, programs)
+            self._executor = executor = Executor(transport, counters)
         return executor
 
     def check(self) -> None:
         """Wait until all passes so far have completed on all ranks. Raise if any of them was aborted."""
-        if self._executor is not None and (monitor := self._executor.monitor) is not None:
+        if self._executor is not None:
             with self._exclusive_call():
-                monitor.confirm()
+                self._executor.transport.confirm()
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others, and
@@ -396,5 +379,5 @@ class Runtime:
             self.consensus.abandon(error, self._num_started)
         self.closed, executor, self._executor = True, self._executor, None
         if executor is not None:
-            executor.close(error)
+            executor.transport.close(error)
         self.consensus.close()

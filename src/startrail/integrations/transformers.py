@@ -32,13 +32,6 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.comm.sanity import (
-    CHECKED_STEPS,
-    check_fsdp_meshes,
-    check_gradients,
-    check_same_parameters,
-    unchecked_parameters,
-)
 from startrail.integrations import layer_masks, probe, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
@@ -47,6 +40,13 @@ from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
 from startrail.offload import HostOffload
 from startrail.parallel import SequenceParallel
+from startrail.step_checks import (
+    CHECKED_STEPS,
+    check_fsdp_meshes,
+    check_gradients,
+    check_same_parameters,
+    unchecked_parameters,
+)
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 

@@ -27,8 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from startrail.comm.timing import TIMING
-from startrail.comm.watchdog import run_within, start_thread
+from startrail.agreement.timing import TIMING
+from startrail.agreement.watchdog import run_within, start_thread
 
 
 @dataclass(frozen=True)

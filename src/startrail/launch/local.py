@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from startrail._compat import load_dynamo
-from startrail.comm.timing import TIMING
+from startrail.agreement.timing import TIMING
 from startrail.launch.loopback import join_loopback_store, loopback_store
 
 load_dynamo()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from startrail._compat import PrefixStore, Store
-from startrail.comm.timing import TIMING
+from startrail.agreement.timing import TIMING
 from startrail.launch.heartbeat import RankStatus, WaitLimit, rank_names
 from startrail.launch.loopback import store_of_one_node
 

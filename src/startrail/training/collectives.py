@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from startrail.comm.gather import gather_texts
+from startrail.agreement.gather import gather_texts
 
 
 def sum_over_ranks(numbers: list[float]) -> list[float]:

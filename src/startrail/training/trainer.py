@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from startrail._compat import load_dynamo
-from startrail.comm.gather import gather_texts
+from startrail.agreement.gather import gather_texts
 from startrail.launch.heartbeat import Heartbeat
 from startrail.launch.signals import Stop
 from startrail.parallel import SequenceParallel

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from startrail._compat import in_backward, tree_flatten, tree_unflatten
-from startrail.comm.agreement import agree
-from startrail.comm.digest import digest
-from startrail.comm.gather import gather_tensors
-from startrail.comm.sanity import CHECKED_STEPS, check_same_parameters
+from startrail.agreement.comparison import agree
+from startrail.agreement.digest import digest
+from startrail.agreement.gather import gather_tensors
 from startrail.integrations.splitting.refusals import RefusedError, by_itself
 from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
 from startrail.integrations.splitting.streams import StreamPart, Streams
 from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, call_problem, try_block
 from startrail.integrations.splitting.wrapping import argument_names, inner_forward, wrap
 from startrail.parallel import SequenceParallel
+from startrail.step_checks import CHECKED_STEPS, check_same_parameters
 
 UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from startrail.comm.gather import gather_texts
+from startrail.agreement.gather import gather_texts
 from startrail.planner.auto import Choice, fit_cluster
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.live.measure import cached_or_measured, own_device

@@ -27,14 +27,21 @@ import torch
 import torch.distributed as dist
 
 from startrail._compat import default_timeout
-from startrail.comm.gather import gather_texts
-from startrail.comm.process_groups import EXPOSED_CHANNELS, HIDDEN_CHANNELS, OpenGroups, backend_for, make_group
+from startrail.agreement.gather import gather_texts
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import ClusterSpec, cluster_text, read_cluster
 from startrail.planner.live.summary import Measured, describe, find_outliers
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
+from startrail.transport.process_groups import (
+    EXPOSED_CHANNELS,
+    HIDDEN_CHANNELS,
+    OpenGroups,
+    backend_for,
+    gpus_use_nccl,
+    make_group,
+)
 
 REPEATS = 5
 LOOP = 20  # calls between two events on a GPU
@@ -68,9 +75,8 @@ def probe_for(device: torch.device) -> Probe:
 
 
 def own_device() -> torch.device:
-    """This rank's GPU if the ranks use NCCL, which emulated nodes never do, or if it runs alone; else the CPU. It reads
-    the backend's config because torch calls the default backend 'undefined'."""
-    if torch.cuda.is_available() and (not dist.is_initialized() or "cuda:nccl" in dist.get_backend_config()):
+    """This rank's GPU if the ranks use NCCL, which emulated nodes never do, or if it runs alone; else the CPU."""
+    if torch.cuda.is_available() and (not dist.is_initialized() or gpus_use_nccl()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from startrail.comm.gather import gather_texts
-from startrail.comm.watchdog import start_thread
+from startrail.agreement.gather import gather_texts
+from startrail.agreement.watchdog import start_thread
 from startrail.training.checkpoints.manifest import find_damage, read_sums, write_file, write_sums
 from startrail.training.checkpoints.pieces import Index, check_index, merge_indices, pack, read_into
 from startrail.training.collectives import broadcast_text, raise_together

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from startrail.comm.digest import digest
+from startrail.agreement.digest import digest
 from startrail.sequence import Sequence
 from startrail.training.data.seeds import generator_of
 from startrail.training.data.sources import check_count, check_split, find_files, names_of

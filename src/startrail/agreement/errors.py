@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from startrail._compat import is_gloo_error
-from startrail.comm.waits import describe_waits, published_wait
+from startrail.agreement.waits import describe_waits, published_wait
 
 
 class PeerError(RuntimeError):

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from startrail._compat import PrefixStore, Store, default_store
-from startrail.comm.timing import TIMING
-from startrail.comm.watchdog import run_within, watch
+from startrail.agreement.timing import TIMING
+from startrail.agreement.watchdog import run_within, watch
 
 MAX_SHOWN = 256  # ranks whose waits an error describes
 NOWHERE = "waiting in no call of StarTrail"

@@ -1,6 +1,6 @@
 import pytest
 
-from startrail.comm.timing import TIMING
+from startrail.agreement.timing import TIMING
 
 
 @pytest.fixture(autouse=True)

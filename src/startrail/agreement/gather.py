@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.comm.errors import peer_errors
+from startrail.agreement.errors import peer_errors
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> list[str]:

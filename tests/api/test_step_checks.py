@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import startrail
-from startrail.comm.sanity import _active_checks
 from startrail.launch.local import run_local
+from startrail.step_checks import _active_checks
 from tests.helpers import error_of
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import startrail
-from startrail.comm import process_groups as groups
 from startrail.launch.local import run_local
+from startrail.transport import process_groups as groups
 from tests import like_nccl
 from tests.helpers import FULL, dense, tensors, worst
 

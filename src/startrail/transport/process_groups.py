@@ -30,9 +30,11 @@ import torch
 import torch.distributed as dist
 
 from startrail._compat import PrefixStore, default_store, make_named_group, nccl_options
-from startrail.comm.errors import PeerError
-from startrail.comm.timing import TIMING
-from startrail.comm.watchdog import run_all_within
+from startrail.agreement.errors import PeerError
+from startrail.agreement.timing import TIMING
+from startrail.agreement.watchdog import run_all_within
+from startrail.schedule.program import Program
+from startrail.schedule.values import Piece
 
 HIDDEN_CHANNELS, EXPOSED_CHANNELS = 8, 32
 UNUSED_TAG = (1 << 31) - 1  # above the tags of every call
@@ -49,6 +51,35 @@ def backend_for(device: torch.device) -> str:
             f"the process group ({config}) cannot move tensors on {device.type}; initialize it with a backend that can"
         )
     return backends[device.type]
+
+
+def sends_nothing() -> bool:
+    """True for torch's "fake" backend, with which a process plays one rank of many without the others."""
+    return str(dist.get_backend()) == "fake"
+
+
+def gpus_use_nccl() -> bool:
+    """True if the default process group moves a GPU's tensors with NCCL. It reads the backend's config, because torch
+    calls the default backend 'undefined'."""
+    return "cuda:nccl" in dist.get_backend_config()
+
+
+def hidden_lanes(programs: Sequence[Program]) -> set[int]:
+    """The lanes that carry a message while a block is computed that does not need it."""
+    hidden: set[int] = set()
+    for program in programs:
+        coming: dict[Piece, int] = {}  # pieces on their way, with their lanes
+        for step in program.steps:
+            for piece in step.after:
+                coming.pop(piece, None)
+            coming |= {post.piece: post.lane for post in step.posts if not post.send}
+            for block in step.blocks:
+                for piece in program.pass_.needs(block):
+                    coming.pop(piece, None)
+                hidden.update(coming.values())
+            for merge in step.merges:
+                coming.pop(merge.piece, None)
+    return hidden
 
 
 def make_group(

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from weakref import finalize
 
 from startrail._compat import PrefixStore, Store, default_store
-from startrail.comm.errors import PeerError
-from startrail.comm.waits import rank_names
+from startrail.agreement.errors import PeerError
+from startrail.agreement.waits import rank_names
 
 _dropped: deque[tuple[str, int]] = deque()  # prefixes of keys that this rank does not use any more; ranks that do
 LONGEST = 600  # characters of a call that a message shows in full

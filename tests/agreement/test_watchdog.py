@@ -7,8 +7,8 @@ from weakref import WeakSet
 
 import pytest
 
-from startrail.comm import watchdog
-from startrail.comm.timing import TIMING
+from startrail.agreement import watchdog
+from startrail.agreement.timing import TIMING
 
 
 class Watched:
@@ -51,8 +51,8 @@ ENDS = """
 import os, sys, threading, time, weakref
 import torch.distributed as dist
 from datetime import timedelta
-from startrail.comm import watchdog
-from startrail.comm.timing import TIMING
+from startrail.agreement import watchdog
+from startrail.agreement.timing import TIMING
 
 TIMING.thread_join, TIMING.slow_wait = 0.1, 0.04
 store, waits = dist.HashStore(), threading.Event()

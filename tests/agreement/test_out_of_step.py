@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import startrail
-from startrail.comm import process_groups as groups
-from startrail.comm.gather import gather_texts
-from startrail.comm.sanity import check_same_parameters
+from startrail.agreement.gather import gather_texts
 from startrail.launch.local import run_local
+from startrail.step_checks import check_same_parameters
+from startrail.transport import process_groups as groups
 from tests import like_nccl
 from tests.helpers import dense, error_of, free_port, qkv, tensors, worst
 
@@ -295,7 +295,7 @@ def test_a_rank_that_does_not_reconnect_is_reported_within_the_timeout():
 STORE_HOST = """
     import os, signal, sys, time
     import torch, torch.distributed as dist, startrail
-    from startrail.comm.timing import TIMING
+    from startrail.agreement.timing import TIMING
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, how = dist.get_rank(), sys.argv[1]

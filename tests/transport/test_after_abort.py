@@ -16,13 +16,13 @@ import torch
 
 import startrail
 from startrail import _compat
-from startrail.comm import lanes, transfers
-from startrail.comm import process_groups as groups
-from startrail.comm.timing import TIMING
-from startrail.comm.watchdog import watch
+from startrail.agreement.timing import TIMING
+from startrail.agreement.watchdog import watch
 from startrail.engine.batch import BatchGeometry
 from startrail.kernels import cpu
 from startrail.launch.local import RankError, run_local
+from startrail.transport import nccl
+from startrail.transport import process_groups as groups
 from tests import like_nccl
 from tests.helpers import dense, error_of, eventually, qkv, tensors, worst
 from tests.lazy_stream import LazyEvent, LazyStream
@@ -32,7 +32,7 @@ from tests.lazy_stream import LazyEvent, LazyStream
 def lanes_like_nccl(monkeypatch):
     like_nccl.register()
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
-    monkeypatch.setattr(lanes, "record_event", lambda device: LazyEvent())
+    monkeypatch.setattr(nccl, "record_event", lambda device: LazyEvent())
     monkeypatch.setattr(cpu, "_is_finite", lambda x: True)  # these two read values on CPUs only
     monkeypatch.setattr(BatchGeometry, "poison_hidden_rows", lambda *arguments: None)
 
@@ -83,15 +83,15 @@ def test_steps_queued_after_a_peer_was_lost_are_nan(plan, lost):
 
 def test_the_flag_is_set_before_the_first_transfer_is_aborted():
     """Whatever was queued behind a transfer runs as soon as it is aborted, and must find the flag set."""
-    made, seen = object.__new__(lanes.Lanes), []
+    made, seen = object.__new__(nccl.Nccl), []
 
     def abort():
         row = torch.ones(1, 1, 1, 4)
-        made.mark_if_aborted([row])
+        made._flag.mark([row], made.device)
         seen.append(row.isnan().any().item())
 
-    made._lock, made._flag, made._open = threading.Lock(), lanes.AbortFlag(), SimpleNamespace(abort=abort)
-    made.aborted, made.has_tags, made.device = None, False, torch.device("cpu")
+    made._lock, made._flag, made.opened = threading.Lock(), nccl.AbortFlag(), SimpleNamespace(abort=abort)
+    made.aborted, made.device = None, torch.device("cpu")
     made.abort("rank 7 is gone")
     assert seen == [True]
 
@@ -133,8 +133,8 @@ def is_exact(sp):
     return worst([out, *grads], [sequence.shard(x, 2) for x in truth]) < 2e-6
 
 
-def lanes_of(sp):
-    return sp._runtime._executor.lanes
+def transport_of(sp):
+    return sp._runtime._executor.transport
 
 
 def test_a_batch_that_raises_is_ended():
@@ -144,7 +144,7 @@ def test_a_batch_that_raises_is_ended():
         sp = startrail.SequenceParallel("1x2", timeout=20)
         sequence, inputs = sp.sequence(32), qkv()
         sequence.attention(*inputs)
-        lanes_of(sp).groups[0].abort()  # its next send raises
+        transport_of(sp).lanes[0].group.abort()  # its next send raises
         text = error_of(lambda: sequence.attention(*inputs))
         return text, like_nccl.open_batches(), is_exact(sp)
 
@@ -161,7 +161,7 @@ def test_a_pass_on_aborted_lanes_raises_peer_error():
         sp = startrail.SequenceParallel("1x2", timeout=20)
         sequence, inputs = sp.sequence(32), qkv()
         sequence.attention(*inputs)
-        lanes_of(sp).abort("rank 7 is gone")
+        transport_of(sp).abort("rank 7 is gone")
         return error_of(lambda: sequence.attention(*inputs)), is_exact(sp)
 
     for rank, (text, exact) in enumerate(run_local(on_rank, 2, deadline=60)):
@@ -229,10 +229,11 @@ def test_the_watchdogs_event_queries_do_not_break_a_graph_capture(monkeypatch):
             modes.append((mode._obj.value, threading.current_thread().name))
 
     monkeypatch.setattr(_compat.ctypes, "CDLL", {"libcuda.so.1": Driver()}.__getitem__)
-    monkeypatch.setattr(transfers, "on_device", lambda device: nullcontext())
-    fake_lanes = SimpleNamespace(device=torch.device("cuda", 0), aborted=None)
-    monitor = transfers.TransferMonitor(SimpleNamespace(lanes=fake_lanes, consensus=None))
-    watch(monitor)
+    monkeypatch.setattr(nccl, "on_device", lambda device: nullcontext())
+    transport = object.__new__(nccl.Nccl)
+    transport.device, transport.aborted = torch.device("cuda", 0), None
+    transport.pending, transport.comparisons = (), ()
+    watch(transport)
     assert eventually(lambda: (1, "startrail-watchdog") in modes, 20)
 
 
@@ -245,8 +246,8 @@ def test_an_error_that_torchs_watchdog_finds_first_ends_the_process():
         sequence, inputs = sp.sequence(32), qkv()
         sequence.attention(*inputs)
         if rank == 1:
-            for group in lanes_of(sp).groups:
-                group.break_with("NCCL error: remote process exited", ends_process=True)
+            for lane in transport_of(sp).lanes.values():
+                lane.group.break_with("NCCL error: remote process exited", ends_process=True)
         return error_of(lambda: [sequence.attention(*inputs) for _ in range(2)])
 
     with pytest.raises(RankError, match="rank 1 was killed by SIGABRT"):

@@ -25,13 +25,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from startrail.comm.digest import fold
-from startrail.comm.errors import PeerError
-from startrail.comm.ledger import (
+from startrail.agreement.digest import fold
+from startrail.agreement.errors import PeerError
+from startrail.agreement.ledger import (
     CallLedger,
     CallRecord,
     Failure,
@@ -40,9 +40,9 @@ from startrail.comm.ledger import (
     explain_mismatch,
     shortened,
 )
-from startrail.comm.timing import TIMING
-from startrail.comm.waits import PublishedWait, describe_waits, rank_names
-from startrail.comm.watchdog import run_within, watch
+from startrail.agreement.timing import TIMING
+from startrail.agreement.waits import PublishedWait, describe_waits, rank_names
+from startrail.agreement.watchdog import run_within, watch
 
 MAX_AGREED = 1024  # kinds of calls that are remembered as agreed on
 LATEST_SEQUENCES = 16  # with their boundaries: several models may use several in turns
@@ -53,10 +53,12 @@ R = TypeVar("R")
 log = logging.getLogger("startrail")
 
 
-class PendingWait(Protocol):
-    """A transfer that the program waits for. ``str()`` describes it."""
+class PendingWait(NamedTuple):
+    """What the program waits for (``str()`` describes it), since when, and how to end it."""
 
-    def abort(self) -> None: ...
+    what: object
+    since: float
+    abort: Callable[[], None]
 
 
 class RejoinError(Exception):
@@ -117,9 +119,9 @@ class Consensus:
         self._latest: deque[object] = deque(maxlen=LATEST_SEQUENCES)
         self._suspect: StartedCall | None = None  # a call that the ranks are known to disagree about
         self._reason: Exception | None = None  # why the pending wait can never end
-        self._wait: tuple[PendingWait, float] | None = None
+        self._wait: PendingWait | None = None
         self._published: PublishedWait | None = None
-        self._reminded: PendingWait | None = None
+        self._reminded: PendingWait | None = None  # the wait that was logged
         self._mistake: PublishedWait | None = None  # of this rank alone, since its last call
 
     @property
@@ -228,8 +230,9 @@ class Consensus:
 
     # --- waiting for transfers
 
-    def begin_wait(self, wait: PendingWait) -> None:
-        self._wait = wait, time.monotonic()
+    def begin_wait(self, what: object, abort: Callable[[], None]) -> None:
+        """The program begins to wait for ``what``. ``abort`` ends that, if it turns out that it would never end."""
+        self._wait = PendingWait(what, time.monotonic(), abort)
 
     def end_wait(self, failed: bool) -> None:
         self._wait = self._reminded = None
@@ -272,19 +275,18 @@ class Consensus:
 
     def check(self) -> None:
         """Log a wait that has become long, and abort it if it can never end."""
-        if (waiting := self._wait) is None or self.ledger is None:
+        if (wait := self._wait) is None or self.ledger is None:
             return
-        wait, since = waiting
-        seconds = time.monotonic() - since
+        seconds = time.monotonic() - wait.since
         if seconds > TIMING.reminder and wait is not self._reminded:
             self._reminded = wait
-            log.warning("rank %d still waits after %.0f seconds: %s", self.ledger.rank, seconds, wait)
+            log.warning("rank %d still waits after %.0f seconds: %s", self.ledger.rank, seconds, wait.what)
         if seconds < TIMING.slow_wait:
             return
         if self._published is None:
             self._published = published = PublishedWait(str(self.current))
             published.publish()
-            if self._wait is not waiting:  # it ended meanwhile
+            if self._wait is not wait:  # it ended meanwhile
                 published.end()
         if self._reason is None:
             self._read_reason(self.ledger)

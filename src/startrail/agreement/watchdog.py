@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-from startrail.comm.timing import TIMING
+from startrail.agreement.timing import TIMING
 
 log = logging.getLogger("startrail")
 

@@ -13,11 +13,11 @@ from torch import nn
 
 import startrail
 from startrail._compat import default_store
-from startrail.comm import agreement
-from startrail.comm import process_groups as groups
-from startrail.comm.transfers import CallComparison
+from startrail.agreement import comparison
 from startrail.engine import data_digest
 from startrail.launch.local import run_local
+from startrail.transport import process_groups as groups
+from startrail.transport.base import Compare
 from tests import like_nccl
 from tests.helpers import error_of, qkv
 
@@ -55,7 +55,6 @@ def test_a_skipped_batch_raises_whatever_is_sharded(backend, on_host, monkeypatc
     if backend == like_nccl.NAME:
         like_nccl.register()
         monkeypatch.setattr(groups, "backend_for", lambda device: backend)
-        monkeypatch.setattr("startrail.engine.runtime.backend_for", lambda device: backend)
     monkeypatch.setattr(data_digest, "is_on_host", lambda x: on_host)
 
     def on_rank(rank):
@@ -78,7 +77,6 @@ def test_digests_on_a_device_are_not_read_by_the_host(monkeypatch):
     """On a GPU, reading one would wait for the device."""
     like_nccl.register()
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
-    monkeypatch.setattr("startrail.engine.runtime.backend_for", lambda device: like_nccl.NAME)
     monkeypatch.setattr(data_digest, "is_on_host", lambda x: False)
 
     def on_rank(rank):
@@ -249,8 +247,13 @@ def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
     def compared(rank, plan):
         sp = startrail.SequenceParallel(plan, timeout=30)
         sp.sequence(32).attention(*qkv(8))
-        transfers = sp._runtime.executor_on(torch.device("cpu")).transfers
-        return [error_of(CallComparison(transfers, 7 + (rank == odd)).finish) for odd in (*range(4), None)]
+        transport = sp._runtime.executor_on(torch.device("cpu")).transport
+
+        def compare(odd):
+            transport.tag = 7 + (rank == odd)
+            transport._compare(Compare.BEFORE)
+
+        return [error_of(lambda: compare(odd)) for odd in (*range(4), None)]  # noqa: B023
 
     for by_plan in run_local(lambda rank: [compared(rank, plan) for plan in ("u2/1x2", "u2/u2")], 4, deadline=60):
         for *different, same in by_plan:
@@ -357,14 +360,15 @@ def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):
 
     def on_rank(rank):
         asked = []
-        monkeypatch.setattr(agreement, "peer_errors", lambda *given: asked.append(given) or nullcontext())
+        monkeypatch.setattr(comparison, "peer_errors", lambda *given: asked.append(given) or nullcontext())
         gpu = SimpleNamespace(type="cuda")
-        monkeypatch.setattr(torch, "tensor", lambda numbers, device: torch.LongTensor(numbers))
+        arange = torch.arange
+        monkeypatch.setattr(torch, "arange", lambda *numbers, device: arange(*numbers))
         for _ in range(3):
-            agreement.agree("sum_gradients", ["(2, 2)"], None, gpu)
+            comparison.agree("sum_gradients", ["(2, 2)"], None, gpu)
         on_gpu = len(asked)
         for _ in range(3):
-            agreement.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
+            comparison.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
         return on_gpu, len(asked) - on_gpu
 
     assert run_local(on_rank, 2, deadline=60) == [(1, 3)] * 2

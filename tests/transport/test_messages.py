@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import startrail
-from startrail.comm.lanes import Lanes
 from startrail.launch.local import run_local
+from startrail.transport.gloo import Gloo
 from tests.helpers import qkv
 
 
@@ -55,20 +55,20 @@ def test_mesh_and_group_are_not_interchangeable():
 
 def test_an_exchange_over_heads_has_one_group_and_posts_receives_early(monkeypatch):
     """gloo has a polling thread for each group, and sends nothing before the receive is posted."""
-    posted, post = [], Lanes.post
+    posted, post = [], Gloo._post
 
-    def noting(lanes, messages, *others):
-        posted.append({m.pieces[0].kind for m in messages if not m.send})
-        return post(lanes, messages, *others)
+    def noting(transport, postings, *others):
+        posted.append({m.pieces[0].kind for m, _, _ in postings if not m.send})
+        return post(transport, postings, *others)
 
-    monkeypatch.setattr(Lanes, "post", noting)
+    monkeypatch.setattr(Gloo, "_post", noting)
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2/u2")
         sequence = sp.sequence(16)
         q, k, v = (sequence.shard(x, 2).requires_grad_() for x in qkv())
         sequence.attention(q, k, v).backward(torch.randn_like(q))
-        return posted, len(set(sp._runtime._executor.lanes.groups))
+        return posted, len({lane.group for lane in sp._runtime._executor.transport.lanes.values()})
 
     expected = [{"q", "out"}, set(), {"do", "dq"}, set()], 1  # inputs with results, results
     assert run_local(on_rank, 4, deadline=60) == [expected] * 4

@@ -1,0 +1,103 @@
+"""``Transport``: what the engine asks of the messages between ranks. No caller knows which backend carries them.
+
+One pass of an attention call uses it like this:
+
+    transport = open_transport(consensus, counters, place, name, timeout, device, programs)    # kept for later calls
+    transport.begin_pass(program, Compare.DURING, direct_levels)    # also compares the call with all ranks
+    pending = transport.post(step, part, postings)                  # starts all messages of a step, and waits for none
+    pending[0].wait()                                               # when a block needs the bytes
+    transport.end_pass(program, results)                            # the results are NaN if transfers were aborted
+
+Each of these raises ``ValueError`` if ranks made different calls, or a ``PeerError`` that names rank, step and peer.
+After any error: ``transport.abandon(error)``, and drop the transport. The next call opens another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from startrail.schedule.program import Program
+from startrail.schedule.walk import Message, WalkStep
+
+
+class HasBytes(Protocol):
+    """A buffer."""
+
+    flat: Tensor
+
+
+class Posting(NamedTuple):
+    """A message with its bytes, and the buffer that they are a part of."""
+
+    message: Message
+    payload: Tensor
+    buffer: HasBytes
+
+
+class Pending(Protocol):
+    """Posted messages that complete together."""
+
+    def wait(self) -> None:
+        """Wait once, and count the time. Raises ``PeerError`` if they can never complete."""
+
+
+class Compare(Enum):
+    """When a call is compared with all ranks: never (it has been, through the store), while it runs, or before anything
+    is sent (its documents are new, so ranks that disagree would not even send the same messages)."""
+
+    NEVER = 0
+    DURING = 1
+    BEFORE = 2
+
+
+class Transport:
+    """The messages of one ``SequenceParallel`` on one kind of device. This class itself is for a single rank, which has
+    no peers: it does nothing.
+
+    ``posts_receives_early``: a message is sent only once its receive is posted, so the engine posts receives as soon as
+    it can. ``has_all_to_all``: one operation can exchange equal parts between all ranks of a lane, a rank's own part
+    included. ``compares_on_device``: ranks compare digests of data on a GPU without a host that waits for them.
+    """
+
+    posts_receives_early: ClassVar[bool] = False
+    has_all_to_all: ClassVar[bool] = False
+    compares_on_device: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin_pass(self, program: Program, compare: Compare, direct_levels: Iterable[int] = ()) -> None:
+        """Start a pass, whose first program is ``program``, of the call that the consensus has started. Compares the
+        call with all ranks if asked to. Programs of the plan ``direct`` need the lanes of these levels and further in,
+        which are opened now unless they exist."""
+
+    def post(self, step: WalkStep, part: int, postings: Sequence[Posting], at_once: bool = False) -> Sequence[Pending]:
+        """Start the messages of one step of program number ``part``. Returns what to wait for: one object per message,
+        in order. Messages that complete together share one. Until then their buffers must be left alone.
+
+        ``at_once``: the messages over heads, with the part that stays on this rank, fill their buffers, so they can be
+        one all-to-all (only with ``has_all_to_all``).
+        """
+        raise AssertionError("a single rank has no peers")
+
+    def end_pass(self, program: Program, results: Iterable[Tensor]) -> None:
+        """End a pass, whose last program is ``program``. Raises if the results cannot be trusted. If that is found out
+        later, on the device only, they are NaN."""
+
+    def compare_call(self) -> None:
+        """Compare the current call, which sends no messages of its own, with all ranks, and wait where that is
+        possible."""
+
+    def confirm(self) -> None:
+        """Wait until all passes so far have completed on the devices of all ranks. Raise if any was aborted."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Clean up after an error on this rank. Nothing may be posted afterwards."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Close all groups, together with all ranks. After an ``error`` on this rank, without them."""

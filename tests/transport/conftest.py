@@ -1,0 +1,1 @@
+from tests.agreement.conftest import short_waits  # noqa: F401, the same for these tests
