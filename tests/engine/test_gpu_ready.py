@@ -13,8 +13,7 @@ from torch._subclasses import FakeTensorMode
 import startrail
 import startrail.engine.op
 from startrail import _compat
-from startrail.bench.cases import Workload
-from startrail.bench.peers import contenders as peers
+from startrail.bench.workload import Workload
 from startrail.comm import process_groups as groups
 from startrail.comm import watchdog as watch
 from startrail.comm.consensus import Consensus
@@ -44,6 +43,7 @@ from startrail.schedule.walk import Message
 from tests.engine.test_launches import fake_world
 from tests.helpers import eventually
 from tests.kernels import stand_ins
+from workshop.peers import contenders as peers
 
 CUDA = torch.device("cuda", 0)
 
