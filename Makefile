@@ -35,8 +35,8 @@ LARGE := tests/integrations tests/diagnostics
 
 test: setup            ## every test, plans x shapes pairwise (tests/README.md)
 	$(PYTEST) -n 4 --dist loadgroup -m "not alone" $(addprefix --ignore=,$(LARGE)) tests
-	$(PYTEST) -n 4 --dist loadgroup $(LARGE) src
-	$(PYTEST) -m alone tests/lab
+	$(PYTEST) -n 4 --dist loadgroup $(LARGE) src workshop validation
+	$(PYTEST) -m alone tests/workshop/lab
 
 test-all: setup        ## the same with whole products instead of pairs
 	STARTRAIL_TEST_ALL=1 $(MAKE) test

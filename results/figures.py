@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from startrail.bench.cases import OURS
-from startrail.bench.report.findings import Line, lines_of
-from startrail.bench.report.sparse import DENSE, RING, SPARSE, SparseRow
+from workshop.report.findings import Line, lines_of
+from workshop.report.sparse import DENSE, RING, SPARSE, SparseRow
+from workshop.trials.cases import OURS
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent

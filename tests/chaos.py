@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from startrail import lab
-from startrail.lab.namespaces import processes_in
 from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
 from startrail.training.checkpoints.saving import checkpoint_path, steps_in
 from tests import chaos_inside
 from tests.chaos_runs import HANG_MINUTES, NODES, RANKS, ChaosRun, LabRun, LocalRun
 from tests.helpers import FULL, eventually, holders_of
+from workshop import lab
+from workshop.lab.namespaces import processes_in
 
 DEADLINE = 120.0  # seconds for each expected event
 STOPPED = 128 + signal.SIGTERM

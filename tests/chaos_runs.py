@@ -9,11 +9,11 @@ import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from startrail import lab
 from startrail.cli import main as startrail
 from startrail.training import trainer  # noqa: F401, once here rather than in every launcher
 from startrail.training.recipes import RECIPES
 from tests.helpers import eventually, write_words
+from workshop import lab
 
 NODES, RANKS = 2, 4
 HANG_MINUTES = 0.12

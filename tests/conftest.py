@@ -13,14 +13,14 @@ os.environ.setdefault(
 torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
 
 ROOT = Path(__file__).parent
-LAB = ("lab/", "bench/", "cli/test_lab.py")  # network namespaces: one test after the other
+LAB = ("workshop/",)  # network namespaces: one test after the other
 SHARED = (
     "view/",
     "integrations/test_families.py",
     "integrations/test_wrappers.py",
 )  # a fixture that takes long: one worker each
 LONG = (
-    "lab/",
+    "workshop/",
     "bench/",
     "view/",
     "test_docs.py",

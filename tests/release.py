@@ -19,8 +19,10 @@ COMMANDS = [
     (["show", "u2/1x2"], "send"),
     (["plan", "--cluster", "a100-4x8", "--model", "gpt-7b", "--length", "512k"], "wins"),
     (["check", "u2/1x2", "--causal"], "ok: exact"),
+    (["bench", "engine", "--length", "256", "--ranks", "2", "--plans", "1x2", "--rounds", "1"], "efficiency"),
     (["train", "gpt-tiny", "--steps", "2", "--ranks", "2", "--plan", "1x2", "--out", "run"], "held-out loss"),
 ]
+CLONE_ONLY = [["bench"], ["bench", "memory", "--ranks", "2"], ["lab", "run", "--nodes", "2", "--", "program.py"]]
 USER = """\
 import torch
 import startrail
@@ -42,6 +44,8 @@ def main(folder: Path) -> None:
     inside = zipfile.ZipFile(wheel).namelist()
     for name in ("py.typed", "planner/clusters/a100-4x8.toml", "planner/models/gpt-7b.toml", "view/assets/page.html"):
         assert f"startrail/{name}" in inside, f"{wheel.name} lacks {name}"
+    for name in ("workshop/", "validation/", "tests/", "startrail/lab/"):
+        assert not any(path.startswith(name) for path in inside), f"{wheel.name} has {name}"
     with tarfile.open(sdist) as packed:
         assert any(name.endswith("/pyproject.toml") for name in packed.getnames())
     with tempfile.TemporaryDirectory() as empty:
@@ -61,6 +65,10 @@ def main(folder: Path) -> None:
             )
             assert "Warning" not in done.stderr, f"{command} warns: {done.stderr[:500]}"
             print(f"startrail {' '.join(command)}: ok")
+        for command in CLONE_ONLY:
+            done = run(python.with_name("startrail"), *command)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1 and "only from a clone" in done.stderr, done
+            print(f"startrail {' '.join(command)}: says that it needs a clone")
         Path(empty, "user.py").write_text(USER)
         done = run(python, "user.py")
         assert "(1, 2, 5, 4)" in done.stdout, done.stderr

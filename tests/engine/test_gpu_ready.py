@@ -15,8 +15,7 @@ import startrail.engine.op
 from startrail import _compat
 from startrail.agreement import watchdog as watch
 from startrail.agreement.timing import TIMING
-from startrail.bench.cases import Workload
-from startrail.bench.peers import contenders as peers
+from startrail.bench.workload import Workload
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
@@ -44,6 +43,7 @@ from startrail.transport.nccl import Nccl
 from tests.engine.test_launches import fake_world
 from tests.helpers import eventually
 from tests.kernels import stand_ins
+from workshop.peers import contenders as peers
 
 CUDA = torch.device("cuda", 0)
 

@@ -6,7 +6,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from startrail import _compat
-from startrail.bench.peers import fake_flash_attn
 from startrail.geometry.bands import bands_of
 from startrail.geometry.mask import Mask, Segment
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
@@ -28,6 +27,7 @@ from tests.kernels.stand_ins import (
     tensors,
     wide,
 )
+from workshop.peers import fake_flash_attn
 
 # --- shapes, dtypes and devices
 

@@ -7,13 +7,13 @@ import pytest
 from startrail.planner.cluster import find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.peers import RING_FLASH_ATTENTION, STARTRAIL, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_GATHERED
-from startrail.planner.peers.gathered import predict_gathered
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.pricing import Prices
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES
 from startrail.transport.process_groups import hidden_lanes
+from validation.hardware.gathered import predict_gathered
 
 H100 = find_cluster("h100-8x8@1x8")
 ALL_CHANNELS = replace(H100, levels=(H100.levels[0], replace(H100.levels[1], under_compute=0.0)))

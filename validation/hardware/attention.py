@@ -12,11 +12,11 @@ from typing import Any
 from startrail.geometry.distributions import document_lengths
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.peers import ENGINES, Implementation
-from startrail.planner.peers.gathered import predict_gathered
-from startrail.planner.peers.packed import predict_packed, predict_packed_gathered
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.units import parse_quantity, read_file
 from startrail.schedule.plan import Plan
+from validation.hardware.gathered import predict_gathered
+from validation.hardware.packed import predict_packed, predict_packed_gathered
 
 Engines = Mapping[str, Implementation]
 PACKS = 5

@@ -11,12 +11,12 @@ from typing import Any
 from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.memory import estimate_memory
 from startrail.planner.peers import ENGINES, TRANSFORMER_ENGINE_GATHERED
-from startrail.planner.peers.gathered import predict_gathered
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.step import StepEstimate, Training
 from startrail.planner.units import parse_quantity, read_file
 from startrail.planner.workload import Job, read_model, read_run
 from startrail.schedule.plan import Plan
+from validation.hardware.gathered import predict_gathered
 
 
 @dataclass(frozen=True)

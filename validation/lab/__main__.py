@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import startrail
-from startrail.bench.report.findings import measured_trial
-from startrail.lab.cluster import available
 from startrail.planner.topology import Machine
 from validation.errors import record
 from validation.lab.compare import LEAST, Compared, Verdict, fit, scatter
 from validation.lab.model import Case, cases_of, with_choice
 from validation.lab.trials import ALONE, CALIBRATION, PREDICTED, QUICK
+from workshop.lab.cluster import available
+from workshop.report.findings import measured_trial
 
 TIMEOUT_SECONDS = 600.0  # for the trials of one machine
 
 
 def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> dict[str, Any]:
-    from startrail.bench.measure import run_on_cluster
+    from workshop.trials.measure import run_on_cluster
 
     measured = dict(before)
     for at, (shape, trials) in enumerate(plan.items()):

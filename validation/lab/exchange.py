@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from startrail.bench.walls import estimate, measure
 from startrail.planner.topology import Machine
 from startrail.training.recipes import find
 from validation.lab.model import cases_of, predicted
 from validation.lab.trials import MHA, trial
+from workshop.trials.walls import estimate, measure
 
 PLANS = ("u4", "u4,exchange=twice")
 SHAPE = dict(width=64, layers=16, heads=4, kv_heads=4, hidden=64, length=16384, zero=3, recompute=True)
@@ -40,8 +40,8 @@ def memory_lines() -> list[str]:
 
 
 def seconds_lines() -> list[str]:
-    from startrail.bench.measure import run_on_cluster
-    from startrail.bench.report.findings import measured_trial
+    from workshop.report.findings import measured_trial
+    from workshop.trials.measure import run_on_cluster
 
     machine = Machine.parse(NODES)
     trials = [trial(MHA, 8.0, " ".join(LAB_PLANS))]

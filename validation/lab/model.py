@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail.bench.cases import Contender, Trial, Workload, lab_cluster
-from startrail.bench.sizes import ring_bytes
+from startrail.bench.workload import Workload
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.sparse.predict import predict_sparse
 from startrail.planner.topology import Machine, rate_for
 from startrail.schedule.plan import Plan
+from workshop.trials.cases import Contender, Trial, lab_cluster
+from workshop.trials.sizes import ring_bytes
 
 CHOSEN = "chosen"  # the role of the plan that the planner chooses
 Json = Mapping[str, Any]

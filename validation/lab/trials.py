@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from startrail.bench.cases import Contender, Trial, Workload
+from startrail.bench.workload import Workload
 from startrail.geometry.distributions import document_lengths
+from workshop.trials.cases import Contender, Trial
 
 MHA = Workload(length=960, q_heads=16, kv_heads=16, head_dim=32, causal=True, batch=4)
 FULL = replace(MHA, length=768, causal=False)

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,10 +21,10 @@ from torch import Tensor
 
 import startrail
 from startrail.bench import host, job
+from startrail.bench.attention import Attention, random_inputs, visible_attention, whole_attention, with_gradients
 from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
-from startrail.bench.peers import sparse
-from startrail.bench.peers.contenders import Attention, whole_attention, with_gradients
-from startrail.bench.report.record import record
+from startrail.bench.record import record
+from startrail.bench.workload import Workload
 from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
@@ -36,52 +36,34 @@ from startrail.transport.nccl import Fake
 SPARSE_FACTOR = 4  # how many times as long sparse sequences are
 
 
-@dataclass(frozen=True)
-class EngineWork:
-    """Attention to measure. ``documents`` are cu_seqlens, empty for a single document."""
-
-    name: str
-    length: int
-    window: int | None = None
-    documents: tuple[int, ...] = ()
-    causal: bool = True
-
-    @property
-    def is_sparse(self) -> bool:
-        return bool(self.window or self.documents)
-
-    def one_process(self) -> Attention:
-        """SDPA that computes visible blocks only: whole, by documents, or along the band of a window."""
-        if self.is_sparse:
-            return partial(sparse.whole_attention, self.documents or (0, self.length), self.window)
-        return partial(whole_attention, causal=self.causal)
-
-
-def engine_works(length: int, full: bool) -> list[EngineWork]:
+def engine_works(options: argparse.Namespace) -> list[Workload]:
     """A dense mask, documents and a window. The sparse ones are longer, since they have less to compute."""
-    longer = SPARSE_FACTOR * length
-    lengths = document_lengths("pretraining", longer, seed=1)
-    return [
-        EngineWork("full" if full else "causal", length, causal=not full),
-        EngineWork(f"{len(lengths)} documents", longer, documents=(0, *accumulate(lengths))),
-        EngineWork(f"window {longer // 64}", longer, window=longer // 64),
-    ]
+    longer = SPARSE_FACTOR * options.length
+    ends = (0, *accumulate(document_lengths("pretraining", longer, seed=1)))
+    dense = Workload(options.length, options.heads, options.heads, options.head_dim, causal=not options.full)
+    sparse = replace(dense, length=longer, causal=True)
+    return [dense, replace(sparse, documents=ends), replace(sparse, window=longer // 64)]
 
 
-def inputs(options: argparse.Namespace, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of the output."""
-    size = (1, options.heads, tokens, options.head_dim)
-    return torch.randn(size), torch.randn(size), torch.randn(size), torch.randn(size)
+def case_name(work: Workload) -> str:
+    return work.mask.removeprefix("causal, ")
 
 
-def time_sdpa(options: argparse.Namespace, work: EngineWork) -> float:
+def one_process(work: Workload) -> Attention:
+    """SDPA that computes visible blocks only: whole, by documents, or along the band of a window."""
+    if work.is_sparse:
+        return partial(visible_attention, work.documents or (0, work.length), work.window)
+    return partial(whole_attention, causal=work.causal)
+
+
+def time_sdpa(work: Workload) -> float:
     def on_rank(rank: int) -> float:
         torch.set_num_threads(os.cpu_count() or 1)
-        q, k, v, dout = inputs(options, work.length)
+        q, k, v, dout = random_inputs(work, work.length)
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            with_gradients(work.one_process(), q, k, v, dout)
+            with_gradients(one_process(work), q, k, v, dout)
             times.append(time.perf_counter() - start)
         return min(times[1:])
 
@@ -99,12 +81,12 @@ class EngineTiming(NamedTuple):
     formula: float
 
 
-def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> EngineTiming:
+def time_plan(work: Workload, plan: str, ranks: int) -> EngineTiming:
     def on_rank(rank: int) -> EngineTiming:
         sp = startrail.SequenceParallel(plan, windows=work.window is not None)
         sequence, few = sp.sequence(work.length, work.documents or None), sp.sequence(16 * sp.world)
         attention = partial(sequence.attention, causal=work.causal, window=work.window)
-        q, k, v, dout = inputs(options, sequence.local)
+        q, k, v, dout = random_inputs(work, sequence.local)
         sizes = sp.sizes(q, k)
         # memory of libraries and connections is not attention's
         warm_up = partial(few.attention, causal=work.causal)
@@ -123,7 +105,7 @@ def time_plan(options: argparse.Namespace, plan: str, work: EngineWork) -> Engin
         formula = max(sizes.peak_bytes(pass_, sp.world) for pass_ in PASSES)
         return EngineTiming(min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula)
 
-    results = [result for result in run_local(on_rank, options.ranks) if result is not None]
+    results = [result for result in run_local(on_rank, ranks) if result is not None]
     seconds, shares, added, formula = zip(*results, strict=True)
     return EngineTiming(max(seconds), statistics.mean(shares), max(added), formula[0])
 
@@ -144,20 +126,20 @@ class FreeLinks:
         return works
 
 
-def time_without_links(options: argparse.Namespace, plan: str, work: EngineWork) -> float:
+def time_without_links(work: Workload, plan: str, ranks: int) -> float:
     """CPU seconds per rank where links cost nothing: the first and the last rank compute on zeros instead of what they
     would receive. Sending and receiving is what the CPU time of a real run has more."""
     times, links = [], FreeLinks()
-    for rank in (0, options.ranks - 1):
-        with host.fake_group(rank, options.ranks), mock.patch.object(Fake, "_post", lambda *given: links.post(*given)):
+    for rank in (0, ranks - 1):
+        with host.fake_group(rank, ranks), mock.patch.object(Fake, "_post", lambda *given: links.post(*given)):
             sp = startrail.SequenceParallel(plan, windows=work.window is not None)
             sequence = sp.sequence(work.length, work.documents or None)
             attention = partial(sequence.attention, causal=work.causal, window=work.window)
-            tensors = inputs(options, sequence.local)
+            given = random_inputs(work, sequence.local)
             calls = []
             for _ in range(4):
                 start, links.seconds = time.thread_time(), 0.0
-                with_gradients(attention, *tensors)
+                with_gradients(attention, *given)
                 calls.append(time.thread_time() - start - links.seconds)
             times.append(min(calls[1:]))
     return statistics.mean(times)
@@ -175,33 +157,33 @@ def run(options: argparse.Namespace) -> int:
     if options.host:
         print(host.table(plans, options.ranks, options.heads, options.calls))
         return 0
-    works = engine_works(options.length, options.full)
+    works = engine_works(options)
     print(
         f"forward + backward, {options.heads} heads x {options.head_dim}, float32, {options.ranks} one-thread ranks; "
         f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"startrail {startrail.__version__}"
     )
     cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
-    sdpa: dict[EngineWork, list[float]] = {work: [] for work in works}
-    ours: dict[tuple[EngineWork, str], list[EngineTiming]] = {case: [] for case in cases}
+    sdpa: dict[Workload, list[float]] = {work: [] for work in works}
+    ours: dict[tuple[Workload, str], list[EngineTiming]] = {case: [] for case in cases}
     started = time.time()
     done, total = 0, options.rounds * len(cases)
     for _ in range(options.rounds):
         for work in works:
-            sdpa[work].append(time_sdpa(options, work))
+            sdpa[work].append(time_sdpa(work))
         for case in cases:
-            ours[case].append(time_plan(options, case[1], case[0]))
+            ours[case].append(time_plan(*case, options.ranks))
             done += 1
             if sys.stderr.isatty():
                 bar, end = "#" * (40 * done // total), "" if done < total else "\n"
                 print(f"\r{done}/{total} {bar}", end=end, file=sys.stderr)
-    free = {case: time_without_links(options, case[1], case[0]) for case in cases}
+    free = {case: time_without_links(*case, options.ranks) for case in cases}
     for work in works:
         of_work = {plan: found for (of, plan), found in ours.items() if of == work}
         print(_table(work, sdpa[work], of_work, {plan: free[work, plan] for plan in of_work}))
     rows = [
         {
-            "case": work.name,
+            "case": case_name(work),
             "length": work.length,
             "plan": plan,
             "seconds": statistics.median(timing.seconds for timing in found),
@@ -220,9 +202,9 @@ def _efficiency(sdpa: list[float], ours: list[EngineTiming]) -> float:
     return statistics.median(a / b.seconds for a, b in zip(sdpa, ours, strict=True))
 
 
-def _table(work: EngineWork, sdpa: list[float], ours: dict[str, list[EngineTiming]], free: dict[str, float]) -> str:
+def _table(work: Workload, sdpa: list[float], ours: dict[str, list[EngineTiming]], free: dict[str, float]) -> str:
     lines = [
-        f"\n{work.name}, N = {work.length}; single-process SDPA{' of visible blocks' * work.is_sparse}, "
+        f"\n{case_name(work)}, N = {work.length}; single-process SDPA{' of visible blocks' * work.is_sparse}, "
         f"{os.cpu_count()} threads: {statistics.median(sdpa):.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})",
         f"{'plan':10s} {'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} "
         f"{'formula':>8s} {'CPU s per rank without links':>29s}",

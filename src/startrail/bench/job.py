@@ -1,4 +1,4 @@
-"""``startrail bench engine`` under torchrun: the engine's speed on the job's own ranks, devices and links.
+"""Our plans under torchrun, on the job's own ranks, devices and links.
 
 Efficiency is the time of SDPA with the whole sequence on one device, shared by as many devices as there are ranks,
 over ours: 1.0 means that distributing costs nothing.
@@ -11,14 +11,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel, __version__
-from startrail.bench.peers.contenders import own_dtype, whole_attention, with_gradients
-from startrail.bench.report.record import record
+from startrail.bench.attention import own_dtype, random_inputs, whole_attention, with_gradients
+from startrail.bench.record import Json, record
+from startrail.bench.workload import Workload, own_plans
 from startrail.kernels import kernel_for
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.torchrun import JoinError, device_of_rank, join
@@ -26,68 +29,93 @@ from startrail.schedule.plan import Plan
 
 JOIN_SECONDS = 600.0
 WARM_UP, CALLS = 3, 10
+LOCAL, LONGEST = 4096, 2**19  # tokens per rank and in all, where nobody chose them
 
 
 def run(options: argparse.Namespace, plans: Sequence[str]) -> int:
+    """``startrail bench engine``: one mask, and the plans that were asked for."""
     for plan in plans:
         Plan.parse(plan).check_world(int(os.environ["WORLD_SIZE"]))
+    work = Workload(options.length, options.heads, options.heads, options.head_dim, causal=not options.full)
+    return _in_group(lambda device: _measure(work, plans, device), options, options.json)
+
+
+def run_own_plans(out: Path) -> int:
+    """``startrail bench``: Ring Attention and one plan of each kind, with both masks; results also in ``job.json``."""
+    world, ranks = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from None
+    causal = Workload(min(LOCAL * world, LONGEST), q_heads=16, kv_heads=16, head_dim=64, causal=True)
+
+    def measure(device: torch.device) -> list[Json]:
+        rows = []
+        for work in (causal, replace(causal, causal=False)):
+            rows += _measure(work, own_plans(world // ranks, ranks, work), device)
+        return rows
+
+    return _in_group(measure, argparse.Namespace(out=str(out)), out / "job.json")
+
+
+def _in_group(measure: Callable[[torch.device], list[Json]], options: argparse.Namespace, file: Path | None) -> int:
     device, started = device_of_rank("auto"), time.time()
     try:
-        join(device, WaitLimit(JOIN_SECONDS, "startrail bench engine"))
+        join(device, WaitLimit(JOIN_SECONDS, "startrail bench"))
     except JoinError as error:
-        print(f"startrail bench engine: {error}", file=sys.stderr)
+        print(f"startrail bench: {error}", file=sys.stderr)
         return 1
-    world, lead = dist.get_world_size(), dist.get_rank() == 0
-    sdpa = _sdpa_seconds(options, device)
-    if lead:
-        kernel = kernel_for(device, own_dtype(device), options.head_dim)
-        print(
-            f"forward + backward, {options.length} tokens, {options.heads} heads x {options.head_dim}, "
-            f"{'full' if options.full else 'causal'}, {own_dtype(device)}, {world} ranks; {kernel.name} "
-            f"({kernel.reason}), torch {torch.__version__}, startrail {__version__}\n"
-            f"SDPA on one device: {1000 * sdpa:.2f} ms\n{'plan':16s} {'ms':>9s} {'efficiency':>10s} {'waiting':>8s}"
-        )
-    rows = []
-    for plan in plans:
-        seconds, waiting = _plan_seconds(options, plan, device)
-        efficiency = sdpa / world / seconds
-        rows.append({"plan": plan, "seconds": seconds, "efficiency": efficiency, "waiting": waiting})
-        if lead:
-            print(f"{plan:16s} {1000 * seconds:9.2f} {efficiency:10.2f} {waiting:8.1%}", flush=True)
-    if lead:
-        record(options.json, options, started, rows)
-    dist.barrier()
+    rows = measure(device)
+    if dist.get_rank() == 0:
+        record(file, options, started, rows)
+    dist.barrier()  # leave together, because torchrun kills all ranks when one fails at exit
     dist.destroy_process_group()
     return 0
 
 
-def _sdpa_seconds(options: argparse.Namespace, device: torch.device) -> float:
+def _measure(work: Workload, plans: Sequence[str], device: torch.device) -> list[Json]:
+    """One row per plan; rank 0 prints them."""
+    world, lead = dist.get_world_size(), dist.get_rank() == 0
+    sdpa = _sdpa_seconds(work, device)
+    if lead:
+        dtype = own_dtype(device)
+        kernel = kernel_for(device, dtype, work.head_dim)
+        print(
+            f"forward + backward, {work.length} tokens, {work.q_heads} heads x {work.head_dim}, {work.mask}, {dtype}, "
+            f"{world} ranks; {kernel.name} ({kernel.reason}), torch {torch.__version__}, startrail {__version__}\n"
+            f"SDPA on one device: {1000 * sdpa:.2f} ms\n{'plan':16s} {'ms':>9s} {'efficiency':>10s} {'waiting':>8s}"
+        )
+    rows = []
+    for plan in plans:
+        seconds, waiting = _plan_seconds(work, plan, device)
+        efficiency = sdpa / world / seconds
+        rows.append({"case": work.mask, "plan": plan, "seconds": seconds, "efficiency": efficiency, "waiting": waiting})
+        if lead:
+            print(f"{plan:16s} {1000 * seconds:9.2f} {efficiency:10.2f} {waiting:8.1%}", flush=True)
+    return rows
+
+
+def _sdpa_seconds(work: Workload, device: torch.device) -> float:
     """Seconds of the whole sequence on rank 0's device."""
     seconds = 0.0
     if dist.get_rank() == 0:
-        whole = _inputs(options, options.length, device)
-        seconds = _seconds(partial(with_gradients, partial(whole_attention, causal=not options.full), *whole), device)
+        whole = random_inputs(work, work.length)
+        seconds = _seconds(partial(with_gradients, partial(whole_attention, causal=work.causal), *whole), device)
     return _largest([seconds], device)[0]
 
 
-def _plan_seconds(options: argparse.Namespace, plan: str, device: torch.device) -> tuple[float, float]:
+def _plan_seconds(work: Workload, plan: str, device: torch.device) -> tuple[float, float]:
     """Seconds of the slowest rank, and the largest share of a rank's time that it waits for transfers."""
     with SequenceParallel(plan) as sp:
-        sequence = sp.sequence(options.length)
-        attention = partial(sequence.attention, causal=not options.full)
-        mine = _inputs(options, sequence.local, device)
+        sequence = sp.sequence(work.length)
+        attention = partial(sequence.attention, causal=work.causal)
+        mine = random_inputs(work, sequence.local)
         dist.barrier()
         seconds = _seconds(partial(with_gradients, attention, *mine), device)
         sp.check()
         timings = sp.timings()
         slowest, waiting = _largest([seconds, timings["waiting"] / max(timings["total"], 1e-9)], device)
         return slowest, waiting
-
-
-def _inputs(options: argparse.Namespace, tokens: int, device: torch.device) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
-    size = (1, options.heads, tokens, options.head_dim)
-    return [torch.randn(size, device=device, dtype=own_dtype(device)) for _ in range(4)]
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -34,14 +34,18 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse prints its usage, and takes ``--kv_heads`` for ``--kv-heads``.
 
-    Subcommands have the same class. ``arguments.parser`` is the parser of the subcommand that was chosen.
+    Subcommands have the same class. ``arguments.parser`` is the parser of the subcommand that was chosen. One with a
+    ``refusal`` takes no arguments and gives this reason.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, refusal: str = "", **options: Any) -> None:
         super().__init__(**{"formatter_class": Formatter, **options})
         self.set_defaults(parser=self)
+        self.refusal = refusal
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.refusal:
+            raise UsageError(f"{self.prog}: {self.refusal}")
         return super().parse_known_args([with_hyphens(argument) for argument in args], namespace)
 
     def error(self, message: str) -> NoReturn:
