@@ -119,8 +119,8 @@ def as_rank(rank: int, world: int, layout: str = "zones", plan: str | None = Non
     """What shards and counts as one rank of several does, without the others; a plain ring, unless ``plan`` says so."""
     sp = startrail.SequenceParallel("1x1", layout=layout)
     sp.rank, sp.world, sp.plan = rank, world, Plan.parse(plan or f"1x{world}")
-    sp._runtime.place, sp._runtime.rank = sp.plan.place(world, rank), rank
-    sp._runtime._zone_levels = [ZoneLevel(*level) for level in sp.plan.zone_levels(world)]
+    sp._session.place, sp._session.rank = sp.plan.place(world, rank), rank
+    sp._session._zone_levels = [ZoneLevel(*level) for level in sp.plan.zone_levels(world)]
     return sp
 
 

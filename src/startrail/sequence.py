@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
 from startrail.agreement.errors import peer_errors
+from startrail.compile.call import CompiledCall
+from startrail.engine.attention import compiled
+from startrail.engine.call import AttentionCall
 from startrail.engine.op_key import SequenceState
 from startrail.engine.validate import Shapes, describe_tensor, read_call, read_mask
 from startrail.geometry.layout import Layout, Runs

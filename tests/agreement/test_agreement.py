@@ -247,7 +247,7 @@ def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
     def compared(rank, plan):
         sp = startrail.SequenceParallel(plan, timeout=30)
         sp.sequence(32).attention(*qkv(8))
-        transport = sp._runtime.executor_on(torch.device("cpu")).transport
+        transport = sp._session.runner_on(torch.device("cpu")).transport
 
         def compare(odd):
             transport.tag = 7 + (rank == odd)

@@ -143,7 +143,7 @@ def test_no_rank_waits_for_the_timeout_if_a_peer_closed_its_connections_first():
 
 def test_concurrent_calls_of_one_instance_raise():
     sp = startrail.SequenceParallel("1x1")
-    with sp._runtime._exclusive_call(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
+    with sp._session.call(), pytest.raises(ValueError, match="two threads call one SequenceParallel"):
         attend(sp, *qkv())
 
 

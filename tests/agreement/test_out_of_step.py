@@ -161,7 +161,7 @@ def test_an_error_on_one_rank_ends_the_call_on_all_ranks_and_the_next_call_works
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("u2/1x2", timeout=30)
-        sp._runtime.executor_on(torch.device("cpu"))
+        sp._session.runner_on(torch.device("cpu"))
         dist.barrier()  # all ranks are connected: a rank that still connects would report that instead
         texts = []
         for pass_ in ("forward", "backward"):
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_reconnect_is_reported_within_the_timeout():
         if rank:
             time.sleep(4)
             return None
-        return timed(lambda: sp._runtime.executor_on(torch.device("cpu")))
+        return timed(lambda: sp._session.runner_on(torch.device("cpu")))
 
     text, seconds = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))[0]
     assert text.startswith("PeerError: global rank 0: no connection to ranks [0, 1] within 0:00:02"), text
@@ -379,7 +379,7 @@ def test_many_kinds_of_calls_leak_nothing():
 def test_errors_in_a_loader_thread_are_raised_there():
     sp = startrail.SequenceParallel("1x1")
     texts = []
-    with sp._runtime._exclusive_call():
+    with sp._session.call():
         thread = threading.Thread(target=lambda: texts.append(error_of(lambda: sp.sequence(0))))
         thread.start()
         thread.join()

@@ -1,17 +1,19 @@
 """Random masks and documents on random plans: every program is proven, token by token."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
 import pytest
 
-from startrail.geometry.layout import Layout
+from startrail.compile.attention import Attention
+from startrail.compile.call import compile_call
+from startrail.compile.problem import Boundaries, Split
+from startrail.compile.proof import prove_call
 from startrail.geometry.mask import Mask
 from startrail.geometry.needs import needed_keys
-from startrail.geometry.zones import ZoneLevel, make_layout
-from startrail.routing.proof import prove_batch
-from startrail.routing.route import fetches_in
+from startrail.schedule.demand import Demand
 from startrail.schedule.plan import Plan
 from startrail.schedule.proof import ScheduleError
 from startrail.schedule.values import Source
@@ -25,8 +27,12 @@ def world_of(plan: Plan) -> int:
     return 8 if plan.family.by_demand else plan.family.unit(plan) * plan.heads * (2 if plan.family.open_ended else 1)
 
 
-def layout_of(plan: Plan, documents: tuple[int, ...], name: str = "zones") -> Layout:
-    return make_layout(name, [ZoneLevel(*level) for level in plan.zone_levels(world_of(plan))], documents)
+def prove(plan: Plan, mask: Mask, length: int, layout: str = "zones", shares: tuple[int, ...] = ()) -> list[str]:
+    """Prove a call with few heads under this mask, which includes documents."""
+    boundaries = Boundaries(mask.documents or (0, length), mask.blocks, shares=shares)
+    own, heads = replace(mask, documents=None, blocks=()), 2 * plan.heads * plan.groups
+    problem = Attention(boundaries, 1, mask=own, heads=heads, kv_heads=heads, head_dim=3)
+    return prove_call(problem, Split(plan, world_of(plan), layout))
 
 
 def random_documents(chance: random.Random, length: int) -> tuple[int, ...]:
@@ -55,18 +61,18 @@ def test_random_batches_are_proven(text):
         chance = random.Random(f"{text} {seed}")
         length = chance.choice([1, 7, 40, 101, 160])
         documents = random_documents(chance, length)
-        layout = layout_of(plan, documents, chance.choice(["zones", "zones", "zigzag", "contiguous"]))
-        mask = random_mask(chance, documents, length)
-        chosen |= set(prove_batch(plan, layout, mask))
+        layout = chance.choice(["zones", "zones", "zigzag", "contiguous"])
+        shares = tuple(chance.choices([2, 3, 7], k=world_of(plan))) if chance.random() < 0.4 else ()
+        chosen |= set(prove(plan, random_mask(chance, documents, length), length, layout, shares))
     assert "direct" in chosen
 
 
 @pytest.mark.parametrize("text", LARGE)
 def test_large_worlds_are_proven(text):
     plan = Plan.parse(text)
-    prove_batch(plan, layout_of(plan, (0, 1024)), Mask(causal=True, window=20))
+    prove(plan, Mask(causal=True, window=20), 1024)
     documents = tuple(sorted({0, 1024, *random.Random(text).choices(range(1, 700), k=60)}))
-    prove_batch(plan, layout_of(plan, documents), Mask(causal=True, documents=documents))
+    prove(plan, Mask(causal=True, documents=documents), 1024)
 
 
 def test_tokens_cross_a_link_once():
@@ -74,9 +80,9 @@ def test_tokens_cross_a_link_once():
     get from each other what they need and did not get from outside."""
     for text in ("1x2/1x4", "u2/2x2/u2", "1x4/1x4"):
         plan = Plan.parse(text)
-        layout, sizes = layout_of(plan, (0, 300)), plan.sizes(world_of(plan))
-        mask = Mask(causal=True, window=60)
-        fetches = fetches_in(plan, layout.zones[0], 300, mask)
+        problem, split = Attention.of(300, 1, 16, 16, 4, causal=True, window=60), Split(plan, world_of(plan))
+        call, sizes = compile_call(problem, split, 0), plan.sizes(world_of(plan))
+        layout, mask, demand = call.layout, problem.mask, call.parts[0].demand
 
         def entering(size, layout=layout, mask=mask):
             """Tokens that enter a subtree of ``size`` ranks, summed over all."""
@@ -94,39 +100,39 @@ def test_tokens_cross_a_link_once():
             return total
 
         inside = [entering(prod(sizes[level:])) for level in range(len(sizes) + 1)]
-        assert fetches.tokens_by_level() == tuple(b - a for a, b in pairwise(inside))
+        assert demand.tokens_by_level() == tuple(b - a for a, b in pairwise(inside))
+
+
+def _drop(demand):
+    """One message fewer."""
+    del demand.pieces[max(demand.pieces)]
+    return demand
+
+
+def _shift_sources(demand):
+    """Gradients of relayed tokens are added one token further on."""
+    bundles = type(demand).bundles
+
+    def moved(rank):
+        return {
+            edge: (n, b._replace(sources=tuple(Source(s.shard, s.start + 1, s.tokens) for s in b.sources)))
+            for edge, (n, b) in bundles(demand, rank).items()
+        }
+
+    object.__setattr__(demand, "bundles", moved)
+    return demand
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda fetches: _drop(fetches), "misses one"),
-        (lambda fetches: _shift_sources(fetches), "incomplete|second time"),
+        (_drop, "misses one"),
+        (_shift_sources, "incomplete|second time"),
     ],
 )
 def test_a_wrong_program_is_found(monkeypatch, change, message):
     plan = Plan.parse("1x2/1x4")
-    layout = layout_of(plan, (0, 160))
-    monkeypatch.setattr("startrail.routing.route.fetches_in", lambda *arguments: change(fetches_in(*arguments)))
+    right = Demand.of
+    monkeypatch.setattr(Demand, "of", lambda *arguments: change(right(*arguments)))
     with pytest.raises(ScheduleError, match=message):
-        prove_batch(plan, layout, Mask(causal=True, window=30))
-
-
-def _drop(fetches):
-    """One message fewer."""
-    del fetches.pieces[max(fetches.pieces)]
-    return fetches
-
-
-def _shift_sources(fetches):
-    """Gradients of relayed tokens are added one token further on."""
-    bundles = type(fetches).bundles
-
-    def moved(rank):
-        return {
-            edge: (n, b._replace(sources=tuple(Source(s.shard, s.start + 1, s.tokens) for s in b.sources)))
-            for edge, (n, b) in bundles(fetches, rank).items()
-        }
-
-    object.__setattr__(fetches, "bundles", moved)
-    return fetches
+        prove(plan, Mask(causal=True, window=30), 160)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from startrail.engine.executor import Executor
+from startrail.engine.part_run import PassContext
 from torch._subclasses import FakeTensorMode
 
 import startrail
@@ -22,8 +24,6 @@ from startrail.engine import buffers, wire
 from startrail.engine.batch import Boundaries
 from startrail.engine.buffers import BufferPool
 from startrail.engine.call import AttentionCall
-from startrail.engine.executor import Executor
-from startrail.engine.part_run import PassContext
 from startrail.engine.validate import describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
@@ -362,7 +362,7 @@ def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels
 
     monkeypatch.setattr(groups, "make_group", recorded)
     with fake_world(8):
-        runtime = startrail.SequenceParallel(plan)._runtime
+        runtime = startrail.SequenceParallel(plan)._session
         runtime.executor_on(torch.device("cpu")).transport.open_direct(0)
         q = torch.empty(1, 8, 16, 8)
         op_key = runtime.make_sequence(Boundaries((0, 8 * 16))).op_key

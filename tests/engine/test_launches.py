@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from startrail.engine.runtime import Runtime
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -14,7 +15,6 @@ import startrail
 from startrail.cli import main
 from startrail.engine.batch import Boundaries
 from startrail.engine.call import AttentionCall
-from startrail.engine.runtime import Runtime
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda, rearrange
 from startrail.schedule.program import build_program
@@ -136,7 +136,7 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
     """Launches of one forward and one backward pass on 8 ranks: 8k tokens per rank, 16 heads x 128, bfloat16."""
     with fake_world(8):
         sp = startrail.SequenceParallel(plan)
-        runtime, mode = sp._runtime, FakeTensorMode(allow_non_fake_inputs=True)
+        runtime, mode = sp._session, FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             q, k, v, dout = (torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device=device) for _ in range(4))
         op_key = runtime.make_sequence(Boundaries(tuple(documents or (0, 8 * 8192)))).op_key

@@ -154,7 +154,7 @@ def test_a_failed_transfer_raises(monkeypatch, has_python_errors, reason):
         sequence = sp.sequence(48)
         sequence.attention(*qkv())
         if rank == 1:
-            for lane in sp._runtime._executor.transport.lanes.values():
+            for lane in sp._session._runner.transport.lanes.values():
                 lane.group.break_with("NCCL error: remote process exited\nand so on")
         start = time.monotonic()
         text = error_of(lambda: [sequence.attention(*qkv()) for _ in range(2)])
@@ -176,7 +176,7 @@ def test_a_local_error_aborts_and_frees_the_lanes_immediately():
         sequence, inputs = sp.sequence(48), qkv()
         before = sequence.attention(*inputs, causal=True)
         gc.disable()
-        executor, made = weakref.ref(sp._runtime._executor), list(like_nccl.GROUPS)
+        executor, made = weakref.ref(sp._session._runner), list(like_nccl.GROUPS)
 
         def forward(kernel, *arguments):
             if rank == 1:  # so it does not pass on what it has received
@@ -210,7 +210,7 @@ def test_lanes_connect_all_pairs_when_made_and_do_not_split_the_world():
         dist.group.WORLD.bound_device_id = torch.device("cuda", rank)  # as init_process_group(device_id=...) does
         startrail.SequenceParallel("1x2/2x1", mesh=mesh)  # makes a group of all ranks of the mesh
         sp = startrail.SequenceParallel("1x2/2x1", timeout=20)
-        lanes = sp._runtime.executor_on(CPU).transport.lanes
+        lanes = sp._session.runner_on(CPU).transport.lanes
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", rank)
         dist.group.WORLD.bound_device_id = None
         used = {
@@ -245,7 +245,7 @@ def test_new_batches_make_no_communicators():
                 torch.autograd.grad(out, inputs, torch.randn_like(out))
                 routes = sequence.routes(*inputs, causal=True, window=window)
                 programs += [str(route.chosen) for route in routes]
-            made.append(len(sp._runtime.executor_on(CPU).transport.opened.groups))
+            made.append(len(sp._session.runner_on(CPU).transport.opened.groups))
         return programs, made
 
     for programs, made in run_local(on_rank, 4, deadline=60):
@@ -259,7 +259,7 @@ def test_a_peer_that_does_not_connect_raises():
         if rank:
             time.sleep(8)
             return "late"
-        return error_of(lambda: sp._runtime.executor_on(CPU))
+        return error_of(lambda: sp._session.runner_on(CPU))
 
     text, _ = run_local(on_rank, 2, deadline=60, expendable=frozenset({1}))
     assert text.startswith("PeerError: global rank 0: no connection "), text

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from startrail.engine.runtime import RECENT_SEQUENCES
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.engine.buffers import KEPT_PASSES, BufferPool
 from startrail.engine.call import AttentionCall
-from startrail.engine.runtime import RECENT_SEQUENCES
 from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
@@ -237,7 +237,7 @@ def test_repeated_calls_reuse_buffers_and_keep_no_state():
             return [out, *torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))]
 
         before = call(first)
-        executor = sp._runtime.executor_on(torch.device("cpu"))
+        executor = sp._session.runner_on(torch.device("cpu"))
         allocated = executor.pool.allocated
         # two calls under way at once, backward in either order: saved tensors are each call's own
         inputs = [[sequence.shard(x, 2).requires_grad_() for x in data[:3]] for data in (first, second)]

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from startrail.compile.explain import work_by_rank
 from startrail.geometry.distributions import document_lengths
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag, zigzag_runs
 from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
-from startrail.routing.work import work_by_rank
 from startrail.schedule.plan import Plan
 from tests.helpers import FULL
 

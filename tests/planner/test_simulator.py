@@ -55,7 +55,9 @@ def test_a_transfer_that_becomes_faster_ends_the_pass_when_it_ends():
 def test_bytes_cost_a_core_by_the_level_that_they_cross(peer, seconds):
     """2 bytes at 2 bytes/s, after a core of each side has handled them: 0.5 bytes/s between nodes, 4 inside."""
     cluster = bare(find_cluster("lab@2x2"), cores=0)
-    levels = (replace(level, bandwidth=2.0, socket=socket) for level, socket in zip(cluster.levels, (0.5, 4.0)))
+    levels = (
+        replace(level, bandwidth=2.0, socket=socket) for level, socket in zip(cluster.levels, (0.5, 4.0), strict=True)
+    )
     tasks: list[list[Task]] = [[] for _ in range(4)]
     for rank, other in ((0, peer), (peer, 0)):
         tasks[rank] = [PostTask([PricedMessage(rank == 0, 0, other, 2, 0)]), WaitTask([0])]

@@ -11,7 +11,6 @@ from startrail.planner.pricing import PostTask
 from startrail.planner.sparse import predict as sparse
 from startrail.planner.sparse.documents import document_ends
 from startrail.planner.sparse.predict import SparseCall, predict_call, predict_sparse
-from startrail.routing.route import route_of
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 
@@ -52,14 +51,13 @@ def test_bytes_are_those_of_the_routes_and_every_rank_ends(cluster, documents, w
     for text in PLANS:
         plan = Plan.parse(text)
         priced, lanes = SparseCall(cluster, plan, call), len(plan.levels)
-        sizes = replace(call.sizes(plan, 8), local=priced.layout.largest)
         for pass_ in PASSES:
             for rank, tasks in enumerate(priced.tasks(pass_)):
-                routes = route_of(plan, priced.layout, rank, priced.mask, sizes)
+                routes = priced.problem.parts(priced.split, priced.layout, rank)
                 assert [r.start for r in routes] == [r.start for r, _ in priced.routes[rank]]
                 promised = [sum(level) for level in zip(*(route.traffic(pass_) for route in routes), strict=True)]
                 assert sent_by_lane(tasks, lanes) == promised
-                programs |= {"direct" if route.fetches else f"{route.zone.size} ranks" for route in routes}
+                programs |= {"direct" if route.demand else f"{route.zone.size} ranks" for route in routes}
         found = predict_sparse(cluster, plan, call)  # raises if a rank never ends
         assert found.forward.seconds > 0
         assert found.backward.seconds > found.forward.seconds

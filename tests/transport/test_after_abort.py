@@ -134,7 +134,7 @@ def is_exact(sp):
 
 
 def transport_of(sp):
-    return sp._runtime._executor.transport
+    return sp._session._runner.transport
 
 
 def test_a_batch_that_raises_is_ended():

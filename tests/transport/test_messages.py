@@ -68,7 +68,7 @@ def test_an_exchange_over_heads_has_one_group_and_posts_receives_early(monkeypat
         sequence = sp.sequence(16)
         q, k, v = (sequence.shard(x, 2).requires_grad_() for x in qkv())
         sequence.attention(q, k, v).backward(torch.randn_like(q))
-        return posted, len({lane.group for lane in sp._runtime._executor.transport.lanes.values()})
+        return posted, len({lane.group for lane in sp._session._runner.transport.lanes.values()})
 
     expected = [{"q", "out"}, set(), {"do", "dq"}, set()], 1  # inputs with results, results
     assert run_local(on_rank, 4, deadline=60) == [expected] * 4

@@ -6,15 +6,16 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from startrail.cli import main
+from startrail.compile.call import compile_call
+from startrail.compile.problem import Split
 from startrail.geometry.layout import zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.planner.topology import Machine
-from startrail.routing.route import route_of
 from startrail.schedule.plan import Plan, plans_for
 from startrail.schedule.values import FORWARD, PASSES
 from startrail.view import show_batch
-from startrail.view.batch import batch_of
+from startrail.view.batch import problem_of
 from startrail.view.owners import sparse_cells
 from startrail.view.svg import grids_of, svg
 
@@ -76,10 +77,10 @@ def test_the_matrix_of_a_batch_has_the_owners_of_its_zones():
     for mask in (Mask(causal=True, documents=documents), Mask(causal=True, window=3)):
         cells, owners = sparse_cells(plan, 4, mask, length)
         assert cells == length  # one token each
-        layout, sizes = batch_of(plan, 4, mask, length)
+        problem, split = problem_of(plan, mask, length), Split(plan, 4)
         computed = {}
         for rank in range(4):
-            for route in route_of(plan, layout, rank, mask, sizes):
+            for route in compile_call(problem, split, rank).parts:
                 programs = route.program(FORWARD)
                 for block in (block for step in programs.steps for block in step.blocks):
                     rows, keys = (tokens_of(route, shard, length) for shard in (block.row, block.column))
@@ -90,7 +91,7 @@ def test_the_matrix_of_a_batch_has_the_owners_of_its_zones():
 
 def tokens_of(route, shard, length):
     runs = route.zone.runs_of((shard,), length) if shard < route.zone.size else None
-    runs = runs or list(route.fetches.messages.values())[shard - route.zone.size]
+    runs = runs or list(route.demand.messages.values())[shard - route.zone.size]
     return [at for start, count in runs for at in range(start, start + count)]
 
 

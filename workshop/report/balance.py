@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from startrail.compile.attention import Attention
+from startrail.compile.call import compile_call
+from startrail.compile.explain import work_by_rank
+from startrail.compile.problem import Split
 from startrail.geometry.distributions import DISTRIBUTIONS, document_lengths
-from startrail.geometry.mask import Mask
-from startrail.geometry.zones import ZoneLevel, make_layout
-from startrail.routing.route import route_of
-from startrail.routing.work import work_by_rank
 from startrail.schedule.plan import Plan
-from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES
 
 MACHINES = {8: "1x8", 32: "u4/1x8", 64: "u8/1x8"}  # ranks and plan
@@ -39,14 +38,12 @@ def balance_table(kinds: Sequence[str] = tuple(DISTRIBUTIONS)) -> str:
 
 
 def _line(plan: Plan, ranks: int, documents: list[int], name: str) -> str:
-    layout = make_layout(name, [ZoneLevel(*level) for level in plan.zone_levels(ranks)], documents)
+    problem = Attention.of(documents[-1], 1, 32, 8, 128, causal=True, documents=tuple(documents))
+    split = Split(plan, ranks, name, sparse=name == "zones")
+    layout = split.layout_of(problem.boundaries)
     work, mean = work_by_rank(layout, documents), documents[-1] / ranks
-    sizes = Sizes(plan, layout.largest, 1, 32, 8, 128, itemsize=2)
-    mask = Mask(causal=True, documents=tuple(documents))
-    sent = [
-        [sum(level) for level in zip(*(route.traffic(p) for p in PASSES for route in routes), strict=True)]
-        for routes in (route_of(plan, layout, rank, mask, sizes, sparse=name == "zones") for rank in range(ranks))
-    ]
+    calls = [compile_call(problem, split, rank, layout) for rank in range(ranks)]
+    sent = [[sum(level) for level in zip(*map(call.traffic, PASSES), strict=True)] for call in calls]
     levels = " ".join(f"{sum(level) / ranks / 1e6:.1f}" for level in zip(*sent, strict=True))
     return (
         f"{name:7s} {max(work) * ranks / sum(work):6.2f} {layout.largest / mean:6.3f} "

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel
+from startrail.agreement.gather import gather_texts
 from startrail.bench.attention import own_device
 from startrail.bench.workload import Workload
-from startrail.agreement.gather import gather_texts
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine, rate_for

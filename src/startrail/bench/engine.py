@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import startrail
 from startrail.bench import host, job

@@ -67,7 +67,7 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
 def host_times(plan: str, ranks: int, heads: int, calls: int) -> tuple[list[float], list[float], float]:
     """Milliseconds of every forward call on rank 0 and of its backward pass through autograd; and of a new batch of
     packed documents, up to its first call."""
-    no_op = mock.patch("startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype))
+    no_op = mock.patch("startrail.engine.attention.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype))
     like_nccl = mock.patch.dict(opening.CLASSES, fake=_CompletedNccl)
     with fake_group(0, ranks), no_op, like_nccl:
         return *_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads)

@@ -60,7 +60,7 @@ class Workload:
     def sizes(self, plan: Plan, world: int) -> Sizes:
         """Raises ``ValueError`` if the plan cannot run this work on so many ranks."""
         plan.check_world(world)
-        local = zigzag(range(world), self.length).local
+        local = zigzag(range(world), self.length).largest
         return Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
 
 

@@ -75,7 +75,8 @@ class AttentionRequest:
         wires = [Wire(part, shapes.dtype, wire_dtype, kernel.rows_first) for part in parts]
         passes = {pass_: PreparedPass(value, pass_, wires) for pass_ in PASSES}
         tiles = tuple(part.tiles(kernel.costs) for part in parts)
-        detail = f"{shapes.with_tokens(batch.layout.largest)}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
+        alike = shapes.with_tokens(batch.layout.largest)  # ranks may hold different numbers of tokens
+        detail = f"{alike}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
         kept = max(value.kept_bytes, most_kept_bytes(session, shapes))
         scale = call.scale_for(shapes.head_dim)
         return PreparedAttention(detail, parts, passes, kernel, tiles, scale, kept)
@@ -171,7 +172,7 @@ class AttentionKernel(BlockKernel):
         self.kernel.backward(dout, q, k, v, out_like, lse, visible, self.scale, (dq, dk, dv))
 
     def outputs(self, part: PreparedPart, kind: str) -> Tensors:
-        """All heads of this rank's tokens, in the caller's dtype. Gradients of replicated heads are still to be summed."""
+        """All heads of this rank's tokens, in the caller's dtype; of replicated heads, sums that are still partial."""
         sizes, tokens, dtype = part.wire.sizes, part.wire.local, self.shapes.dtype
         rows, keys = (sizes.batch, sizes.q_heads, tokens), (sizes.batch, sizes.kv_heads * sizes.copies, tokens)
         device = self.shapes.device

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from startrail._compat import mark_weakly_dynamic
-from startrail.agreement.digest import fold
-from startrail.engine.batch import BatchGeometry, Boundaries
-from startrail.engine.data_digest import DataDigest
+from startrail.agreement.digest import fold, quick_digest
+from startrail.compile.problem import Boundaries
+from startrail.engine.batch import Batch
 
 COUNTERS = 1 << 12
 

@@ -242,7 +242,7 @@ class Session:
         compare = Compare.NEVER
         if self._has_to_compare((request.pass_, request.device.type, request.kind, gradients), is_new):
             compare = Compare.BEFORE if has_new_boundaries else Compare.DURING
-        return StartedPass(prepared, request.pass_, compare, self._runner_on(request.device))
+        return StartedPass(prepared, request.pass_, compare, self.runner_on(request.device))
 
     def _prepared(self, request: Request[P], batch: Batch) -> P:
         prepared: P | None = batch.prepared.get(request.key)
@@ -307,7 +307,7 @@ class Session:
         self.consensus.compare()
         raise AssertionError("ranks with a problem never agree")
 
-    def _runner_on(self, device: torch.device) -> PassRunner:
+    def runner_on(self, device: torch.device) -> PassRunner:
         """The runner for this device, with its lanes. Another type of device gets a new one."""
         if self._runner is None or self._runner.transport.device.type != device.type:
             name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"

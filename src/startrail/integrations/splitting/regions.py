@@ -73,7 +73,7 @@ class AttachedModule:
     def open(self, tokens: int, text: int) -> Streams:
         streams = self.streams = self.last = Streams(self.sp, tokens, text, self.whole_text)
         for x in self.inputs.values():
-            self.sp._runtime.record_digest(streams.sequence._state, x)
+            self.sp._session.record_digest(streams.sequence._state, x)
         return streams
 
     # --- blocks
@@ -194,7 +194,7 @@ class AttachedModule:
             hides = (~call.mask if call.mask.dtype == torch.bool else call.mask != 0).any()
             problem = "its attn_mask hides keys: remove padding from the batch" if bool(hides) else None
         if problem is not None:
-            self.sp._runtime.refuse(f"{module._startrail_name}: {problem}", streams.sequence._state.op_key)
+            self.sp._session.refuse(f"{module._startrail_name}: {problem}", streams.sequence._state.op_key)
         if kind.keys is None:
             return call.run()
         q, k, v = (x if x.dim() == 4 else x.unsqueeze(1) for x in (call.q, call.k, call.v))
