@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import startrail
 from startrail.cli import main
-from startrail.geometry.zones import ZoneLevel
 from startrail.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,8 +119,9 @@ def as_rank(rank: int, world: int, layout: str = "zones", plan: str | None = Non
     """What shards and counts as one rank of several does, without the others; a plain ring, unless ``plan`` says so."""
     sp = startrail.SequenceParallel("1x1", layout=layout)
     sp.rank, sp.world, sp.plan = rank, world, Plan.parse(plan or f"1x{world}")
-    sp._session.place, sp._session.rank = sp.plan.place(world, rank), rank
-    sp._session._zone_levels = [ZoneLevel(*level) for level in sp.plan.zone_levels(world)]
+    session = sp._session
+    session.place, session.rank = sp.plan.place(world, rank), rank
+    session.settings = replace(session.settings, split=replace(session.settings.split, plan=sp.plan, world=world))
     return sp
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import startrail
 from startrail._compat import default_store
 from startrail.agreement import comparison
-from startrail.engine import data_digest
+from startrail.engine import op_key
 from startrail.launch.local import run_local
 from startrail.transport import process_groups as groups
 from startrail.transport.base import Compare
@@ -55,7 +55,7 @@ def test_a_skipped_batch_raises_whatever_is_sharded(backend, on_host, monkeypatc
     if backend == like_nccl.NAME:
         like_nccl.register()
         monkeypatch.setattr(groups, "backend_for", lambda device: backend)
-    monkeypatch.setattr(data_digest, "is_on_host", lambda x: on_host)
+    monkeypatch.setattr(op_key, "is_on_host", lambda x: on_host)
 
     def on_rank(rank):
         results = []
@@ -77,7 +77,7 @@ def test_digests_on_a_device_are_not_read_by_the_host(monkeypatch):
     """On a GPU, reading one would wait for the device."""
     like_nccl.register()
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
-    monkeypatch.setattr(data_digest, "is_on_host", lambda x: False)
+    monkeypatch.setattr(op_key, "is_on_host", lambda x: False)
 
     def on_rank(rank):
         sp, digests = startrail.SequenceParallel("1x2", timeout=30), []
@@ -88,8 +88,8 @@ def test_digests_on_a_device_are_not_read_by_the_host(monkeypatch):
 
             item = __index__ = __int__  # the result of a comparison is read by tolist, when it is there
 
-        quick_digest = data_digest.quick_digest
-        data_digest.quick_digest = lambda x: digests.append(quick_digest(x).as_subclass(Unread)) or digests[-1]
+        quick_digest = op_key.quick_digest
+        op_key.quick_digest = lambda x: digests.append(quick_digest(x).as_subclass(Unread)) or digests[-1]
         return [first_error(rank, sp, shard_positions_first, set()), len(digests)]
 
     assert run_local(on_rank, 2, deadline=60) == [[(None, "no error"), 8]] * 2

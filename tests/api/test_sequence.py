@@ -151,7 +151,7 @@ def test_the_simulator_decides_where_a_cluster_is_described(monkeypatch):
             out = sequence.attention(q, k, v, causal=True, window=window)
             grads = torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))
             error = worst([out, *grads], [sequence.shard(x, 2) for x in truth])
-            (route,) = sequence.routes(q, k, v, causal=True, window=window)
+            (route,) = sequence.compiled(q, k, v, causal=True, window=window).parts
             text = sp.explain(length, heads=4, head_dim=16, dtype=torch.float32, window=window)
             found.append((error, route.by_rule, text.splitlines()[-1]))
         other = startrail.SequenceParallel("1x2/u2", cluster="lab" if rank else None, timeout=30)

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from startrail.engine.executor import Executor
-from startrail.engine.part_run import PassContext
 from torch._subclasses import FakeTensorMode
 
 import startrail
@@ -18,13 +16,17 @@ from startrail import _compat
 from startrail.agreement import watchdog as watch
 from startrail.agreement.timing import TIMING
 from startrail.bench.workload import Workload
+from startrail.compile.attention import Attention
+from startrail.compile.call import compile_call
+from startrail.compile.problem import Boundaries, Split
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
-from startrail.engine.batch import Boundaries
+from startrail.engine.attention import AttentionRequest
 from startrail.engine.buffers import BufferPool
 from startrail.engine.call import AttentionCall
-from startrail.engine.validate import describe_tensor, read_call
+from startrail.engine.runner import PassRunner
+from startrail.engine.validate import Shapes, describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda, kernel_for
@@ -32,7 +34,6 @@ from startrail.kernels.flash_ops import flash_attn_ops
 from startrail.kernels.rearrange import split_tokens
 from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
-from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
 from startrail.transport import process_groups as groups
@@ -75,7 +76,10 @@ def test_ints_on_a_gpu_are_cached_per_stream(monkeypatch):
     stream, cpu = 1, torch.device("cpu")
     for module in (cuda, wire):
         monkeypatch.setattr(module, "current_stream_id", lambda device: stream)
-    made = Wire(Sizes(Plan(), 4, 1, 1, 1, 1, 4), torch.float32, torch.float32, 2, ((0, 1), (2, 3)))
+    problem, split = Attention.of(8, 1, 2, 2, 1, causal=True), Split(Plan.parse("u2"), 2, "contiguous")
+    (part,) = compile_call(problem, split, 0).parts
+    made = Wire(part, torch.float32, torch.float32)
+    assert (made.chunk, made.places) == (2, ((0, 1), (2, 3)))
     whole, parts = torch.arange(8.0).view(1, 1, 8, 1), torch.empty(2, 1, 1, 4, 1)
     packs = ((2, 2), (3, 3))
     first = cuda._cu_seqlens(packs, cpu)
@@ -119,9 +123,9 @@ def test_a_pass_runs_with_its_own_gpu_as_the_current_one(current, monkeypatch):
         return True
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-    executor, gpu = Executor(Transport(CUDA), Counters()), torch.device("cuda", 1)
+    runner, kept = PassRunner(Transport(CUDA), Counters()), SimpleNamespace(device=torch.device("cuda", 1))
     with pytest.raises(ValueError, match="cannot be captured"):
-        executor.run(PassContext((), (), None, 1.0, Compare.NEVER, gpu), [], None)
+        runner.run(None, None, [], kept, Compare.NEVER)
     assert (seen, current.index) == ([1], 0)
 
 
@@ -149,10 +153,9 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
 
 def test_cuda_graph_capture_raises(current, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    executor = Executor(Transport(CUDA), Counters())
-    context = PassContext((), (), None, 1.0, Compare.NEVER, CUDA)
+    runner = PassRunner(Transport(CUDA), Counters())
     with pytest.raises(ValueError, match="cannot be captured in a CUDA graph"):
-        executor.run(context, [], None)
+        runner.run(None, None, [], SimpleNamespace(device=CUDA), Compare.NEVER)
     for op in (torch.ops.startrail.attention.default, torch.ops.startrail.attention_backward.default):
         assert torch.Tag.cudagraph_unsafe in op.tags
 
@@ -168,7 +171,7 @@ def cuda_backend(monkeypatch):
             return cuda.FlashKernel(dtype)
         return cuda.FlashKernel(dtype, flash_attn_ops(stand_ins.PACKAGE, softcap), "attn", softcap)
 
-    monkeypatch.setattr("startrail.engine.runtime.kernel_for", kernel_for)
+    monkeypatch.setattr("startrail.engine.attention.kernel_for", kernel_for)
 
 
 def test_half_precision_gradients_on_the_cuda_backend(cuda_backend):
@@ -362,14 +365,15 @@ def test_transfers_under_compute_get_few_channels_and_others_many(plan, channels
 
     monkeypatch.setattr(groups, "make_group", recorded)
     with fake_world(8):
-        runtime = startrail.SequenceParallel(plan)._session
-        runtime.executor_on(torch.device("cpu")).transport.open_direct(0)
-        q = torch.empty(1, 8, 16, 8)
-        op_key = runtime.make_sequence(Boundaries((0, 8 * 16))).op_key
+        session = startrail.SequenceParallel(plan)._session
+        session.runner_on(torch.device("cpu")).transport.open_direct(0)
+        shapes = Shapes.of(*3 * [torch.empty(1, 8, 16, 8)])
+        op_key = session.make_sequence(Boundaries((0, 8 * 16))).op_key
         masks = Mask(causal=True), Mask(causal=True, window=2)  # the second one fetches keys directly
-        contexts = [runtime._context(FORWARD, q, q, q, op_key, AttentionCall(mask), None) for mask in masks]
+        requests = [AttentionRequest(FORWARD, shapes, AttentionCall(mask)) for mask in masks]
+        kernels = [session.start_pass(request, op_key).prepared.kernels[FORWARD] for request in requests]
     assert made == [*channels, *[32] * len(channels)]
-    assert [context.kernel.sm_margin for context in contexts] == [margin, 0]
+    assert [kernel.sm_margin for kernel in kernels] == [margin, 0]
 
 
 class Recorded:

@@ -7,14 +7,16 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from startrail.engine.runtime import Runtime
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import startrail
 from startrail.cli import main
-from startrail.engine.batch import Boundaries
+from startrail.compile.problem import Boundaries
+from startrail.engine import attention
+from startrail.engine.attention import AttentionKernel, AttentionRequest
 from startrail.engine.call import AttentionCall
+from startrail.engine.validate import Shapes
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda, rearrange
 from startrail.schedule.program import build_program
@@ -109,11 +111,12 @@ def test_a_fake_process_group_runs_calls():
         for plan in ("1x8", "u8", "u4/1x2", "2x2/u2,keep=all"):
             sp = startrail.SequenceParallel(plan)
             q, k, v = (torch.randn(1, 8, 16, 8).requires_grad_() for _ in range(3))
-            out = sp.sequence(8 * 16).attention(q, k, v, causal=True)
+            sequence = sp.sequence(8 * 16)
+            out = sequence.attention(q, k, v, causal=True)
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             sent = {name: lane["bytes"] for name, lane in sp.traffic().items()}
             promised = Counter()
-            for part in sp.promised_traffic(q, k).values():
+            for part in sequence.promised_traffic(q, k, causal=True).values():
                 promised.update(part)
             assert sent == promised
 
@@ -125,7 +128,7 @@ def fused_kernels(monkeypatch):
     for module in (accumulate, base, rearrange):
         monkeypatch.setattr(module, "fused_on", lambda device: fused)
     monkeypatch.setattr(
-        "startrail.engine.runtime.kernel_for", lambda device, dtype, dim, softcap: cuda.FlashKernel(dtype)
+        "startrail.engine.attention.kernel_for", lambda device, dtype, dim, softcap: cuda.FlashKernel(dtype)
     )
     cuda._cu_seqlens_on.cache_clear()
     yield fused
@@ -136,24 +139,33 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
     """Launches of one forward and one backward pass on 8 ranks: 8k tokens per rank, 16 heads x 128, bfloat16."""
     with fake_world(8):
         sp = startrail.SequenceParallel(plan)
-        runtime, mode = sp._session, FakeTensorMode(allow_non_fake_inputs=True)
+        session, mode = sp._session, FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             q, k, v, dout = (torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device=device) for _ in range(4))
-        op_key = runtime.make_sequence(Boundaries(tuple(documents or (0, 8 * 8192)))).op_key
-        number, call = torch.tensor((0, 1)), AttentionCall(Mask(**mask))
+        op_key = session.make_sequence(Boundaries(tuple(documents or (0, 8 * 8192)))).op_key
+        shapes, call = Shapes.of(q, k, v), AttentionCall(Mask(**mask))
+        requests = [
+            AttentionRequest(*given)
+            for given in ((FORWARD, shapes, call), (BACKWARD, shapes, call, torch.tensor((0, 1))))
+        ]
         for _ in range(passes):  # the first one makes what later ones use again
-            contexts = [runtime._context(FORWARD, q, k, v, op_key, call, None)]
-            contexts += [runtime._context(BACKWARD, q, k, v, op_key, call, number)]
+            started = [session.start_pass(request, op_key) for request in requests]
             with mode, Launches((q, k, v)) as forward:
-                kept = q.new_empty(runtime.kept_bytes(runtime.sizes_of(q, k, v)), dtype=torch.uint8)
-                (result,) = runtime._run(contexts[0], {"q": (q,), "kv": (k, v)}, kept)
+                kept = q.new_empty(started[0].prepared.kept_bytes, dtype=torch.uint8)
+                (result,) = run_pass(started[0], {"q": (q,), "kv": (k, v)}, shapes, kept)
                 lse, out = result["out"]
             with mode, Launches((q, k, v, dout, lse, out, kept)) as backward:
                 inputs = {"do": (lse, base.row_sums(dout, out, torch.float32), dout)}
-                if runtime.plan.heads == 1:
+                if sp.plan.heads == 1:
                     inputs |= {"q": (q,), "kv": (k, v)}
-                runtime._run(contexts[1], inputs, kept)
-        return forward, backward, runtime._executor.pool.allocated, sp.sizes(q, k)
+                run_pass(started[1], inputs, shapes, kept)
+        return forward, backward, session._runner.pool.allocated, sp.sizes(q, k)
+
+
+def run_pass(started, given, shapes, kept):
+    prepared = started.prepared
+    inputs = [attention._own_inputs(part, given) for part in prepared.passes[started.pass_].parts]
+    return started.run(AttentionKernel(prepared, started.pass_, shapes), inputs, kept)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +218,13 @@ def test_a_head_exchange_is_one_all_to_all(plan, exchanges, messages, fused_kern
 
 
 def test_a_kind_of_call_is_prepared_once(monkeypatch):
-    prepared, plain = [], Runtime._prepare
+    prepared, plain = [], AttentionRequest.prepare
 
-    def prepare(runtime, pass_, *arguments):
-        prepared.append(pass_)
-        return plain(runtime, pass_, *arguments)
+    def prepare(request, *arguments):
+        prepared.append(request.pass_)
+        return plain(request, *arguments)
 
-    monkeypatch.setattr(Runtime, "_prepare", prepare)
+    monkeypatch.setattr(AttentionRequest, "prepare", prepare)
     with fake_world(8):
         sequence = startrail.SequenceParallel("u4/1x2").sequence(8 * 16)
         compiled = []
@@ -220,7 +232,7 @@ def test_a_kind_of_call_is_prepared_once(monkeypatch):
             q, k, v = (torch.randn(1, 8, 16, 8).requires_grad_() for _ in range(3))
             sequence.attention(q, k, v, causal=True).sum().backward()
             compiled.append(walk_of.cache_info().misses)
-    assert prepared == [FORWARD, BACKWARD]
+    assert prepared == [FORWARD], "for both passes"
     assert compiled[0] == compiled[-1], "and messages are made once"
 
 

@@ -243,8 +243,8 @@ def test_new_batches_make_no_communicators():
             for window in (None, 4):
                 out = sequence.attention(*inputs, causal=True, window=window)
                 torch.autograd.grad(out, inputs, torch.randn_like(out))
-                routes = sequence.routes(*inputs, causal=True, window=window)
-                programs += [str(route.chosen) for route in routes]
+                parts = sequence.compiled(*inputs, causal=True, window=window).parts
+                programs += [str(part.chosen) for part in parts]
             made.append(len(sp._session.runner_on(CPU).transport.opened.groups))
         return programs, made
 

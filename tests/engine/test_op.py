@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from startrail.engine.runtime import RECENT_SEQUENCES
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import startrail
 from startrail.engine.buffers import KEPT_PASSES, BufferPool
 from startrail.engine.call import AttentionCall
+from startrail.engine.session import RECENT_BATCHES as RECENT_SEQUENCES
 from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan

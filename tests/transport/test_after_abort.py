@@ -18,7 +18,7 @@ import startrail
 from startrail import _compat
 from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import watch
-from startrail.engine.batch import BatchGeometry
+from startrail.engine import attention
 from startrail.kernels import cpu
 from startrail.launch.local import RankError, run_local
 from startrail.transport import nccl
@@ -34,7 +34,7 @@ def lanes_like_nccl(monkeypatch):
     monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
     monkeypatch.setattr(nccl, "record_event", lambda device: LazyEvent())
     monkeypatch.setattr(cpu, "_is_finite", lambda x: True)  # these two read values on CPUs only
-    monkeypatch.setattr(BatchGeometry, "poison_hidden_rows", lambda *arguments: None)
+    monkeypatch.setattr(attention, "_poison_hidden_rows", lambda *arguments: None)
 
 
 def step(sequence, weight):

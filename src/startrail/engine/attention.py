@@ -33,6 +33,7 @@ from startrail.schedule.program import build_program
 from startrail.schedule.sizes import ALIGN, Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Block, Pass
 from startrail.schedule.walk import MAX_PARTS
+from startrail.transport.process_groups import channels_under_compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,8 @@ class PreparedAttention:
     detail: str
     parts: tuple[AttentionPart, ...]
     passes: dict[Pass, PreparedPass]
-    kernel: Kernel
+    kernels: dict[Pass, Kernel]
+    no_logits: Tensor
     tiles: tuple[BlockTiles, ...]
     scale: float
     kept_bytes: int
@@ -66,12 +68,12 @@ class AttentionRequest:
     def prepare(self, session: Session, batch: Batch) -> PreparedAttention:
         shapes, call = self.shapes, self.call
         shapes.check()
-        kernel = kernel_for(shapes.device, shapes.dtype, max(shapes.head_dim, shapes.value_dim), call.softcap)
         if shapes.tokens != batch.local:
             raise ValueError(_wrong_tokens(shapes, batch, session.settings.split.layout))
         value = compiled(session, batch, shapes, call)
         parts = tuple(part for part in value.parts if isinstance(part, AttentionPart))
-        wire_dtype = wire_dtype_of(session.settings, shapes.dtype)
+        kernels = {pass_: _kernel_for(shapes, call.softcap, parts, pass_) for pass_ in PASSES}
+        wire_dtype, kernel = wire_dtype_of(session.settings, shapes.dtype), kernels[FORWARD]
         wires = [Wire(part, shapes.dtype, wire_dtype, kernel.rows_first) for part in parts]
         passes = {pass_: PreparedPass(value, pass_, wires) for pass_ in PASSES}
         tiles = tuple(part.tiles(kernel.costs) for part in parts)
@@ -79,7 +81,16 @@ class AttentionRequest:
         detail = f"{alike}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
         kept = max(value.kept_bytes, most_kept_bytes(session, shapes))
         scale = call.scale_for(shapes.head_dim)
-        return PreparedAttention(detail, parts, passes, kernel, tiles, scale, kept)
+        no_logits = torch.empty(0, 0, dtype=accumulator(shapes.dtype), device=shapes.device)
+        return PreparedAttention(detail, parts, passes, kernels, no_logits, tiles, scale, kept)
+
+
+def _kernel_for(shapes: Shapes, softcap: float | None, parts: Sequence[AttentionPart], pass_: Pass) -> Kernel:
+    """The backend for one pass. It leaves multiprocessors to the transfers that run under its blocks. Lanes for keys on
+    demand are not counted: what they carry is small, and on its way at the start of a pass."""
+    kernel = kernel_for(shapes.device, shapes.dtype, max(shapes.head_dim, shapes.value_dim), softcap)
+    kernel.sm_margin = channels_under_compute([part.program(pass_) for part in parts if part.demand_level is None])
+    return kernel
 
 
 def compiled(session: Session, batch: Batch, shapes: Shapes, call: AttentionCall) -> CompiledCall:
@@ -132,12 +143,12 @@ class AttentionKernel(BlockKernel):
     """Runs the blocks of one pass on a backend. ``max_logits`` (batch, heads) gets the largest logits; it is empty if
     the caller does not ask for them."""
 
-    def __init__(self, prepared: PreparedAttention, shapes: Shapes, max_logits: bool = False) -> None:
-        self.kernel, self.tiles, self.scale = prepared.kernel, prepared.tiles, prepared.scale
-        self.shapes, self.acc = shapes, accumulator(shapes.dtype)
-        shape = shapes.q[:2] if max_logits else (0, 0)
-        self.max_logits = torch.full(shape, float("-inf"), dtype=self.acc, device=shapes.device)
-        self.extra_results = (self.max_logits,)
+    def __init__(self, prepared: PreparedAttention, pass_: Pass, shapes: Shapes, max_logits: bool = False) -> None:
+        self.kernel, self.tiles, self.scale = prepared.kernels[pass_], prepared.tiles, prepared.scale
+        self.shapes, self.acc, self.max_logits = shapes, accumulator(shapes.dtype), prepared.no_logits
+        if max_logits:
+            self.max_logits = self.max_logits.new_full(shapes.q[:2], float("-inf"))
+            self.extra_results = (self.max_logits,)
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
         """lse and delta, one number per row, stay in the accumulation dtype, as kernels expect."""
@@ -193,11 +204,11 @@ def forward(
     session: Session, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, the bytes kept for the backward pass, the call's number, and this rank's largest logits."""
+    shapes = Shapes.of(q, k, v)
     with session.call():
-        shapes = Shapes.of(q, k, v)
         started = session.start_pass(AttentionRequest(FORWARD, shapes, call), op_key)
         prepared = started.prepared
-        kernel = AttentionKernel(prepared, shapes, call.max_logits)
+        kernel = AttentionKernel(prepared, FORWARD, shapes, call.max_logits)
         kept = torch.empty(prepared.kept_bytes, dtype=torch.uint8, device=q.device)
         inputs = [_own_inputs(part, {"q": (q,), "kv": (k, v)}) for part in prepared.passes[FORWARD].parts]
         results = [part["out"] for part in started.run(kernel, inputs, kept)]
@@ -230,7 +241,7 @@ def backward(
         if qkv:
             given = {**given, "q": (qkv[0],), "kv": (qkv[1], qkv[2])}
         inputs = [_own_inputs(part, given) for part in prepared.passes[BACKWARD].parts]
-        results = started.run(AttentionKernel(prepared, shapes), inputs, kept)
+        results = started.run(AttentionKernel(prepared, BACKWARD, shapes), inputs, kept)
         pairs = zip(prepared.passes[BACKWARD].parts, results, strict=True)
         dq, dk, dv = _joined(prepared, [_gradients(part, of_part) for part, of_part in pairs])
         return dq, dk, dv

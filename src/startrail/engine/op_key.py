@@ -49,6 +49,10 @@ class OpKey(NamedTuple):
         return cls(number, digest, ticket, Boundaries.decode(boundaries))
 
 
+def is_on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 class DataDigest:
     """The digest of several tensors in order: ``host`` of those on CPUs, ``device`` of the others, which no host has
     read yet."""
@@ -60,7 +64,7 @@ class DataDigest:
     def add(self, x: Tensor) -> None:
         self.count += 1
         latest = quick_digest(x)
-        if x.device.type == "cpu":
+        if is_on_host(x):
             self.host = fold(self.host, int(latest))
         else:
             self.device = latest if self.device is None else fold(self.device.to(x.device, non_blocking=True), latest)

@@ -234,7 +234,7 @@ class Session:
         backward_of = "" if request.forward is None else ".".join(map(str, request.forward.tolist()))
         gradients = is_forward and request.gradients
         record = CallRecord(
-            prepared.detail, sequence.number, data, backward_of, self._after_error, gradients=gradients
+            f"{request.pass_}: {prepared.detail}", sequence.number, data, backward_of, self._after_error, gradients=gradients
         )  # fmt: skip
         self.consensus.start(record, device_digest)
         is_new = is_forward and self.consensus.is_new(sequence)

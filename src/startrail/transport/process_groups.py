@@ -64,6 +64,12 @@ def gpus_use_nccl() -> bool:
     return "cuda:nccl" in dist.get_backend_config()
 
 
+def channels_under_compute(programs: Sequence[Program]) -> int:
+    """The channels, and so the multiprocessors of a GPU, that transfers of these programs hold while blocks are
+    computed."""
+    return HIDDEN_CHANNELS * len(hidden_lanes(programs))
+
+
 def hidden_lanes(programs: Sequence[Program]) -> set[int]:
     """The lanes that carry a message while a block is computed that does not need it."""
     hidden: set[int] = set()

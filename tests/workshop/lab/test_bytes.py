@@ -32,7 +32,7 @@ def test_bytes_on_the_interfaces_equal_the_closed_form():
             sp = startrail.SequenceParallel(plan)
             sequence = sp.sequence(LENGTH, documents)
             q, k, v = (torch.randn(1, 4, sequence.local, 32, requires_grad=True) for _ in range(3))
-            routes = sequence.routes(q, k, v, **mask)
+            routes = sequence.compiled(q, k, v, **mask).parts
             assert str(routes[0].chosen) == chosen and (documents is None or routes[-1].zone.size < 4)
 
             def run(sequence=sequence, qkv=(q, k, v), mask=mask):
