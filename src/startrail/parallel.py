@@ -189,10 +189,10 @@ class SequenceParallel:
         5 (100 %)              1      alone    nothing
         """
         wire = dtype if self.wire_dtype is None else self.wire_dtype
-        names = (str(x).removeprefix("torch.") for x in (dtype, wire))
+        own, sent = (str(x).removeprefix("torch.") for x in (dtype, wire))
         boundaries, mask = read_boundaries(length, documents, None), read_mask(causal, window, chunk)
         kv_heads = heads if kv_heads is None else kv_heads
-        problem = Attention(boundaries, batch, *names, mask, heads, kv_heads, head_dim)
+        problem = Attention(boundaries, batch, own, sent, mask, heads, kv_heads, head_dim)
         return explain(compile_call(problem, self._session.settings.split, self.rank))
 
     # --- errors and the end

@@ -103,7 +103,7 @@ class Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
         sequence can be cut further, but not joined, because their tokens can be on different ranks."""
         own = self._state.batch.boundaries
-        return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents)
+        return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents, own.shares)
 
     # --- tokens
 

@@ -8,7 +8,6 @@ from math import prod
 import pytest
 
 from startrail.compile.attention import Attention
-from startrail.compile.call import compile_call
 from startrail.compile.problem import Boundaries, Split
 from startrail.compile.proof import prove_call
 from startrail.geometry.mask import Mask
@@ -81,8 +80,9 @@ def test_tokens_cross_a_link_once():
     for text in ("1x2/1x4", "u2/2x2/u2", "1x4/1x4"):
         plan = Plan.parse(text)
         problem, split = Attention.of(300, 1, 16, 16, 4, causal=True, window=60), Split(plan, world_of(plan))
-        call, sizes = compile_call(problem, split, 0), plan.sizes(world_of(plan))
-        layout, mask, demand = call.layout, problem.mask, call.parts[0].demand
+        layout, mask, sizes = split.layout_of(problem.boundaries), problem.mask, plan.sizes(world_of(plan))
+        owned = [layout.runs(rank) for rank in range(layout.world)]
+        demand = Demand.of(owned, [needed_keys(mask, own, 300) for own in owned], sizes)
 
         def entering(size, layout=layout, mask=mask):
             """Tokens that enter a subtree of ``size`` ranks, summed over all."""

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_a_pending_backward_pass_outlives_its_sequence(compiled):
         q, k, v, dout, *expected = (sequence.shard(x, 2) for x in (*data, *truth))
         inputs = [x.requires_grad_() for x in (q, k, v)]
         out = attend(sequence, *inputs)
-        geometry = weakref.ref(sequence._state.geometry)
+        geometry = weakref.ref(sequence._state.batch)
         del sequence
         for length in range(4, 4 * RECENT_SEQUENCES + 4, 4):
             sp.sequence(length).attention(*(torch.randn(2, 4, length // 2, 16) for _ in range(3)))
@@ -337,7 +338,7 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
 def test_buffers_are_reused_for_smaller_pieces_but_not_before_they_are_sent():
     pool, sent = BufferPool(), []
     first = pool.get(100, torch.device("cpu"))
-    first.sends.append(lambda: sent.append(True))
+    first.sends.append(SimpleNamespace(wait=lambda: sent.append(True)))
     pool.put(first)
     again = pool.get(60, torch.device("cpu"))
     assert (again.flat.data_ptr(), again.flat.numel(), sent, pool.allocated) == (first.flat.data_ptr(), 60, [True], 100)
@@ -347,9 +348,9 @@ def test_buffers_are_reused_for_smaller_pieces_but_not_before_they_are_sent():
     pool.get(49, torch.device("cpu"))
     assert pool.allocated == 149, "a buffer of more than twice the size stays free"
     for _ in range(KEPT_PASSES - 1):
-        pool.settle()
+        pool.drop_unused()
     assert pool._free, "a buffer is kept for some passes"
-    pool.settle()
+    pool.drop_unused()
     assert not pool._free, "but not for ever"
 
 

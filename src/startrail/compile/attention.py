@@ -222,12 +222,7 @@ class AttentionPart(Part):
 
     # --- the proof, token by token
 
-    def prove(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
-        self._prove_tokens(rank)
-        if self.demand is not None:
-            self._prove_gradients(rank, results[BACKWARD])
-
-    def _prove_tokens(self, rank: int) -> None:
+    def prove_tokens(self, rank: int) -> None:
         """The rank's queries see keys of their zone only, and of what they fetch on demand each key once."""
         own, seen = _tokens(self.zone.runs_of((self.member,), self.length)), self._seen(self.member)
         if outside := seen - set(_tokens(self.zone.runs_of(range(self.zone.size), self.length))):
@@ -241,8 +236,10 @@ class AttentionPart(Part):
         if wrong := set(fetched) ^ (seen - set(own)):
             raise ScheduleError(f"rank {rank} fetches a key that it does not see, or misses one: {sorted(wrong)[:8]}")
 
-    def _prove_gradients(self, rank: int, results: Mapping[Piece, Contents]) -> None:
+    def prove_results(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
         """Every own key got the gradients of all members that see it."""
+        if self.demand is None:
+            return
         own = _tokens(self.zone.runs_of((self.member,), self.length))
         expected = dict.fromkeys(range(len(own)), 0)
         places = {key: index for index, key in enumerate(own)}
@@ -250,7 +247,7 @@ class AttentionPart(Part):
             if member != self.member:
                 for key in self._seen(member) & places.keys():
                     expected[places[key]] |= 1 << member
-        contents = results[Piece("dkv", self.member, 0)]
+        contents = results[BACKWARD][Piece("dkv", self.member, 0)]
         returned = {index: contents.get(index, 0) for index in expected}
         if contents.get(None) != 1 << self.member or returned != expected:
             wrong = [own[index] for index in expected if returned[index] != expected[index]]

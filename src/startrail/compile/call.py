@@ -102,10 +102,16 @@ class Part(ABC):
                     sent[post.lane % self.levels] += nbytes // (program.place.num_heads if program.is_part(post) else 1)
         return tuple(sent)
 
+    # What `proof` checks beyond the programs themselves, because only the kind of call knows. Both raise
+    # ``ScheduleError``.
+
     @abstractmethod
-    def prove(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
-        """What only this kind of call can check, once its programs are proven: that they move and combine what the call
-        needs. ``results`` tells what each result consists of in the end. Raises ``ScheduleError``."""
+    def prove_tokens(self, rank: int) -> None:
+        """Check that the programs move the tokens that the call needs."""
+
+    @abstractmethod
+    def prove_results(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
+        """Check what this rank's results consist of in the end."""
 
 
 @dataclass(frozen=True, eq=False)

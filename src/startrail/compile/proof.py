@@ -22,6 +22,9 @@ def prove_call(problem: Problem, split: Split, layout: Layout | None = None) -> 
     """Raise ``ScheduleError`` unless both passes of a call pass every check. Returns the plans of rank 0's parts."""
     layout = layout or split.layout_of(problem.boundaries)
     calls = [compile_call(problem, split, rank, layout) for rank in range(split.world)]
+    for call in calls:
+        for part in call.parts:
+            part.prove_tokens(call.rank)
     results: dict[Pass, list[list[dict[Piece, Contents]]]] = {}
     for pass_ in problem.passes:
         programs = [[part.program(pass_) for part in call.parts] for call in calls]
@@ -31,7 +34,7 @@ def prove_call(problem: Problem, split: Split, layout: Layout | None = None) -> 
                 _check_bytes(part, program, pass_)
     for call in calls:
         for number, part in enumerate(call.parts):
-            part.prove(call.rank, {pass_: results[pass_][call.rank][number] for pass_ in problem.passes})
+            part.prove_results(call.rank, {pass_: results[pass_][call.rank][number] for pass_ in problem.passes})
     return [str(part.sizes.plan) for part in calls[0].parts]
 
 

@@ -26,6 +26,8 @@ from startrail.engine.validate import read_call
 from startrail.geometry.layout import Layout
 from startrail.integrations.splitting.wrapping import argument_names
 from startrail.parallel import SequenceParallel
+from startrail.schedule.program import closed_form
+from startrail.schedule.values import PASSES
 from startrail.sequence import Sequence
 
 MAX_LENGTH = 4096  # of sequences whose masks are recorded: a mask has the square of it
@@ -183,7 +185,7 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
         call = read_call(q, k, v, max_logits=False, **{**defaults, **given})
         visible = None
         if sequence.length <= MAX_LENGTH:
-            mask = sequence._state.geometry.boundaries.apply(call.mask)
+            mask = sequence._state.batch.boundaries.apply(call.mask)
             ends = torch.tensor([mask.visible(query, sequence.length) for query in range(sequence.length)])
             keys = torch.arange(sequence.length)
             visible = ((keys >= ends[:, :1]) & (keys < ends[:, 1:])).unsqueeze(0)
@@ -231,8 +233,9 @@ class _CallRecorder(TorchFunctionMode):
         layer = "the model" if frame is None else self._names[id(frame.f_locals["self"])] or "the model"
         promised = 0
         if self._sp is not None and call.query.dim() == 4:
-            passes = self._sp.promised_traffic(call.query, call.key, call.value).values()
-            promised = sum(sum(levels.values()) for levels in passes)
+            sizes, plan = self._sp.sizes(call.query, call.key, call.value), self._sp.plan
+            sent = [closed_form(plan, self._sp.world, self._sp.rank, pass_, sizes.by_kind) for pass_ in PASSES]
+            promised = round(sum(map(sum, sent)))
         return call.record()._replace(visible=None, unsplit=layer, tokens=call.query.shape[-2], bytes=promised)
 
 

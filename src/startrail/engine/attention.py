@@ -44,7 +44,6 @@ class PreparedAttention:
     parts: tuple[AttentionPart, ...]
     passes: dict[Pass, PreparedPass]
     kernels: dict[Pass, Kernel]
-    no_logits: Tensor
     tiles: tuple[BlockTiles, ...]
     scale: float
     kept_bytes: int
@@ -81,8 +80,7 @@ class AttentionRequest:
         detail = f"{alike}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
         kept = max(value.kept_bytes, most_kept_bytes(session, shapes))
         scale = call.scale_for(shapes.head_dim)
-        no_logits = torch.empty(0, 0, dtype=accumulator(shapes.dtype), device=shapes.device)
-        return PreparedAttention(detail, parts, passes, kernels, no_logits, tiles, scale, kept)
+        return PreparedAttention(detail, parts, passes, kernels, tiles, scale, kept)
 
 
 def _kernel_for(shapes: Shapes, softcap: float | None, parts: Sequence[AttentionPart], pass_: Pass) -> Kernel:
@@ -96,9 +94,9 @@ def _kernel_for(shapes: Shapes, softcap: float | None, parts: Sequence[Attention
 def compiled(session: Session, batch: Batch, shapes: Shapes, call: AttentionCall) -> CompiledCall:
     """What this rank runs for a call with such shards. Raises ``ValueError`` if the plan cannot run it."""
     wire_dtype = wire_dtype_of(session.settings, shapes.dtype)
-    names = (str(dtype).removeprefix("torch.") for dtype in (shapes.dtype, wire_dtype))
+    dtype, wire = (str(dtype).removeprefix("torch.") for dtype in (shapes.dtype, wire_dtype))
     heads = shapes.heads, shapes.kv_heads, shapes.head_dim, shapes.value_dim
-    problem = Attention(batch.boundaries, shapes.batch, *names, call.mask, *heads)
+    problem = Attention(batch.boundaries, shapes.batch, dtype, wire, call.mask, *heads)
     return compile_call(problem, session.settings.split, session.rank, batch.layout)
 
 
@@ -145,9 +143,10 @@ class AttentionKernel(BlockKernel):
 
     def __init__(self, prepared: PreparedAttention, pass_: Pass, shapes: Shapes, max_logits: bool = False) -> None:
         self.kernel, self.tiles, self.scale = prepared.kernels[pass_], prepared.tiles, prepared.scale
-        self.shapes, self.acc, self.max_logits = shapes, accumulator(shapes.dtype), prepared.no_logits
+        self.shapes, self.acc = shapes, accumulator(shapes.dtype)
+        self.max_logits = torch.empty(shapes.q[:2] if max_logits else (0, 0), dtype=self.acc, device=shapes.device)
         if max_logits:
-            self.max_logits = self.max_logits.new_full(shapes.q[:2], float("-inf"))
+            self.max_logits.fill_(float("-inf"))
             self.extra_results = (self.max_logits,)
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
@@ -228,8 +227,11 @@ def backward(
     cotangent of lse. Each logit gets its weight's share of it, so it is subtracted from delta."""
     batch, heads, tokens, value_dim = out.shape
     with session.call():
-        sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
-        shapes = Shapes(*((batch, number, tokens, dim) for number, dim in sizes), 3 * (out.dtype,), out.device)
+        q, k, v = (
+            (batch, number, tokens, dim)
+            for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
+        )
+        shapes = Shapes(q, k, v, 3 * (out.dtype,), out.device)
         started = session.start_pass(AttentionRequest(BACKWARD, shapes, call, number), op_key)
         prepared, wire = started.prepared, started.prepared.passes[BACKWARD].parts[0].wire
         dout = wire.rounded(dout)

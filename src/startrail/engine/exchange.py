@@ -74,7 +74,7 @@ class Exchange:
 
     def postings(self, messages: Iterable[Message]) -> list[Posting]:
         """The messages of this exchange with their bytes."""
-        made = []
+        made: list[Posting] = []
         for message in messages:
             assert message.head is not None
             if message.send:

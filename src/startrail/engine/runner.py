@@ -76,7 +76,7 @@ class BlockKernel(ABC):
 class Slot(NamedTuple):
     """Where a part's run holds a piece, and its size."""
 
-    index: int
+    number: int
     piece: Piece
     tokens: int
     nbytes: int
@@ -233,9 +233,9 @@ class PartRun:
         for slot, is_own in self.part.given:
             if not is_own:
                 assert slot.kept is not None
-                self.pieces[slot.index] = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
+                self.pieces[slot.number] = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
             elif self.part.over_heads:
-                self.pieces[slot.index] = self._new_piece(slot)
+                self.pieces[slot.number] = self._new_piece(slot)
             else:
                 tensors = tuple(self.wire.shares(x, slot.piece)[0] for x in inputs[slot.piece.kind])
                 held = InputPiece(tensors)
@@ -243,7 +243,7 @@ class PartRun:
                     held = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
                     for view, tensor in zip(held.tensors, tensors, strict=True):
                         view.copy_(tensor)
-                self.pieces[slot.index] = held
+                self.pieces[slot.number] = held
 
     def run_step(self, number: int) -> None:
         self.step = number
@@ -296,7 +296,7 @@ class PartRun:
     # --- pieces and their bytes
 
     def _held(self, slot: Slot) -> InputPiece:
-        held = self.pieces[slot.index]
+        held = self.pieces[slot.number]
         assert held is not None
         return held
 
@@ -319,8 +319,8 @@ class PartRun:
         return buffer
 
     def _release(self, slot: Slot) -> None:
-        held = self.pieces[slot.index]
-        self.pieces[slot.index] = None
+        held = self.pieces[slot.number]
+        self.pieces[slot.number] = None
         if held is not None and held.pooled and held.buffer is not None:
             self.released.append(held.buffer)
 
@@ -337,7 +337,8 @@ class PartRun:
 
     def post(self, post: PreparedPost) -> None:
         """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
-        transport, exchange, postings = self.runner.transport, None, []
+        transport, exchange = self.runner.transport, None
+        postings: list[Posting] = []
         if post.exchanged is not None:
             has_receives = post.exchanged.pieces in self.early
             exchange = self._exchange(post.exchanged)
@@ -385,15 +386,15 @@ class PartRun:
         """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""
         slot = plain.slot
         if plain.is_result:
-            result, arrived = self._result(slot), self.arrived.pop(slot.index, None)
-            self.results[slot.index] = None
+            result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
+            self.results[slot.number] = None
             if arrived is None:
                 return self._packed(slot, result.tensors())
             assert isinstance(result, Sums)
             result.add_to(arrived.views(*slot.views))
             return arrived
         if plain.is_bundle:
-            self.pieces[slot.index] = self._bundle(slot)
+            self.pieces[slot.number] = self._bundle(slot)
         held = self._held(slot)
         if plain.message.packs and held.buffer is None:
             held.buffer, held.pooled = self._packed(slot, held.tensors), True
@@ -414,7 +415,7 @@ class PartRun:
             buffer = self.partials[plain.message.number] = self._new_buffer(plain.slot)
             return buffer
         self._release(plain.slot)  # if we hold it, this message brings a new version
-        held = self.pieces[plain.slot.index] = self._new_piece(plain.slot)
+        held = self.pieces[plain.slot.number] = self._new_piece(plain.slot)
         assert held.buffer is not None
         return held.buffer
 
@@ -432,15 +433,15 @@ class PartRun:
 
     def _result(self, slot: Slot) -> Partial | Sums:
         """The running result of a piece, made on first use."""
-        result = self.results[slot.index]
+        result = self.results[slot.number]
         if result is None:
             shapes = self.wire.result_shapes(slot.piece.kind, slot.tokens)
-            result = self.results[slot.index] = self.kernel.new_result(slot.piece.kind, shapes)
+            result = self.results[slot.number] = self.kernel.new_result(slot.piece.kind, shapes)
         return result
 
     def _final(self, slot: Slot) -> Tensors:
         """The tensors of a result to which nothing more is added."""
-        result, arrived = self._result(slot), self.arrived.pop(slot.index, None)
+        result, arrived = self._result(slot), self.arrived.pop(slot.number, None)
         if arrived is not None:
             result.take(arrived.views(*slot.views))
             self.pool.put(arrived)
@@ -458,8 +459,8 @@ class PartRun:
                 assert isinstance(result, Sums)
                 for total, view in zip(result.values(), views, strict=True):
                     copies.add(shard, view, total)
-        elif isinstance(result := self._result(slot), Sums) and slot.index not in self.arrived:
-            self.arrived[slot.index] = buffer
+        elif isinstance(result := self._result(slot), Sums) and slot.number not in self.arrived:
+            self.arrived[slot.number] = buffer
             return
         else:
             result.take(views)

@@ -233,9 +233,8 @@ class Session:
         data, device_digest = self._data_digest(sequence, request.device) if is_forward else (sequence.digest, None)
         backward_of = "" if request.forward is None else ".".join(map(str, request.forward.tolist()))
         gradients = is_forward and request.gradients
-        record = CallRecord(
-            f"{request.pass_}: {prepared.detail}", sequence.number, data, backward_of, self._after_error, gradients=gradients
-        )  # fmt: skip
+        detail = f"{request.pass_}: {prepared.detail}"
+        record = CallRecord(detail, sequence.number, data, backward_of, self._after_error, gradients=gradients)
         self.consensus.start(record, device_digest)
         is_new = is_forward and self.consensus.is_new(sequence)
         has_new_boundaries = is_new and self.consensus.is_new(batch.boundaries)

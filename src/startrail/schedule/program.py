@@ -104,7 +104,8 @@ def build_program(
     steps = compose(place, pass_, bodies, plan.entering(pass_))
     if first:
         steps = tuple(step.shifted(first) for step in steps)
-    bundles, expected = plan.family.bundles(plan, place, demand), {} if plan.family.by_demand else None
+    bundles = plan.family.bundles(plan, place, demand)
+    expected: dict[Piece, int] | None = {} if plan.family.by_demand else None
     return Program(plan, place, pass_, steps, tuple(inputs), tuple(kept), first, bundles, expected)
 
 

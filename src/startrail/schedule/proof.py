@@ -168,7 +168,7 @@ class _RankState:
 
 
 class _Player:
-    def __init__(self, programs: list[list[Program]]) -> None:
+    def __init__(self, programs: Sequence[Sequence[Program]]) -> None:
         self.ranks = [
             _RankState([_PartState(p, held={piece: [] for piece in p.given}) for p in parts], run_order(parts))
             for parts in programs

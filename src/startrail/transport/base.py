@@ -26,9 +26,11 @@ from startrail.schedule.walk import Message, WalkStep
 
 
 class HasBytes(Protocol):
-    """A buffer."""
+    """A buffer, with the transfers that it waits for."""
 
     flat: Tensor
+    sends: list[Pending]
+    arrivals: list[Pending]
 
 
 class Posting(NamedTuple):
