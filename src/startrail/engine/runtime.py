@@ -8,7 +8,6 @@ are compared as if they were the first.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import zlib
 from collections import deque
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from startrail.agreement.consensus import Consensus, RejoinError, rejoining
 from startrail.agreement.digest import fold
-from startrail.agreement.ledger import CallLedger, CallRecord, register_wait
+from startrail.agreement.ledger import CallRecord
 from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
 from startrail.engine.data_digest import DigestRecorder
@@ -52,8 +51,6 @@ from startrail.transport.process_groups import sends_nothing
 RECENT_SEQUENCES = 16  # whose tiles are kept for later batches
 PREPARED_CALLS = 64  # kept per sequence
 
-_num_instances: dict[tuple[int, ...], Iterator[int]] = {}  # by the ranks of their group
-
 
 class Runtime:
     """``ranks`` are the global ranks of the sequence-parallel group, ``rank`` this one's place among them."""
@@ -64,8 +61,6 @@ class Runtime:
         self.place = self.plan.place(self.world, rank)
         self._program = partial(build_program, self.plan, self.world, rank)  # by pass
         self.counters, self._busy, self.closed = Counters(), threading.Lock(), False
-        self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
-        self._number = next(_num_instances.setdefault(ranks, itertools.count()))
         self._zone_levels = [ZoneLevel(*level) for level in self.plan.zone_levels(self.world)]
         self._sequences: WeakValueDictionary[Boundaries, BatchGeometry] = WeakValueDictionary()
         self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
@@ -78,21 +73,10 @@ class Runtime:
         self._num_made = 0  # sequences
         self._num_started = 0  # sequences since the last error
         self._after_error: int | None = None  # the sequence of that error, until a call succeeds
-        register = partial(register_wait, self._group_name, rank, self.world, self._number + 1)
-        self.consensus = Consensus(self._ledger(), register, settings.check_every_call, ranks)
-        self.consensus.watch_waits()
+        name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
+        group = None if self.world == 1 or sends_nothing() else name
+        self.consensus = Consensus(group, ranks, rank, settings.timeout, settings.check_every_call)
         self._executor: Executor | None = None
-
-    @property
-    def _name(self) -> str:
-        """This instance's key in the store: each instance of each group has its own ledger and lanes."""
-        return f"{self._group_name}/{self._number}"
-
-    def _ledger(self) -> CallLedger | None:
-        """Where the ranks of this group compare their calls; None without other ranks."""
-        if self.world == 1 or sends_nothing():
-            return None
-        return CallLedger(self._name, self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
@@ -209,6 +193,7 @@ class Runtime:
         all ranks. An error ends the call on all ranks."""
         if self.closed:
             raise ValueError("this SequenceParallel is closed")
+        self.consensus.check_process()
         if not self._busy.acquire(blocking=False):
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
@@ -216,12 +201,8 @@ class Runtime:
             self._after_error = None
         except BaseException as error:
             # ranks decide themselves where to continue; the note lets them see if they failed in different batches
-            if isinstance(error, RejoinError):
-                self._after_error = error.sequence
-                self.consensus.rejoin(error.epoch)
-            else:
-                self._after_error = self._num_started
-                self.consensus.abandon(error, self._num_started)
+            self._after_error = error.sequence if isinstance(error, RejoinError) else self._num_started
+            self.consensus.abandon(error, self._num_started)
             if self._executor is not None:
                 self._executor.transport.abandon(error)
             self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
@@ -248,7 +229,8 @@ class Runtime:
             geometry.prepared[key] = prepared = self._prepare(pass_, q, k, v, geometry, call)
         backward_of = "" if forward is None else ".".join(map(str, forward.tolist()))
         data, device_digest = (sequence.digest, None) if forward is not None else self._data_digest(sequence, q.device)
-        record = CallRecord(prepared.detail, sequence.number, data, backward_of, self._after_error)
+        after_error = None if data else self._after_error
+        record = CallRecord(prepared.detail, sequence.number, data, backward_of, after_error)
         self.consensus.start(record._replace(gradients=forward is None and call.gradients), device_digest)
         # without the number of tokens, which may change with the documents
         kind = (pass_, q.shape[:2], q.shape[3], k.shape[1], v.shape[3], q.dtype, q.device.type, call, call.gradients)
@@ -268,9 +250,9 @@ class Runtime:
         state = self._states.get(sequence.ticket) if sequence.ticket else None
         if state is None or (on_device := state.device_digest) is None:
             return sequence.digest, None
-        if transport_class(device).compares_on_device:
+        if transport_class(device).compares_on_device and not self.consensus.recovering:
             return sequence.digest, on_device
-        return fold(sequence.digest, int(on_device)), None  # gloo waits for the device with every message as well
+        return fold(sequence.digest, int(on_device)), None
 
     def _has_to_compare(self, kind: object, is_new: bool) -> bool:
         """Compare the call that has started with the other ranks through the store if it is the first of its ``kind``,
@@ -293,7 +275,8 @@ class Runtime:
         with self._exclusive_call():
             geometry, sequence = self._lookup_sequence(op_key)
             call = f"{operation} of {arguments}, {geometry.boundaries}, {self.settings}"
-            record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
+            after_error = None if sequence.digest else self._after_error
+            record = CallRecord(call, sequence.number, sequence.digest, "", after_error, kind=operation)
             self.consensus.start(record._replace(gradients=gradients))
             if self._has_to_compare(kind, True) and self._executor is not None:
                 self._executor.transport.compare_call()
@@ -334,7 +317,7 @@ class Runtime:
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
         call's sequence, if it was made."""
-        if self._busy.locked():  # by another thread: this one, a loader's perhaps, starts no call
+        if self._busy.locked() or self.consensus.is_forked:  # by another thread or process, perhaps of a data loader
             raise ValueError(problem)
         with self._exclusive_call():
             if op_key is None:
@@ -357,7 +340,7 @@ class Runtime:
         """The executor for this device, with its lanes. Another type of device gets a new one."""
         executor = self._executor
         if executor is None or executor.transport.device.type != device.type:
-            name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
+            name = f"{self.consensus.enter()}/lanes {self.consensus.epoch} {device.type}"
             programs = [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, self.rank, pass_)]
             timeout, counters = self.settings.timeout, self.counters
             transport = open_transport(self.consensus, counters, self.place, name, timeout, device, programs)
