@@ -31,7 +31,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail._compat import fsdp_meshes
-from startrail.agreement.comparison import agree
 from startrail.agreement.digest import digest
 from startrail.agreement.errors import peer_errors
 from startrail.agreement.gather import gather_tensors
@@ -42,6 +41,7 @@ from startrail.step_checks import (
     is_sharded,
     unchecked_parameters,
 )
+from startrail.transport.collectives import agree
 
 BUCKET_BYTES = 32 * 2**20
 

@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from startrail._compat import fsdp_meshes
-from startrail.agreement.comparison import agree
 from startrail.agreement.digest import digest
 from startrail.agreement.errors import peer_errors
 from startrail.agreement.gather import gather_tensors
+from startrail.transport.collectives import agree
 
 CHECKED_STEPS = 2
 UNEQUAL = 1e-3  # relative difference between ranks of a gradient that is not reduced over them

@@ -3,7 +3,6 @@
 import queue
 import threading
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,13 @@ from torch import nn
 
 import startrail
 from startrail._compat import default_store
-from startrail.agreement import comparison
+from startrail.agreement.consensus import Consensus
 from startrail.engine import op_key
 from startrail.launch.local import run_local
+from startrail.transport import collectives
 from startrail.transport import process_groups as groups
 from startrail.transport.base import Compare
+from startrail.transport.gloo import Gloo
 from tests import like_nccl
 from tests.helpers import error_of, qkv
 
@@ -360,15 +361,18 @@ def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):
 
     def on_rank(rank):
         asked = []
-        monkeypatch.setattr(comparison, "peer_errors", lambda *given: asked.append(given) or nullcontext())
+
+        def counted(compare):
+            return lambda *given: asked.append(given) or compare(*given)
+
+        monkeypatch.setattr(Consensus, "compare", counted(Consensus.compare))
+        monkeypatch.setattr(Gloo, "compare_call", counted(Gloo.compare_call))
         gpu = SimpleNamespace(type="cuda")
-        arange = torch.arange
-        monkeypatch.setattr(torch, "arange", lambda *numbers, device: arange(*numbers))
         for _ in range(3):
-            comparison.agree("sum_gradients", ["(2, 2)"], None, gpu)
+            collectives.agree("sum_gradients", ["(2, 2)"], None, gpu)
         on_gpu = len(asked)
         for _ in range(3):
-            comparison.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
+            collectives.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
         return on_gpu, len(asked) - on_gpu
 
     assert run_local(on_rank, 2, deadline=60) == [(1, 3)] * 2

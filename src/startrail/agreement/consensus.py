@@ -12,8 +12,14 @@ one of the same call. If it finds one, it aborts its wait and raises the same ``
 
 After an error on any rank, the pending calls of all ranks are useless. A rank that fails writes the reason, which
 aborts the waits of the others, and all start again in the next *epoch*: call 1, nothing agreed on, new lanes. A rank
-that finds itself behind continues in the newest epoch. If the others timed out waiting for it, as they do when its own
-code raised and it skipped a call, they have already raised, and it joins them without an error (``RejoinError``).
+that finds itself behind continues in the newest epoch. A rank that the others have given up on, or that has raised
+because of the same failure already, joins them without an error (``RejoinError``):
+
+- the others timed out waiting for it, as they do when its own code raised and it skipped a call;
+- after an error, it is a batch ahead of the others. These find their data among what it was given before, raise, and
+  meet it at its batch;
+- the others have heard of a failure in another instance. A rank that waits for long looks at all instances of its
+  process: the ranks that failed there may never come to this call.
 """
 
 from __future__ import annotations
@@ -21,11 +27,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import NamedTuple, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -34,18 +43,19 @@ from startrail.agreement.errors import PeerError
 from startrail.agreement.ledger import (
     CallLedger,
     CallRecord,
+    Entry,
     Failure,
-    WaitRegistry,
     delete_dropped_keys,
     explain_mismatch,
     shortened,
 )
 from startrail.agreement.timing import TIMING
-from startrail.agreement.waits import PublishedWait, describe_waits, rank_names
+from startrail.agreement.waits import MAX_SHOWN, PublishedWait, describe_waits, rank_names, read_wait
 from startrail.agreement.watchdog import run_within, watch
 
 MAX_AGREED = 1024  # kinds of calls that are remembered as agreed on
 LATEST_SEQUENCES = 16  # with their boundaries: several models may use several in turns
+LATEST_BATCHES = 16  # by which ranks find out that they are behind another one
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,18 +64,20 @@ log = logging.getLogger("startrail")
 
 
 class PendingWait(NamedTuple):
-    """What the program waits for (``str()`` describes it), since when, and how to end it."""
+    """What the program waits for (``str()`` describes it), since when, how to end that, and ``meeting``: where all
+    ranks have to come, if it waits for all of them."""
 
     what: object
     since: float
     abort: Callable[[], None]
+    meeting: str
 
 
 class RejoinError(Exception):
-    """The other ranks have given up on this one, and go on in another ``epoch``: the call has to start again there.
-    ``sequence`` is the one in which they did."""
+    """The other ranks go on in another ``epoch``, without a new error: the call has to start again there. ``sequence``
+    is the one in which they gave up."""
 
-    def __init__(self, epoch: int, sequence: int | None) -> None:
+    def __init__(self, epoch: int, sequence: int | None = None) -> None:
         super().__init__(f"the other ranks continue in epoch {epoch}")
         self.epoch, self.sequence = epoch, sequence
 
@@ -103,37 +115,80 @@ class StartedCall(NamedTuple):
 class Consensus:
     """The calls of one ``SequenceParallel`` on one rank.
 
-    ``ledger`` is None where there is only one rank. ``register_wait`` makes this rank's ``WaitRegistry`` for the key of
-    a call. ``ranks`` are the global ranks of the group.
+    ``ranks`` are the global ranks of its group, called ``group`` in the store, and ``rank`` is this one's place among
+    them. Without a ``group`` there is nobody to agree with. ``explain`` makes an error's text of records that differ.
     """
 
     def __init__(
-        self, ledger: CallLedger | None, register_wait: Callable[[str], WaitRegistry], every_call: bool,
-        ranks: tuple[int, ...] = (),
+        self, group: str | None, ranks: tuple[int, ...], rank: int, timeout: timedelta, every_call: bool = False,
+        explain: Callable[[Mapping[int, CallRecord]], str] = explain_mismatch,
     ) -> None:  # fmt: skip
-        self.ledger, self.register_wait, self.every_call, self.ranks = ledger, register_wait, every_call, ranks
+        self.ledger = None if group is None else CallLedger(group, rank, len(ranks), timeout)
+        self.ranks, self.every_call, self.explain = ranks, every_call, explain
         self.epoch = 0
         self.current = StartedCall(0, 0, CallRecord())
+        self.recovering = False  # ranks have not agreed on a call since the last error
+        self._process = os.getpid()
         self._started = 0.0
         self._agreed: dict[object, None] = {}  # in the order in which ranks agreed, which is the same on all
         self._latest: deque[object] = deque(maxlen=LATEST_SEQUENCES)
+        self._batches: deque[int] = deque(maxlen=LATEST_BATCHES)  # digests of their data
         self._suspect: StartedCall | None = None  # a call that the ranks are known to disagree about
         self._reason: Exception | None = None  # why the pending wait can never end
+        self._source: tuple[str, int] | None = None  # the instance, and its epoch, in which that began
+        self._may_rejoin: list[int] = []  # ranks that this one gives up on
+        self._noticed: RejoinError | None = None  # an error here, noticed while this rank waited in another instance
         self._wait: PendingWait | None = None
+        self._conflict = ""  # seen at the last look
         self._published: PublishedWait | None = None
         self._reminded: PendingWait | None = None  # the wait that was logged
         self._mistake: PublishedWait | None = None  # of this rank alone, since its last call
+        if self.ledger is not None:
+            _instances.add(self)
+            watch(self)
 
     @property
     def call_id(self) -> tuple[int, int]:
         """The epoch and the number of the current call; always (0, 0) on one rank, which cannot disagree."""
         return (self.current.epoch, self.current.number) if self.ledger is not None else (0, 0)
 
+    @property
+    def is_forked(self) -> bool:
+        """True in a process that was forked from the one that made this: it shares connections, but is no rank."""
+        return self.ledger is not None and os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise ``ValueError`` in a forked process. What it sent would go over the rank's own connections."""
+        if self.is_forked:
+            raise ValueError(
+                f"process {os.getpid()} was forked from process {self._process}, which is the rank: only the rank can "
+                "make calls that involve other ranks (a data loader may shard, but not call attention or unshard)"
+            )
+
+    def enter(self) -> str:
+        """The name that this instance has on all ranks, for the next call."""
+        if (ledger := self.ledger) is None:
+            return "alone"
+        if not ledger.is_numbered:
+            self._ask_store(lambda: self._enter(ledger), "making its first call", threading.Event())
+        return ledger.name
+
+    def _enter(self, ledger: CallLedger) -> None:
+        if (epoch := ledger.enter(self.epoch)) != self.epoch:  # the others have failed before
+            last = ledger.read_failure(epoch - 1)
+            raise RejoinError(epoch, last.sequence if last else None)
+
     def start(self, record: CallRecord, device_digest: Tensor | None = None) -> None:
         """Start a call."""
         if self._mistake is not None:
             self._mistake.end()
             self._mistake = None
+        noticed, self._noticed = self._noticed, None
+        if noticed is not None and noticed.epoch > self.epoch:
+            raise noticed
+        self.enter()
+        if record.data and (not self._batches or record.data != self._batches[-1]):
+            self._batches.append(record.data)
         self.current = StartedCall(self.epoch, self.current.number + 1, record, device_digest)
         self._started = time.monotonic()
 
@@ -151,69 +206,84 @@ class Consensus:
     def compare(self, kinds: Iterable[object] = ()) -> None:
         """Raise on every rank unless all ranks start this call with the same record and none has a problem; otherwise
         remember ``kinds`` as agreed on."""
-        if self.ledger is not None:
-            self._compare(self.ledger)
+        if (ledger := self.ledger) is not None:
+            comparison = _LedgerComparison(self, ledger)
+            self._ask_store(comparison.run, f"{self.current.record.kind} {self.current.number}", comparison.cancelled)
         elif self.current.record.problem is not None:
             raise ValueError(self.current.record.problem)
+        self.recovering = False
         self._agreed |= dict.fromkeys(kinds)
         while len(self._agreed) > MAX_AGREED:
             del self._agreed[next(iter(self._agreed))]
 
-    def _compare(self, ledger: CallLedger) -> None:
+    def _ask_store(self, ask: Callable[[], None], purpose: str, cancelled: threading.Event) -> None:
         """Use the store from another thread, which hangs if the store's host does."""
-        comparison, limit = _LedgerComparison(self, ledger), ledger.timeout.total_seconds() + TIMING.store_answer
-        store = "torch.distributed's store, hosted by rank 0 or the launcher,"
-        what = f"rank {ledger.rank}, {self.current.record.kind} {self.current.number}: {store}"
+        assert self.ledger is not None
+        timeout = self.ledger.timeout
+        what = f"rank {self.ledger.rank}, {purpose}: torch.distributed's store, hosted by rank 0 or the launcher,"
         try:
-            done = run_within(limit, comparison.run, comparison.cancelled)
+            done = run_within(timeout.total_seconds() + TIMING.store_answer, ask, cancelled)
         except PeerError:
             raise
         except RuntimeError as error:
             raise PeerError(f"{what} failed: {str(error).splitlines()[0]}") from error
         if not done:
-            raise PeerError(f"{what} did not answer within {ledger.timeout}")
+            raise PeerError(f"{what} did not answer within {timeout}")
 
     # --- errors
 
     def abandon(self, error: BaseException, sequence: int) -> None:
         """After an error in this rank's call: tell the ranks that wait for it, and go on in a new epoch. ``sequence``
         counts those that calls have used since the error before."""
-        call, in_vain, next_epochs = self.current, self._waited_in_vain(error), [self.epoch + 1]
+        if isinstance(error, RejoinError):
+            self.rejoin(error.epoch)
+            return
+        next_epochs = [self.epoch + 1]
+
+        def tell(ledger: CallLedger) -> None:
+            epoch = self.epoch if ledger.name else ledger.enter(self.epoch)
+            may_rejoin = self._may_rejoin
+            if self._waited_in_vain(error, ledger):
+                may_rejoin = ledger.missing_ranks(self.current.key)
+            next_epochs.append(ledger.abandon(epoch, self._failure(error, ledger, epoch, sequence), may_rejoin))
+
         if (ledger := self.ledger) is not None:
-
-            def tell() -> None:
-                late = ledger.missing_ranks(call.key) if in_vain else []
-                next_epochs.append(ledger.abandon(call.epoch, Failure.of(error, ledger.rank, sequence), late))
-
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
-                run_within(TIMING.store_answer, tell)
+                run_within(TIMING.store_answer, functools.partial(tell, ledger))
         self.rejoin(next_epochs[-1])
+
+    def _failure(self, error: BaseException, ledger: CallLedger, epoch: int, sequence: int) -> Failure:
+        text, is_mistake = str(error) or type(error).__name__, isinstance(error, ValueError)
+        if not is_mistake and not isinstance(error, PeerError):
+            text = f"rank {ledger.rank} raised {type(error).__name__}: {error}"
+        return Failure(is_mistake, text, sequence, *(self._source or (ledger.name, epoch)))
 
     def note_mistake(self, operation: str, error: ValueError) -> None:
         """This rank alone has raised, in a helper that sends nothing. It may go on, so no call ends. But if it skips
         the next one, the ranks that wait for it can read the reason."""
-        if self.ledger is not None:
+        if self.ledger is not None and not self.is_forked:
             self._mistake = PublishedWait(f"{operation}: {error}", "raised in")
             with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone
                 run_within(TIMING.store_answer, self._mistake.publish)
 
     def close(self) -> None:
         """No call follows: give up this instance's keys in the store."""
-        if (ledger := self.ledger) is not None:
+        if (ledger := self.ledger) is not None and ledger.is_numbered:
             ledger.drop()
             with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone
                 run_within(TIMING.store_answer, delete_dropped_keys)
 
-    def _waited_in_vain(self, error: BaseException) -> bool:
+    def _waited_in_vain(self, error: BaseException, ledger: CallLedger) -> bool:
         """True if the call failed because a peer was late, not dead and not wrong."""
-        if self.ledger is None or not isinstance(error, PeerError):
-            return False
-        return time.monotonic() - self._started >= self.ledger.timeout.total_seconds()
+        waited = time.monotonic() - self._started
+        return isinstance(error, PeerError) and waited >= ledger.timeout.total_seconds()
 
     def rejoin(self, epoch: int) -> None:
         """Go on in an epoch: nothing has been called there or agreed on."""
         self.epoch, self.current = epoch, StartedCall(epoch, 0, CallRecord())
-        self._reason = self._suspect = None
+        self.recovering = True
+        self._reason = self._suspect = self._source = None
+        self._may_rejoin = []
         self._agreed.clear()
         self._latest.clear()
 
@@ -221,21 +291,60 @@ class Consensus:
         """What to raise in a call if the other ranks have abandoned its epoch."""
         if (newest := ledger.newest_epoch()) <= epoch:
             return None
+        failure = ledger.read_failure(epoch)
         has_just_come = time.monotonic() - self._started < ledger.timeout.total_seconds() / 2
-        if has_just_come and ledger.was_late(epoch):
+        if (has_just_come and ledger.may_rejoin(epoch)) or (failure is not None and self._has_raised(failure)):
             last = ledger.read_failure(newest - 1)
             return RejoinError(newest, last.sequence if last else None)
-        failure = ledger.read_failure(epoch)
-        return failure.as_error() if failure else PeerError("the other ranks have abandoned this call after an error")
+        if failure is None:
+            return PeerError("the other ranks have abandoned this call after an error")
+        self._source = failure.source, failure.source_epoch
+        return failure.as_error()
 
-    # --- waiting for transfers
+    def _has_raised(self, failure: Failure) -> bool:
+        """True if this rank has raised because of a failure before, in the instance where it began."""
+        for other in list(_instances):
+            if other is not self and other.ledger is not None and other.ledger.name == failure.source:
+                known = other.epoch if other._noticed is None else other._noticed.epoch
+                return known > failure.source_epoch
+        return False
 
-    def begin_wait(self, what: object, abort: Callable[[], None]) -> None:
+    def _failure_elsewhere(self) -> Exception | None:
+        """Why some ranks may never come to a call: they have failed in another instance, unnoticed by this one."""
+        for other in list(_instances):
+            ledger = other.ledger
+            if other is self or ledger is None or not ledger.is_numbered:
+                continue
+            newest, known = ledger.newest_epoch(), other.epoch if other._noticed is None else other._noticed.epoch
+            if newest > known and (failure := ledger.read_failure(known)) is not None:
+                other._noticed = RejoinError(newest, failure.sequence)
+                self._source = failure.source, failure.source_epoch
+                return PeerError(f"{failure.message}{self.describe_others()}")
+        return None
+
+    def _disagreement(self, ledger: CallLedger, key: str) -> Exception:
+        """What to raise in a call that ranks disagree about. If they got out of step by an error, those that are ahead
+        wait for the others."""
+        entries = ledger.read(key)
+        own = entries.get(ledger.rank)
+        if own is not None and own.record.data:
+            others = [entry for entry in entries.values() if entry.record.data not in (0, own.record.data)]
+            self._may_rejoin = [
+                rank for rank, entry in entries.items() if entry.recovering and own.record.data in entry.earlier
+            ]
+            if own.recovering and not self._may_rejoin and any(each.record.data in own.earlier for each in others):
+                return RejoinError(self.epoch + 1)
+        return ValueError(self.explain({rank: entry.record for rank, entry in entries.items()}))
+
+    # --- waiting
+
+    def begin_wait(self, what: object, abort: Callable[[], None], meeting: str = "") -> None:
         """The program begins to wait for ``what``. ``abort`` ends that, if it turns out that it would never end."""
-        self._wait = PendingWait(what, time.monotonic(), abort)
+        self._wait = PendingWait(what, time.monotonic(), abort, meeting)
 
     def end_wait(self, failed: bool) -> None:
         self._wait = self._reminded = None
+        self._conflict = ""
         if self._published is not None:
             self._published.end(failed)
             self._published = None
@@ -268,13 +377,8 @@ class Consensus:
                 run_within(TIMING.store_answer, lambda: self._read_reason(ledger))
         return self._reason
 
-    def watch_waits(self) -> None:
-        """Have the watchdog check long waits for the lifetime of this object."""
-        if self.ledger is not None:
-            watch(self)
-
     def check(self) -> None:
-        """Log a wait that has become long, and abort it if it can never end."""
+        """Called by the watchdog: log a wait that has become long, and end it if it can never end by itself."""
         if (wait := self._wait) is None or self.ledger is None:
             return
         seconds = time.monotonic() - wait.since
@@ -284,12 +388,16 @@ class Consensus:
         if seconds < TIMING.slow_wait:
             return
         if self._published is None:
-            self._published = published = PublishedWait(str(self.current))
+            self._published = published = PublishedWait(str(self.current), meeting=wait.meeting)
             published.publish()
             if self._wait is not wait:  # it ended meanwhile
                 published.end()
         if self._reason is None:
             self._read_reason(self.ledger)
+        if self._reason is None and wait.meeting:
+            self._reason = self._find_conflict(self.ledger, wait.meeting)
+        if self._reason is None:
+            self._reason = self._failure_elsewhere()
         if self._reason is not None and self._wait is not None:  # it may have ended meanwhile
             wait.abort()
 
@@ -302,9 +410,35 @@ class Consensus:
             key, record = suspect.key, suspect.record
             if suspect.device_digest is not None:  # our record may be there already, without it
                 key, record = f"{key}/data", record._replace(data=fold(record.data, int(suspect.device_digest)))
-        ledger.write(key, record, compared=False)
+        self.write(ledger, key, record, compared=False)
         if not ledger.matches(key, record):
-            self._reason = ValueError(explain_mismatch(ledger.read(key)))
+            self._reason = self._disagreement(ledger, key)
+
+    def write(self, ledger: CallLedger, key: str, record: CallRecord, compared: bool) -> None:
+        earlier = [data for data in self._batches if data != record.data]
+        ledger.write(key, Entry(record, earlier, self.recovering), compared)
+
+    def _find_conflict(self, ledger: CallLedger, meeting: str) -> Exception | None:
+        """Two ranks that wait for all ranks at different calls wait for each other. That happens if one makes a new
+        instance and another does not. The first rank at a call looks for such a rank, twice, and tells all at both."""
+        told, seen = f"conflict at {meeting}", self._conflict
+        if ledger.numbers.check([told]):
+            text = ledger.numbers.get(told).decode()
+            return ValueError(f"{text}: make a new SequenceParallel on all of these ranks, or on none")
+        missing = ledger.missing_ranks(self.current.key)[:MAX_SHOWN] if ledger.came_first else []
+        elsewhere = {rank: read_wait(self.ranks[rank])[1] for rank in missing}
+        rank = next((rank for rank, other in elsewhere.items() if other.startswith(ledger.group)), None)
+        if rank is None:
+            return None
+        places = [meeting.partition(": ")[2] for meeting in (elsewhere[rank], meeting)]
+        self._conflict = f"rank {rank} waits for all ranks at {places[0]}, and rank {ledger.rank} at {places[1]}"
+        if self._conflict == seen:
+            for place in (meeting, elsewhere[rank]):
+                ledger.numbers.set(f"conflict at {place}", self._conflict)
+        return None
+
+
+_instances: WeakSet[Consensus] = WeakSet()  # of this process
 
 
 class _LedgerComparison:
@@ -314,55 +448,40 @@ class _LedgerComparison:
         self.consensus, self.ledger, self.call = consensus, ledger, consensus.current
         self.cancelled = threading.Event()
 
-    def run(self) -> None:
-        published = PublishedWait(str(self.call))
-        try:
-            self._run(published)
-        except BaseException:
-            published.end(failed=True)
-            raise
-        published.end()
+    def __str__(self) -> str:
+        return f"for {rank_names(self.ledger.missing_ranks(self.call.key))} to start {shortened([str(self.call)])[0]}"
 
-    def _run(self, published: PublishedWait) -> None:
-        ledger, record, key = self.ledger, self.call.record, self.call.key
-        ledger.write(key, record, compared=True)
+    def run(self) -> None:
+        consensus, ledger, record, key = self.consensus, self.ledger, self.call.record, self.call.key
+        consensus.write(ledger, key, record, compared=True)
         delete_dropped_keys()  # the other ranks take a moment as well
-        start = time.monotonic()
-        pause = TIMING.poll
-        with contextlib.ExitStack() as stack:
-            registry: WaitRegistry | None = None
-            checked_at, reminded = start, False
-            while not ledger.is_complete(key) and not self.cancelled.wait(pause):
-                pause = min(2 * pause, TIMING.longest_poll)
-                now = time.monotonic()
-                seconds = now - start
-                if seconds > ledger.timeout.total_seconds():
-                    missing, others = self._missing_ranks(), self.consensus.describe_others()
-                    (call,) = shortened([str(self.call)])
-                    raise PeerError(f"{missing} did not start {call} within {ledger.timeout}{others}")
-                if pause >= TIMING.longest_poll:
-                    self._raise_if_abandoned()
-                if seconds > TIMING.slow_wait and not ledger.matches(key, record):
-                    break  # the missing ranks may be stuck in transfers of another call
-                if seconds > TIMING.slow_wait and now - checked_at > TIMING.watch_interval:
-                    checked_at = now
-                    if registry is None:
-                        published.publish()
-                        registry = self.consensus.register_wait(key)
-                        stack.callback(registry.leave)
-                    elif conflict := registry.find_conflict():
-                        raise ValueError(f"{conflict}: make a new SequenceParallel on all of these ranks, or on none")
-                if seconds > TIMING.reminder and not reminded and (late := ledger.missing_ranks(key)):
-                    reminded = True
-                    (call,) = shortened([str(self.call)])
-                    log.warning("rank %d still waits for %s to start %s", ledger.rank, rank_names(late), call)
-        self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours
-        if record.problem is not None or not ledger.matches(key, record):
-            raise ValueError(explain_mismatch(ledger.read(key)))
+        number, failed = ledger.name.rpartition("/")[2], True
+        meeting = f"{ledger.group}: call {key} of number {int(number) + 1} of their SequenceParallels"
+        consensus.begin_wait(self, self.cancelled.set, meeting)
+        try:
+            self._wait()
+            self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours
+            if record.problem is not None or not ledger.matches(key, record):
+                raise consensus._disagreement(ledger, key)
+            ledger.settle()
+            failed = False
+        finally:
+            consensus.end_wait(failed)
+
+    def _wait(self) -> None:
+        ledger, pause = self.ledger, TIMING.poll
+        end = time.monotonic() + ledger.timeout.total_seconds()
+        while not ledger.is_complete(self.call.key) and not self.cancelled.wait(pause):
+            pause = min(2 * pause, TIMING.longest_poll)
+            if time.monotonic() > end:
+                missing, others = ledger.missing_ranks(self.call.key), self.consensus.describe_others()
+                (call,) = shortened([str(self.call)])
+                raise PeerError(f"{rank_names(missing)} did not start {call} within {ledger.timeout}{others}")
+            if pause >= TIMING.longest_poll:
+                self._raise_if_abandoned()
+        if self.consensus._reason is not None:
+            raise self.consensus._reason
 
     def _raise_if_abandoned(self) -> None:
         if reason := self.consensus.abandoned(self.ledger, self.call.epoch):
             raise reason
-
-    def _missing_ranks(self) -> str:
-        return rank_names(self.ledger.missing_ranks(self.call.key))

@@ -1,4 +1,4 @@
-"""What the ranks of a group write into torch.distributed's key-value store: their calls, failures and waits.
+"""What the ranks of a group write into torch.distributed's key-value store about their calls and failures.
 
 Records are small JSON lists. Ranks first compare counters, whatever their number, and read each other's records only
 to explain a mismatch.
@@ -12,6 +12,7 @@ import os
 import threading
 import zlib
 from collections import deque
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import finalize
@@ -22,17 +23,19 @@ from startrail.agreement.waits import rank_names
 
 _dropped: deque[tuple[str, int]] = deque()  # prefixes of keys that this rank does not use any more; ranks that do
 LONGEST = 600  # characters of a call that a message shows in full
-_ONE_RANK = 1 << 40  # one more record in a call's counter; its lower bits are the sum of the records' digests
+# One more record in a call's counter, which has 63 bits. Its lower bits are the sum of the records' digests, which have
+# 28 bits, so both fit for 2**17 ranks.
+_ONE_RANK = 1 << 46
 
 
 class CallRecord(NamedTuple):
     """Everything that ranks must agree on when they start a call, or the ``problem`` that prevents it."""
 
     call: str = ""  # the pass, its tensors and arguments, the plan
-    sequence: int = 0  # counts the sequences of this kind
+    sequence: int = 0  # counts the sequences of this kind; 0 if the call has none
     data: int = 0  # a digest of the batch; 0 if unknown
     backward_of: str = ""  # the forward call
-    after_error: int | None = None  # the sequence in which the last call failed
+    after_error: int | None = None  # the sequence in which the last call failed, if that has to do for unknown data
     problem: str | None = None
     kind: str = "attention call"
     gradients: bool = False  # a backward pass follows
@@ -44,7 +47,8 @@ class CallRecord(NamedTuple):
         backward = f", backward of call {self.backward_of}" if self.backward_of else ""
         grads = ", with gradients" if self.gradients else ""
         after = "" if self.after_error is None else f", after an error in sequence {self.after_error}"
-        return f"{self.call}, sequence {self.sequence} of this kind{data}{grads}{backward}{after}"
+        sequence = f", sequence {self.sequence} of this kind" if self.sequence else ""
+        return f"{self.call}{sequence}{data}{grads}{backward}{after}"
 
 
 # What it means if calls differ in one of these fields only.
@@ -75,12 +79,15 @@ def _two_parts(text: str, size: int, at: int) -> str:
     return text[:size] + (" ... " if at > size else "") + text[at : at + size] + (" ..." * (at + size < len(text)))
 
 
-def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
+def explain_mismatch(records_of: Mapping[int, CallRecord]) -> str:
     """The error of ranks whose records differ, or have a problem.
 
-    >>> explain_mismatch({CallRecord("forward", 1): [0, 2], CallRecord(problem="length=0 must be at least 1"): [1]})
+    >>> explain_mismatch({0: CallRecord("forward", 1), 1: CallRecord(problem="length=0 must be at least 1")})
     'rank 1: length=0 must be at least 1'
     """
+    records: dict[CallRecord, list[int]] = {}
+    for rank, record in records_of.items():
+        records.setdefault(record, []).append(rank)
     problems = {record: ranks for record, ranks in records.items() if record.problem is not None}
     if problems and len(records) == 1:
         return str(next(iter(problems)))
@@ -99,38 +106,76 @@ def explain_mismatch(records: dict[CallRecord, list[int]]) -> str:
 
 class Failure(NamedTuple):
     """Why a rank abandoned its calls. ``is_mistake``: with wrong arguments, which is a ``ValueError`` on all ranks.
-    ``sequence``: how many sequences its calls had used since the error before."""
+    ``sequence``: how many sequences its calls had used since the error before. ``source`` and ``source_epoch``: the
+    instance in which a rank failed first, if this is what became of that failure elsewhere."""
 
     is_mistake: bool
     message: str
     sequence: int
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, sequence: int) -> Failure:
-        if isinstance(error, ValueError | PeerError):
-            return cls(isinstance(error, ValueError), str(error) or type(error).__name__, sequence)
-        return cls(False, f"rank {rank} raised {type(error).__name__}: {error}", sequence)
+    source: str
+    source_epoch: int
 
     def as_error(self) -> Exception:
         return ValueError(self.message) if self.is_mistake else PeerError(self.message)
 
 
+class Entry(NamedTuple):
+    """A rank's record of a call; the data of its batches before, the latest last; and whether the ranks have not agreed
+    on a call since its last error."""
+
+    record: CallRecord
+    earlier: list[int]
+    recovering: bool
+
+
 class CallLedger:
-    """Each rank's record of each call. A call's key is ``epoch/number``; ``prefix`` comes before all keys.
+    """Each rank's record of each call of one instance. A call's key is ``epoch/number``.
 
     One counter per call holds the number of its records and the sum of their digests: whether a call is complete, and
     whether it matches, costs one request for any number of ranks.
+
+    Instances of the same ranks, the ``group``, are numbered in the order in which all ranks have first agreed on a call
+    of theirs. Until then an instance uses the next number, which it shares with others that have none yet. So ranks may
+    make different numbers of instances, if they use the same ones.
     """
 
-    def __init__(self, prefix: str, rank: int, world: int, timeout: timedelta) -> None:
-        self.store: Store = PrefixStore(prefix, default_store())
-        self.rank, self.world, self.timeout = rank, world, timeout
+    def __init__(self, group: str, rank: int, world: int, timeout: timedelta) -> None:
+        self.group, self.rank, self.world, self.timeout = group, rank, world, timeout
+        self.name = ""  # of this instance, which comes before all its keys
+        self.is_numbered = False  # for good
+        self.numbers: Store = PrefixStore(group, default_store())
+        self.store = self.numbers
+        self.came_first = False  # with the latest record
         self._entries: dict[str, bool] = {}  # our records in the store: key -> is it compared by all ranks
         self._lock = threading.Lock()
-        self.drop = finalize(self, _dropped.append, (prefix, world))  # garbage collection only takes a note
-        self.drop.atexit = False
 
-    def write(self, key: str, record: CallRecord, compared: bool) -> None:
+    # --- the instance
+
+    def enter(self, epoch: int) -> int:
+        """Before a call in ``epoch``: find out this instance's number. Returns the epoch to go on in."""
+        if self.is_numbered:
+            return epoch
+        name = f"{self.group}/{self.numbers.add('instances', 0)}"
+        if name == self.name:
+            return epoch
+        if self.name and self.store.get("agreed").decode() in self._entries:  # with our call, although it has failed
+            self.settle()
+            return epoch
+        self.name, self.store = name, PrefixStore(name, default_store())
+        self._entries.clear()
+        return self.newest_epoch()
+
+    def settle(self) -> None:
+        """All ranks have agreed on a call of this instance: its number stays."""
+        if not self.is_numbered:
+            self.store.get("agreed")  # now the next instance gets another number
+            self.is_numbered = True
+            self.drop = finalize(self, _dropped.append, (self.name, self.world))  # garbage collection only takes a note
+            self.drop.atexit = False
+
+    # --- records
+
+    def write(self, key: str, entry: Entry, compared: bool) -> None:
         """Add our record of a call. ``compared``: every rank writes one, and reads until all are there."""
         with self._lock:
             if key in self._entries:
@@ -138,8 +183,13 @@ class CallLedger:
                 return
             self._delete_old(compared)
             self._entries[key] = compared
-            self.store.set(f"{key}/rank/{self.rank}", json.dumps(record))
-            self.store.add(key, _ONE_RANK + _digest(record))
+            self.store.set(f"{key}/rank/{self.rank}", json.dumps(entry))
+            one = _ONE_RANK + _digest(entry.record)
+            total = self.store.add(key, one)
+            self.came_first = total == one
+            if total == self.world * one and compared and entry.record.problem is None and not self.is_numbered:
+                self.numbers.add("instances", 1)
+                self.store.set("agreed", key)
 
     def _delete_old(self, comparing: bool) -> None:
         """Delete our records that no rank reads any more.
@@ -162,18 +212,18 @@ class CallLedger:
     def is_complete(self, key: str) -> bool:
         return self.store.add(key, 0) // _ONE_RANK == self.world
 
-    def read(self, key: str) -> dict[CallRecord, list[int]]:
-        """The records of a call so far, with their ranks."""
-        records: dict[CallRecord, list[int]] = {}
+    def read(self, key: str) -> dict[int, Entry]:
+        """What each rank has written about a call so far."""
+        entries = {}
         for rank in range(self.world):
             if self.store.check([f"{key}/rank/{rank}"]):
-                record = CallRecord(*json.loads(self.store.get(f"{key}/rank/{rank}")))
-                records.setdefault(record, []).append(rank)
-        return records
+                record, *notes = json.loads(self.store.get(f"{key}/rank/{rank}"))
+                entries[rank] = Entry(CallRecord(*record), *notes)
+        return entries
 
     def missing_ranks(self, key: str) -> list[int]:
         """Ranks that have not written a record of a call: they have not started it, or wait for nothing in it."""
-        return sorted(set(range(self.world)).difference(*self.read(key).values()) - {self.rank})
+        return sorted(set(range(self.world)) - self.read(key).keys() - {self.rank})
 
     # --- epochs
 
@@ -181,14 +231,14 @@ class CallLedger:
         """The number of epochs that ranks have abandoned."""
         return self.store.add("epoch", 0)
 
-    def abandon(self, epoch: int, failure: Failure, late: list[int]) -> int:
-        """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. The
-        ``late`` ranks, which this one timed out waiting for, can rejoin the others without an error."""
+    def abandon(self, epoch: int, failure: Failure, may_rejoin: Iterable[int]) -> int:
+        """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. Ranks
+        that ``may_rejoin``, because this one has given up on them, go on with the others without an error."""
         if (newest := self.newest_epoch()) > epoch:
             return newest
         if self.store.add(f"{epoch}/failures", 1) == 1:
-            for rank in late:
-                self.store.set(f"late/{rank}", str(epoch))
+            for rank in may_rejoin:
+                self.store.set(f"may rejoin/{rank}", str(epoch))
             self.store.set(f"{epoch}/failure", json.dumps(failure))
             self.store.add("epoch", 1)
             for old in ("failures", "failure"):
@@ -199,63 +249,14 @@ class CallLedger:
         key = f"{epoch}/failure"
         return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
-    def was_late(self, epoch: int) -> bool:
-        """True if the others timed out waiting for this rank, in ``epoch`` or later."""
-        key = f"late/{self.rank}"
+    def may_rejoin(self, epoch: int) -> bool:
+        """True if the others gave up on this rank, in ``epoch`` or later."""
+        key = f"may rejoin/{self.rank}"
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
 
 
 def _digest(record: CallRecord) -> int:
-    """28 bits: the sum over 4,096 ranks stays below ``_ONE_RANK``."""
     return zlib.crc32(json.dumps(record).encode()) >> 4
-
-
-class WaitRegistry:
-    """One rank's wait, seen by all instances of the same ranks.
-
-    Two ranks that compare different calls wait for each other. That happens if one rank makes a new instance and
-    another does not.
-    """
-
-    def __init__(self, store: Store, rank: int, world: int, location: str) -> None:
-        self.store, self.rank, self.world, self.location = store, rank, world, location
-        self._conflict_seen = False  # at the last look
-        store.set(f"waiting/{rank}", location)
-        self._count(1)
-
-    def _count(self, change: int) -> tuple[int, int]:
-        return self.store.add("waiting", change), self.store.add(f"waiting at {self.location}", change)
-
-    def find_conflict(self) -> str | None:
-        """Two ranks that wait for each other at different calls: seen twice in a row, or reported by the other."""
-        if self.store.check([f"conflict at {self.location}"]):
-            return self.store.get(f"conflict at {self.location}").decode()
-        everywhere, here = self._count(0)
-        seen_before, self._conflict_seen = self._conflict_seen, everywhere > here
-        if not (seen_before and self._conflict_seen):
-            return None
-        for rank in range(self.world):
-            if self.store.check([f"waiting/{rank}"]):
-                location = self.store.get(f"waiting/{rank}").decode()
-                if location not in ("", self.location):
-                    text = f"rank {rank} waits for all ranks at {location}, and rank {self.rank} at {self.location}"
-                    self.store.set(f"conflict at {location}", text)
-                    self.store.set(f"conflict at {self.location}", text)
-                    return text
-        return None
-
-    def leave(self) -> None:
-        self.store.set(f"waiting/{self.rank}", "")  # deleted, it would block a rank between its check and its get
-        _, here = self._count(-1)
-        if here == 0:  # no rank comes back to this call
-            self.store.delete_key(f"waiting at {self.location}")
-            self.store.delete_key(f"conflict at {self.location}")
-
-
-def register_wait(group_name: str, rank: int, world: int, number: int, key: str) -> WaitRegistry:
-    """Where ranks find out that they wait for each other in different instances, or at different calls."""
-    store = PrefixStore(group_name, default_store())
-    return WaitRegistry(store, rank, world, f"call {key} of number {number} of their SequenceParallels")
 
 
 def delete_dropped_keys() -> None:

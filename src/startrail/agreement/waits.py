@@ -27,10 +27,10 @@ def _store() -> Store:
 
 class PublishedWait:
     """One long wait of this process that the other ranks can read. ``what`` names the call, such as "unshard"; it may
-    be another ``state`` than a wait."""
+    be another ``state`` than a wait. ``meeting``: where all ranks have to come, if it waits for all of them."""
 
-    def __init__(self, what: str, state: str = "waiting in") -> None:
-        self.what, self.state = what, state
+    def __init__(self, what: str, state: str = "waiting in", meeting: str = "") -> None:
+        self.what, self.state, self.meeting = what, state, meeting
         self._lock = threading.Lock()
         self._is_published = self._has_ended = False
 
@@ -38,7 +38,7 @@ class PublishedWait:
         with self._lock:
             self._is_published = True
             if not self._has_ended:
-                _store().set(str(dist.get_rank()), f"{self.state} {self.what}")
+                self._write(f"{self.state} {self.what}", self.meeting)
 
     def end(self, failed: bool = False) -> None:
         """After a wait that failed, ranks that fail a moment later can still read what it was for."""
@@ -49,7 +49,10 @@ class PublishedWait:
 
     def _withdraw(self, failed: bool) -> None:
         with self._lock:  # after a ``publish`` that has begun
-            _store().set(str(dist.get_rank()), f"no longer {self.state} {self.what}" if failed else "")
+            self._write(f"no longer {self.state} {self.what}" if failed else "", "")
+
+    def _write(self, text: str, meeting: str) -> None:
+        _store().set(str(dist.get_rank()), f"{text}\n{meeting}" if text else "")
 
 
 class _WatchedWait(PublishedWait):
@@ -66,7 +69,7 @@ class _WatchedWait(PublishedWait):
 @contextlib.contextmanager
 def published_wait(what: str) -> Iterator[None]:
     """Publish what this rank waits for if the block takes long."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized():
         yield
         return
     wait = _WatchedWait(what)
@@ -78,6 +81,13 @@ def published_wait(what: str) -> Iterator[None]:
     wait.end()
 
 
+def read_wait(rank: int) -> tuple[str, str]:
+    """What a global rank waits for, and where all ranks have to come for that."""
+    store, key = _store(), str(rank)
+    text, _, meeting = store.get(key).decode().rpartition("\n") if store.check([key]) else ("", "", "")
+    return text, meeting
+
+
 def describe_waits(ranks: Sequence[int], since: float) -> str:
     """What the other members of a group wait for, in brackets; ``ranks`` are the global ranks of all its members. Empty
     if this rank waits ``since`` a moment ago, or if the store does not answer."""
@@ -86,11 +96,10 @@ def describe_waits(ranks: Sequence[int], since: float) -> str:
     found: dict[str, list[int]] = {}
 
     def read() -> None:
-        store, own = _store(), dist.get_rank()
+        own = dist.get_rank()
         for place, rank in enumerate(ranks[:MAX_SHOWN]):
             if rank != own:
-                text = store.get(str(rank)).decode() if store.check([str(rank)]) else ""
-                found.setdefault(text or NOWHERE, []).append(place)
+                found.setdefault(read_wait(rank)[0] or NOWHERE, []).append(place)
 
     with contextlib.suppress(RuntimeError, ValueError):
         run_within(TIMING.store_answer, read)

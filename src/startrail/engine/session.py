@@ -8,7 +8,6 @@ are compared as if they were the first.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import zlib
 from collections import deque
@@ -16,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from startrail.agreement.consensus import Consensus, RejoinError, rejoining
 from startrail.agreement.digest import fold
-from startrail.agreement.ledger import CallLedger, CallRecord, register_wait
+from startrail.agreement.ledger import CallRecord
 from startrail.compile.problem import Boundaries, Split
 from startrail.engine.batch import Batch
 from startrail.engine.op_key import DigestRecorder, OpKey, SequenceState, counter_of, make_counters
@@ -38,8 +36,6 @@ from startrail.transport.opening import open_transport, transport_class
 from startrail.transport.process_groups import sends_nothing
 
 RECENT_BATCHES = 16  # kept for later ones with the same boundaries
-
-_num_instances: dict[tuple[int, ...], Iterator[int]] = {}  # by the ranks of their group
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,6 @@ class Session:
         self.settings, self.ranks, self.rank, self.world = settings, ranks, rank, len(ranks)
         self.place = settings.split.plan.place(self.world, rank)
         self.counters, self._busy, self.closed = Counters(), threading.Lock(), False
-        self._group_name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
-        self._number = next(_num_instances.setdefault(ranks, itertools.count()))
         self._batches: WeakValueDictionary[Boundaries, Batch] = WeakValueDictionary()
         self._recent: deque[Batch] = deque(maxlen=RECENT_BATCHES)
         self._lock = threading.Lock()
@@ -123,21 +117,10 @@ class Session:
         self.largest_share = 1.0  # of any rank in any sequence, as a multiple of this one's
         self._num_started = 0  # sequences since the last error
         self._after_error: int | None = None  # the sequence of that error, until a call succeeds
-        register = partial(register_wait, self._group_name, rank, self.world, self._number + 1)
-        self.consensus = Consensus(self._ledger(), register, settings.check_every_call, ranks)
-        self.consensus.watch_waits()
+        name = f"startrail/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
+        group = None if self.world == 1 or sends_nothing() else name
+        self.consensus = Consensus(group, ranks, rank, settings.timeout, settings.check_every_call)
         self._runner: PassRunner | None = None
-
-    @property
-    def _name(self) -> str:
-        """This instance's key in the store: each instance of each group has its own ledger and lanes."""
-        return f"{self._group_name}/{self._number}"
-
-    def _ledger(self) -> CallLedger | None:
-        """Where the ranks of this group compare their calls; None without other ranks."""
-        if self.world == 1 or sends_nothing():
-            return None
-        return CallLedger(self._name, self.rank, self.world, self.settings.timeout)
 
     # --- sequences
 
@@ -195,6 +178,7 @@ class Session:
         all ranks. An error ends the call on all ranks."""
         if self.closed:
             raise ValueError("this SequenceParallel is closed")
+        self.consensus.check_process()
         if not self._busy.acquire(blocking=False):
             raise ValueError("two threads call one SequenceParallel at the same time: use one instance per thread")
         try:
@@ -208,12 +192,8 @@ class Session:
 
     def _recover(self, error: BaseException) -> None:
         """Ranks decide themselves where to continue; a note lets them see if they failed in different batches."""
-        if isinstance(error, RejoinError):
-            self._after_error = error.sequence
-            self.consensus.rejoin(error.epoch)
-        else:
-            self._after_error = self._num_started
-            self.consensus.abandon(error, self._num_started)
+        self._after_error = error.sequence if isinstance(error, RejoinError) else self._num_started
+        self.consensus.abandon(error, self._num_started)
         if self._runner is not None:
             self._runner.transport.abandon(error)
         self._runner = None  # its lanes may be closed, here and at the peers: the next call opens new ones
@@ -234,7 +214,8 @@ class Session:
         backward_of = "" if request.forward is None else ".".join(map(str, request.forward.tolist()))
         gradients = is_forward and request.gradients
         detail = f"{request.pass_}: {prepared.detail}"
-        record = CallRecord(detail, sequence.number, data, backward_of, self._after_error, gradients=gradients)
+        after_error = None if data else self._after_error
+        record = CallRecord(detail, sequence.number, data, backward_of, after_error, gradients=gradients)
         self.consensus.start(record, device_digest)
         is_new = is_forward and self.consensus.is_new(sequence)
         has_new_boundaries = is_new and self.consensus.is_new(batch.boundaries)
@@ -258,7 +239,7 @@ class Session:
         state = self._states.get(sequence.ticket) if sequence.ticket else None
         if state is None or (on_device := state.device_digest) is None:
             return sequence.digest, None
-        if transport_class(device).compares_on_device:
+        if transport_class(device).compares_on_device and not self.consensus.recovering:
             return sequence.digest, on_device
         return fold(sequence.digest, int(on_device)), None
 
@@ -283,7 +264,8 @@ class Session:
         with self.call():
             batch, sequence = self._lookup(op_key)
             call = f"{operation} of {arguments}, {batch.boundaries}, {self.settings}"
-            record = CallRecord(call, sequence.number, sequence.digest, "", self._after_error, kind=operation)
+            after_error = None if sequence.digest else self._after_error
+            record = CallRecord(call, sequence.number, sequence.digest, "", after_error, kind=operation)
             self.consensus.start(record._replace(gradients=gradients))
             if self._has_to_compare(kind, True) and self._runner is not None:
                 self._runner.transport.compare_call()
@@ -292,7 +274,7 @@ class Session:
     def refuse(self, problem: str, op_key: Tensor | None = None) -> NoReturn:
         """Raise ``ValueError`` here, and on every other rank when it starts the same call. ``op_key`` is that of the
         call's sequence, if it was made."""
-        if self._busy.locked():  # by another thread: this one, a loader's perhaps, starts no call
+        if self._busy.locked() or self.consensus.is_forked:  # by another thread or process, perhaps of a data loader
             raise ValueError(problem)
         with self.call():
             if op_key is None:
@@ -309,7 +291,7 @@ class Session:
     def runner_on(self, device: torch.device) -> PassRunner:
         """The runner for this device, with its lanes. Another type of device gets a new one."""
         if self._runner is None or self._runner.transport.device.type != device.type:
-            name = f"{self._name}/lanes {self.consensus.epoch} {device.type}"
+            name = f"{self.consensus.enter()}/lanes {self.consensus.epoch} {device.type}"
             plan = self.settings.split.plan
             programs = [p for pass_ in PASSES for p in programs_inside(plan, self.world, self.rank, pass_)]
             timeout, counters = self.settings.timeout, self.counters

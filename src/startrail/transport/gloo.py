@@ -20,6 +20,7 @@ from startrail.transport.lanes import Lanes
 
 
 class Gloo(Lanes):
+    backend = "gloo"
     posts_receives_early = True
     _comparison: DigestComparison | None = None
 

@@ -47,6 +47,7 @@ class Lanes(Transport):
     transfers have been aborted, ``mismatch`` whether it is that ranks made different calls.
     """
 
+    backend: ClassVar[str] = ""  # by default that of the default process group
     closes_together: ClassVar[bool] = False  # closing a group waits for its other ranks
 
     def __init__(
@@ -61,7 +62,7 @@ class Lanes(Transport):
         self.aborted: str | None = None
         self.mismatch = False
         self.tag = 0  # of the current pass
-        self._backend = process_groups.backend_for(device)
+        self._backend = self.backend or process_groups.backend_for(device)
         self._lock = threading.Lock()
         self.opened = process_groups.OpenGroups(name, self.ranks, self.closes_together)
         self._finalizer = weakref.finalize(self, self.opened.release)

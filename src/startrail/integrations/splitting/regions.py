@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from startrail._compat import in_backward, tree_flatten, tree_unflatten
-from startrail.agreement.comparison import agree
 from startrail.agreement.digest import digest
 from startrail.agreement.gather import gather_tensors
 from startrail.integrations.splitting.refusals import RefusedError, by_itself
@@ -29,6 +28,7 @@ from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, call_
 from startrail.integrations.splitting.wrapping import argument_names, inner_forward, wrap
 from startrail.parallel import SequenceParallel
 from startrail.step_checks import CHECKED_STEPS, check_same_parameters
+from startrail.transport.collectives import agree
 
 UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient
 
