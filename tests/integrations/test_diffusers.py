@@ -48,7 +48,7 @@ def whole(model, sp):
     return attach(model, sp, text="whole")
 
 
-MAKES = {name: trained(name) for name in ("dit", "sd3", "flux", "wan")}
+MAKES = {name: trained(name) for name in ("dit", "sd3", "flux", "flux_of_one_head", "wan")}
 MAKES |= {"sd3, whole text": trained("sd3"), "flux, whole text": trained("flux"), "qwen": trained("qwen")}
 MAKES |= {"wan by token": trained("wan_by_token"), "dit recomputed": trained("dit", True)}
 MAKES |= {"flux recomputed, whole text": trained("flux", True)}
@@ -62,7 +62,7 @@ def precise(monkeypatch):
     torch.set_num_threads(1)
 
 
-FIRST = {name: MAKES[name] for name in ("dit", "sd3", "flux", "wan")}
+FIRST = {name: MAKES[name] for name in ("dit", "sd3", "flux", "flux_of_one_head", "wan")}
 
 
 @pytest.mark.parametrize(

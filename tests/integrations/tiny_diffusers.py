@@ -34,15 +34,20 @@ def sd3() -> Made:
     return model, dict(hidden_states=torch.randn(2, 4, 10, 10), encoder_hidden_states=torch.randn(2, 7, 12), **others)
 
 
-def flux() -> Made:
-    """Text and image in one sequence, which the model's plan splits; a batch of one."""
+def flux(batch: int = 1, text: int = 7, image: int = 25, heads: int = 2) -> Made:
+    """Text and image in one sequence, which the model's plan splits."""
     model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 4, 8),
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=heads, joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
-    ids = dict(img_ids=torch.randint(0, 5, (25, 3)).float(), txt_ids=torch.zeros(7, 3))
-    others = dict(pooled_projections=torch.randn(1, 10), timestep=torch.rand(1), **ids)
-    return model, dict(hidden_states=torch.randn(1, 25, 4), encoder_hidden_states=torch.randn(1, 7, 12), **others)
+    ids = dict(img_ids=torch.randint(0, 5, (image, 3)).float(), txt_ids=torch.zeros(text, 3))
+    tokens = dict(hidden_states=torch.randn(batch, image, 4), encoder_hidden_states=torch.randn(batch, text, 12))
+    return model, dict(tokens, pooled_projections=torch.randn(batch, 10), timestep=torch.rand(batch), **ids)
+
+
+def flux_of_one_head() -> Made:
+    """On the first of four ranks, the table of positions has the shape (4, 16) of the embedded timesteps."""
+    return flux(batch=4, text=1, image=13, heads=1)
 
 
 def wan() -> Made:

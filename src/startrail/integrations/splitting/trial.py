@@ -97,12 +97,18 @@ class _RowChoice(NamedTuple):
 
 
 def _choices(leaves: list[Any], known: Known | None) -> Iterator[_RowChoice]:
-    """What the arguments may mean, the likeliest first: those that least is split of."""
+    """What the arguments may mean, the likeliest first: those that least is split of. Arguments of one shape are most
+    often alike, but by chance a table of positions can have the shape of a batch's timesteps."""
+    yield from _choices_of_tables(leaves, known, alike=True)
+    yield from _choices_of_tables(leaves, known, alike=False)
+
+
+def _choices_of_tables(leaves: list[Any], known: Known | None, alike: bool) -> Iterator[_RowChoice]:
     floating = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
     for stream in _streams(leaves, floating, known):
         x, dim = leaves[stream.leaf], stream.dim
-        alike = [i for i in floating if i != stream.leaf and _shape_without(leaves[i], dim) == _shape_without(x, dim)]
-        texts = [Rows(i, dim, StreamPart.TEXT) for i in alike]
+        others = [i for i in floating if i != stream.leaf and _shape_without(leaves[i], dim) == _shape_without(x, dim)]
+        texts = [Rows(i, dim, StreamPart.TEXT) for i in others]
         if known is not None:
             count = known.local.get(StreamPart.TEXT)
             texts = [each for each in texts if leaves[each.leaf].shape[dim] == count]
@@ -115,7 +121,7 @@ def _choices(leaves: list[Any], known: Known | None) -> Iterator[_RowChoice]:
                 joint = x.shape[dim] + rows
                 sizes |= {(StreamPart.TEXT, rows), (StreamPart.TEXT_FIRST, joint), (StreamPart.TEXT_LAST, joint)}
             fixed = [each for each in (stream, text) if each is not None]
-            for tables in _tables(leaves, {each.leaf for each in fixed}, sizes):
+            for tables in _tables(leaves, {each.leaf for each in fixed}, sizes, alike):
                 yield _RowChoice(stream, text, (*fixed, *tables))
 
 
@@ -133,16 +139,21 @@ def _shape_without(x: Tensor, dim: int) -> list[int]:
     return [size for index, size in enumerate(x.shape) if index != dim]
 
 
-def _tables(leaves: list[Any], taken: set[int], sizes: set[tuple[StreamPart, int]]) -> Iterator[tuple[Rows, ...]]:
-    """Each choice of the other arguments that have rows. Arguments of one shape are alike."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for index, x in enumerate(leaves):
-        if index not in taken and isinstance(x, Tensor):
-            by_shape.setdefault(tuple(x.shape), []).append(index)
+def _tables(
+    leaves: list[Any], taken: set[int], sizes: set[tuple[StreamPart, int]], alike: bool
+) -> Iterator[tuple[Rows, ...]]:
+    """Each choice of the other arguments that have rows. ``alike``: all arguments of one shape have the same."""
+    tensors = [index for index, x in enumerate(leaves) if index not in taken and isinstance(x, Tensor)]
+    by_shape: dict[object, list[int]] = {}
+    for index in tensors:
+        by_shape.setdefault(leaves[index].shape if alike else index, []).append(index)
+    if not alike and len(by_shape) == len({leaves[index].shape for index in tensors}):
+        return  # all have been tried
     options = []
-    for shape, alike in by_shape.items():
-        matches = [(dim, part) for dim, size in enumerate(shape) for part in StreamPart if (part, size) in sizes]
-        options.append([(), *([Rows(index, dim, part) for index in alike] for dim, part in matches)])
+    for group in by_shape.values():
+        dims = enumerate(leaves[group[0]].shape)
+        matches = [(dim, part) for dim, size in dims for part in StreamPart if (part, size) in sizes]
+        options.append([(), *([Rows(index, dim, part) for index in group] for dim, part in matches)])
     for chosen in itertools.product(*options):
         yield tuple(itertools.chain(*chosen))
 
