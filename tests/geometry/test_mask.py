@@ -10,8 +10,9 @@ import pytest
 from startrail.geometry.bands import bands_of
 from startrail.geometry.layout import LAYOUTS, contiguous, zigzag
 from startrail.geometry.mask import Mask
+from startrail.geometry.needs import needed_keys
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
-from tests.helpers import FULL
+from tests.helpers import FULL, random_slices
 
 
 def fa2_window(left: int, right: int, rows: int, keys: int) -> tuple[int, int]:
@@ -107,15 +108,7 @@ def random_steps(rng: random.Random, length: int) -> dict:
         return dict(blocks=tuple(zip(ends[::2], ends[1::2], strict=True)))
     if kind is None:
         return {}
-    slices, low, high = [], 0, 1
-    for q0, q1 in itertools.pairwise([0, *ends, length]):
-        if q0 == q1:
-            continue
-        low = rng.randint(low, high - 1)
-        high, before = rng.randint(high, length), high
-        causal = high - low >= q1 - q0 and high - (q1 - q0) + 1 >= before
-        slices.append((q0, q1, low, high, causal and rng.random() < 0.5))
-    return dict(steps=Mask.from_slices(slices).steps)
+    return dict(steps=Mask.from_slices(random_slices(rng, length)).steps)
 
 
 @pytest.mark.parametrize("short", [4, 128])
@@ -146,10 +139,41 @@ def test_every_generation_is_exact_where_a_window_spans_a_whole_shard():
     assert covered(alone) == covered(alone, fa3_window)
 
 
-def check_cover(tiles, mask, queries, keys, generations=(exact_window,), case=""):
+@pytest.mark.parametrize("seed", range(60 if FULL else 20))
+def test_slices_that_leave_queries_without_keys(seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        length, world = rng.choice([5, 12, 40]), rng.choice([1, 2, 3])
+        slices = random_slices(rng, length)
+        pairs = pairs_of(slices)
+        mask, layout = Mask.from_slices(slices), LAYOUTS[rng.choice(["zigzag", "contiguous"])](range(world), length)
+        for queries, keys in itertools.product(map(layout.runs, range(world)), repeat=2):
+            seen = pairs & set(itertools.product(positions(queries), positions(keys)))
+            for tiles in (tiles_of(mask, queries, keys), bands_of(segments_of(mask, queries, keys))):
+                check_cover(tiles, mask, queries, keys, case=f"{slices}", seen=seen)
+            needed = needed_keys(mask, queries, length)
+            assert positions(needed) == sorted({j for i, j in pairs if i in positions(queries)} - {*positions(queries)})
+
+
+def pairs_of(slices) -> set[tuple[int, int]]:
+    """The pairs that slices cover, by definition."""
+    return {
+        (i, j)
+        for q0, q1, k0, k1, *causal in slices
+        for i in range(q0, q1)
+        for j in range(k0, k1 - (q1 - 1 - i) if any(causal) else k1)
+    }
+
+
+def check_cover(tiles, mask, queries, keys, generations=(exact_window,), case="", seen=None):
     case += f" {mask} {queries} {keys}"
     qpos, kpos = positions(queries), positions(keys)
-    expected = [(i, j) for i, p in enumerate(qpos) for j, k in enumerate(kpos) if sees(mask, p, k)]
+    expected = [
+        (i, j)
+        for i, p in enumerate(qpos)
+        for j, k in enumerate(kpos)
+        if (sees(mask, p, k) if seen is None else (p, k) in seen)
+    ]
     for window_of in generations:
         pairs = sorted(pair for tile in tiles for pair in covered(tile, window_of))
         assert pairs == expected, f"{case}: {window_of.__name__}"

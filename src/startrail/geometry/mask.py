@@ -1,14 +1,15 @@
 """Mask: which keys each query sees.
 
-Every mask gives the query at position p one interval of visible keys [low(p), high(p)). Neither end ever decreases with
-p, so each end is a staircase. `tiles` cuts blocks of such a mask into rectangles that attention kernels can compute.
+Every mask gives the query at position p one interval of visible keys [low(p), high(p)), or none. From one such interval
+to the next neither end ever decreases, so each end is a staircase. `tiles` cuts blocks of such a mask into rectangles
+that attention kernels can compute.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,6 +136,26 @@ class Mask:
         t = min(max(position - s.q0, 0), s.rows)
         low, high = s.low + t * s.dlow, s.high + t * s.dhigh
         return (low, high) if s.q0 <= position < s.q1 else (low, low)
+
+    def rows_with_keys(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The runs (start, stop) of queries in [start, stop) that have an interval. Within each neither end decreases.
+
+        >>> list(Mask.from_slices([(0, 2, 0, 2), (2, 3, 0, 4), (5, 9, 0, 6)]).rows_with_keys(1, 8))
+        [(1, 3), (5, 8)]
+        """
+        if not self.steps:
+            yield start, stop
+            return
+        first = max(bisect_right(self.steps, start, key=lambda s: s.q0) - 1, 0)
+        at = until = start
+        for s in self.steps[first : bisect_left(self.steps, stop, key=lambda s: s.q0)]:
+            if s.q0 > until:
+                if at < until:
+                    yield at, until
+                at = s.q0
+            until = min(max(s.q1, at), stop)
+        if at < until:
+            yield at, until
 
     def breakpoints(self, start: int, stop: int, edges: Iterable[int], end: int) -> set[int]:
         """Queries in (start, stop) at which an end of the visible interval may change its slope: where it reaches one

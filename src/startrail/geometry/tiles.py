@@ -92,24 +92,26 @@ def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
 
     merged: list[Segment] = []
     offset = 0
-    for start, count in queries:
-        stop = start + count
-        points = sorted({start, stop} | mask.breakpoints(start, stop, edges_passed(start, stop), end))
-        for p0, p1 in itertools.pairwise(points):
-            low, high = bounds_at(p0)
-            next_low, next_high = bounds_at(p0 + 1) if p1 - p0 > 1 else (low, high)
-            row = offset + p0 - start
-            segment = Segment(row, row + p1 - p0, low, next_low - low, high, next_high - high)
-            if merged and (extended := _extended(merged[-1], segment)):
-                merged[-1] = extended
-            else:
-                merged.append(segment)
+    for first, count in queries:
+        for start, stop in mask.rows_with_keys(first, first + count):
+            points = sorted({start, stop} | mask.breakpoints(start, stop, edges_passed(start, stop), end))
+            for p0, p1 in itertools.pairwise(points):
+                low, high = bounds_at(p0)
+                next_low, next_high = bounds_at(p0 + 1) if p1 - p0 > 1 else (low, high)
+                row = offset + p0 - first
+                segment = Segment(row, row + p1 - p0, low, next_low - low, high, next_high - high)
+                if merged and (extended := _extended(merged[-1], segment)):
+                    merged[-1] = extended
+                else:
+                    merged.append(segment)
         offset += count
     return [kept for segment in merged if (kept := _drop_empty_rows(segment))]
 
 
 def _extended(a: Segment, b: Segment) -> Segment | None:
     """Both as one segment if ``b`` continues ``a`` on the same line, else None. A single row fits either slope."""
+    if a.q1 != b.q0:
+        return None
     dlow, dhigh = (a.dlow, a.dhigh) if a.rows > 1 else (b.low - a.low, b.high - a.high)
     if not {dlow, dhigh} <= {0, 1} or (b.rows > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)):
         return None
