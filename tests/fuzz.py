@@ -30,7 +30,7 @@ from startrail.schedule.families.base import Heads
 from startrail.schedule.families.star import STAR
 from startrail.schedule.plan import Plan, plans_for, variants_of
 from tests.failed_cases import FAILED_CASES
-from tests.helpers import FULL, random_slices
+from tests.helpers import FULL, any_slices, random_slices
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12)
 BATCH = 50  # cases on one set of ranks
@@ -98,7 +98,9 @@ def random_layer(rng: random.Random, length: int) -> dict:
     ends = sorted(rng.sample(range(length + 1), min(length + 1, 2 * rng.randint(1, 3)) // 2 * 2))
     if kind == "blocks":
         return dict(blocks=tuple(zip(ends[::2], ends[1::2], strict=True)))
-    return dict(slices=tuple(random_slices(rng, length))) if kind == "slices" else {}
+    if kind == "slices":
+        return dict(slices=tuple(rng.choice([random_slices, any_slices])(rng, length)))
+    return {}
 
 
 @cache

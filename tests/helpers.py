@@ -68,6 +68,18 @@ def random_slices(rng: random.Random, length: int) -> list[tuple[int, ...]]:
     return slices
 
 
+def any_slices(rng: random.Random, length: int) -> list[tuple[int, ...]]:
+    """Slices (q0, q1, k0, k1, causal, inverse) that most often need several staircases."""
+    slices = []
+    for _ in range(rng.choice([1, 2, 3, 6, 12])):
+        (q0, q1), (k0, k1) = (sorted(rng.sample(range(length + 1), 2)) for _ in range(2))
+        causal, inverse = rng.choice([0, 1]), rng.choice([0, 1])
+        if causal and inverse and k1 - k0 < q1 - q0:
+            q0, q1, k0, k1 = k0, k1, q0, q1
+        slices.append((q0, q1, k0, k1, causal, inverse))
+    return slices
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
     """out, dq, dk, dv by torch's own attention in float64 on one process. ``options`` go to it."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))

@@ -41,7 +41,7 @@ def prove_batch(plan: Plan, layout: Layout, mask: Mask, sparse: bool = True) -> 
 def _check_tokens(rank: int, route: ZoneRoute, length: int, mask: Mask) -> None:
     """The rank's queries see keys of their zone only, and of what they fetch directly each key once."""
     own = _tokens(route.zone.runs_of((route.member,), length))
-    seen = {key for query in own for key in range(*mask.visible(query, length))}
+    seen = _seen(mask, own, length)
     inside = _tokens(route.zone.runs_of(range(route.zone.size), length))
     if outside := seen - set(inside):
         raise ScheduleError(f"rank {rank} sees keys outside of its zone: {sorted(outside)[:8]}")
@@ -64,7 +64,7 @@ def _check_gradients(rank: int, route: ZoneRoute, found: dict[Piece, Contents], 
     for member in range(route.zone.size):
         if member != route.member:
             queries = _tokens(route.zone.runs_of((member,), length))
-            for key in {key for query in queries for key in range(*mask.visible(query, length))} & places.keys():
+            for key in _seen(mask, queries, length) & places.keys():
                 expected[places[key]] |= 1 << member
     contents = found[Piece("dkv", route.member, 0)]
     returned = {index: contents.get(index, 0) for index in expected}
@@ -80,6 +80,10 @@ def _check_bytes(route: ZoneRoute, program: Program, pass_: Pass) -> None:
         sent[post.lane % levels] += size
     if any(abs(a - b) > 1e-6 for a, b in zip(sent, promised, strict=True)):
         raise ScheduleError(f"{program}: sends {sent} by level, but the closed form is {promised}")
+
+
+def _seen(mask: Mask, queries: list[int], length: int) -> set[int]:
+    return {key for each in mask.staircases for query in queries for key in range(*each.visible(query, length))}
 
 
 def _tokens(runs: Runs) -> list[int]:
