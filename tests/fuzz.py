@@ -30,7 +30,7 @@ from startrail.schedule.families.base import Heads
 from startrail.schedule.families.star import STAR
 from startrail.schedule.plan import Plan, plans_for, variants_of
 from tests.failed_cases import FAILED_CASES
-from tests.helpers import FULL
+from tests.helpers import FULL, any_slices, random_slices
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8, 9, 12)
 BATCH = 50  # cases on one set of ranks
@@ -61,7 +61,7 @@ def random_case(seed: int) -> Case:
         documents = {"some": (0, *few), "ones": range(length), "giant": (0, *range(length * 3 // 4, length))}[kind]
         documents = (*documents, length)
     layer = random_layer(rng, length)
-    return Case(
+    case = Case(
         plan=str(plan),
         world=world,
         length=length,
@@ -85,6 +85,9 @@ def random_case(seed: int) -> Case:
         windows=shared.random() < 0.3,
         **layer,
     )
+    if case.slices and rng.random() < 0.8:  # most often slices are the whole mask
+        case = replace(case, causal=False, window=None, documents=None)
+    return case
 
 
 def random_layer(rng: random.Random, length: int) -> dict:
@@ -95,14 +98,8 @@ def random_layer(rng: random.Random, length: int) -> dict:
     ends = sorted(rng.sample(range(length + 1), min(length + 1, 2 * rng.randint(1, 3)) // 2 * 2))
     if kind == "blocks":
         return dict(blocks=tuple(zip(ends[::2], ends[1::2], strict=True)))
-    if kind == "slices":  # a prefix, then causal from there: and what lies between two ends sees the whole prefix only
-        prefix, gap = ends[0] or 1, ends[-1]
-        slices = [(0, prefix, 0, prefix)]
-        if gap > prefix:
-            slices.append((prefix, gap, 0, prefix))
-        if gap < length and prefix < length:
-            slices.append((max(gap, prefix), length, 0, length, 1))
-        return dict(slices=tuple(slices))
+    if kind == "slices":
+        return dict(slices=tuple(rng.choice([random_slices, any_slices])(rng, length)))
     return {}
 
 

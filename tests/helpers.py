@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,36 @@ def tensors(
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, h, length, dim) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def random_slices(rng: random.Random, length: int) -> list[tuple[int, ...]]:
+    """Slices (q0, q1, k0, k1, causal) of which no end decreases. Some queries have none."""
+    ends = sorted(rng.sample(range(length + 1), min(length + 1, rng.choice([2, 2, 2, 3, 4, 9]))))
+    if rng.random() < 0.3:
+        ends = [0, *ends[1:-1], length]  # no gap at either side
+    slices: list[tuple[int, ...]] = []
+    low, high = 0, 1
+    for q0, q1 in pairwise(ends):
+        if rng.random() < 0.25 and (slices or q1 < ends[-1]):
+            continue  # these queries see nothing
+        first = rng.choice([high, rng.randint(high, length)])  # the end of the first query's keys
+        causal = rng.random() < 0.7 and first + q1 - q0 - 1 <= length
+        low = rng.choice([low, rng.randint(low, first - 1)])
+        high = first + q1 - q0 - 1 if causal else first
+        slices.append((q0, q1, low, high, int(causal)))
+    return slices
+
+
+def any_slices(rng: random.Random, length: int) -> list[tuple[int, ...]]:
+    """Slices (q0, q1, k0, k1, causal, inverse) that most often need several staircases."""
+    slices = []
+    for _ in range(rng.choice([1, 2, 3, 6, 12])):
+        (q0, q1), (k0, k1) = (sorted(rng.sample(range(length + 1), 2)) for _ in range(2))
+        causal, inverse = rng.choice([0, 1]), rng.choice([0, 1])
+        if causal and inverse and k1 - k0 < q1 - q0:
+            q0, q1, k0, k1 = k0, k1, q0, q1
+        slices.append((q0, q1, k0, k1, causal, inverse))
+    return slices
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:

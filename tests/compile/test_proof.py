@@ -16,7 +16,7 @@ from startrail.schedule.demand import Demand
 from startrail.schedule.plan import Plan
 from startrail.schedule.proof import ScheduleError
 from startrail.schedule.values import Source
-from tests.helpers import FULL
+from tests.helpers import FULL, any_slices, random_slices
 
 PLANS = ["1x4", "u2/1x2", "2x2/u2", "1x2/1x4", "u2/2x2/u2", "star2", "u4/star2", "direct", "1x4/1x4", "u2/2x2,groups=2"]
 LARGE = ["u4/1x8", "1x8/u8", "8x8", "2x2/2x2/1x4"]
@@ -48,6 +48,10 @@ def random_documents(chance: random.Random, length: int) -> tuple[int, ...]:
 def random_mask(chance: random.Random, documents: tuple[int, ...], length: int) -> Mask:
     window = chance.choice([None, None, 1, 2, 5, length // 4 + 1])
     chunk = chance.choice([None, None, None, 3, length // 3 + 1])
+    if chance.random() < 0.2:
+        own = documents if len(documents) > 2 else None
+        slices = chance.choice([random_slices, any_slices])(chance, length)
+        return replace(Mask.from_slices(slices), documents=own)
     start = chance.randrange(length)
     blocks = ((start, min(start + 7, length)),) if chance.random() < 0.2 else ()
     return Mask(chance.random() < 0.7, window, documents if len(documents) > 2 else None, chunk, blocks)

@@ -16,6 +16,18 @@ OPTIONS = {
     "prefix": dict(causal=True, blocks=((0, 35),)),
     "images": dict(causal=True, window=10, blocks=((5, 20), (45, 77)), documents=(0, 30, 101)),
     "slices": dict(slices=((0, 25, 0, 25), (25, 60, 0, 25), (60, 101, 0, 101, 1))),
+    "sinks and a window": dict(slices=((0, 30, 0, 30, 1), (30, 101, 1, 101, 1, 1), (30, 101, 0, 4))),
+    "tree": dict(
+        slices=(
+            (0, 40, 0, 40, 1),
+            (40, 60, 40, 60, 1),
+            (60, 75, 60, 75, 1),
+            (75, 101, 75, 101, 1),
+            (40, 101, 0, 40),
+            (60, 75, 40, 60),
+        ),
+        kv_heads=2,
+    ),
     "sinks": dict(causal=True, window=30, sinks=True),
     "lse": dict(causal=True, lse=True),
     "sinks and lse": dict(sinks=True, lse=True, dtype=torch.bfloat16),

@@ -256,7 +256,8 @@ class AttentionPart(Part):
     def _seen(self, member: int) -> set[int]:
         """The keys that a member's queries see."""
         queries = _tokens(self.zone.runs_of((member,), self.length))
-        return {key for query in queries for key in range(*self.mask.visible(query, self.length))}
+        staircases = self.mask.staircases
+        return {key for each in staircases for query in queries for key in range(*each.visible(query, self.length))}
 
 
 def _tokens(runs: Runs) -> list[int]:

@@ -186,9 +186,11 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
         visible = None
         if sequence.length <= MAX_LENGTH:
             mask = sequence._state.batch.boundaries.apply(call.mask)
-            ends = torch.tensor([mask.visible(query, sequence.length) for query in range(sequence.length)])
             keys = torch.arange(sequence.length)
-            visible = ((keys >= ends[:, :1]) & (keys < ends[:, 1:])).unsqueeze(0)
+            visible = torch.zeros(1, sequence.length, sequence.length, dtype=torch.bool)
+            for each in mask.staircases:
+                ends = torch.tensor([each.visible(query, sequence.length) for query in range(sequence.length)])
+                visible |= (keys >= ends[:, :1]) & (keys < ends[:, 1:])
         out = result[0] if isinstance(result, tuple) else result
         sinks = given.get("sinks") is not None
         scale = call.scale_for(q.shape[-1])

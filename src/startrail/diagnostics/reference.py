@@ -131,7 +131,7 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        steps = Mask.from_slices(self.slices).steps
+        steps = Mask.from_slices(self.slices).steps if self.slices else ()
         return Mask(self.causal, self.window, self.documents, self.chunk, self.blocks, steps)
 
     @property
@@ -189,9 +189,10 @@ def visible_pairs(case: Case) -> Tensor:
         visible &= i // case.chunk == j // case.chunk
     if case.slices:
         wanted = torch.zeros_like(visible)
-        for q0, q1, k0, k1, *causal in case.slices:
-            inside = (i >= q0) & (i < q1) & (j >= k0) & (j < k1)
-            wanted |= inside & (j < k1 - (q1 - 1 - i)) if any(causal) else inside
+        for each in case.slices:
+            q0, q1, k0, k1, causal, inverse = (*each, 0, 0)[:6]
+            first, end = (k0 + i - q0 if inverse else k0), (k1 - (q1 - 1 - i) if causal else k1)
+            wanted |= (i >= q0) & (i < q1) & (j >= first) & (j < end)
         visible &= wanted
     for start, stop in case.blocks:
         visible |= (i >= start) & (i < stop) & (j >= start) & (j < stop)

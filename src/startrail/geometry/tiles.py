@@ -67,9 +67,14 @@ def tiles_of(mask: Mask, queries: Runs, keys: Runs, call_cost: int = Costs().cal
 
 
 def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
-    """The keys that each query of a shard sees, as maximal linear segments. Rows that see nothing are left out."""
+    """The keys that each query of a shard sees, as maximal linear segments. Rows that see nothing are left out. The
+    segments of several staircases follow each other."""
     if not (queries and keys):
         return []
+    return [segment for each in mask.staircases for segment in _segments_of_one(each, queries, keys)]
+
+
+def _segments_of_one(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
     end = max(keys[-1][0] + keys[-1][1], queries[-1][0] + queries[-1][1])
     if mask.documents is not None:
         end = max(end, mask.documents[-1])
@@ -92,30 +97,20 @@ def segments_of(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
 
     merged: list[Segment] = []
     offset = 0
-    for start, count in queries:
-        stop = start + count
-        points = sorted({start, stop} | mask.breakpoints(start, stop, edges_passed(start, stop), end))
-        for p0, p1 in itertools.pairwise(points):
-            low, high = bounds_at(p0)
-            next_low, next_high = bounds_at(p0 + 1) if p1 - p0 > 1 else (low, high)
-            row = offset + p0 - start
-            segment = Segment(row, row + p1 - p0, low, next_low - low, high, next_high - high)
-            if merged and (extended := _extended(merged[-1], segment)):
-                merged[-1] = extended
-            else:
-                merged.append(segment)
+    for first, count in queries:
+        for start, stop in mask.rows_with_keys(first, first + count):
+            points = sorted({start, stop} | mask.breakpoints(start, stop, edges_passed(start, stop), end))
+            for p0, p1 in itertools.pairwise(points):
+                low, high = bounds_at(p0)
+                next_low, next_high = bounds_at(p0 + 1) if p1 - p0 > 1 else (low, high)
+                row = offset + p0 - first
+                segment = Segment(row, row + p1 - p0, low, next_low - low, high, next_high - high)
+                if merged and (extended := merged[-1].extended(segment)):
+                    merged[-1] = extended
+                else:
+                    merged.append(segment)
         offset += count
     return [kept for segment in merged if (kept := _drop_empty_rows(segment))]
-
-
-def _extended(a: Segment, b: Segment) -> Segment | None:
-    """Both as one segment if ``b`` continues ``a`` on the same line, else None. A single row fits either slope."""
-    dlow, dhigh = (a.dlow, a.dhigh) if a.rows > 1 else (b.low - a.low, b.high - a.high)
-    if not {dlow, dhigh} <= {0, 1} or (b.rows > 1 and (b.dlow, b.dhigh) != (dlow, dhigh)):
-        return None
-    if (b.low, b.high) != (a.low + a.rows * dlow, a.high + a.rows * dhigh):
-        return None
-    return Segment(a.q0, b.q1, a.low, dlow, a.high, dhigh)
 
 
 def _drop_empty_rows(s: Segment) -> Segment | None:
