@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import startrail
 import startrail.engine.op
 from startrail import _compat
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Workload
 from startrail.comm import process_groups as groups
 from startrail.comm import watchdog as watch
 from startrail.comm.consensus import Consensus

@@ -1,4 +1,4 @@
-"""What ``startrail bench sparse`` found: a table per trial, the claims, and both in files."""
+"""What ``startrail bench sparse`` found: a table per trial, the claims, how evenly documents are spread, and files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from startrail.geometry.distributions import DISTRIBUTIONS, document_lengths
+from startrail.geometry.mask import Mask
+from startrail.geometry.zones import ZoneLevel, make_layout
+from startrail.routing.route import route_of
+from startrail.routing.work import work_by_rank
+from startrail.schedule.plan import Plan
+from startrail.schedule.sizes import Sizes
+from startrail.schedule.values import PASSES
 
 RING, DENSE, SPARSE = "ring", "best dense plan", "startrail"  # contenders that claims compare
 
@@ -92,3 +101,43 @@ def write_sparse(out: Path, meta: dict[str, Any], rows: Sequence[SparseRow], tab
     path = out / "sparse.txt"
     path.write_text("\n".join([head, *tables, ""]))
     return path
+
+
+BALANCED = {8: "1x8", 32: "u4/1x8", 64: "u8/1x8"}  # ranks and plan
+TOKENS_PER_RANK = (8192, 32768)
+
+
+def balance_table(kinds: Sequence[str] = tuple(DISTRIBUTIONS)) -> str:
+    """Busiest rank over the mean (work and tokens), padding, and bytes by level per rank, for both layouts."""
+    lines = [
+        "",
+        "balance of packed documents (busiest rank over the mean), and MB sent per rank by level, forward + backward,",
+        "bfloat16, 32:8 heads x 128:",
+        "documents    ranks  tokens layout    work   held  padding  levels",
+    ]
+    for kind in kinds:
+        for ranks, text in BALANCED.items():
+            for per_rank in TOKENS_PER_RANK:
+                documents = [0]
+                for tokens in document_lengths(kind, ranks * per_rank, seed=1):
+                    documents.append(documents[-1] + tokens)
+                for layout in ("zigzag", "zones"):
+                    found = _balance_line(Plan.parse(text), ranks, documents, layout)
+                    lines.append(f"{kind:12s} {ranks:5d} {per_rank:7d} {found}")
+    return "\n".join(lines)
+
+
+def _balance_line(plan: Plan, ranks: int, documents: list[int], name: str) -> str:
+    layout = make_layout(name, [ZoneLevel(*level) for level in plan.zone_levels(ranks)], documents)
+    work, mean = work_by_rank(layout, documents), documents[-1] / ranks
+    sizes = Sizes(plan, layout.local, 1, 32, 8, 128, itemsize=2)
+    mask = Mask(causal=True, documents=tuple(documents))
+    sent = [
+        [sum(level) for level in zip(*(route.traffic(p) for p in PASSES for route in routes), strict=True)]
+        for routes in (route_of(plan, layout, rank, mask, sizes, sparse=name == "zones") for rank in range(ranks))
+    ]
+    levels = " ".join(f"{sum(level) / ranks / 1e6:.1f}" for level in zip(*sent, strict=True))
+    return (
+        f"{name:7s} {max(work) * ranks / sum(work):6.2f} {layout.local / mean:6.3f} "
+        f"{layout.local / mean - 1:8.1%}  {levels}"
+    )
