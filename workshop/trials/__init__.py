@@ -2,5 +2,5 @@
 
 `suite` runs the benchmark; start reading there. `cases` defines contenders and trials, `links` the bytes between nodes,
 `models` whole training steps, and `measure` runs trials on ranks. `sparse` measures windows and packed documents;
-`memory` compares the peak memory of training with the planner's estimate.
+`memory` compares the peak memory of training with the planner's estimate, and `against` two source trees.
 """

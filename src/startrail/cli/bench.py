@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from startrail.cli.clone import HOW, workshop
-from startrail.cli.options import Commands, add_command, needs_extra
+from startrail.cli.options import Commands, Parser, add_command, needs_extra
 
 MACHINES = ("4x8", "8x4", "16x2", "4x4", "2x8")  # those of the claims first
 MINUTES = 25.0
@@ -65,10 +65,10 @@ def add(commands: Commands) -> None:
     benchmarks = command.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="other benchmarks", prog="startrail bench"
     )
-    _add_engine(benchmarks)
+    engine = _add_engine(benchmarks)
     _add_train(benchmarks)
     if clone := workshop("commands"):
-        clone.add_benchmarks(benchmarks)
+        clone.add_benchmarks(benchmarks, engine)
     else:
         for name in ("memory", "sparse"):
             benchmarks.add_parser(name, help="from a clone", refusal=f"{HOW}startrail bench {name}")
@@ -79,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     with needs_extra("lab"):
         if arguments.benchmark == "engine":
             arguments.plans = arguments.plans or (HOST_PLANS if arguments.host else ENGINE_PLANS)
+            if "against" in arguments and arguments.against and (against := workshop("trials.against")):
+                return int(against.run(arguments))
         if arguments.benchmark:
             return int(import_module(f"startrail.bench.{arguments.benchmark}").run(arguments))
         if suite := workshop("trials.suite"):
@@ -90,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     return job.run_own_plans(arguments.out)
 
 
-def _add_engine(benchmarks: Commands) -> None:
+def _add_engine(benchmarks: Commands) -> Parser:
     text = "speed and memory of the engine on this machine"
     examples = {"startrail bench engine --plans u8,1x8 --rounds 3": ""}
-    option = add_command(benchmarks, "engine", examples, help=text, description=ENGINE).add_argument
+    engine = add_command(benchmarks, "engine", examples, help=text, description=ENGINE)
+    option = engine.add_argument
     option("--length", type=int, default=8192, help="tokens (default %(default)s)")
     option("--heads", type=int, default=8, help="query and KV heads (default %(default)s)")
     option("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
@@ -104,6 +107,7 @@ def _add_engine(benchmarks: Commands) -> None:
     option("--host", action="store_true", help="only host time per call")
     option("--calls", type=int, default=500, help="calls of which host time is taken (default %(default)s)")
     option("--json", type=Path, metavar="FILE", help="also write the rows to a file")
+    return engine
 
 
 def _add_train(benchmarks: Commands) -> None:
