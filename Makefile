@@ -78,8 +78,8 @@ bench: setup-bench     ## every plan and peer on emulated clusters: report/repor
 bench-quick: setup-bench ## the same on 4 nodes of 4 ranks only (3 minutes)
 	$(BIN)/startrail bench --quick --out report
 
-bench-engine: setup    ## speed and memory of the engine on this machine
-	$(BIN)/startrail bench engine
+bench-engine: setup    ## speed, memory and host time of the engine on this machine (ARGS="--against TREE": two trees)
+	$(BIN)/startrail bench engine $(ARGS)
 
 train: setup           ## a small GPT on 8 local ranks: about two minutes on 2 cores (ARGS="--steps 50 --plan 1x8" ...)
 	$(BIN)/startrail train gpt-tiny $(ARGS)

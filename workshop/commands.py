@@ -1,4 +1,4 @@
-"""Commands that exist in a clone only: ``startrail lab``, ``startrail bench memory`` and ``startrail bench sparse``.
+"""What the command line has in a clone only: ``startrail lab``, and parts of ``startrail bench``.
 
 Nothing here imports torch before a command runs.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from startrail.cli.options import Commands, add_command, needs_extra
+from startrail.cli.options import Commands, Parser, add_command, needs_extra
 
 LAB_NOTE = (
     "The program gets torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR ...) and calls\n"
@@ -96,7 +96,10 @@ def run_lab(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_benchmarks(benchmarks: Commands) -> None:
+def add_benchmarks(benchmarks: Commands, engine: Parser) -> None:
+    """The benchmarks that need a clone, and the option of ``bench engine`` that does."""
+    text = "compare with another source tree: both are measured in turns, in one run"
+    engine.add_argument("--against", type=Path, metavar="TREE", help=text)
     _add_memory(benchmarks)
     _add_sparse(benchmarks)
 

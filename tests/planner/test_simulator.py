@@ -9,11 +9,12 @@ from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.pricing import PostTask, PricedMessage, Task, WaitTask
-from startrail.planner.topology import Machine, link_bytes
+from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form
 from startrail.schedule.values import PASSES
 from tests.planner.shapes import CALL, PEERS, SMALL
+from workshop.trials.links import bytes_between_nodes
 
 PLANS = "1x16 star2 star4 1x4/u4 2x2/u4 2x2/u4,keep=all u4/1x4 u4/2x2,groups=2 u2/1x2/2x2 1x4/1x4 4x1/u2/1x2 2x8 u8/2x1"
 
@@ -139,7 +140,7 @@ def test_a_long_ring_goes_on_as_it_begins(text, window, monkeypatch):
 def test_the_clock_sends_what_the_closed_form_says(text):
     plan = Plan.parse(text)
     sizes = CALL.sizes(plan, 16)
-    links = link_bytes(plan, Machine(4, 4), sizes.by_kind)
+    links = bytes_between_nodes(plan, Machine(4, 4), sizes.by_kind, range(16))
     predicted = predict(SMALL, plan, CALL, all_ranks=True)
     assert predicted.sent[0] * 16 == pytest.approx(sum(link.sent for link in links), rel=1e-9)
     busiest = max(max(link) for link in links) / SMALL.levels[0].bandwidth

@@ -7,17 +7,17 @@ import pytest
 
 from results import figures
 from startrail.cli import main
-from workshop.trials import walls
+from workshop.trials import memory
 
 
 def test_peaks_of_memory_are_measured_and_recorded(tmp_path, monkeypatch, capsys):
-    recipe = walls.DEEP.with_(dict(width=32, layers=2, hidden=32, length=1024, zero=0, plan="1x1"))
+    recipe = memory.DEEP.with_(dict(width=32, layers=2, hidden=32, length=1024, zero=0, plan="1x1"))
     alone = [
-        walls.MemoryCase("attention", str(f), None, partial(walls.measure_alone, recipe, f))
-        for f in (walls.eager, walls.sdpa)
+        memory.MemoryCase("attention", str(f), None, partial(memory.measure_alone, recipe, f))
+        for f in (memory.eager, memory.sdpa)
     ]
-    rest = walls.MemoryCase("logits", "large", 2.0**40, None, "does not fit")
-    monkeypatch.setattr(walls, "cases", lambda tokens: [*alone, rest])
+    rest = memory.MemoryCase("logits", "large", 2.0**40, None, "does not fit")
+    monkeypatch.setattr(memory, "cases", lambda tokens: [*alone, rest])
     file = tmp_path / "memory.json"
     options = dict(lengths=256, ranks=1, local=256, worlds=1, json=file)
     main(["bench", "memory", *(f"--{name}={value}" for name, value in options.items())])
@@ -32,7 +32,7 @@ def test_peaks_of_memory_are_measured_and_recorded(tmp_path, monkeypatch, capsys
 def test_the_recorded_peaks_are_of_todays_cases_and_estimates():
     pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
     rows = {row["case"]: row for row in figures.recorded("memory")["rows"]}
-    cases = walls.cases(16_384)
+    cases = memory.cases(16_384)
     assert tuple(dict.fromkeys(case.wall for case in cases)) == tuple(figures.REMEDIES)
     for case in cases:
         row = rows[case.name]

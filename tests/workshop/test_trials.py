@@ -10,20 +10,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from startrail.bench.defaults import MACHINES, MINUTES
-from startrail.bench.record import metadata
 from startrail.cli import main
+from startrail.cli.bench import MACHINES, MINUTES
 from startrail.launch.local import run_local
 from startrail.planner.auto import plan_for_heads
-from startrail.planner.topology import Machine, rate_for, transfer_seconds
+from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from tests.helpers import fork_ranks, refusal
 from workshop import lab
-from workshop.peers.contenders import make_data
-from workshop.peers.ring import TextbookRing
+from workshop.peers.contenders import TextbookRing, make_data
 from workshop.report.claims import claims
 from workshop.report.findings import lines_of, measured_trial
-from workshop.report.page import write
+from workshop.report.page import metadata, write
 from workshop.trials import measure
 from workshop.trials.cases import (
     AUTO,
@@ -45,9 +43,9 @@ from workshop.trials.cases import (
     plan_contenders,
     unlimited_trials,
 )
+from workshop.trials.links import link_bytes, rate_for, ring_bytes, transfer_seconds
 from workshop.trials.measure import Links, Ranks, make_runner, prepare_data, run_on_cluster, unsupported_reason
 from workshop.trials.models import expected_results
-from workshop.trials.sizes import link_bytes, ring_bytes
 from workshop.trials.suite import fitting, planned_seconds
 
 PAIR = Machine(2, 2)

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Workload
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.sparse.predict import predict_sparse
-from startrail.planner.topology import Machine, rate_for
+from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from workshop.trials.cases import Contender, Trial, lab_cluster
-from workshop.trials.sizes import ring_bytes
+from workshop.trials.links import interleaved, rate_for, ring_bytes
 
 CHOSEN = "chosen"  # the role of the plan that the planner chooses
 Json = Mapping[str, Any]
@@ -81,7 +81,7 @@ def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     cluster, plan = cluster_of(case, figures), Plan.parse(case.plan)
     if case.work.is_sparse:
         return predict_sparse(cluster, plan, case.call)
-    order = case.machine.interleaved() if case.across else None
+    order = interleaved(case.machine) if case.across else None
     return predict(cluster, plan, case.call, all_ranks=True, order=order)
 
 

@@ -7,6 +7,7 @@ from startrail.planner.step import Training
 from startrail.planner.topology import Machine
 from startrail.planner.workload import Run, find_model
 from startrail.schedule.plan import Plan
+from workshop.trials.links import interleaved
 
 SETUPS = [
     ("a100-2x16", "gpt-3b", 65_536),
@@ -46,7 +47,7 @@ def figure7() -> list[str]:
         cluster, model = find_cluster(name), find_model(model_name)
         run = Run(length=length, gather="bfloat16")
         training = Training(cluster, model, run)
-        order = Machine(cluster.levels[0].size, cluster.levels[1].size).interleaved()
+        order = interleaved(Machine(cluster.levels[0].size, cluster.levels[1].size))
 
         def gain(text: str, across: bool, training: Training = training, order: tuple[int, ...] = order) -> float:
             def seconds(text: str, across: bool) -> float:

@@ -141,7 +141,8 @@ class ProgramJob(LabJob):
 
 
 def _command(argv: Sequence[str]) -> list[str]:
-    """The command line of a program; ``script.py args`` and ``-m module args`` get the interpreter."""
+    """The command line of a program; ``script.py args`` and ``-m module args`` get the interpreter, which finds modules
+    as under torchrun: it is the user's program that runs, from where the user is."""
     if not argv:
         raise ValueError("no program to run: pass a script.py, -m module, or a command")
     if argv[0].endswith(".py") and not Path(argv[0]).is_file():

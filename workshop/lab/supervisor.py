@@ -33,8 +33,6 @@ from workshop.lab.wiring import Wiring
 
 ANSWER_SECONDS = 30.0
 MESSAGE_BYTES = 1 << 16
-
-
 PROGRAM = "from workshop.lab.supervisor import main; main()"
 
 
@@ -98,8 +96,8 @@ class Supervisor:
 
 
 def _module_path() -> str:
-    """Where the supervisor finds modules. It is often root, and other users may write to the working directory: ``-P``
-    and absolute paths keep their files out of it."""
+    """Where the supervisor finds modules: beside our own, and never in the working directory, where others may write.
+    ``-P`` keeps that out of sys.path, but not entries of PYTHONPATH that are relative or empty."""
     own = [str(Path(package).resolve().parent) for module in (workshop, startrail) for package in module.__path__]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([*own, *filter(os.path.isabs, given)])

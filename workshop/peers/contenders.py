@@ -8,7 +8,9 @@ exactly what is measured.
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -19,16 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail import SequenceParallel
+from startrail import SequenceParallel, ring
 from startrail._compat import cpu_flash_backward, cpu_flash_forward, torch_ring_attention
-from startrail.bench.attention import Results, own_device, own_dtype, whole_attention, with_gradients
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Results, Workload, own_device, own_dtype, whole_attention, with_gradients
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.kernels import kernel_for
 from startrail.planner.topology import Machine
 from workshop.trials.cases import Contender
+from workshop.trials.links import interleaved
 
 
 class Tolerance(NamedTuple):
@@ -161,7 +163,7 @@ def masked_layout(places: int, work: Workload) -> Layout:
 @cache
 def engine(plan: str, machine: Machine, across: bool = False) -> SequenceParallel:
     """One engine per plan for all its work, because each connects its own process groups."""
-    group = dist.new_group(list(machine.interleaved()), sort_ranks=False) if across else None
+    group = dist.new_group(list(interleaved(machine)), sort_ranks=False) if across else None
     return SequenceParallel(plan, group)
 
 
@@ -256,3 +258,34 @@ class DeepSpeed(AttentionRunner):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.distributed(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0).transpose(1, 2)
+
+
+class TextbookRing(AttentionRunner):
+    """Sends keys and values to the next rank while the current block is computed; in the backward pass their gradients
+    follow them around the ring.
+
+    It shares only the kernel, the masks and the layout with the engine, so that our plans are not compared with a weak
+    ring of our own.
+    """
+
+    def set_up(self) -> None:
+        self.visible = ring.visible_by_hop(self.layout, Mask(self.work.causal))
+        self.waited = 0.0
+
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        arrive = ring.pass_on(x)
+
+        def timed() -> Tensor:
+            start = time.perf_counter()
+            incoming = arrive()
+            self.waited += time.perf_counter() - start
+            return incoming
+
+        return timed
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring.RingAttention.apply(q, k, v, self.visible, self.pass_on)
+
+    def waiting(self) -> float | None:
+        seconds, self.waited = self.waited, 0.0
+        return seconds

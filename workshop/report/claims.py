@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from startrail.bench.record import Json
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Json, Workload
 from workshop.report.findings import (
     CLAIMED,
     Line,
@@ -120,7 +119,7 @@ def best_of_ours(lines: Sequence[Line], roles: Sequence[str] = OURS) -> Line | N
     return best((line for line in lines if line.repeats == most), *roles)
 
 
-def _with_ours(trials: Sequence[Json]) -> Iterator[tuple[Json, list[Line], Line]]:
+def with_ours(trials: Sequence[Json]) -> Iterator[tuple[Json, list[Line], Line]]:
     """Each trial that has a plan of ours, its lines, and the our best plan."""
     for trial in trials:
         lines = lines_of(trial)
@@ -130,7 +129,7 @@ def _with_ours(trials: Sequence[Json]) -> Iterator[tuple[Json, list[Line], Line]
 
 def _with_ring(trials: Sequence[Json]) -> Iterator[tuple[Json, list[Line], Line, Line]]:
     """The same for trials that have a ring too, with the fastest ring."""
-    for trial, lines, ours in _with_ours(trials):
+    for trial, lines, ours in with_ours(trials):
         if ring := best(lines, "ring"):
             yield trial, lines, ours, ring
 
@@ -183,7 +182,7 @@ def _peer_claim(trials: Sequence[Json], way: str) -> Claim:
     """Judged on emulated links, on every machine and at every rate at which the peer took part."""
     compared = [
         (trial, ours, line.seconds / ours.seconds)
-        for trial, lines, ours in _with_ours(trials)
+        for trial, lines, ours in with_ours(trials)
         for line in lines
         if line.way == way
     ]
@@ -197,7 +196,7 @@ def _peer_claim(trials: Sequence[Json], way: str) -> Claim:
 
 def _peers_claim(trials: Sequence[Json]) -> Claim:
     texts = []
-    for trial, lines, ours in _with_ours(trials):
+    for trial, lines, ours in with_ours(trials):
         peers = [line for line in lines if line.role == "peer" and line.way not in HEAD_SPLITTING_PEERS]
         if peers and trial["pressure"] == BOUND_BY_LINKS and _is_mha(trial, trial["machine"]):
             ratios = ", ".join(f"{line.name} {line.seconds / ours.seconds:.2f}x" for line in peers)
@@ -230,7 +229,7 @@ def _short_title(trial: Json) -> str:
 
 def _compute_claim(trials: Sequence[Json]) -> Claim:
     text = "at least 80 % of compute alone when the network is not limited and N = 16,384"
-    for trial, _, ours in _with_ours(trials):
+    for trial, _, ours in with_ours(trials):
         if trial["pressure"] is None and is_emulated(trial) and trial["work"]["length"] == 16_384:
             share = ours.share_of_bound
             return Claim(text, f"{share:.0%} ({ours.plan}, {trial['machine']})", share >= 0.8)

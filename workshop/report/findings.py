@@ -11,13 +11,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from startrail.bench.record import Json
-from startrail.bench.workload import Workload
-from startrail.planner.topology import Machine, transfer_seconds
+from startrail.bench.measure import Json, Workload
+from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from workshop.trials.cases import COMPUTE, Trial
+from workshop.trials.links import link_bytes, ring_bytes, transfer_seconds
 from workshop.trials.measure import Outcome, Sample, with_plan
-from workshop.trials.sizes import link_bytes, ring_bytes
 
 CLAIMED = "4x8"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from startrail.bench.record import Json
-from startrail.bench.workload import Workload, heads_first
+from startrail.bench.measure import Json, Workload
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.view.plots import Bar, Series, bar_chart, figure, line_chart
 from workshop.report.findings import headline_machine, lines_of, title
-from workshop.trials.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, OURS, plan_contenders
-from workshop.trials.sizes import link_bytes, ring_bytes
+from workshop.trials.cases import BOUND_BY_LINKS, GROWING, LONG, MHA, OURS, heads_first, plan_contenders
+from workshop.trials.links import link_bytes, ring_bytes
 
 SHOWN = ("ring", "double ring", "usp", "star", "nested", "nested keep", "auto", "heads")  # roles in plots over rates
 BEST = "heads outermost"  # the best of several such plans

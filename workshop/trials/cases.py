@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, isqrt
 
-from startrail.bench.workload import Workload, balanced_team, heads_first
+from startrail.bench.measure import Workload
 from startrail.planner.cluster import ClusterSpec, SlowMember, find_cluster
 from startrail.planner.topology import Machine
+from startrail.schedule.places import divisors
 
 # Pressure: the time that textbook Ring Attention keeps a node's link busy, by closed form, over its compute time.
 BOUND_BY_LINKS = 8.0
@@ -81,6 +82,32 @@ OUTERMOST: dict[tuple[str, int], tuple[str, ...]] = {
     ("2x8", 16): ("u2/u8", "u2/u4/1x2,keep=all,groups=2"),
     ("4x8", 8): ("u4/1x8,keep=all,groups=2", "u4/u2/1x4,keep=all"),
 }
+
+
+def balanced_team(nodes: int) -> int:
+    """The team size that sends the fewest bytes between nodes for MHA: the divisor nearest to the square root.
+
+    >>> [balanced_team(nodes) for nodes in (2, 4, 8, 16)]
+    [1, 2, 2, 4]
+    """
+    return min(divisors(nodes), key=lambda team: (abs(team - isqrt(nodes)), team))
+
+
+def heads_first(nodes: int, ranks: int, heads: int) -> str:
+    """Heads split over as many nodes as possible, the remaining heads inside the nodes, and teams and rings for the
+    rest.
+
+    >>> [heads_first(*machine, heads=16) for machine in ((4, 8), (8, 4), (16, 2), (4, 4), (2, 8), (32, 8))]
+    ['u4/u4/1x2', 'u8/u2/1x2', 'u16/1x2', 'u4/u4', 'u2/u8', 'u16/1x2/2x4']
+    """
+    levels = []
+    for size in (nodes, ranks):
+        split = gcd(size, heads)
+        heads //= split
+        team = balanced_team(size // split)
+        levels += [f"u{split}"] if split > 1 else []
+        levels += [f"{team}x{size // split // team}"] if split < size else []
+    return "/".join(levels) or "u1"
 
 
 def heads_contenders(nodes: int, ranks: int, heads: int) -> tuple[Contender, ...]:

@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from startrail import SequenceParallel
 from startrail.agreement.gather import gather_texts
-from startrail.bench.attention import own_device
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Workload, own_device
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.live.choose import choose
-from startrail.planner.topology import Machine, rate_for
+from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan, PlanError
 from workshop.lab.cluster import Cluster, own_link_bytes
 from workshop.peers.contenders import (
@@ -35,15 +34,15 @@ from workshop.peers.contenders import (
     ComputeOnly,
     DeepSpeed,
     PlanRunner,
+    TextbookRing,
     TorchRing,
     deepspeed,
     make_data,
 )
 from workshop.peers.flash import RingFlash, Yunchang, ring_flash_attn, yunchang
-from workshop.peers.ring import TextbookRing
 from workshop.trials.cases import AUTO, BRIEF, COMPUTE, Contender, Trial, lab_cluster
+from workshop.trials.links import piece_sizes, rate_for, ring_bytes
 from workshop.trials.models import StepRunner, expected_results
-from workshop.trials.sizes import piece_sizes, ring_bytes
 
 FAST_RATE = 2_000_000_000  # bit/s, while nothing is timed
 WARM_UP = 4

@@ -12,15 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.bench.attention import Attention, own_device, whole_attention
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Attention, Workload, own_device, whole_attention
 from startrail.losses import chunked_cross_entropy, global_mean, sum_gradients
 from startrail.planner.topology import Machine
 from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS
 from startrail.training.models.dit import DiT, flow_matching_loss
 from startrail.training.models.gpt import GPT
-from workshop.peers.contenders import engine
-from workshop.peers.ring import TextbookRing
+from workshop.peers.contenders import TextbookRing, engine
 from workshop.trials.cases import Contender
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of the loss: float32, or bfloat16 on GPUs

@@ -23,12 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.bench.attention import Attention as Attend
-from startrail.bench.attention import visible_attention
-from startrail.bench.record import metadata, stated
-from startrail.bench.workload import Workload
+from startrail.bench.measure import Attention as Attend
+from startrail.bench.measure import Workload, stated, visible_attention
 from startrail.geometry.distributions import document_lengths
-from startrail.planner.topology import Machine, rate_for
+from startrail.planner.topology import Machine
 from workshop.lab.cluster import Cluster, available, own_link_bytes
 from workshop.peers.sparse import (
     SPARSE_PEERS,
@@ -37,10 +35,10 @@ from workshop.peers.sparse import (
     compute_dense,
     stack,
 )
-from workshop.report.balance import balance_table
-from workshop.report.sparse import SPARSE, SparseRow, sparse_claims, sparse_table, write_sparse
+from workshop.report.page import metadata
+from workshop.report.sparse import SPARSE, SparseRow, balance_table, sparse_claims, sparse_table, write_sparse
+from workshop.trials.links import rate_for, ring_bytes
 from workshop.trials.measure import FAST_RATE
-from workshop.trials.sizes import ring_bytes
 
 HEADS, HEAD_DIM = 32, 16  # one head per rank, so that DeepSpeed's Ulysses can run
 REAL_LENGTH = 32 * 8192

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from startrail.bench.defaults import MACHINES
-from startrail.bench.record import Json, metadata
+from startrail.bench.measure import Json
+from startrail.cli.bench import MACHINES
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.torchrun import JoinError, device_of_rank, join
 from startrail.planner.topology import Machine
@@ -25,7 +25,7 @@ from workshop.lab.cluster import available
 from workshop.lab.job import JobError
 from workshop.report.claims import claims, right_claim
 from workshop.report.findings import measured_trial, pressure_text
-from workshop.report.page import write
+from workshop.report.page import metadata, write
 from workshop.trials.cases import Contender, Trial, limited_trials, unlimited_trials
 from workshop.trials.measure import Outcome, run_on_cluster, run_on_group, unsupported_reason
 

@@ -20,10 +20,16 @@ import torch.distributed as dist
 
 import startrail
 from startrail.bench import host, job
-from startrail.bench.attention import Attention, random_inputs, visible_attention, whole_attention, with_gradients
-from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS
-from startrail.bench.record import record
-from startrail.bench.workload import Workload
+from startrail.bench.measure import (
+    Attention,
+    Json,
+    Workload,
+    random_inputs,
+    record,
+    visible_attention,
+    whole_attention,
+    with_gradients,
+)
 from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
@@ -146,16 +152,25 @@ def time_without_links(work: Workload, plan: str, ranks: int) -> float:
 
 def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    plans = (options.plans or (HOST_PLANS if options.host else ENGINE_PLANS)).replace(",", " ").split()
+    plans = options.plans.replace(",", " ").split()
     if options.calls < 1:
         raise ValueError(f"--calls {options.calls} must be at least 1")
     if "WORLD_SIZE" in os.environ and not options.host:
         return job.run(options, plans)
     for plan in plans:
         Plan.parse(plan).check_world(options.ranks)
-    if options.host:
-        print(host.table(plans, options.ranks, options.heads, options.calls))
-        return 0
+    started = time.time()
+    rows = [{"plan": plan} for plan in plans] if options.host else _measure(options, plans)
+    hosts = {plan: host.host_times(plan, options.ranks, options.heads, options.calls) for plan in plans}
+    print(host.table(hosts, options.ranks, options.heads))
+    for row, (forward, backward, _) in zip(rows, hosts.values(), strict=False):  # dense rows come first
+        row.update(host_forward_ms=min(forward), host_backward_ms=min(backward))
+    record(options.json, options, started, rows)
+    return 0
+
+
+def _measure(options: argparse.Namespace, plans: Sequence[str]) -> list[Json]:
+    """One row per case and plan; also printed."""
     works = engine_works(options)
     print(
         f"forward + backward, {options.heads} heads x {options.head_dim}, float32, {options.ranks} one-thread ranks; "
@@ -165,7 +180,6 @@ def run(options: argparse.Namespace) -> int:
     cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
     sdpa: dict[Workload, list[float]] = {work: [] for work in works}
     ours: dict[tuple[Workload, str], list[EngineTiming]] = {case: [] for case in cases}
-    started = time.time()
     done, total = 0, options.rounds * len(cases)
     for _ in range(options.rounds):
         for work in works:
@@ -176,24 +190,24 @@ def run(options: argparse.Namespace) -> int:
             if sys.stderr.isatty():
                 bar, end = "#" * (40 * done // total), "" if done < total else "\n"
                 print(f"\r{done}/{total} {bar}", end=end, file=sys.stderr)
-    free = {case: time_without_links(*case, options.ranks) for case in cases}
+    rows = []
     for work in works:
         of_work = {plan: found for (of, plan), found in ours.items() if of == work}
-        print(_table(work, sdpa[work], of_work, {plan: free[work, plan] for plan in of_work}))
-    rows = [
-        {
-            "case": case_name(work),
-            "length": work.length,
-            "plan": plan,
-            "seconds": statistics.median(timing.seconds for timing in found),
-            "efficiency": _efficiency(sdpa[work], found),
-            "waiting": statistics.median(timing.waiting for timing in found),
-            "cpu_seconds_without_links": free[work, plan],
-        }
-        for (work, plan), found in ours.items()
-    ]
-    record(options.json, options, started, rows)
-    return 0
+        free = {plan: time_without_links(work, plan, options.ranks) for plan in of_work}
+        print(_table(work, sdpa[work], of_work, free))
+        rows += [
+            {
+                "case": case_name(work),
+                "length": work.length,
+                "plan": plan,
+                "seconds": statistics.median(timing.seconds for timing in found),
+                "efficiency": _efficiency(sdpa[work], found),
+                "waiting": statistics.median(timing.waiting for timing in found),
+                "cpu_seconds_without_links": free[plan],
+            }
+            for plan, found in of_work.items()
+        ]
+    return rows
 
 
 def _efficiency(sdpa: list[float], ours: list[EngineTiming]) -> float:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,7 @@ import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel, __version__
-from startrail.bench.attention import own_dtype, random_inputs, whole_attention, with_gradients
-from startrail.bench.record import Json, record
-from startrail.bench.workload import Workload, own_plans
+from startrail.bench.measure import Json, Workload, own_dtype, random_inputs, record, whole_attention, with_gradients
 from startrail.kernels import kernel_for
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.torchrun import JoinError, device_of_rank, join
@@ -56,6 +55,21 @@ def run_own_plans(out: Path) -> int:
         return rows
 
     return _in_group(measure, argparse.Namespace(out=str(out)), out / "job.json")
+
+
+def own_plans(nodes: int, ranks: int, work: Workload) -> list[str]:
+    """Ring Attention, and one plan of each kind that can do this work on ``nodes`` of ``ranks`` each.
+
+    >>> own_plans(4, 8, Workload(8192, 16, 16, 64, causal=True))
+    ['1x32', '1x4/1x8', '1x4/u8', 'u4/1x8', 'star2']
+    """
+    world, found = nodes * ranks, []
+    levels = (f"1x{nodes}/1x{ranks}", f"1x{nodes}/u{ranks}", f"u{nodes}/1x{ranks}", f"u{nodes}/u{ranks}")
+    for text in (f"1x{world}", *(levels if nodes > 1 and ranks > 1 else ()), f"u{world}", "star2"):
+        with suppress(ValueError):
+            work.sizes(Plan.parse(text), world)
+            found.append(text)
+    return found
 
 
 def _in_group(measure: Callable[[torch.device], list[Json]], options: argparse.Namespace, file: Path | None) -> int:

@@ -7,10 +7,13 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from startrail.bench.defaults import ENGINE_PLANS, HOST_PLANS, MACHINES, MINUTES
 from startrail.cli.clone import HOW, workshop
-from startrail.cli.options import Commands, add_command, needs_extra
+from startrail.cli.options import Commands, Parser, add_command, needs_extra
 
+MACHINES = ("4x8", "8x4", "16x2", "4x4", "2x8")  # those of the claims first
+MINUTES = 25.0
+ENGINE_PLANS = "u8,2x1/u4,1x2/u4,2x2/u2,2x4,star2,1x8"
+HOST_PLANS = "1x8,u8,u4/1x2"
 EXAMPLES = {
     "startrail bench --quick": "plans and peers over limited links: 4x4 ranks, three minutes",
     "startrail bench --shapes 4x8 16x2 --out report": "",
@@ -22,9 +25,10 @@ ENGINE = (
     "sequence. With at least as many ranks as cores, 1.0 means that distributing costs nothing. Rounds are "
     "interleaved and medians reported, because the load of a shared machine varies. Memory is what attention adds to "
     "each rank, compared with the engine's own formula. Without links, a rank computes on zeros instead of what it "
-    "would receive: plans differ there by their own overhead alone, and sending is what a real run adds. --host "
-    "measures host time per call instead, which a GPU would spend waiting. Under torchrun, a dense mask is measured on "
-    "the job's own ranks, devices and links, against SDPA on one device (--ranks and --rounds have no effect)."
+    "would receive: plans differ there by their own overhead alone, and sending is what a real run adds. Host "
+    "time is Python's time per attention call, which a GPU would spend waiting; --host measures only that. Under "
+    "torchrun, a dense mask is measured on the job's own ranks, devices and links, against SDPA on one device (--ranks "
+    "and --rounds have no effect)."
 )
 TRAIN = (
     "Compares Ring Attention with the recipe's default plan. Both run in every round, one after the other, and "
@@ -61,10 +65,10 @@ def add(commands: Commands) -> None:
     benchmarks = command.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="other benchmarks", prog="startrail bench"
     )
-    _add_engine(benchmarks)
+    engine = _add_engine(benchmarks)
     _add_train(benchmarks)
     if clone := workshop("commands"):
-        clone.add_benchmarks(benchmarks)
+        clone.add_benchmarks(benchmarks, engine)
     else:
         for name in ("memory", "sparse"):
             benchmarks.add_parser(name, help="from a clone", refusal=f"{HOW}startrail bench {name}")
@@ -73,6 +77,10 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run one benchmark: a module of `startrail.bench`, or the workshop's, that defines ``run(options)``."""
     with needs_extra("lab"):
+        if arguments.benchmark == "engine":
+            arguments.plans = arguments.plans or (HOST_PLANS if arguments.host else ENGINE_PLANS)
+            if "against" in arguments and arguments.against and (against := workshop("trials.against")):
+                return int(against.run(arguments))
         if arguments.benchmark:
             return int(import_module(f"startrail.bench.{arguments.benchmark}").run(arguments))
         if suite := workshop("trials.suite"):
@@ -84,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     return job.run_own_plans(arguments.out)
 
 
-def _add_engine(benchmarks: Commands) -> None:
+def _add_engine(benchmarks: Commands) -> Parser:
     text = "speed and memory of the engine on this machine"
     examples = {"startrail bench engine --plans u8,1x8 --rounds 3": ""}
-    option = add_command(benchmarks, "engine", examples, help=text, description=ENGINE).add_argument
+    engine = add_command(benchmarks, "engine", examples, help=text, description=ENGINE)
+    option = engine.add_argument
     option("--length", type=int, default=8192, help="tokens (default %(default)s)")
     option("--heads", type=int, default=8, help="query and KV heads (default %(default)s)")
     option("--head-dim", type=int, default=64, help="head dimension (default %(default)s)")
@@ -95,9 +104,10 @@ def _add_engine(benchmarks: Commands) -> None:
     option("--plans", help=f"separated by commas (default {ENGINE_PLANS}; with --host {HOST_PLANS})")
     option("--rounds", type=int, default=5, help="rounds to take the median of (default %(default)s)")
     option("--full", action="store_true", help="no causal mask")
-    option("--host", action="store_true", help="host time per call, without kernels and transfers")
-    option("--calls", type=int, default=500, help="calls that --host measures (default %(default)s)")
+    option("--host", action="store_true", help="only host time per call")
+    option("--calls", type=int, default=500, help="calls of which host time is taken (default %(default)s)")
     option("--json", type=Path, metavar="FILE", help="also write the rows to a file")
+    return engine
 
 
 def _add_train(benchmarks: Commands) -> None:

@@ -4,7 +4,7 @@ It may import ``schedule``, ``geometry`` and ``routing``; ``live`` also uses ``c
 cluster it runs on. Start with ``answer.plan``, which ``startrail plan`` prints, and follow it to ``search.search``.
 
 ``units`` reads description files, in which numbers carry units. ``cluster`` and ``workload`` are what they describe,
-``topology`` the bytes on the links between nodes. ``pricing``, ``simulator`` and ``predict`` time one attention call,
+``topology`` their nodes and ranks. ``pricing``, ``simulator`` and ``predict`` time one attention call,
 with the speeds of ``kernels``; ``peers`` describes other libraries' engines. ``bounds`` gives lower bounds. ``step``
 adds the rest of a training step and ``memory`` its memory. ``search`` ranks all ``candidates`` into ``rows``,
 ``sparse`` prices documents and windows, ``answer`` explains the result, ``operate`` works out what fits, and ``auto``

@@ -1,19 +1,13 @@
-"""Machines as data, and the bytes that a plan sends over the links between their nodes.
-
-A rank's program lists its sends. This module adds the node of each rank (`Machine`) and the size of a whole piece of
-each kind (``sizes``, in any unit). Each node has one link, which carries all traffic of its ranks with other nodes.
-"""
+"""Machines as data: nodes and their ranks; and shorter rings that stand for very long ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan
-from startrail.schedule.program import build_program
-from startrail.schedule.values import PASSES
 
 if TYPE_CHECKING:
     from startrail.planner.cluster import ClusterSpec
@@ -71,14 +65,6 @@ class Machine:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
-    def interleaved(self) -> tuple[int, ...]:
-        """Ranks in an order in which neighbours are on different nodes, so that teams span nodes.
-
-        >>> Machine(2, 3).interleaved()
-        (0, 3, 1, 4, 2, 5)
-        """
-        return tuple(node * self.ranks_per_node + i for i in range(self.ranks_per_node) for node in range(self.nodes))
-
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node}"
 
@@ -87,68 +73,6 @@ def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
-
-
-class LinkBytes(NamedTuple):
-    sent: float
-    received: float
-
-
-def link_bytes(
-    plan: Plan, machine: Machine, sizes: Mapping[str, float], order: Sequence[int] | None = None
-) -> tuple[LinkBytes, ...]:
-    """The bytes of forward and backward on each node's link; ``order`` is the rank at each place.
-
-    With sizes in shards, on 4 nodes of 8 ranks, one node's link carries:
-
-    >>> shards = dict(q=1, kv=2, out=1, do=1, dq=1, dkv=2)
-    >>> [link_bytes(Plan.parse(text), Machine(4, 8), shards)[0].sent for text in ("1x4/u8", "2x2/u8", "u4/1x8")]
-    [144.0, 88.0, 48.0]
-    """
-    order = range(machine.world) if order is None else order
-    sent, received = [0.0] * machine.nodes, [0.0] * machine.nodes
-    for place, rank in enumerate(order):
-        for pass_ in PASSES:
-            for post, size in build_program(plan, machine.world, place, pass_).sends(sizes):
-                source, target = machine.node(rank), machine.node(order[post.peer])
-                if source != target:
-                    sent[source] += size
-                    received[target] += size
-    return tuple(map(LinkBytes, sent, received))
-
-
-def ring_bytes(machine: Machine, sizes: Mapping[str, float]) -> float:
-    """The bytes of Ring Attention on each node's link, each way: one rank of a node sends to the next node.
-
-    Keys and values make P-1 hops forward and again backward, their gradients P hops:
-
-    >>> ring_bytes(Machine(4, 8), dict(kv=2, dkv=2))
-    188
-    """
-    return 2 * (machine.world - 1) * sizes["kv"] + machine.world * sizes["dkv"]
-
-
-def transfer_seconds(links: Sequence[Sequence[float]], rates: Sequence[int | None]) -> float:
-    """A lower bound on the time for these bytes (sent, received) per link: the slowest link's busier direction.
-
-    >>> transfer_seconds([LinkBytes(100, 50), LinkBytes(100, 100)], [800, 400])       # bytes, bit/s
-    2.0
-    """
-    return max((8 * max(link) / rate for link, rate in zip(links, rates, strict=True) if rate), default=0.0)
-
-
-def rate_for(busiest: float, compute: float, pressure: float) -> int:
-    """The link rate, in bit/s, at which ``busiest`` bytes take ``pressure`` times the ``compute`` seconds.
-
-    >>> rate_for(busiest=1_000_000, compute=0.5, pressure=8)
-    2000000
-    """
-    if busiest <= 0 or compute <= 0 or pressure <= 0:
-        raise ValueError(f"no rate makes {busiest} bytes take {pressure} x {compute} s: all must be positive")
-    return round(8 * busiest / (pressure * compute))
-
-
-# --- very long rings
 
 
 def shorter_rings(
