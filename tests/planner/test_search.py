@@ -3,16 +3,19 @@
 import re
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from startrail.planner.answer import plan as ask
 from startrail.planner.candidates import options_of, plans_on
 from startrail.planner.cluster import find_cluster
+from startrail.planner.operate import fits
 from startrail.planner.predict import predict
+from startrail.planner.rows import DoesNotFitError
 from startrail.planner.search import search
 from startrail.planner.step import Training
-from startrail.planner.units import parse_count
+from startrail.planner.units import parse_count, shipped
 from startrail.planner.workload import Run, find_model, from_hugging_face
 from startrail.schedule.plan import Plan
 from tests.helpers import FULL
@@ -77,6 +80,30 @@ def test_plans_that_do_not_fit_are_dropped_with_reason_and_count():
 def test_a_batch_may_be_split_over_groups():
     answer = ask("a100-4x8", "gpt-3b", "32k", batch=8)
     assert answer.rows[0]["data_parallel"] > 1
+
+
+TENSORS = list(product(shipped("clusters"), shipped("models"), (1, 2, 3, 4, 8, 16)))
+
+
+@pytest.mark.parametrize("cluster, model, tensor", TENSORS if FULL else TENSORS[::13])
+def test_tensor_parallelism_has_an_answer_or_a_true_reason(cluster, model, tensor):
+    spec, sizes = find_cluster(cluster), find_model(model)
+    run = Run(length=65536, dtype=next(iter(spec.device.rates)), tensor=tensor)
+    if any(number % tensor for number in (sizes.heads, sizes.kv_heads, spec.levels[-1].size)):
+        with pytest.raises(ValueError, match=f"^tensor = {tensor} must divide {sizes.heads} query and {sizes.kv_heads} "):
+            search(spec, sizes, run, top=2)
+    elif not fits(spec, sizes, run):
+        with pytest.raises(DoesNotFitError, match=r"^[^\n]* does not fit cluster [^\n]*$") as caught:
+            search(spec, sizes, run, top=2)
+        if hint := re.search("; it would fit with ([^;]*)", str(caught.value)):
+            settings = dict(setting.split(" = ") for setting in hint[1].split(" and "))
+            changes = {name: {"true": True, "3": 3}.get(value, value) for name, value in settings.items()}
+            assert fits(spec, sizes, replace(run, **changes))
+    else:
+        for row in search(spec, sizes, run, top=2).rows:
+            row.plan.check_world(spec.world // tensor)
+            assert (sizes.heads // tensor) % row.plan.heads == 0
+            assert row.step.memory.total <= row.step.memory.limit
 
 
 def test_less_bandwidth_or_memory_is_never_faster():

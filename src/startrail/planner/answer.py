@@ -80,7 +80,7 @@ class Answer:
 
     def __str__(self) -> str:
         result = self.result
-        head = f"{_model_text(result.model)}, {_run_text(result.run)}, on {result.cluster}: "
+        head = f"{_model_text(result.model)}, {_run_text(result.model, result.run)}, on {result.cluster}: "
         head += f"{result.cluster.world} x {result.cluster.device.name}"
         notes = list(self.asked)
         notes += [f"what runs: {'; '.join(result.runs)}"] if result.runs else []
@@ -106,12 +106,14 @@ def _model_text(model: Model) -> str:
     return f"{model.name} ({model.parameters / 1e9:.1f}B parameters{active})"
 
 
-def _run_text(run: Run) -> str:
+def _run_text(model: Model, run: Run) -> str:
     """The run with every setting that is not a default."""
     recomputed = "all but attention" if not run.repeat_attention else "everything"
     parts = [f"{run.batch} x {run.length} tokens", run.dtype, f"ZeRO-{run.zero}"]
     parts.append(f"{recomputed if run.recompute else 'nothing'} recomputed")
-    parts += [f"tensor parallelism over {run.tensor}"] if run.tensor > 1 else []
+    if run.tensor > 1:
+        heads = model.heads // run.tensor
+        parts.append(f"tensor parallelism over {run.tensor} ({heads} of {count_text(model.heads, 'head')} each)")
     parts += [f"in {run.accumulate} parts"] if run.accumulate > 1 else []
     parts += [f"states in {run.states}"] if run.states != "float32" else []
     told = {

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.units import count_text
-from startrail.planner.workload import Model
 from startrail.schedule.families.base import Heads, Level
 from startrail.schedule.plan import Plan, plans_for, variants_of
 
@@ -81,10 +80,10 @@ class WellKnown(NamedTuple):
     reason: str = ""
 
 
-def well_known(cluster: ClusterSpec, model: Model) -> Iterator[WellKnown]:
+def well_known(cluster: ClusterSpec, kv_heads: int) -> Iterator[WellKnown]:
     """Ring Attention, Ulysses, the paper's schedule, USP and the double ring."""
     world, inside = cluster.world, cluster.spans[0]
-    outside, heads = world // inside, gcd(inside, model.kv_heads)
+    outside, heads = world // inside, gcd(inside, kv_heads)
     yield WellKnown("ring", f"1x{world}")
     yield WellKnown("Ulysses", f"u{world}")
     fitting = [team for team in STARS if world % team**2 == 0]
@@ -101,6 +100,6 @@ def well_known(cluster: ClusterSpec, model: Model) -> Iterator[WellKnown]:
         reason = f"it needs two levels of several members each, and a group has {levels}"
     yield WellKnown("double ring", f"1x{outside}/1x{inside}", reason)
     if heads == 1 and not reason:
-        reason = f"{model.kv_heads} key/value heads cannot be split inside a {cluster.levels[0].label} of {inside}"
+        reason = f"{kv_heads} key/value heads cannot be split inside a {cluster.levels[0].label} of {inside}"
     rings = f"/1x{inside // heads}" if heads < inside else ""
     yield WellKnown("USP", f"1x{outside}{rings}/u{heads}", reason)

@@ -30,7 +30,7 @@ MAX_BATCH = 1024
 def fits(cluster: ClusterSpec, model: Model, run: Run) -> bool:
     """True if some plan fits the memory, with one group of all ranks."""
     training = Training(cluster, model, run)
-    for plan in plans_on(training.group, model.heads // run.tensor):
+    for plan in plans_on(training.group, training.heads):
         for variant in options_of(plan) if isinstance(plan, Plan) else ():
             try:
                 memory = training.memory(variant)

@@ -166,7 +166,7 @@ class _Search:
     def bound_all(self, training: Training) -> None:
         """Bound all combinations of levels. Options are tried only for levels that may be among the best."""
         bounds = self.bounds[training.data_parallel] = {call: Bounds(training.group, call) for call in training.calls}
-        for plan in plans_on(training.group, self.model.heads):
+        for plan in plans_on(training.group, training.heads):
             if isinstance(plan, str):
                 self.dropped[plan] += 1
                 continue
@@ -226,7 +226,7 @@ class _Search:
             self.simulate_heads_outermost(training)
         if training.group.world == 1:
             return  # every sequence has a rank of its own: all plans are the same
-        for one in well_known(training.group, self.model) if known else ():
+        for one in well_known(training.group, training.kv_heads) if known else ():
             self.add_well_known(one, training)
         if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
             self.add_peers(training)
@@ -337,7 +337,8 @@ class _Search:
 
         def fits(cluster: ClusterSpec, run: Run) -> bool:
             groups = gcd(run.batch // run.accumulate, training.data_parallel)
-            memory = Training(cluster, self.model, run, groups).memory(Plan.parse(f"1x{cluster.world // groups}"))
+            smaller = Training(cluster, self.model, run, groups)
+            memory = smaller.memory(Plan.parse(f"1x{smaller.group.world}"))
             return memory.total <= memory.limit
 
         for change in SAVINGS:

@@ -65,6 +65,15 @@ class Training:
         """One group's part of the cluster. With tensor parallelism, each rank of it stands for ``tensor`` devices."""
         return self.cluster.part(self.cluster.world // self.data_parallel).joined(self.run.tensor)
 
+    @property
+    def heads(self) -> int:
+        """Query heads of one tensor-parallel rank: plans split these."""
+        return self.model.heads // self.run.tensor
+
+    @property
+    def kv_heads(self) -> int:
+        return self.model.kv_heads // self.run.tensor
+
     @cached_property
     def batch(self) -> int:
         """Sequences of one group that are computed together."""
@@ -78,7 +87,7 @@ class Training:
     def call(self, window: int | None) -> AttentionShape:
         model, run = self.model, self.run
         window = None if window is None or window >= run.length else window
-        heads = model.heads // run.tensor, model.kv_heads // run.tensor, model.head_dim
+        heads = self.heads, self.kv_heads, model.head_dim
         return AttentionShape(run.length, self.batch, *heads, model.causal, run.dtype, window, run.document_ends)
 
     @cached_property
