@@ -10,7 +10,6 @@ ranks is right for all parameters, those of the blocks, which see some tokens, a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,22 +57,14 @@ class AttachedModule:
         self.has_run = False
         self.steps = {True: 0, False: 0}  # checked calls in training, and in evaluation
         self.before_root: Callable[..., Any] | None = None  # splits the arguments of the model itself
-        self.live: weakref.WeakSet[Streams] = weakref.WeakSet()  # of calls whose graphs exist
+        self.recomputed: Streams | None = None  # of the call whose backward pass runs
 
     def __deepcopy__(self, memo: object) -> AttachedModule:
         return self
 
     def current(self) -> Streams | None:
         """The streams of the call that is running, or that is recomputed in the backward pass."""
-        if self.running or not in_backward():
-            return self.streams
-        live = {streams.shape: streams for streams in self.live}
-        if len(live) > 1:
-            raise ValueError(
-                "activations of calls with different numbers of tokens cannot be recomputed in one backward pass: call "
-                "backward for one before the next"
-            )
-        return next(iter(live.values()), None)
+        return self.streams if self.running or not in_backward() else self.recomputed
 
     @property
     def _by_itself(self) -> str:
@@ -371,26 +362,26 @@ def _shares(attached: AttachedModule, name: str, output: Any, checking: bool) ->
             raise RefusedError(
                 f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them"
             )
-        if isinstance(x, Tensor) and x.requires_grad and attached.sp.world > 1:
+        if isinstance(x, Tensor) and x.requires_grad:
             leaves[index] = _Share.apply(x, attached, name if checking else None)
-    for x in leaves:
-        if isinstance(x, Tensor) and x.grad_fn is not None and attached.last is not None:
-            node: Any = x.grad_fn
-            node.metadata["startrail"] = attached.last  # lives as long as the graph
-            attached.live.add(attached.last)
     return tree_unflatten(leaves, spec)
 
 
 class _Share(torch.autograd.Function):
-    """The same tensor. Its gradient is divided by the number of ranks, and first compared if ``name`` is given."""
+    """The same tensor. Its gradient is divided by the number of ranks, and first compared if ``name`` is given.
+
+    Autograd runs a call's nodes in the reverse order of the forward pass, so this one comes before the call's blocks,
+    and after the blocks of later calls: blocks that are recomputed belong to the last call whose node has run.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, attached: AttachedModule, name: str | None) -> Tensor:
-        ctx.attached, ctx.name = attached, name
+        ctx.attached, ctx.name, ctx.streams = attached, name, attached.last
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.attached.recomputed = ctx.streams
         if ctx.name is not None:
             ctx.attached.check_gradient(ctx.name, grad)
         return grad / ctx.attached.sp.world, None, None
