@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from startrail.cli import main
-from startrail.training.checkpoints.saving import read_state
+from startrail.training.checkpoints.reading import read_state
 from startrail.training.recipes import RECIPES
 from tests.cli.test_train import TINY
 from tests.helpers import refusal
@@ -50,7 +50,7 @@ def flip(path, chance):
 def test_every_flipped_bit_is_found(trained, tmp_path):
     folder, _ = copy_of(trained, tmp_path)
     path = folder / "step-00000002"
-    assert read_state(path)["step"] == 2
+    assert read_state(path).step == 2
     chance = random.Random(0)
     for file in [*path.iterdir()] * 25:
         whole = file.read_bytes()
@@ -58,7 +58,7 @@ def test_every_flipped_bit_is_found(trained, tmp_path):
         with pytest.raises(ValueError, match="step-00000002"):
             read_state(path)
         file.write_bytes(whole)
-    assert read_state(path)["step"] == 2
+    assert read_state(path).step == 2
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_path, capfd):
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained, tmp_p
     folder, argv = copy_of(trained, tmp_path)
     chance = random.Random(1)
     flip(folder / "step-00000002" / "part-00000.bin", chance)
-    problem = f"checkpoint {folder / 'step-00000002'} is damaged: part-00000.bin has changed since it was written"
+    problem = f"checkpoint {folder / 'step-00000002'} cannot be used: part-00000.bin has changed since it was written"
     capfd.readouterr()
     file = tmp_path / "model.safetensors"
     assert problem in refusal(["export", str(folder / "step-00000002"), str(file)], capfd)
@@ -100,16 +100,16 @@ def test_damaged_and_foreign_checkpoints_are_refused_and_left_alone(trained, tmp
 
     part = folder / "part-00000.bin"
     part.write_bytes(whole[part][:-10])
-    refused("is damaged: part-00000.bin has changed")
+    refused(f"cannot be used: part-00000.bin has {len(whole[part]) - 10:,} bytes, not {len(whole[part]):,}")
     part.unlink()
-    refused("is damaged: part-00000.bin is missing")
+    refused("cannot be used: part-00000.bin is missing")
     (folder / "state.json").write_text('{"format": "other"}')
-    refused("is damaged: state.json has changed")
+    refused("cannot be used: state.json has changed")
     (folder / "SHA256SUMS").unlink()
-    refused("is not a complete startrail checkpoint: SHA256SUMS is missing")
+    refused("cannot be used: SHA256SUMS is missing")
     state = '{"format": "startrail checkpoint 3"}'
     sign(folder, state)
-    refused("is not a checkpoint that this version reads: its format must be 'startrail checkpoint 2'")
+    refused("its format is 'startrail checkpoint 3', this version reads 'startrail checkpoint 2'")
     state = json.loads(whole[folder / "state.json"])
     state["tensors"]["model.embedding.weight"]["pieces"][0][0] = "../../metrics.jsonl"
     sign(folder, json.dumps(state))
@@ -165,10 +165,13 @@ def no_dtype(state):
 @pytest.mark.parametrize(
     "craft, message",
     [
-        (halves, "pieces of model.embedding.weight overlap at element [0, 0]"),
-        (outside, "a piece of model.embedding.weight at [-1, 0] with sizes [256, 16] is outside its shape [256, 16]"),
-        (no_dtype, "dtype 'Tensor' of model.embedding.weight does not exist"),
-        (None, "is not a startrail checkpoint: it has no readable state.json"),
+        (halves, "pieces of model.embedding.weight overlap or leave a gap at row 128"),
+        (
+            outside,
+            "state.json: [-1, 0] is not a list of integers of at least 0, in the entry of model.embedding.weight",
+        ),
+        (no_dtype, "dtype 'Tensor' is not one of float64, float32, bfloat16, float16, in the entry of model.embed"),
+        (None, "state.json is not a JSON table"),
     ],
 )
 def test_crafted_checkpoints_are_set_aside(craft, message, trained, tmp_path, capfd):
@@ -197,7 +200,7 @@ def test_symbolic_links_are_not_followed(trained, tmp_path, capfd):
     lock.unlink()
     lock.symlink_to(precious / "file")
     capfd.readouterr()
-    assert f"{lock} is a symbolic link: remove it" in refusal(argv, capfd)
+    assert f"{lock} is a symbolic link, not a regular file" in refusal(argv, capfd)
     lock.unlink()
     for name in (".writing-00000003", ".removing-00000001", "unusable-00000002"):
         (folder / name).symlink_to(precious)

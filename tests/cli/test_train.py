@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from startrail.cli import main
-from startrail.training.checkpoints.saving import read_state
+from startrail.training.checkpoints.reading import read_state
 from startrail.training.recipes import RECIPES, find
 from tests.helpers import ROOT, refusal
 
@@ -146,9 +146,7 @@ def test_a_run_its_files_its_end_and_its_export(text, tmp_path, capfd):
     tensors = safetensors.load_file(file)
     assert tensors["embedding.weight"].shape == (256, 16)
     assert "already exists" in refusal(["export", str(out), str(file)], capfd)
-    assert "is not a complete startrail checkpoint" in refusal(
-        ["export", str(tmp_path), str(tmp_path / "other")], capfd
-    )
+    assert "cannot be used: SHA256SUMS is missing" in refusal(["export", str(tmp_path), str(tmp_path / "other")], capfd)
     assert main(["export", str(out), str(tmp_path / "llama")]) == 0
     assert "tensors of step 3" in capfd.readouterr().out
     assert "already exists" in refusal(["export", str(out), str(tmp_path / "llama")], capfd)
@@ -166,7 +164,7 @@ def test_what_a_killed_run_left_half_written_is_removed(text, tmp_path, capfd):
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
-    assert read_state(out / "checkpoints" / "step-00000003")["step"] == 3
+    assert read_state(out / "checkpoints" / "step-00000003").step == 3
 
 
 def test_a_disk_that_is_too_small_is_found_before_the_start(text, tmp_path, monkeypatch, capfd):

@@ -90,7 +90,9 @@ def test_tensor_parallelism_has_an_answer_or_a_true_reason(cluster, model, tenso
     spec, sizes = find_cluster(cluster), find_model(model)
     run = Run(length=65536, dtype=next(iter(spec.device.rates)), tensor=tensor)
     if any(number % tensor for number in (sizes.heads, sizes.kv_heads, spec.levels[-1].size)):
-        with pytest.raises(ValueError, match=f"^tensor = {tensor} must divide {sizes.heads} query and {sizes.kv_heads} "):
+        with pytest.raises(
+            ValueError, match=f"^tensor = {tensor} must divide {sizes.heads} query and {sizes.kv_heads} "
+        ):
             search(spec, sizes, run, top=2)
     elif not fits(spec, sizes, run):
         with pytest.raises(DoesNotFitError, match=r"^[^\n]* does not fit cluster [^\n]*$") as caught:

@@ -129,7 +129,7 @@ def _start(recipe: Recipe) -> int:
     from startrail.launch.signals import Stop
     from startrail.launch.torchrun import group_timeout
     from startrail.training import trainer  # noqa: F401, here once, rather than on every rank
-    from startrail.training.checkpoints.saving import steps_in
+    from startrail.training.checkpoints.reading import steps_in
 
     torch.set_num_threads(1)  # ranks are forked from this process, which must not have used OpenMP threads
     board = SharedMemoryBoard(recipe.ranks)
@@ -194,6 +194,7 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat)
     import torch.distributed as dist
 
     from startrail.agreement.errors import is_peer_error
+    from startrail.launch.signals import StoppedError
     from startrail.training.checkpoints.saving import TrainingError
     from startrail.training.display import make_display
     from startrail.training.trainer import Trainer
@@ -203,6 +204,8 @@ def _run(recipe: Recipe, device: torch.device, stop: Stop, heartbeat: Heartbeat)
         finished = Trainer(recipe, device, display, stop, heartbeat).run()
     except (ValueError, TrainingError) as error:
         return FAILED if isinstance(error, TrainingError) else 2, str(error)
+    except StoppedError as error:
+        return STOPPED, str(error)
     except RuntimeError as error:
         if not is_peer_error(error):
             raise

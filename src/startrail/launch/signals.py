@@ -8,6 +8,10 @@ import signal
 from typing import Any
 
 
+class StoppedError(Exception):
+    """A signal has ended some work that nothing depends on yet."""
+
+
 class Stop:
     """A context manager that turns SIGTERM and SIGINT (Ctrl-C) into a request to stop. Enter it before ranks are
     forked, so that no rank misses an early signal. The request is passed on to forked ranks; a second SIGINT raises
@@ -31,6 +35,11 @@ class Stop:
     def requested(self) -> bool:
         orphaned = os.getppid() != (self._parent if os.getpid() == self._owner else self._owner)
         return self._signalled or orphaned
+
+    def check(self) -> None:
+        """Raise ``StoppedError`` if a stop is requested."""
+        if self.requested:
+            raise StoppedError
 
     def _handle(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and os.getpid() == self._owner:

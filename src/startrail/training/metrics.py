@@ -7,11 +7,13 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
+from startrail.training.files import make_folder, open_regular
 from startrail.training.recipes import Recipe
 
 Metrics = dict[str, Any]
+LONGEST_LINE_BYTES = 1 << 20
 
 
 class MetricsFile:
@@ -21,7 +23,7 @@ class MetricsFile:
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._writer: Any = None
 
     def open(self, folder: Path, recipe: Recipe, begin: int) -> None:
@@ -30,20 +32,26 @@ class MetricsFile:
                 from torch.utils.tensorboard import SummaryWriter
             except ModuleNotFoundError:
                 raise ValueError("tensorboard true needs the package: pip install 'startrail[tensorboard]'") from None
+            make_folder(folder / "tensorboard", own=1)
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1)
-        path = folder / "metrics.jsonl"
-        self._file = path.open("a")
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # drop a line that a kill or a full disk cut off
+        self._path = folder / "metrics.jsonl"
+        descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        file = self._file = open(descriptor, "r+b")  # noqa: SIM115, open until ``close``
+        start = file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE_BYTES))
+        complete = file.read().rfind(b"\n") + 1
+        if start and not complete:
+            raise ValueError(f"{self._path} does not end in lines of metrics: remove it")
+        file.truncate(start + complete)  # without a line that a kill or a full disk cut off
 
     def write(self, metrics: Metrics) -> None:
         if self._file is None:
             return
         try:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-            self._file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+            self._file.write(json.dumps(finite).encode() + b"\n")  # JSON has no NaN
             self._file.flush()
         except OSError as error:
-            self.problem = f"{self._file.name} could not be written: {error.strerror}"
+            self.problem = f"{self._path} could not be written: {error.strerror}"
         if self._writer is not None:
             for name, value in metrics.items():
                 if isinstance(value, float):

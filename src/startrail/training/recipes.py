@@ -20,7 +20,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +167,27 @@ class Recipe:
         return replace(self, config=replace(self.config, **config), **run)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, including the model's; ``find(name).with_`` accepts them."""
+        """All fields, including the model's; ``find(name).with_`` and ``of_dict`` accept them."""
         run = asdict(self)
         return {**run.pop("config"), **run}
+
+    @classmethod
+    def of_dict(cls, values: Mapping[str, object]) -> Recipe:
+        """The recipe of an ``as_dict``, also of another version: a field that this one lacks is ignored, and one that
+        it has added has its default.
+
+        >>> Recipe.of_dict(find("gpt-tiny").as_dict()) == find("gpt-tiny")
+        True
+        """
+        config = GPTConfig if "vocab" in values else DiTConfig
+        if missing := {item.name for item in fields(config) if item.default is MISSING} - values.keys():
+            raise ValueError(f"recipe has no {min(missing)}")
+
+        def known(owner: type) -> dict[str, Any]:
+            items = (item for item in fields(owner) if item.name in values and item.name != "config")
+            return {item.name: _read(item.name, str(item.type), values[item.name]) for item in items}
+
+        return cls(**{"name": "unnamed", **known(cls)}, config=config(**known(config)))
 
     def rate(self, step: int) -> float:
         """The learning rate of step 0, 1, ...: linear warm-up, then a cosine down to ``final_rate`` of the peak.

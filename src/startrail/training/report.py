@@ -12,6 +12,7 @@ from typing import Any
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.training.display import size_text
+from startrail.training.files import replace_file
 from startrail.training.models.configs import GPTConfig
 from startrail.training.recipes import RECIPES, Recipe
 from startrail.view.plots import Bar, Series, bar_chart, figure, figures, image, line_chart, page_text
@@ -40,18 +41,18 @@ class RunPage:
         try:
             steps = read_metrics(self.folder / "metrics.jsonl")
             text = run_page(self, steps, peak, sample, state)
-            partial = self.folder / f".{NAME}.partial"
-            partial.write_text(text, "utf-8")
-            partial.replace(self.folder / NAME)
+            replace_file(self.folder / NAME, text.encode())
         except (OSError, ValueError) as error:
             self.problem = f"{self.folder / NAME} could not be written: {error}"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """One entry per step; of a step that occurs twice, the later line."""
-    steps = {}
+    steps: dict[int, dict[str, Any]] = {}
     for line in path.read_text("utf-8").splitlines():
         entry = json.loads(line)
+        if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+            raise ValueError(f"{path} has a line that is not the metrics of a step")
         steps[entry["step"]] = entry
     return [steps[step] for step in sorted(steps)]
 

@@ -22,6 +22,7 @@ from startrail.sequence import Sequence
 from startrail.training.data.images import ImageData, draw_noise, save_grid
 from startrail.training.data.seeds import generator_of
 from startrail.training.data.text import TextBatch, TextData
+from startrail.training.files import printable, replace_file
 from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.models.dit import DiT, flow_matching_loss, sample, unpatchify
 from startrail.training.models.gpt import GPT
@@ -110,17 +111,8 @@ class TextTask(Task):
             tokens = torch.cat((tokens, following.to(self.device)), dim=1)
         prompt, continuation = self.data.decode(tokens[0, :PROMPT_TOKENS]), self.data.decode(tokens[0, PROMPT_TOKENS:])
         if dist.get_rank() == 0:
-            (folder / "sample.txt").write_text(prompt + continuation)
+            replace_file(folder / "sample.txt", (prompt + continuation).encode(errors="replace"))
         return printable(f"a held-out prompt, continued by the model after |:\n{prompt}|{continuation}")
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which would change a terminal's state.
-
-    >>> printable("one\\x1b[2J two\\n")
-    'one\ufffd[2J two\\n'
-    """
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form, lane_names
 from startrail.schedule.values import PASSES
 from startrail.training import memory, sharding
-from startrail.training.checkpoints.saving import Checkpoints, TrainingError, steps_in
+from startrail.training.checkpoints.reading import steps_in
+from startrail.training.checkpoints.saving import Checkpoints, TrainingError
 from startrail.training.collectives import check_same_data, max_over_ranks, raise_together, sum_over_ranks
 from startrail.training.display import Display, Summary
+from startrail.training.files import replace_file
 from startrail.training.metrics import MetricsFile
 from startrail.training.recipes import Recipe
 from startrail.training.report import RunPage
@@ -74,7 +76,7 @@ class Trainer:
             problem = str(error)
         raise_together(problem)
         check_same_data(self.task.data_size, digest)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe, self.task.data_size, stop)
         self.begin = self.checkpoints.prepare(round(self.expected.checkpoint) * (self.world if recipe.zero else 1))
         self.metrics_file = self._open_metrics()
         self.page = RunPage(recipe, self.sp.plan, self.world, self.description, self.expected.total)
@@ -200,7 +202,7 @@ class Trainer:
             title = f"{self.sp.plan} on {self.sp.world} ranks: {self.recipe.name}, step {step}, measured"
             path = self.folder / "trace.json"
             try:
-                path.write_text(json.dumps(chrome_trace(by_rank, title)), "utf-8")
+                replace_file(path, json.dumps(chrome_trace(by_rank, title)).encode())
                 self.display.note(f"wrote {path}: open it in https://ui.perfetto.dev or compare it (startrail trace)")
             except OSError as error:
                 self.display.note(f"{path} could not be written: {error.strerror}")

@@ -3,7 +3,7 @@
 Start reading at ``saving``: its docstring shows the folder of a checkpoint.
 
 - ``saving``: writes checkpoints in the background and resumes from the newest good one.
+- ``reading``: verifies a checkpoint, which may be damaged or crafted, before anything is loaded.
 - ``pieces``: tensors as bytes in files, written and read by different numbers of ranks.
-- ``manifest``: checksums of all files.
 - ``export``: a checkpoint's model as one safetensors file.
 """

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from startrail.training.checkpoints.pieces import empty_tensors, read_into
-from startrail.training.checkpoints.saving import checkpoint_path, first_line, read_state, steps_in
+from startrail.training.checkpoints.reading import OWN_NAMES, SavedState, checkpoint_path, read_state, steps_in
+from startrail.training.files import Folder, first_line
 from startrail.training.models.configs import GPTConfig
 from startrail.training.models.gpt import NORM_EPS
+from startrail.training.recipes import Recipe
 
 MODEL_PREFIX = "model."
 
@@ -42,18 +43,20 @@ def export(checkpoint: Path, target: Path) -> str:
         from safetensors.torch import save_file
     except ModuleNotFoundError:
         raise ValueError("export needs safetensors: pip install 'startrail[train]'") from None
-    checkpoint, state, skipped = _newest_good(checkpoint)
+    found = _newest_good(checkpoint)
+    recipe = found.state.recipe
     if target.exists():
         raise ValueError(f"{target} already exists")
     as_file = target.suffix == ".safetensors"
-    config = None if as_file else llama_config(state["recipe"])
+    config = None if as_file else llama_config(recipe)
     partial = target.with_name(f".{target.name}.writing")
     try:
-        tensors = empty_tensors(state["tensors"], MODEL_PREFIX)
-        read_into(tensors, state["tensors"], checkpoint)
+        tensors = empty_tensors(found.state.tensors, MODEL_PREFIX)
+        with Folder(found.path, found.own) as folder:
+            read_into(tensors, found.state.tensors, folder)
         named = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
         if as_file:
-            save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(state["recipe"])})
+            save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(recipe.as_dict())})
         else:
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(config, indent=2))
@@ -62,10 +65,10 @@ def export(checkpoint: Path, target: Path) -> str:
         partial.rename(target)
     except Exception as error:  # safetensors has its own exceptions
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
-        raise ValueError(f"cannot export {checkpoint} to {target}: {first_line(error)}") from error
+        raise ValueError(f"cannot export {found.path} to {target}: {first_line(error)}") from error
     size = sum(path.stat().st_size for path in [target, *target.glob("*")] if path.is_file())
-    done = f"{target}: {len(tensors)} tensors of step {state['step']}, {size / 2**20:.1f} MiB"
-    return "\n".join([*skipped, done])
+    done = f"{target}: {len(tensors)} tensors of step {found.state.step}, {size / 2**20:.1f} MiB"
+    return "\n".join([*found.skipped, done])
 
 
 def llama_name(name: str) -> str:
@@ -76,11 +79,11 @@ def llama_name(name: str) -> str:
     return ".".join(LLAMA_NAMES.get(part, part) for part in name.split("."))
 
 
-def llama_config(recipe: dict[str, Any]) -> dict[str, Any]:
+def llama_config(recipe: Recipe) -> dict[str, Any]:
     """The ``config.json`` of a recipe's model."""
-    if "vocab" not in recipe:
-        raise ValueError(f"{recipe['name']} is not a GPT: export it to a file that ends in .safetensors")
-    config = GPTConfig(**{item.name: recipe[item.name] for item in fields(GPTConfig)})
+    config = recipe.config
+    if not isinstance(config, GPTConfig):
+        raise ValueError(f"{recipe.name} is not a GPT: export it to a file that ends in .safetensors")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,7 +93,7 @@ def llama_config(recipe: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
-        "max_position_embeddings": recipe["length"],
+        "max_position_embeddings": recipe.length,
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "rope_theta": config.rotary_base,  # where transformers before 5 looks
@@ -99,14 +102,22 @@ def llama_config(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _newest_good(checkpoint: Path) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the checkpoint, its state, and the reasons that newer ones were skipped."""
+class Found(NamedTuple):
+    """A good checkpoint, and why newer ones were ``skipped``. For ``own`` see `Folder`."""
+
+    path: Path
+    own: int
+    state: SavedState
+    skipped: list[str]
+
+
+def _newest_good(checkpoint: Path) -> Found:
     folder = checkpoint / "checkpoints"
-    paths = [checkpoint_path(folder, step) for step in reversed(steps_in(folder))] or [checkpoint]
+    paths = [(checkpoint_path(folder, step), OWN_NAMES) for step in reversed(steps_in(folder))]
     problems: list[str] = []
-    for path in paths:
+    for path, own in paths or [(checkpoint, 0)]:
         try:
-            return path, read_state(path), [f"{problem}; used the one before it" for problem in problems]
+            return Found(path, own, read_state(path, own), [f"{text}; used the one before it" for text in problems])
         except ValueError as error:
             problems.append(str(error))
     raise ValueError(problems[0])

@@ -6,22 +6,51 @@ Files hold only numbers, so reading one runs no code; an index of plain data loc
 >>> len(buffer), index
 (16, {'a': {'dtype': 'float32', 'shape': [2, 2], 'pieces': [['part.bin', 0, [0, 0], [2, 2]]]}})
 
-A piece is [file, first byte, first element in each dimension, elements in each dimension].
+A piece is [file, first byte, first element in each dimension, elements in each dimension]. It has some rows of a
+tensor, all elements of each; a number counts as one row.
+
+>>> read_index(index, ["part.bin"])
+({'a': SavedTensor(dtype=torch.float32, shape=(2, 2), pieces=[Piece(file='part.bin', start=0, row=0, rows=2)])}, \
+{'part.bin': 16})
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from pathlib import Path
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from startrail.training.files import Folder
+
 Index = dict[str, dict[str, Any]]
 ALIGNMENT_BYTES = 16  # enough for every dtype
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+class Piece(NamedTuple):
+    """``rows`` rows of a tensor, from ``row`` on, at the byte ``start`` of a file."""
+
+    file: str
+    start: int
+    row: int
+    rows: int
+
+
+class SavedTensor(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def pack(tensors: Mapping[str, Tensor], file: str, rank: int, world: int) -> tuple[bytearray, Index]:
@@ -33,13 +62,14 @@ def pack(tensors: Mapping[str, Tensor], file: str, rank: int, world: int) -> tup
         writes = isinstance(tensor, DTensor) or number % world == rank
         pieces: list[list[object]] = []
         if writes and part.numel():
-            pieces.append([file, size, list(first), list(part.shape)])
+            pieces.append([file, size, first, list(part.shape)])
             parts.append((size, part))
-            size += part.nbytes + -part.nbytes % ALIGNMENT_BYTES
+            size += _aligned(part.nbytes)
         index[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "pieces": pieces}
     buffer = bytearray(size)
     for start, part in parts:
-        _view(buffer, part.dtype, part.shape, start).copy_(part)
+        numbers = torch.frombuffer(buffer, dtype=part.dtype, count=part.numel(), offset=start)
+        numbers.view(part.shape).copy_(part)
     return buffer, index
 
 
@@ -53,90 +83,108 @@ def merge_indices(indices: Iterable[Index]) -> Index:
     return merged
 
 
-def check_index(index: Index, files: Iterable[str]) -> None:
-    """Raise ``ValueError`` unless the pieces of every tensor, which are in ``files``, cover each element exactly once.
+def read_index(index: Any, files: Iterable[str]) -> tuple[dict[str, SavedTensor], dict[str, int]]:
+    """Read an index that may say anything: return its tensors, and the size of each of the ``files`` that they are in.
+    Raises ``ValueError`` unless every element has one place, and the pieces in a file follow each other.
 
-    >>> check_index({"a": {"dtype": "float32", "shape": [4], "pieces": [["f", 0, [0], [3]], ["f", 0, [2], [1]]]}}, "f")
+    >>> entry = {"dtype": "float32", "shape": [4], "pieces": [["f", 0, [0], [3]], ["f", 16, [2], [1]]]}
+    >>> read_index({"a": entry}, ["f"])
     Traceback (most recent call last):
-    ValueError: pieces of a overlap at element [2]
+    ValueError: pieces of a overlap or leave a gap at row 3
     """
-    known = frozenset(files)
+    if not isinstance(index, dict):
+        raise ValueError("tensors must be a table")
+    sizes = dict.fromkeys(files, 0)
+    tensors: dict[str, SavedTensor] = {}
+    by_start: list[tuple[Piece, int]] = []
     for name, entry in index.items():
-        shape, pieces = entry["shape"], entry["pieces"]
-        if not isinstance(getattr(torch, str(entry["dtype"]), None), torch.dtype):
-            raise ValueError(f"dtype {entry['dtype']!r} of {name} does not exist")
-        boxes = []
-        for file, start, offsets, sizes in pieces:
-            if file not in known:
-                raise ValueError(f"{name} is in {file!r}, which is not a file of this checkpoint")
-            inside = all(a >= 0 and n > 0 and a + n <= m for a, n, m in zip(offsets, sizes, shape, strict=True))
-            if not inside or start < 0:
-                raise ValueError(f"a piece of {name} at {offsets} with sizes {sizes} is outside its shape {shape}")
-            boxes.append((offsets, sizes))
-        boxes.sort()
-        for number, (offsets, sizes) in enumerate(boxes):
-            for others, other_sizes in boxes[number + 1 :]:
-                if shape and others[0] >= offsets[0] + sizes[0]:
-                    break
-                if (overlap := _overlap(offsets, sizes, others, other_sizes)) is not None:
-                    raise ValueError(f"pieces of {name} overlap at element {[start for start, _ in overlap]}")
-        missing = prod(shape) - sum(prod(sizes) for _, sizes in boxes)
-        if missing:
-            raise ValueError(f"{name}: {missing} elements are not in any file")
+        try:
+            saved = tensors[name] = _saved_tensor(entry)
+        except (TypeError, KeyError):
+            raise ValueError(f"the entry of {name} has no dtype, shape and list of pieces, or others") from None
+        except ValueError as error:
+            raise ValueError(f"{error}, in the entry of {name}") from None
+        row = 0
+        for piece in saved.pieces:
+            if piece.file not in sizes:
+                raise ValueError(f"{name} is in {piece.file!r}, which is not a file of this checkpoint")
+            if piece.row != row:
+                raise ValueError(f"pieces of {name} overlap or leave a gap at row {row}")
+            row += piece.rows
+            by_start.append((piece, piece.rows * saved.row_bytes))
+        rows = saved.shape[0] if saved.shape else 1
+        if row != (rows if prod(saved.shape) else 0):
+            raise ValueError(f"pieces of {name} have {row} rows of {rows}")
+    for piece, size in sorted(by_start):
+        if piece.start != sizes[piece.file]:
+            raise ValueError(f"pieces in {piece.file} overlap or leave a gap at byte {sizes[piece.file]}")
+        sizes[piece.file] += _aligned(size)
+    return tensors, sizes
 
 
-def read_into(tensors: Mapping[str, Tensor], index: Index, folder: Path) -> None:
-    """Fill this rank's part of the tensors from the files in ``folder``, by an index that ``check_index`` has accepted.
-    Raise ``ValueError`` if tensors do not fit it."""
+def _saved_tensor(entry: Any) -> SavedTensor:
+    dtype, shape = entry["dtype"], _counts(entry["shape"])
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    pieces = []
+    for file, start, offsets, lengths in map(_four_values, entry["pieces"]):
+        offsets, lengths = _counts(offsets), _counts(lengths)
+        all_of_each_row = offsets[1:] == (0,) * len(shape[1:]) and lengths[1:] == shape[1:]
+        if not len(offsets) == len(lengths) == len(shape) or not all_of_each_row or 0 in lengths:
+            raise ValueError(f"a piece at {offsets} with sizes {lengths} is not rows of a tensor of shape {shape}")
+        row, rows = (offsets[0], lengths[0]) if shape else (0, 1)
+        (first_byte,) = _counts([start])
+        pieces.append(Piece(str(file), first_byte, row, rows))
+    return SavedTensor(DTYPES[dtype], shape, sorted(pieces, key=attrgetter("row")))
+
+
+def _four_values(piece: Any) -> list[Any]:
+    if not isinstance(piece, list) or len(piece) != 4:
+        raise ValueError(f"a piece is {piece!r}, not [file, first byte, first element, elements]")
+    return piece
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r} is not a list of integers of at least 0")
+    return tuple(values)
+
+
+def read_into(tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], folder: Folder) -> None:
+    """Fill this rank's part of the tensors from the files in ``folder``. Raise ``ValueError`` if tensors do not fit
+    what is saved."""
     for name, tensor in tensors.items():
-        entry = index.get(name)
-        if entry is None or entry["shape"] != list(tensor.shape):
-            saved = "is missing" if entry is None else f"has shape {tuple(entry['shape'])}"
-            raise ValueError(f"{name} {saved}; in the model its shape is {tuple(tensor.shape)}")
-        part, first = _local_part(tensor)
-        for file, start, offsets, sizes in entry["pieces"]:
-            overlap = _overlap(first, part.shape, offsets, sizes)
-            if overlap is not None:
-                piece = _read(folder / file, start, getattr(torch, entry["dtype"]), sizes)
-                target = part[tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, first, strict=True))]
-                target.copy_(piece[tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, offsets, strict=True))])
+        entry = saved.get(name)
+        if entry is None or entry.shape != tuple(tensor.shape):
+            found = "is missing" if entry is None else f"has shape {entry.shape}"
+            raise ValueError(f"{name} {found}; in the model its shape is {tuple(tensor.shape)}")
+        part, offsets = _local_part(tensor)
+        if not tensor.dim():
+            part, offsets = part.unsqueeze(0), [0]
+        for piece in entry.pieces:
+            low, high = max(offsets[0], piece.row), min(offsets[0] + len(part), piece.row + piece.rows)
+            if low < high:
+                start = piece.start + (low - piece.row) * entry.row_bytes
+                rows = part[low - offsets[0] : high - offsets[0]]
+                contents = folder.read(piece.file, start, (high - low) * entry.row_bytes)
+                rows.copy_(torch.frombuffer(contents, dtype=entry.dtype).view(rows.shape))
 
 
-def empty_tensors(index: Index, prefix: str) -> dict[str, Tensor]:
+def empty_tensors(saved: Mapping[str, SavedTensor], prefix: str) -> dict[str, Tensor]:
     """Uninitialized full tensors for all names that start with ``prefix``."""
     return {
-        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for name, entry in index.items()
-        if name.startswith(prefix)
+        name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in saved.items() if name.startswith(prefix)
     }
 
 
-def _local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def _local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """A view of this rank's part of a tensor, and the part's offset in each dimension."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()
-        return tensor.to_local(), tuple(chunk.offsets)
-    return tensor, (0,) * tensor.dim()
+        return tensor.to_local(), list(chunk.offsets)
+    return tensor, [0] * tensor.dim()
 
 
-def _overlap(
-    first: Iterable[int], shape: Iterable[int], offsets: Iterable[int], sizes: Iterable[int]
-) -> list[tuple[int, int]] | None:
-    """The intersection of two boxes as (start, stop) per dimension, or None if it is empty."""
-    overlap = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(first, shape, offsets, sizes, strict=True)]
-    return overlap if all(start < stop for start, stop in overlap) else None
-
-
-def _read(path: Path, start: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    buffer = bytearray(prod(shape) * dtype.itemsize)
-    with path.open("rb") as file:
-        file.seek(start)
-        if file.readinto(buffer) != len(buffer):
-            raise ValueError(f"{path} is too short")
-    return _view(buffer, dtype, shape, 0)
-
-
-def _view(buffer: bytearray, dtype: torch.dtype, shape: Iterable[int], start: int) -> Tensor:
-    shape = tuple(shape)
-    return torch.frombuffer(buffer, dtype=dtype, count=prod(shape), offset=start).view(shape)
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT_BYTES

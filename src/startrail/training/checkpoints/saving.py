@@ -13,9 +13,9 @@ renamed when all of it is on disk, so a kill at any moment leaves the last good 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from concurrent.futures import Future
@@ -32,74 +32,47 @@ from torch.optim import Optimizer
 
 from startrail.agreement.gather import gather_texts
 from startrail.agreement.watchdog import start_thread
-from startrail.training.checkpoints.manifest import find_damage, read_sums, write_file, write_sums
-from startrail.training.checkpoints.pieces import Index, check_index, merge_indices, pack, read_into
+from startrail.launch.signals import Stop, StoppedError
+from startrail.training.checkpoints.pieces import Index, merge_indices, pack, read_into
+from startrail.training.checkpoints.reading import (
+    FORMAT,
+    OWN_NAMES,
+    STATE,
+    SUMS,
+    SavedState,
+    checkpoint_path,
+    read_state,
+    steps_in,
+)
 from startrail.training.collectives import broadcast_text, raise_together
-from startrail.training.recipes import CURVE, Recipe
+from startrail.training.files import Folder, first_line, make_folder, open_regular
+from startrail.training.recipes import Recipe
 
-FORMAT = "startrail checkpoint 2"
-STATE = "state.json"
-_COMPLETE = re.compile(r"step-(\d{8,})")
-DATA_SIZE = "data_size"  # tokens or images to train on
+STOPPED = "stopped while it was reading checkpoints, before the first step"
 
 
 class TrainingError(RuntimeError):
     """The run cannot continue, although its arguments are right; the text is one line."""
 
 
-def steps_in(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, sorted."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name)))
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def read_state(path: Path, share: slice = slice(None)) -> dict[str, Any]:
-    """Return a checkpoint's ``state.json`` after verifying the checksums of a ``share`` of its files. Raises
-    ``ValueError`` that names the first bad file. Each rank verifies one share; together they verify all."""
-    try:
-        sums = read_sums(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a complete startrail checkpoint: {error}") from None
-    names = sorted(sums.keys() - {STATE})[share]
-    if problem := find_damage(path, {name: sums[name] for name in (STATE, *names) if name in sums}):
-        raise ValueError(f"checkpoint {path} is damaged: {problem}")
-    try:
-        state = json.loads((path / STATE).read_text())
-        version = state["format"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path} is not a startrail checkpoint: it has no readable {STATE}") from None
-    if STATE not in sums or version != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint that this version reads: its format must be {FORMAT!r}")
-    state["files"] = sorted(sums)
-    try:
-        check_index(state["tensors"], state["files"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {STATE}: {first_line(error)}") from None
-    return state
-
-
 class Checkpoints:
     """The checkpoints of one run. All ranks make one and call its methods together."""
 
-    def __init__(self, folder: Path, recipe: Recipe, data_size: int) -> None:
-        self.folder, self.recipe, self.data_size = folder, recipe, data_size
+    def __init__(self, folder: Path, recipe: Recipe, data_size: int, stop: Stop) -> None:
+        self.folder, self.recipe, self.data_size, self._stop = folder, recipe, data_size, stop
         self._group = dist.new_group(backend="gloo")  # the writing threads communicate while training does
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._lead = self._rank == 0
         self._writing: tuple[int, Future[None]] | None = None
         self._lock: TextIO | None = None
-        self._state: dict[str, Any] = {}
+        self._state: SavedState | None = None
 
     # --- resuming
 
     def prepare(self, size: int) -> int:
         """Return the step to resume from, 0 for a fresh start; ``size`` is about the bytes of one checkpoint. Removes
-        incomplete checkpoints of killed runs, and sets damaged ones aside if there is a good one."""
+        incomplete checkpoints of killed runs, and sets damaged ones aside if there is a good one. A signal raises
+        ``StoppedError``."""
         problem = None
         if self._lead:
             try:
@@ -119,7 +92,7 @@ class Checkpoints:
             problem = self._find_damage(step)
             if problem is None:
                 self._set_aside(damaged, step)
-                raise_together(self._compare(step) if self._lead else None)
+                raise_together(self._compare() if self._lead else None)
                 return step
             damaged[step] = problem
         if damaged:
@@ -128,7 +101,7 @@ class Checkpoints:
         return 0
 
     def _open_folder(self, size: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, own=1)
         self._take_lock()
         for path in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
             _remove(path)
@@ -140,10 +113,8 @@ class Checkpoints:
 
     def _take_lock(self) -> None:
         """Two runs in one folder would remove each other's files. The lock is released when its process ends."""
-        path = self.folder.parent / ".lock"
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link: remove it")
-        self._lock = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")  # noqa: SIM115
+        descriptor = open_regular(self.folder.parent / ".lock", os.O_RDWR | os.O_CREAT)
+        self._lock = open(descriptor, "w")  # noqa: SIM115, open until ``release``
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -158,11 +129,15 @@ class Checkpoints:
 
     def _find_damage(self, step: int) -> str | None:
         """The first problem that any rank finds with a checkpoint, the same on all ranks."""
-        problem = ""
+        problem, stopped = "", None
+        share = slice(self._rank, None, self._world)
         try:
-            self._state = read_state(checkpoint_path(self.folder, step), slice(self._rank, None, self._world))
+            self._state = read_state(checkpoint_path(self.folder, step), OWN_NAMES, share, self._stop.check)
         except ValueError as error:
             problem = str(error)
+        except StoppedError:
+            stopped = STOPPED
+        raise_together(stopped, StoppedError)
         return next((text for text in gather_texts(problem) if text), None)
 
     def _set_aside(self, damaged: dict[int, str], good: int) -> None:
@@ -174,31 +149,37 @@ class Checkpoints:
             checkpoint_path(self.folder, step).rename(aside)
             _log(f"{problem}; renamed it to {aside.name}; the run continues from step {good}")
 
-    def _compare(self, step: int) -> str | None:
+    def _compare(self) -> str | None:
         """Return the reason that this recipe cannot resume the checkpoint, or None; log what changes."""
-        path, old, new = checkpoint_path(self.folder, step), self._state["recipe"], self.recipe.as_dict()
-        for name in vars(self.recipe.config):
-            if old.get(name) != new[name]:
-                return f"checkpoint {path} has a model with {name} {old.get(name)}, not {new[name]}"
-        before, now = _order_of_samples(old, self._state.get(DATA_SIZE)), _order_of_samples(new, self.data_size)
+        saved = self._state
+        assert saved is not None
+        path = checkpoint_path(self.folder, saved.step)
+        for name, value in vars(self.recipe.config).items():
+            before = getattr(saved.recipe.config, name, None)
+            if before != value:
+                return f"checkpoint {path} has a model with {name} {before}, not {value}"
+        before, now = _order_of_samples(saved.recipe, saved.data_size), _order_of_samples(self.recipe, self.data_size)
         for name, value in now.items():
             if before[name] != value:
                 _log(f"{name} was {before[name]}, is {value}: the samples differ from here on")
-        started = self.recipe.with_({name: old[name] for name in CURVE if name in old})
-        if text := self.recipe.curve_change(started, step):
+        if text := self.recipe.curve_change(saved.recipe, saved.step):
             _log(text)
         return None
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Load the checkpoint that ``prepare`` found."""
-        state, problem = self._state, None
-        path = checkpoint_path(self.folder, state["step"])
+        """Load the checkpoint that ``prepare`` found. A signal raises ``StoppedError``."""
+        assert self._state is not None
+        problem = stopped = None
+        path = checkpoint_path(self.folder, self._state.step)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         try:
-            with torch.no_grad():
-                read_into(_named_tensors(model_state, optimizer_state), state["tensors"], path)
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            with torch.no_grad(), Folder(path, OWN_NAMES, self._stop.check) as folder:
+                read_into(_named_tensors(model_state, optimizer_state), self._state.tensors, folder)
+        except (OSError, ValueError, RuntimeError) as error:
             problem = f"checkpoint {path} cannot be read: {first_line(error)}"
+        except StoppedError:
+            stopped = STOPPED
+        raise_together(stopped, StoppedError)
         raise_together(problem)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
@@ -220,11 +201,9 @@ class Checkpoints:
             problem, checksum = "", ""
             try:
                 folder = self.folder / f".writing-{step:08d}"
-                folder.mkdir(exist_ok=True)
-                if folder.is_symlink():
-                    raise OSError(f"{folder} is a symbolic link")
-                checksum = write_file(folder / file, buffer)
-            except OSError as error:
+                make_folder(folder, OWN_NAMES)
+                checksum = _write_file(folder / file, buffer)
+            except (OSError, ValueError) as error:
                 problem = first_line(error)
             written = dict(problem=problem, file=file, checksum=checksum, index=index)
             parts = [json.loads(text) for text in gather_texts(json.dumps(written), self._group)]
@@ -240,9 +219,10 @@ class Checkpoints:
 
     def _finish(self, step: int, sums: dict[str, str], index: Index) -> None:
         source = self.folder / f".writing-{step:08d}"
-        state = {"format": FORMAT, "step": step, "recipe": self.recipe.as_dict(), DATA_SIZE: self.data_size}
-        text = json.dumps({**state, "tensors": index}, indent=1)
-        write_sums(source, {**sums, STATE: write_file(source / STATE, text.encode())})
+        state = dict(format=FORMAT, step=step, recipe=self.recipe.as_dict(), data_size=self.data_size, tensors=index)
+        sums[STATE] = _write_file(source / STATE, json.dumps(state).encode())
+        lines = (f"{checksum}  {name}\n" for name, checksum in sorted(sums.items()))
+        _write_file(source / SUMS, "".join(lines).encode())
         source.rename(checkpoint_path(self.folder, step))
         descriptor = os.open(self.folder, os.O_RDONLY)
         os.fsync(descriptor)  # so that the new name is on disk too
@@ -272,11 +252,20 @@ class Checkpoints:
         raise_together(problem, TrainingError)
 
 
-def _order_of_samples(recipe: dict[str, Any], data_size: int | None) -> dict[str, Any]:
+def _write_file(path: Path, contents: bytes | bytearray) -> str:
+    """Write and fsync a file; return the checksum of ``contents``, not of what the disk holds."""
+    with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(contents).hexdigest()
+
+
+def _order_of_samples(recipe: Recipe, data_size: int) -> dict[str, object]:
     """The settings that decide which samples a step has. The number of ranks is not one of them."""
-    same = {name: recipe.get(name) for name in ("data", "tokenizer", "packed", "length", "seed")}
-    sequences = recipe["batch"] * recipe["accumulate"] * recipe["data_parallel"]
-    return {**same, DATA_SIZE: data_size, "sequences per step": sequences}
+    same = {name: getattr(recipe, name) for name in ("data", "tokenizer", "packed", "length", "seed")}
+    sequences = recipe.batch * recipe.accumulate * recipe.data_parallel
+    return {**same, "data_size": data_size, "sequences per step": sequences}
 
 
 def _named_tensors(model_state: dict[str, Any], optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
@@ -297,9 +286,3 @@ def _remove(path: Path) -> None:
 
 def _log(text: str) -> None:
     print(f"startrail train: {text}", file=sys.stderr, flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    text = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
-    return text[0] if text else type(error).__name__

@@ -17,6 +17,7 @@ same images, and a run resumes with the next index.
 from __future__ import annotations
 
 import importlib.util
+import io
 import zlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from startrail.sequence import Sequence
 from startrail.training.data.digits import NUM_DIGITS, draw_digit
 from startrail.training.data.seeds import generator_of
 from startrail.training.data.sources import check_count, check_split, find_files, held_out, names_of
+from startrail.training.files import replace_file
 from startrail.training.models.dit import patchify
 
 if TYPE_CHECKING:
@@ -177,8 +179,10 @@ def save_grid(images: Tensor, path: str | Path, columns: int) -> None:
     tiles = torch.cat((framed, missing)).unflatten(0, (rows, columns))  # row, column, channel, y, x
     grid = tiles.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)[:-GAP, :-GAP]
     pixels = ((grid.clamp(-1, 1) + 1) * 127.5).round().byte().contiguous()
+    picture = io.BytesIO()
+    Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), bytes(pixels.flatten().tolist())).save(picture, "PNG")
     try:
-        Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), bytes(pixels.flatten().tolist())).save(path, "PNG")
+        replace_file(Path(path), picture.getvalue())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
