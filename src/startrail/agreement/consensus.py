@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -61,6 +62,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 log = logging.getLogger("startrail")
+_alone = itertools.count()
 
 
 class PendingWait(NamedTuple):
@@ -168,7 +170,7 @@ class Consensus:
     def enter(self) -> str:
         """The name that this instance has on all ranks, for the next call."""
         if (ledger := self.ledger) is None:
-            return "alone"
+            return f"alone {next(_alone)}"  # a fake group refuses a name that was used before
         if not ledger.is_numbered:
             self._ask_store(lambda: self._enter(ledger), "making its first call", threading.Event())
         return ledger.name

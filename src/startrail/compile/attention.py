@@ -277,9 +277,11 @@ class BlockTiles:
         tiles = self._tiles.get((row, column))
         if tiles is None:
             rows, keys = self._runs_of(row), self._runs_of(column)
-            if self.costs.bands:
-                tiles = tuple(bands_of(segments_of(self.mask, rows, keys)))
-            else:
-                tiles = tiles_of(self.mask, rows, keys, self.costs.call)
+            tiles = ()
+            for staircase in self.mask.staircases:  # over disjoint pairs, so that their tiles simply follow each other
+                if self.costs.bands:
+                    tiles += tuple(bands_of(segments_of(staircase, rows, keys)))
+                else:
+                    tiles += tiles_of(staircase, rows, keys, self.costs.call)
             self._tiles[row, column] = tiles
         return tiles
