@@ -46,12 +46,18 @@ def split_tokens(pairs: Pairs, chunks: Chunks) -> None:
         return
     for parts, whole in pairs:
         by_rank = _by_place(whole, chunks).index_select(0, chunks.places.flatten())
-        _by_rank(parts, chunks).copy_(by_rank.unflatten(0, chunks.places.shape))
+        _by_rank(parts, chunks).copy_(by_rank.view(*chunks.places.shape, *by_rank.shape[1:]))
 
 
 def _by_place(whole: Tensor, chunks: Chunks) -> Tensor:
-    return whole.unflatten(2, (-1, chunks.size)).movedim(2, 0)
+    """(chunks, batch, heads, tokens, ...) of a whole piece."""
+    batch, heads, tokens, *rest = whole.shape
+    order = (2, 0, 1, 3, 4) if rest else (2, 0, 1, 3)
+    return whole.view(batch, heads, tokens // chunks.size, chunks.size, *rest).permute(order)
 
 
 def _by_rank(parts: Tensor, chunks: Chunks) -> Tensor:
-    return parts.unflatten(3, (-1, chunks.size)).movedim(3, 1)
+    """(ranks, chunks, batch, heads, tokens, ...) of the tokens of several ranks."""
+    ranks, batch, heads, tokens, *rest = parts.shape
+    order = (0, 3, 1, 2, 4, 5) if rest else (0, 3, 1, 2, 4)
+    return parts.view(ranks, batch, heads, tokens // chunks.size, chunks.size, *rest).permute(order)
