@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
+from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
+from startrail.engine.gather_op import agree
 from startrail.engine.op_key import SequenceState
-from startrail.engine.validate import describe_tensor, read_call, read_mask
+from startrail.engine.validate import read_call, read_mask
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.routing.route import ZoneRoute
@@ -146,7 +146,8 @@ class Sequence:
         Differentiable, as the exact adjoint: a shard's gradient is the sum of all ranks' gradients for it. If every
         rank computes the *same* loss from the result, divide that loss by the number of ranks.
         """
-        self._agree("unshard", x, dim=dim)
+        arguments = f"dim={dim}"
+        self._agree("unshard", x, arguments)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(
@@ -154,31 +155,30 @@ class Sequence:
                 f"{self.local} of this sequence"
             )
         order = self._state.geometry.token_order().to(x.device)
-        return self._gather(x, dim).index_select(dim, order)
+        return self._gather(x, dim, x, "unshard", arguments).index_select(dim, order)
 
-    def _agree(self, operation: str, x: object, **arguments: float) -> None:
-        """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments."""
-        if torch.compiler.is_compiling():
-            return
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        text = kind = type(x).__name__
-        gradients = False
-        if isinstance(x, Tensor):
-            # a rank without gradients would not take part in the backward pass, and the others would wait for it
-            gradients = torch.is_grad_enabled() and x.requires_grad
-            text, kind = describe_tensor(x), f"{x.dtype} {x.dim()}"  # without the number of tokens
-        kinds = (operation, given, kind, gradients)
-        self.sp._runtime.agree(operation, f"{text}, {given}", kinds, self._state.op_key, gradients)
+    def _agree(self, operation: str, x: object, arguments: str) -> None:
+        """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments. In a
+        compiled graph, the collective itself does that."""
+        if not torch.compiler.is_compiling():
+            agree(x, self._state.op_key, self.sp._name, operation, arguments, _has_gradients(x))
 
-    def _gather(self, x: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks, one after the other."""
+    def _gather(
+        self, x: Tensor, dim: int, given: Tensor | None = None, operation: str = "", arguments: str = ""
+    ) -> Tensor:
+        """The tensors ``x`` of all ranks, one after the other, for an ``operation`` on the tensor ``given``."""
         if self.sp.group is None or self.sp.world == 1:
             return x
-        gather = gather_shards_autograd if torch.compiler.is_compiling() else _Gathered.apply
-        if x.is_floating_point() or x.is_complex() or x.dtype in (torch.int32, torch.int64):
-            return gather(x.contiguous(), dim, self.sp.group)
-        gathered = gather(x.contiguous().view(torch.uint8), dim, self.sp.group)  # gloo has no int16
-        return gathered.contiguous().view(x.dtype)
+        if not torch.compiler.is_compiling():
+            operation = ""  # ranks have agreed on it
+        # gloo has no int16
+        is_known = x.is_floating_point() or x.is_complex() or x.dtype in (torch.int32, torch.int64)
+        part, given = x.contiguous() if is_known else x.contiguous().view(torch.uint8), x if given is None else given
+        gathered = torch.ops.startrail.gather_tokens(
+            part, dim, self.sp.group.group_name, given, self._state.op_key, self.sp._name, operation, arguments,
+            _has_gradients(given),
+        )  # fmt: skip
+        return gathered if is_known else gathered.contiguous().view(x.dtype)
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
@@ -205,7 +205,8 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
-        self._agree("roll", x, shift=shift, dim=dim, fill_value=fill_value)
+        arguments = f"shift={shift}, dim={dim}, fill_value={fill_value}"
+        self._agree("roll", x, arguments)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
@@ -214,7 +215,7 @@ class Sequence:
         moved = x
         if shift:
             offered, sources = self._state.geometry.roll_sources(shift)
-            edges = self._gather(x.index_select(dim, offered.to(x.device)), dim)
+            edges = self._gather(x.index_select(dim, offered.to(x.device)), dim, x, "roll", arguments)
             moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
         return moved.masked_fill(_along(dim, ~self._same_document(shift, x.device), x), fill_value)
 
@@ -339,22 +340,6 @@ class Sequence:
         return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits", group)
 
 
-class _Gathered(torch.autograd.Function):
-    """Concatenates all ranks' tensors like ``gather_shards_autograd``, but the backward pass, too, raises
-    ``PeerError`` if a rank is gone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _wait_for(lambda: gather_shards(x, dim, group), "gathering tokens", group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad, what = grad.contiguous(), "the gradient of gathering tokens"
-        return _wait_for(lambda: sum_to_shards(grad, ctx.dim, ctx.group), what, ctx.group), None, None
-
-
 def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGroup) -> Tensor:
     """The result of a functional collective. Raises ``PeerError`` that says ``what`` failed if a rank is gone."""
     if torch.compiler.is_compiling():
@@ -380,6 +365,10 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     # not sigmoid: its gradient is w (1 - w) with w rounded, which leaves few digits of a sink's small weight 1 - w
     weight = F.logsigmoid(lse - logits).exp()
     return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
+
+
+def _has_gradients(x: object) -> bool:
+    return isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
 
 
 def _along(dim: int, values: Tensor, like: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def register(runtime: Runtime) -> str:
     return name
 
 
-def _find(name: str) -> Runtime:
+def find_runtime(name: str) -> Runtime:
     if name not in _runtimes:
         raise ValueError(
             f"the SequenceParallel {name!r} of this attention call no longer exists; keep it with the model"
@@ -48,14 +48,14 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, the bytes kept for the backward pass, the call's number, and the largest logit of each batch entry and
     head among those that this rank computed (empty unless the call asks for it)."""
-    return _find(runtime).forward(q, k, v, op_key, AttentionCall.parse(call))
+    return find_runtime(runtime).forward(q, k, v, op_key, AttentionCall.parse(call))
 
 
 @attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, runtime: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    owner = _find(runtime)
+    owner = find_runtime(runtime)
     check_tensors(q, k, v)
     max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
@@ -75,7 +75,7 @@ def attention_backward(
     """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse``: the cotangent
     of lse, if lse was used."""
     parsed = AttentionCall.parse(call)
-    return _find(runtime).backward(dout, qkv, out, lse, kept, number, kv_heads, head_dim, op_key, parsed, dlse)
+    return find_runtime(runtime).backward(dout, qkv, out, lse, kept, number, kv_heads, head_dim, op_key, parsed, dlse)
 
 
 @attention_backward.register_fake
@@ -94,7 +94,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, op_key, ctx.runtime, ctx.call = inputs
     out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
-    ctx.owner = _find(ctx.runtime)  # stays alive until the backward pass has run
+    ctx.owner = find_runtime(ctx.runtime)  # stays alive until the backward pass has run
     qkv = () if ctx.owner.plan.keeps_exchanged else (q, k, v)
     ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
 
