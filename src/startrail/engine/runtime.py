@@ -28,7 +28,7 @@ from startrail.engine.batch import BatchGeometry, Boundaries, PreparedCall
 from startrail.engine.call import AttentionCall
 from startrail.engine.data_digest import DigestRecorder
 from startrail.engine.executor import Executor
-from startrail.engine.op_key import OpKey, SequenceState, counter_of, make_counters
+from startrail.engine.op_key import OpKey, SequenceNumbers, SequenceState
 from startrail.engine.part_run import Inputs, PassContext
 from startrail.engine.parts import inputs_of, join_parts, make_parts, sm_margin
 from startrail.engine.settings import Settings
@@ -65,8 +65,7 @@ class Runtime:
         self._sequences: WeakValueDictionary[Boundaries, BatchGeometry] = WeakValueDictionary()
         self._recent: deque[BatchGeometry] = deque(maxlen=RECENT_SEQUENCES)
         self._lock = threading.Lock()
-        # bases: the first numbers that count, minus 1; below 0 until a call uses such a sequence
-        self._counts, self._bases = make_counters(0), make_counters(0)
+        self._numbers = SequenceNumbers()
         self._states: WeakValueDictionary[int, SequenceState] = WeakValueDictionary()  # by ticket
         self._digests = DigestRecorder()
         self._last: tuple[Tensor, BatchGeometry, OpKey] | None = None
@@ -87,10 +86,8 @@ class Runtime:
 
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
         with self._lock:  # data loaders make sequences in their own threads
-            index = counter_of(boundaries)
-            self._counts[index] += 1
             self._num_made += 1
-            number, ticket = self._counts[index], self._num_made
+            number, ticket = self._numbers.next(boundaries), self._num_made
             state = SequenceState(self._geometry(boundaries), number, ticket, self._digests.maker())
             self._states[ticket] = state
             return state
@@ -118,10 +115,7 @@ class Runtime:
             key = OpKey.from_tensor(op_key)
             self._num_started += 1
             with self._lock:
-                index = counter_of(key.boundaries)
-                if self._bases[index] < 0:
-                    self._bases[index] = key.number - 1
-                key = key._replace(number=key.number - self._bases[index])
+                key = key._replace(number=self._numbers.relative(key.boundaries, key.number))
                 self._last = last = op_key, self._geometry(key.boundaries), key
         return last[1:]
 
@@ -206,7 +200,8 @@ class Runtime:
             if self._executor is not None:
                 self._executor.transport.abandon(error)
             self._executor = None  # its lanes may be closed, here and at the peers: the next call opens new ones
-            self._last, self._num_started, self._bases = None, 0, make_counters(-1)
+            self._last, self._num_started = None, 0
+            self._numbers.restart()
             raise
         finally:
             self._busy.release()
@@ -356,6 +351,9 @@ class Runtime:
     def close(self, error: BaseException | None = None) -> None:
         """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others, and
         tell those that wait."""
+        if self.consensus.is_forked:  # the lanes are the parent's
+            self.closed = True
+            return
         if error is None:
             self.check()
         else:
