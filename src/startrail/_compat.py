@@ -39,6 +39,12 @@ def default_store() -> Store:
     return c10d._get_default_store()
 
 
+def find_group(name: str) -> dist.ProcessGroup:
+    """The process group that has this ``group_name``."""
+    found: dist.ProcessGroup = cast(Any, c10d)._resolve_process_group(name)
+    return found
+
+
 def default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     """The timeout of a group's own operations; torch's default without a group, and for a fake one."""
     options = None if group is None else group._get_backend(group._device_types[0]).options

@@ -12,15 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from startrail._compat import gather_shards, gather_shards_autograd, max_over_ranks, sum_to_shards
+from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
 from startrail.compile.call import CompiledCall
 from startrail.engine.attention import compiled
 from startrail.engine.call import AttentionCall
+from startrail.engine.gather_op import agree
 from startrail.engine.op_key import SequenceState
-from startrail.engine.validate import Shapes, describe_tensor, read_call, read_mask
+from startrail.engine.validate import Shapes, read_call, read_mask
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.schedule.program import lane_names
@@ -148,43 +148,48 @@ class Sequence:
         Differentiable, as the exact adjoint: a shard's gradient is the sum of all ranks' gradients for it. If every
         rank computes the *same* loss from the result, divide that loss by the number of ranks.
         """
-        self._agree("unshard", x, dim)
+        arguments = f"dim={dim}"
+        self._agree("unshard", self._alike(x, dim), arguments)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(
                 f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but each rank holds "
                 f"{self.local} of this sequence"
             )
-        batch = self._state.batch
+        batch, given = self._state.batch, x
         if missing := batch.layout.largest - self.local:  # gathering needs equally many from every rank
             x = F.pad(x, (*[0, 0] * (x.dim() - 1 - dim), 0, missing))
-        return self._gather(x, dim).index_select(dim, batch.token_order().to(x.device))
+        gathered = self._gather(x, dim, self._alike(given, dim), "unshard", arguments)
+        return gathered.index_select(dim, batch.token_order().to(x.device))
 
-    def _agree(self, operation: str, x: object, dim: int, **others: float) -> None:
-        """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments."""
-        if torch.compiler.is_compiling():
-            return
-        given = ", ".join(f"{name}={value!r}" for name, value in {**others, "dim": dim}.items())
-        text = kind = type(x).__name__
-        gradients = False
-        if isinstance(x, Tensor):
-            # a rank without gradients would not take part in the backward pass, and the others would wait for it
-            gradients = torch.is_grad_enabled() and x.requires_grad
-            text, kind = describe_tensor(x), f"{x.dtype} {x.dim()}"  # without the number of tokens
-            if self._state.batch.boundaries.shares and -x.dim() <= dim < x.dim() and x.shape[dim] == self.local:
-                text = describe_tensor(x.narrow(dim, 0, 0))  # ranks hold different numbers of tokens
-        kinds = (operation, given, kind, gradients)
-        self.sp._session.agree(operation, f"{text}, {given}", kinds, self._state.op_key, gradients)
+    def _alike(self, x: Any, dim: int) -> Any:
+        """``x`` as all ranks have it, to be compared: without tokens, if ranks hold different numbers of them."""
+        if self._state.batch.boundaries.shares and isinstance(x, Tensor) and -x.dim() <= dim < x.dim():
+            return x.narrow(dim, 0, 0) if x.shape[dim] == self.local else x
+        return x
 
-    def _gather(self, x: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks, one after the other."""
+    def _agree(self, operation: str, x: object, arguments: str) -> None:
+        """Raise ``ValueError`` on all ranks unless all are about to run a collective with the same arguments. In a
+        compiled graph, the collective itself does that."""
+        if not torch.compiler.is_compiling():
+            agree(x, self._state.op_key, self.sp._name, operation, arguments, _has_gradients(x))
+
+    def _gather(
+        self, x: Tensor, dim: int, given: Tensor | None = None, operation: str = "", arguments: str = ""
+    ) -> Tensor:
+        """The tensors ``x`` of all ranks, one after the other, for an ``operation`` on the tensor ``given``."""
         if self.sp.group is None or self.sp.world == 1:
             return x
-        gather = gather_shards_autograd if torch.compiler.is_compiling() else _Gathered.apply
-        if x.is_floating_point() or x.is_complex() or x.dtype in (torch.int32, torch.int64):
-            return gather(x.contiguous(), dim, self.sp.group)
-        gathered = gather(x.contiguous().view(torch.uint8), dim, self.sp.group)  # gloo has no int16
-        return gathered.contiguous().view(x.dtype)
+        if not torch.compiler.is_compiling():
+            operation = ""  # ranks have agreed on it
+        # gloo has no int16
+        is_known = x.is_floating_point() or x.is_complex() or x.dtype in (torch.int32, torch.int64)
+        part, given = x.contiguous() if is_known else x.contiguous().view(torch.uint8), x if given is None else given
+        gathered = torch.ops.startrail.gather_tokens(
+            part, dim, self.sp.group.group_name, given, self._state.op_key, self.sp._name, operation, arguments,
+            _has_gradients(given),
+        )  # fmt: skip
+        return gathered if is_known else gathered.contiguous().view(x.dtype)
 
     def shard_labels(self, labels: Tensor, dim: int = 1, ignore_index: int = -100) -> Tensor:
         """This rank's next-token labels. ``labels`` are aligned with the tokens, and are most often the ids themselves.
@@ -211,7 +216,8 @@ class Sequence:
         >>> SequenceParallel("1x1").sequence(5, [0, 2, 5]).roll(torch.arange(1, 6), -1, dim=0).tolist()
         [2, 0, 4, 5, 0]
         """
-        self._agree("roll", x, dim, shift=shift, fill_value=fill_value)
+        arguments = f"shift={shift}, dim={dim}, fill_value={fill_value}"
+        self._agree("roll", self._alike(x, dim), arguments)
         dim = _dim(x, dim)
         if x.shape[dim] != self.local:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not have {self.local} tokens in dimension {dim}")
@@ -220,7 +226,8 @@ class Sequence:
         moved = x
         if shift:
             offered, sources = self._state.batch.roll_sources(shift)
-            edges = self._gather(x.index_select(dim, offered.to(x.device)), dim)
+            edges = x.index_select(dim, offered.to(x.device))
+            edges = self._gather(edges, dim, self._alike(x, dim), "roll", arguments)
             moved = torch.cat((x, edges), dim).index_select(dim, sources.to(x.device))
         return moved.masked_fill(_along(dim, ~self._same_document(shift, x.device), x), fill_value)
 
@@ -345,22 +352,6 @@ class Sequence:
         return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits", group)
 
 
-class _Gathered(torch.autograd.Function):
-    """Concatenates all ranks' tensors like ``gather_shards_autograd``, but the backward pass, too, raises
-    ``PeerError`` if a rank is gone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _wait_for(lambda: gather_shards(x, dim, group), "gathering tokens", group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad, what = grad.contiguous(), "the gradient of gathering tokens"
-        return _wait_for(lambda: sum_to_shards(grad, ctx.dim, ctx.group), what, ctx.group), None, None
-
-
 def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGroup) -> Tensor:
     """The result of a functional collective. Raises ``PeerError`` that says ``what`` failed if a rank is gone."""
     if torch.compiler.is_compiling():
@@ -386,6 +377,10 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     # not sigmoid: its gradient is w (1 - w) with w rounded, which leaves few digits of a sink's small weight 1 - w
     weight = F.logsigmoid(lse - logits).exp()
     return (out * weight.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
+
+
+def _has_gradients(x: object) -> bool:
+    return isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
 
 
 def _along(dim: int, values: Tensor, like: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import torch
+from workshop.trials.walls import estimate, measure
 
 from startrail.planner.topology import Machine
 from startrail.training.recipes import find
 from validation.lab.model import cases_of, predicted
 from validation.lab.trials import MHA, trial
-from workshop.trials.walls import estimate, measure
 
 PLANS = ("u4", "u4,exchange=twice")
 SHAPE = dict(width=64, layers=16, heads=4, kv_heads=4, hidden=64, length=16384, zero=3, recompute=True)

@@ -40,7 +40,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from startrail.agreement.digest import fold
-from startrail.agreement.errors import PeerError
+from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.ledger import (
     CallLedger,
     CallRecord,
@@ -228,7 +228,7 @@ class Consensus:
         except PeerError:
             raise
         except RuntimeError as error:
-            raise PeerError(f"{what} failed: {str(error).splitlines()[0]}") from error
+            raise PeerError(f"{what} failed: {in_short(error)}") from error
         if not done:
             raise PeerError(f"{what} did not answer within {timeout}")
 
@@ -353,7 +353,8 @@ class Consensus:
 
     def describe_others(self) -> str:
         """What the other ranks wait for, in brackets; empty if the call has not waited for long."""
-        return describe_waits(self.ranks, self._started)
+        waits = describe_waits(self.ranks, self._started)
+        return f" ({waits})" if waits else ""
 
     def missing_ranks(self) -> str:
         """The ranks that have not started the current call, after one that involves all ranks has failed on all."""
@@ -398,8 +399,6 @@ class Consensus:
             self._read_reason(self.ledger)
         if self._reason is None and wait.meeting:
             self._reason = self._find_conflict(self.ledger, wait.meeting)
-        if self._reason is None:
-            self._reason = self._failure_elsewhere()
         if self._reason is not None and self._wait is not None:  # it may have ended meanwhile
             wait.abort()
 
@@ -413,7 +412,9 @@ class Consensus:
             if suspect.device_digest is not None:  # our record may be there already, without it
                 key, record = f"{key}/data", record._replace(data=fold(record.data, int(suspect.device_digest)))
         self.write(ledger, key, record, compared=False)
-        if not ledger.matches(key, record):
+        if ledger.matches(key, record):
+            self._reason = self._failure_elsewhere()
+        else:
             self._reason = self._disagreement(ledger, key)
 
     def write(self, ledger: CallLedger, key: str, record: CallRecord, compared: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,17 @@ def is_peer_error(error: RuntimeError) -> bool:
     return isinstance(error, PeerError | dist.DistError) or is_gloo_error(error)
 
 
+def in_short(error: object) -> str:
+    """The first sentence of what a backend says, without places in its source.
+
+    >>> in_short("[/__w/gloo/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4321. This may indicate a crash.")
+    'Connection closed by peer [10.0.0.1]:4321'
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    without_places = re.sub(r"\[?[^\s\[]*/\S+\.(cc|cpp|cu|h|hpp):\d+\]?,?\s*", "", lines[0])
+    return re.split(r"(?<=\S)\.(?:\s|$)", without_places, maxsplit=1)[0]
+
+
 @contextmanager
 def peer_errors(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise ``PeerError`` if a collective of torch's own on ``group`` fails because of a lost peer. After a long wait
@@ -32,6 +44,6 @@ def peer_errors(operation: str, group: dist.ProcessGroup | None = None) -> Itera
     except RuntimeError as error:
         if isinstance(error, PeerError) or not is_peer_error(error):
             raise
-        first = str(error).strip().splitlines()[0]
         others = describe_waits(dist.get_process_group_ranks(group), start)
-        raise PeerError(f"{operation}: a rank is gone or late: {first}{others}") from error
+        reasons = "; ".join(text for text in (others, in_short(error)) if text)
+        raise PeerError(f"{operation}: a rank is gone or late: {reasons}") from error

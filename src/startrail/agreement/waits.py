@@ -89,8 +89,8 @@ def read_wait(rank: int) -> tuple[str, str]:
 
 
 def describe_waits(ranks: Sequence[int], since: float) -> str:
-    """What the other members of a group wait for, in brackets; ``ranks`` are the global ranks of all its members. Empty
-    if this rank waits ``since`` a moment ago, or if the store does not answer."""
+    """What the other members of a group wait for; ``ranks`` are the global ranks of all its members. Empty if this rank
+    waits ``since`` a moment ago, or if the store does not answer."""
     if time.monotonic() - since < TIMING.slow_wait:
         return ""
     found: dict[str, list[int]] = {}
@@ -103,8 +103,7 @@ def describe_waits(ranks: Sequence[int], since: float) -> str:
 
     with contextlib.suppress(RuntimeError, ValueError):
         run_within(TIMING.store_answer, read)
-    listed = "; ".join(f"{rank_names(places)}: {text}" for text, places in found.items())
-    return f" ({listed})" if listed else ""
+    return "; ".join(f"{rank_names(places)}: {text}" for text, places in found.items())
 
 
 def rank_names(ranks: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ def register(session: Session) -> str:
     return name
 
 
-def _find(name: str) -> Session:
+def find_session(name: str) -> Session:
     if name not in _sessions:
         raise ValueError(
             f"the SequenceParallel {name!r} of this attention call no longer exists; keep it with the model"
@@ -50,14 +50,14 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, the bytes kept for the backward pass, the call's number, and the largest logit of each batch entry and
     head among those that this rank computed (empty unless the call asks for it)."""
-    return attention_call.forward(_find(session), q, k, v, op_key, AttentionCall.parse(call))
+    return attention_call.forward(find_session(session), q, k, v, op_key, AttentionCall.parse(call))
 
 
 @attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, session: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    owner, shapes = _find(session), Shapes.of(q, k, v)
+    owner, shapes = find_session(session), Shapes.of(q, k, v)
     shapes.check()
     max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
@@ -77,7 +77,7 @@ def attention_backward(
     """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse``: the cotangent
     of lse, if lse was used."""
     parsed = AttentionCall.parse(call)
-    owner = _find(session)
+    owner = find_session(session)
     return attention_call.backward(
         owner, dout, qkv, out, lse, kept, number, kv_heads, head_dim, op_key, parsed, dlse
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, op_key, ctx.session, ctx.call = inputs
     out, lse, kept, number, _ = output
     ctx.kv_heads, ctx.head_dim = k.shape[1], k.shape[3]
-    ctx.owner = _find(ctx.session)  # stays alive until the backward pass has run
+    ctx.owner = find_session(ctx.session)  # stays alive until the backward pass has run
     qkv = () if ctx.owner.settings.split.plan.keeps_exchanged else (q, k, v)
     ctx.save_for_backward(out, lse, kept, number, op_key, *qkv)
 

@@ -9,8 +9,6 @@ alive, and may run long after the ``Sequence`` is gone and many others were made
 from __future__ import annotations
 
 import threading
-import zlib
-from array import array
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from startrail.agreement.digest import fold, quick_digest
 from startrail.compile.problem import Boundaries
 from startrail.engine.batch import Batch
 
-COUNTERS = 1 << 12
+REMEMBERED = 1 << 15  # kinds of boundaries whose sequences are numbered
 
 
 class OpKey(NamedTuple):
@@ -137,10 +135,40 @@ class DigestRecorder:
         sequence.update_key()
 
 
-def make_counters(value: int) -> array[int]:
-    """Counters of sequences, by a digest of their boundaries."""
-    return array("q", [value]) * COUNTERS
+class SequenceNumbers:
+    """Counts the sequences that this rank has made, those with equal boundaries apart: data loaders of other ranks may
+    make them in another order. Only the latest kinds of boundaries are remembered.
+
+    >>> numbers, long, short = SequenceNumbers(), Boundaries((0, 9)), Boundaries((0, 5))
+    >>> numbers.next(long), numbers.next(short), numbers.next(short)
+    (1, 1, 2)
+    >>> numbers.restart()                                  # after an error, the first that is used counts as number 1
+    >>> numbers.relative(short, 2), numbers.relative(long, 1), numbers.relative(short, 3)
+    (1, 1, 2)
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}
+        self._first: dict[int, int] | None = None  # None: since this was made
+
+    def next(self, boundaries: Boundaries) -> int:
+        number = self._made.pop(hash(boundaries), 0) + 1
+        return _remember(self._made, hash(boundaries), number)
+
+    def relative(self, boundaries: Boundaries, number: int) -> int:
+        """The number since the last restart of a sequence that is used now."""
+        if self._first is None:
+            return number
+        first = self._first.pop(hash(boundaries), number)
+        return number + 1 - _remember(self._first, hash(boundaries), first)
+
+    def restart(self) -> None:
+        self._first = {}
 
 
-def counter_of(boundaries: Boundaries) -> int:
-    return zlib.crc32(repr(boundaries).encode()) % COUNTERS
+def _remember(numbers: dict[int, int], key: int, number: int) -> int:
+    """Make ``key`` the latest one. Forgets the oldest."""
+    numbers[key] = number
+    if len(numbers) > REMEMBERED:
+        del numbers[next(iter(numbers))]
+    return number

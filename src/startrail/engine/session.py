@@ -26,7 +26,7 @@ from startrail.agreement.digest import fold
 from startrail.agreement.ledger import CallRecord
 from startrail.compile.problem import Boundaries, Split
 from startrail.engine.batch import Batch
-from startrail.engine.op_key import DigestRecorder, OpKey, SequenceState, counter_of, make_counters
+from startrail.engine.op_key import DigestRecorder, OpKey, SequenceNumbers, SequenceState
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PassRunner, PreparedPass
 from startrail.schedule.program import programs_inside
 from startrail.schedule.values import PASSES, Pass
@@ -108,8 +108,7 @@ class Session:
         self._batches: WeakValueDictionary[Boundaries, Batch] = WeakValueDictionary()
         self._recent: deque[Batch] = deque(maxlen=RECENT_BATCHES)
         self._lock = threading.Lock()
-        # bases: the first numbers that count, minus 1; below 0 until a call uses such a sequence
-        self._counts, self._bases = make_counters(0), make_counters(0)
+        self._numbers = SequenceNumbers()
         self._states: WeakValueDictionary[int, SequenceState] = WeakValueDictionary()  # by ticket
         self._digests = DigestRecorder()
         self._last: tuple[Tensor, Batch, OpKey] | None = None
@@ -132,10 +131,8 @@ class Session:
     def make_sequence(self, boundaries: Boundaries) -> SequenceState:
         batch = self._batch(boundaries)
         with self._lock:  # data loaders make sequences in their own threads
-            index = counter_of(boundaries)
-            self._counts[index] += 1
             self._num_made += 1
-            number, ticket = self._counts[index], self._num_made
+            number, ticket = self._numbers.next(boundaries), self._num_made
             state = SequenceState(batch, number, ticket, self._digests.maker())
             self._states[ticket] = state
             if shares := boundaries.shares:
@@ -164,10 +161,8 @@ class Session:
         if last is None or (last[0].data_ptr(), last[0].shape) != (op_key.data_ptr(), op_key.shape):
             key = OpKey.from_tensor(op_key)
             self._num_started += 1
-            batch, index = self._batch(key.boundaries), counter_of(key.boundaries)
-            if self._bases[index] < 0:
-                self._bases[index] = key.number - 1
-            self._last = last = op_key, batch, key._replace(number=key.number - self._bases[index])
+            number = self._numbers.relative(key.boundaries, key.number)
+            self._last = last = op_key, self._batch(key.boundaries), key._replace(number=number)
         return last[1:]
 
     # --- calls
@@ -197,7 +192,8 @@ class Session:
         if self._runner is not None:
             self._runner.transport.abandon(error)
         self._runner = None  # its lanes may be closed, here and at the peers: the next call opens new ones
-        self._last, self._num_started, self._bases = None, 0, make_counters(-1)
+        self._last, self._num_started = None, 0
+        self._numbers.restart()
 
     def start_pass(self, request: Request[P], op_key: Tensor) -> StartedPass[P]:
         """Check a request, compare it with the other ranks if it is new, and find what runs it.
@@ -310,6 +306,9 @@ class Session:
     def close(self, error: BaseException | None = None) -> None:
         """Close the lanes, together with all ranks. After an ``error`` on this rank, close them without the others, and
         tell those that wait."""
+        if self.consensus.is_forked:  # the lanes are the parent's
+            self.closed = True
+            return
         if error is None:
             self.check()
         else:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from startrail.agreement.consensus import Consensus, RejoinError
-from startrail.agreement.errors import PeerError
+from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
@@ -179,8 +179,12 @@ class Lanes(Transport):
             reason = self.consensus.find_reason()
         if isinstance(reason, ValueError | RejoinError):
             return reason
-        others = "" if reason else self.consensus.describe_others()
-        return PeerError(f"{what}: {str(reason or self.aborted or error).splitlines()[0]}{others}")
+        if reason is not None:
+            return PeerError(f"{what}: {str(reason).splitlines()[0]}")
+        others = self.consensus.describe_others()
+        if self.aborted:
+            return PeerError(f"{what}: {self.aborted.splitlines()[0]}{others}")
+        return PeerError(f"{what}{others}: {in_short(error)}")
 
 
 class PendingTransfer:

@@ -23,7 +23,7 @@ from torch import Tensor
 from startrail import _compat
 from startrail.agreement.comparison import DigestComparison
 from startrail.agreement.consensus import RejoinError, StartedCall
-from startrail.agreement.errors import PeerError
+from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import watch
 from startrail.kernels.device import on_device, record_event
@@ -62,7 +62,7 @@ def is_done(work: dist.Work) -> bool:
     if not work.is_completed():
         return False
     if (error := _compat.work_error(work)) is not None:
-        raise RuntimeError(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        raise RuntimeError(in_short(error))
     return True
 
 
@@ -259,8 +259,7 @@ class Nccl(Batches):
         """Abort all transfers: a target was not reached."""
         self.abort(f"no connection over {target}")
         return PeerError(
-            f"global rank {dist.get_rank()}: no connection over {target} within {self.timeout}: "
-            f"{str(error).splitlines()[0]}"
+            f"global rank {dist.get_rank()}: no connection over {target} within {self.timeout}: {in_short(error)}"
         )
 
     # --- passes

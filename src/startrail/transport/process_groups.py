@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from startrail._compat import PrefixStore, default_store, make_named_group, nccl_options
-from startrail.agreement.errors import PeerError
+from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import run_all_within
 from startrail.schedule.program import Program
@@ -99,9 +100,8 @@ def make_group(
     try:
         return make_named_group(members, name, backend, PrefixStore(f"{name}/", default_store()), options, timeout)
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
         raise PeerError(
-            f"global rank {dist.get_rank()}: no connection to ranks {members} within {timeout}: {first}"
+            f"global rank {dist.get_rank()}: no connection to ranks {members} within {timeout}: {in_short(error)}"
         ) from error
 
 
@@ -135,6 +135,7 @@ class OpenGroups:
         self.name, self.ranks, self.collective = name, ranks, collective
         self.groups: list[dist.ProcessGroup] = []
         self.aborted = False
+        self._process = os.getpid()
 
     def abort(self) -> None:
         self.aborted = True
@@ -149,7 +150,10 @@ class OpenGroups:
                 dist.destroy_process_group(group)
 
     def release(self) -> None:
-        """Close the groups if that waits for no other rank, else park them. Called by garbage collection."""
+        """Close the groups if that waits for no other rank, else park them. Called by garbage collection, also that of
+        forked processes, which share the connections."""
+        if os.getpid() != self._process:
+            return
         if self.aborted or not self.collective:
             self.close()
         else:
