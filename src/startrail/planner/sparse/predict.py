@@ -24,14 +24,14 @@ from startrail.geometry.tiles import Tile, segments_of, tiles_of
 from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
-from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task, lanes_with_few_channels
-from startrail.planner.simulator import SimulatedPass
+from startrail.planner.pricing import ComputeTask, Mark, Prices, ProgramPricing, Task, lanes_with_few_channels
+from startrail.planner.simulator import OnTask, OnTransfer, SimulatedPass
 from startrail.routing.route import Rule, ZoneRoute, zone_route
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, PASSES, Pass
-from startrail.schedule.walk import Walker, handlers_of
+from startrail.schedule.walk import Finish, Walker, handlers_of
 
 MAX_RANKS = 256  # all of which are simulated
 MAX_SHARDS = 8  # of a zone, whose blocks are all cut into tiles
@@ -85,20 +85,20 @@ class SparseCall:
         return make_layout("zones", levels, self.call.documents or (0, self.call.length))
 
     @cached_property
-    def zones(self) -> tuple[tuple[ZoneRoute, TilePrices], ...]:
+    def zones(self) -> tuple[tuple[ZoneRoute, Prices], ...]:
         """The route of every zone, and its prices."""
         call, layout = self.call, self.layout
         sizes = replace(call.sizes(self.plan, self.cluster.world), local=layout.local)
         routes = [zone_route(self.plan, zone, layout.length, self.mask, sizes, self.rule) for zone in layout.zones]
         return tuple((route, self._prices(route)) for route in routes)
 
-    def _prices(self, route: ZoneRoute) -> TilePrices:
+    def _prices(self, route: ZoneRoute) -> Prices:
         return TilePrices(self.cluster, route.sizes, self.mask, self.call.dtype, _runs_of(route, self.layout.length))
 
     @cached_property
-    def routes(self) -> tuple[tuple[tuple[ZoneRoute, TilePrices], ...], ...]:
+    def routes(self) -> tuple[tuple[tuple[ZoneRoute, Prices], ...], ...]:
         """The routes of every rank, with their prices, outermost zones first."""
-        found: list[list[tuple[ZoneRoute, TilePrices]]] = [[] for _ in range(self.cluster.world)]
+        found: list[list[tuple[ZoneRoute, Prices]]] = [[] for _ in range(self.cluster.world)]
         held = [0] * self.cluster.world
         for route, prices in self.zones:
             for member in range(route.zone.size):
@@ -107,16 +107,26 @@ class SparseCall:
                 held[rank] += route.zone.tokens
         return tuple(map(tuple, found))
 
-    def tasks(self, pass_: Pass) -> list[list[Task]]:
-        """The tasks of every rank in one pass."""
-        return [self._tasks_of_rank(of_rank, pass_) for of_rank in self.routes]
+    def tasks(self, pass_: Pass, marks: Sequence[list[Mark]] = ()) -> list[list[Task]]:
+        """The tasks of every rank in one pass. ``marks``: a list per rank, which gets one entry per event."""
+        return [
+            self._tasks_of_rank(of_rank, pass_, marks[rank] if marks else None)
+            for rank, of_rank in enumerate(self.routes)
+        ]
 
     def simulate(self, pass_: Pass) -> SimulatedPass:
+        return self.play(self.tasks(pass_))
+
+    def play(
+        self, tasks: list[list[Task]], on_task: OnTask | None = None, on_transfer: OnTransfer | None = None
+    ) -> SimulatedPass:
         """Play all ranks. Zones use the lanes of the plan."""
         few = lanes_with_few_channels(self.cluster, self.plan)
-        return simulate_tasks(self.cluster, self.tasks(pass_), few=few)
+        return simulate_tasks(self.cluster, tasks, None, on_task, few, on_transfer)
 
-    def _tasks_of_rank(self, routes: Sequence[tuple[ZoneRoute, TilePrices]], pass_: Pass) -> list[Task]:
+    def _tasks_of_rank(
+        self, routes: Sequence[tuple[ZoneRoute, Prices]], pass_: Pass, marks: list[Mark] | None
+    ) -> list[Task]:
         half = self.cluster.device.start / 2
         tasks: list[Task] = [ComputeTask(half)] if half else []
         programs = [route.program(pass_) for route, _ in routes]
@@ -128,13 +138,17 @@ class SparseCall:
             walkers.append(Walker(program))
             walks.append(walkers[-1].steps())
         handlers = [handlers_of(pricing) for pricing in pricings]
-        for part, _ in run_order(programs):
+        for part, number in run_order(programs):
             for event in next(walks[part]).events:
                 handlers[part][type(event)](event)
+                if marks is not None:
+                    marks.append(Mark(number, event, len(tasks), pricings[part].work))
             pricings[part].flush()
         for pricing, walker, walk in zip(pricings, walkers, walks, strict=True):
             assert next(walk, None) is None, "every step has run"
             pricing.finish(walker)
+            if marks is not None:
+                marks.append(Mark(len(walker.program.steps), Finish(walker.home), len(tasks), 0.0))
         return [*tasks, ComputeTask(half)] if half else tasks
 
     def describe(self) -> str:
