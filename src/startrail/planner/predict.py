@@ -169,7 +169,8 @@ def _simulate_all_ranks(
 
 def simulate_tasks(
     cluster: ClusterSpec, tasks: Sequence[list[Task]], order: Sequence[int] | None = None,
-    on_task: OnTask | None = None, few: dict[int, dict[int, float]] | None = None, on_transfer: OnTransfer | None = None,
+    on_task: OnTask | None = None, few: dict[int, dict[int, float]] | None = None,
+    on_transfer: OnTransfer | None = None,
 ) -> SimulatedPass:  # fmt: skip
     """Play the tasks of all ranks. ``few``: lanes with few channels, as `Prices.lanes_with_few_channels` has them."""
     world = cluster.world

@@ -45,7 +45,7 @@ def is_sparse(mask: Mask) -> bool:
 
 
 def edges_of(layout: Layout, heads: int, mask: Mask, most: int) -> list[int]:
-    """Where cells begin and end: the chunks that shards consist of, or at most ``most`` cells of equally many tokens."""
+    """Where cells begin and end: the chunks that shards consist of, or at most ``most`` cells of as many tokens."""
     length, chunks = layout.length, 2 * layout.world // heads
     if not is_sparse(mask) and layout.world > 1 and chunks <= most:
         tokens = layout.local * heads // 2
@@ -100,8 +100,7 @@ class _Blocks:
                 to = self.fetched.setdefault((number, edge.receiver), [])
                 to += [(start, start + count, bundle) for start, count in runs]
         self.shards = [
-            [route.chosen.place(route.zone.size, member).shard for member in range(route.zone.size)]
-            for route in routes
+            [route.chosen.place(route.zone.size, member).shard for member in range(route.zone.size)] for route in routes
         ]
 
     def block(self, query: int, key: int) -> tuple[int, int, int]:

@@ -41,7 +41,8 @@ MASKS = ("causal", "full", "window", "documents")
 MAX_TEAM = 4  # of the paper's schedule
 MAX_BYTES = 900_000  # of all recordings of a page
 # What a page can ask for, so that an answer takes seconds
-MOST_RANKS, MOST_DIM, MOST_DOCUMENTS, MOST_GROUPS, MOST_SPARSE_TOKENS = 1024, 1024, 64, 4, 2**24
+MOST_RANKS, MOST_DIM, MOST_SPARSE_TOKENS = 1024, 1024, 2**24
+MOST_PROGRAMS = 256  # of all ranks and groups; above `MAX_RANKS` only a few are recorded
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,6 @@ def _documents(text: str, length: int) -> tuple[int, ...]:
     if not all(re.fullmatch(r"0*[1-9]\d{0,14}", part, re.ASCII) for part in parts):
         raise ValueError("document lengths are whole numbers separated by commas, such as 3000, 1000, 96")
     lengths = list(map(int, parts))
-    if len(lengths) > MOST_DOCUMENTS:
-        raise ValueError(f"{len(lengths)} documents are too many for this page; it takes {MOST_DOCUMENTS}")
     if (total := sum(lengths)) != length:
         remedy = f"add one of {length - total}" if total < length else f"remove {total - length}"
         raise ValueError(
@@ -194,8 +193,8 @@ def _checked(text: str, asked: Question) -> Plan:
             f"plan {plan} depends on the mask and has no rings to draw: pass a plan such as 1x{asked.machine.world}; "
             "with a window or documents, the page shows where direct fetches replace it"
         )
-    if plan.groups > MOST_GROUPS:
-        raise ValueError(f"plan {plan}: the page shows at most groups={MOST_GROUPS}")
+    if plan.groups > (most := max(MOST_PROGRAMS // asked.machine.world, 1)):
+        raise ValueError(f"plan {plan}: the page shows at most groups={most} on {asked.machine.world} ranks")
     plan.check_world(asked.machine.world)
     asked.call.sizes(plan, asked.machine.world)
     return plan
@@ -212,7 +211,7 @@ def _wanted(asked: Question, all_roles: bool) -> tuple[dict[str, bool], str, str
         plan, reason = plan_for_heads(asked.cluster, call.heads, call.kv_heads, call.head_dim, call.length)
         auto = str(plan)
         wanted.setdefault(auto, True)
-    for text in roles_of(asked.machine) if all_roles else ():
+    for text in roles_of(asked.machine) if all_roles and world <= MAX_RANKS else ():
         if _fits(text, asked):
             wanted.setdefault(text, False)
     return wanted, auto, reason
@@ -241,7 +240,9 @@ def scene(
         plans[text] = {"seconds": seconds, "role": roles.get(text, ""), "data": packed}
     notes = [f"Left out, to keep this page small: {', '.join(left_out)}."] if left_out else []
     if world > MAX_RANKS:
-        notes.append(f"Above {MAX_RANKS} ranks one rank is played for all; the page holds the ranks around it.")
+        notes.append(f"Above {MAX_RANKS} ranks one rank is played for all; the page holds it and those around it.")
+        if all_roles:
+            notes.append("It holds only the plans that were asked for.")
         if asked.is_sparse:
             notes.append("It shows the plan's own schedule; what runs with a window or documents sends less.")
     return {

@@ -24,9 +24,10 @@ rank stands for all (``alone``), and ``ranks`` are those of the nodes around it.
   An event is ``[AWAIT, piece]``, ``[POST, message, ...]``, ``[PREPARE, piece]``, ``[COMPUTE, row, column, group,
   hidden]`` or ``[COMBINE, piece]``; a message is ``[flags, level, peer, piece, ...]``; a piece is
   ``(group * shards + shard) * 6 + kind``.
-  ``spans`` has for each event the ticks that the rank waits and then works, and these twice for the end of each part; ``arrivals`` has the start and the duration of each message that the rank receives, in the order
-  in which they are posted. Both are lists of distinct lists, with the one of each rank in ``spans_of`` (-1: none).
-  A pass has ``TICKS`` ticks.
+  ``spans`` has for each event the ticks that the rank waits and then works, and these twice for the end of each part;
+  ``arrivals`` has the start and the duration of each message that the rank receives, in the order in which they are
+  posted. Both are lists of distinct lists, with the one of each rank in ``spans_of`` (-1: none). A pass has ``TICKS``
+  ticks.
   ``bytes``: rows ``[part, level, terms, closed form, counted]`` of what a rank sends, with terms ``[text, times, kinds,
   bytes of these]``.
 """
@@ -51,7 +52,7 @@ from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, closed_form
 from startrail.schedule.values import FORWARD, KINDS, PASSES, Pass, Piece
-from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, walk_of
+from startrail.schedule.walk import Await, Combine, Event, Finish, Post, Prepare, walk_of
 from startrail.view.matrix import cells_of, edges_of
 
 AWAIT, POST, PREPARE, COMPUTE, COMBINE = range(5)
@@ -68,7 +69,9 @@ def record(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> dict[str, 
     """The recording of both passes of ``call``."""
     alone = cluster.world > MAX_RANKS
     sparse = not alone and (call.window is not None or len(call.documents) > 2)
-    played = SparseCall(cluster, plan, call) if sparse else _PlanAlone(cluster, plan, replace(call, documents=()), False)
+    played = (
+        SparseCall(cluster, plan, call) if sparse else _PlanAlone(cluster, plan, replace(call, documents=()), False)
+    )
     return _Recording(played, sparse, alone).data()
 
 
@@ -274,7 +277,7 @@ class _Rank:
         ordered = [(part, number, walks[part][number].events) for part, number in run_order(self.programs)]
         times = iter(self.times)
         return [
-            (part, number, [event for event in events if sum(next(times, ())) or not isinstance(event, Prepare)])
+            (part, number, [event for event in events if sum(next(times, [0.0])) or not isinstance(event, Prepare)])
             for part, number, events in ordered
         ]
 
@@ -388,18 +391,14 @@ class _Rank:
             ]
         place = route.chosen, route.zone.size, route.member, self.pass_
         units = [closed_form(*place, {kind: float(kind == unit) for kind in KINDS}) for unit in KINDS]
-        found = []
+        found: list[tuple[Any, ...]] = []
         for level in zip(*units, strict=True):
             alike: dict[float, list[str]] = {}
             for kind, pieces in zip(KINDS, level, strict=True):
                 if pieces:
                     alike.setdefault(pieces, []).append(kind)
-            found.append(
-                tuple(
-                    (str(Fraction(pieces).limit_denominator(MAX_CELLS)), pieces, "+".join(kinds), sum(map(sizes.get, kinds)))
-                    for pieces, kinds in alike.items()
-                )
-            )
+            terms = ((str(Fraction(pieces).limit_denominator()), pieces, kinds) for pieces, kinds in alike.items())
+            found.append(tuple((*term, "+".join(kinds), sum(sizes[kind] for kind in kinds)) for *term, kinds in terms))
         return found
 
 

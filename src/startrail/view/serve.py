@@ -20,6 +20,7 @@ from startrail.view.page import html_page, scene
 
 HOST = "127.0.0.1"
 MOST_BYTES = 2**16  # of a question
+MOST_DOCUMENTS = 64
 SECONDS_PER_CLIENT = 30  # to send a question
 
 
@@ -46,6 +47,9 @@ class PageServer(ThreadingHTTPServer):
         """The scene that a question asks for, or the reason why there is none."""
         try:
             settings, have = _read_question(body)
+            documents = settings.get("documents", "").count(",") + 1
+            if settings.get("mask") == "documents" and documents > MOST_DOCUMENTS:
+                raise ValueError(f"{documents} documents take too long here, which takes up to {MOST_DOCUMENTS}")
             with self.playing:  # one at a time: each keeps a core busy
                 return scene(settings, self.clusters, have=have)
         except ValueError as error:
@@ -90,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def is_ours(self) -> bool:
         """False for a name that only resolves to this machine: a site could otherwise read our answers."""
-        if self.headers.get("Host") in (f"{name}:{self.server.server_port}" for name in (HOST, "localhost")):
+        if self.headers.get("Host", "") in [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]:
             return True
         self.refuse(HTTPStatus.FORBIDDEN, f"open {self.server.address}")
         return False
@@ -115,5 +119,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *arguments: object) -> None:
+    def log_message(self, *arguments: object) -> None:
         """Nothing: the terminal keeps its one line with the address."""

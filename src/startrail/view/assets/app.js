@@ -13,6 +13,7 @@ class App {
     this.recordings = new WeakMap(); // by the scene's plan
     this.notes = [];
     document.getElementById("question").disabled = !live;
+    document.getElementById("call").open = live || innerWidth > 820;
     document.getElementById("offline").hidden = live;
     this.fill("example", scenes.map((_, at) => at), scenes.map(({ title }) => title));
     this.field("example").closest("label").hidden = scenes.length < 2;
@@ -193,9 +194,13 @@ class App {
   }
 
   say(problems, stale) {
+    this.shown = this.asked;
+    this.opened = this.opened || performance.now();
     document.getElementById("problem").replaceChildren(...problems.map((line) => element("p", {}, line)));
     document.getElementById("views").classList.toggle("stale", stale);
-    if (stale) this.showForm();
+    if (!stale) return;
+    this.offer();
+    this.showForm();
   }
 
   // Draw a scene that has all that the settings ask for.
@@ -228,11 +233,10 @@ class App {
     root.replaceChildren(...this.views.map((view) => view.root));
     document.getElementById("comparison").textContent = [...scene.notes, this.comparison()].join(" ");
     this.offer();
-    this.say(problems, false);
     this.showForm();
     this.write();
     this.draw();
-    this.opened = this.opened || performance.now();
+    this.say(problems, false);
   }
 
   // The plans to choose from: those that are recorded and, where Python answers, all that fit.
@@ -253,6 +257,7 @@ class App {
     const [one, two] = this.views, { state, scene } = this, chosen = [state.plan, state.versus].includes("auto") ? `${scene.reason}. ` : "";
     if (!two) return chosen;
     const [fast, slow] = one.seconds <= two.seconds ? [one, two] : [two, one];
+    if (slow.seconds < 1.005 * fast.seconds) return `${chosen}${fast.recording.plan} and ${slow.recording.plan} take the same time, ${secondsText(fast.seconds)}.`;
     const reasons = [], many = scene.levels.length > 1 && +state.nodes > 1;
     const outer = many ? 0 : scene.levels.length - 1, where = many ? "between nodes" : "within the node";
     if (fast.sent[outer] < 0.98 * slow.sent[outer]) reasons.push(`it sends ${bytesText(fast.sent[outer])} per rank ${where} instead of ${bytesText(slow.sent[outer])}`);
@@ -267,6 +272,7 @@ class App {
     for (const field of this.form.elements) {
       if (field.name in this.state && document.activeElement !== field) field.value = this.state[field.name];
     }
+    document.querySelector("#call summary").textContent = this.scene.title;
     this.field("example").value = this.scenes.indexOf(this.scene);
     this.field("other").value = "";
     for (const name of ["window", "documents"]) this.field(name).closest("label").hidden = this.state.mask !== name;
