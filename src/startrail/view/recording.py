@@ -270,16 +270,10 @@ class _Rank:
         self.programs: list[Program] = [route.program(pass_) for route in self.routes]
 
     @cached_property
-    def events(self) -> list[tuple[int, int, list[Event]]]:
-        """Part, step and events, in the order in which they run. Preparing is free for most pieces: only what takes
-        time is an event of its own."""
+    def events(self) -> list[tuple[int, list[Event]]]:
+        """Steps in the order in which they run: the part and its events."""
         walks = [walk_of(program).steps for program in self.programs]
-        ordered = [(part, number, walks[part][number].events) for part, number in run_order(self.programs)]
-        times = iter(self.times)
-        return [
-            (part, number, [event for event in events if sum(next(times, [0.0])) or not isinstance(event, Prepare)])
-            for part, number, events in ordered
-        ]
+        return [(part, walks[part][number].events) for part, number in run_order(self.programs)]
 
     @cached_property
     def times(self) -> list[list[float]]:
@@ -308,23 +302,21 @@ class _Rank:
         return found
 
     def spans(self, tick: float) -> Numbers:
-        """Ticks of each event that was recorded. Rounding does not add up."""
+        """Ticks of each event. Rounding does not add up."""
         assert self.played is not None
-        found: list[int] = []
-        now = 0.0
+        found, now = [], 0.0
         for (_, event, _, _), parts in zip(self.played.marks, self.times, strict=True):
-            if not isinstance(event, Prepare) or sum(parts):
-                wanted = 4 if isinstance(event, Finish) else 2
-                assert len(parts) <= wanted, (event, parts)
-                for seconds in (*parts, *[0.0] * (wanted - len(parts))):
-                    found.append(round((now + seconds) / tick) - round(now / tick))
-                    now += seconds
+            wanted = 4 if isinstance(event, Finish) else 2
+            assert len(parts) <= wanted, (event, parts)
+            for seconds in (*parts, *[0.0] * (wanted - len(parts))):
+                found.append(round((now + seconds) / tick) - round(now / tick))
+                now += seconds
         return tuple(found)
 
     def arrived(self, tick: float) -> Numbers:
         assert self.played is not None
         found: list[int] = []
-        for part, _, events in self.events:
+        for part, events in self.events:
             for event in events:
                 for message in event.messages if isinstance(event, Post) else ():
                     if not message.send:
@@ -333,7 +325,7 @@ class _Rank:
         return tuple(found)
 
     def steps(self) -> Iterator[tuple[Any, ...]]:
-        for part, _, events in self.events:
+        for part, events in self.events:
             yield part, tuple(self.event(part, event) for event in events)
 
     def event(self, part: int, event: Event) -> tuple[Any, ...]:
