@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from startrail.cli.app import COMMANDS, build_parser, main
+from startrail.view.page import html_page, scene
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "startrail"
@@ -27,7 +28,25 @@ DRAWINGS = {
     "ring-4x8.svg": ["1x32", "--nodes", "4"],
 }
 WORKER_FROM_THE_WEB = "https://unpkg.com/iframe-worker/shim"
-PAGE = ["u4/1x8", "--nodes", "4", "--cluster", "a100-4x8"]
+# What the page that plays schedules shows, as settings of its form: clusters and masks of several kinds.
+DOCUMENTS = "44000,15000,14000,12000,11000,9000,7000,6000,5000,3000,2000,1500,1000,572"
+EXAMPLES = [
+    {"plan": "u4/1x8", "versus": "1x32"},
+    {"plan": "1x4/1x8", "mask": "documents", "documents": DOCUMENTS},
+    {
+        "nodes": "2",
+        "ranks": "4",
+        "length": "32k",
+        "mask": "window",
+        "window": "1024",
+        "plan": "1x2/1x4",
+        "versus": "1x8",
+    },
+    {"nodes": "8", "cluster": "h100-8x8", "heads": "64", "length": "256k", "plan": "u8/1x8", "versus": "1x64"},
+    {"nodes": "2", "cluster": "boxes-10gbe", "length": "64k", "plan": "u2/1x8", "versus": "1x16"},
+    {"nodes": "1", "cluster": "b200", "length": "32k", "mask": "full", "plan": "u8", "versus": "1x8"},
+    {"nodes": "4", "ranks": "4", "cluster": "lab", "length": "16k", "plan": "star2", "versus": "1x16"},
+]
 
 
 def on_files(files: Files, config: object) -> Files:
@@ -41,7 +60,7 @@ def on_files(files: Files, config: object) -> Files:
     files.append(File.generated(config, "scaling.png", abs_src_path=str(ROOT / "validation/scaling.png")))
     for name, arguments in DRAWINGS.items():
         add(f"drawings/{name}", shown(arguments, "--svg"))
-    add("learn/page.html", shown(PAGE, "--html"))
+    add("learn/page.html", html_page([scene(settings, all_roles=True) for settings in EXAMPLES]))
     return files
 
 

@@ -41,10 +41,16 @@ def wait_for(browser, condition, seconds=30.0):
         time.sleep(0.02)
 
 
-def open_page(browser, path, fragment=""):
+def open_page(browser, page, fragment=""):
+    """Open a file, or what a server has at its address."""
     browser.get("about:blank")  # else a new fragment alone does not load the page
-    browser.get(f"{path.as_uri()}#{fragment}")
-    wait_for(browser, "window.startrail")
+    browser.get(f"{getattr(page, 'address', None) or page.as_uri()}#{fragment}")
+    settled(browser)
+
+
+def settled(browser):
+    """Wait until the page shows what its settings ask for, or why it cannot."""
+    wait_for(browser, "window.startrail && !startrail.busy && startrail.opened && startrail.shown === startrail.asked")
 
 
 def errors(browser):
@@ -65,3 +71,4 @@ def choose(browser, name, value):
         "field.dispatchEvent(new Event('change', {bubbles: true}))"
     )
     browser.execute_script(script, name, str(value))
+    settled(browser)

@@ -1,4 +1,4 @@
-"""Windows and documents on the page: the zones, routes, programs, bytes and times are those of Python, step by step."""
+"""Windows and documents: recorded zones, choices, bytes and times are those of routing and the planner."""
 
 import random
 
@@ -7,42 +7,15 @@ import pytest
 from startrail.geometry.distributions import document_lengths
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape
-from startrail.planner.sparse.predict import SparseCall, predict_sparse
+from startrail.planner.sparse.predict import SparseCall
 from startrail.planner.topology import Machine
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.view.encode import encode_program
-from startrail.view.page import offered, page_dtype
-from tests.view.browser import open_page, state
-
-SCRIPT = """
-    Object.assign(startrail.state, arguments[0]);
-    startrail.apply();
-    const view = startrail.views[0], batch = view.batch, levels = view.schedule.sizes.map((_, level) => level);
-    const sum = (rows) => levels.map((level) => rows.filter(({lane}) => lane === level));
-    const total = (rows, name) => sum(rows).map((of) => of.reduce((all, row) => all + row[name], 0));
-    return {
-      problem: document.getElementById('problem').textContent,
-      zones: batch.zones.map(({level, first, runs}) => [level, first, runs]),
-      ranks: Object.fromEntries(arguments[1].map((rank) => [rank, {
-        chosen: batch.ofRank[rank].map(({chosen}) => chosen),
-        passes: ['forward', 'backward'].map((pass) => ({
-          events: batch.ofRank[rank].map((route) => route.events(pass, rank - route.zone.first)),
-          order: batch.order(pass, rank),
-          closed: total(view.traffic(pass, rank), 'closed'),
-          counted: total(view.traffic(pass, rank), 'counted'),
-        })),
-      }])),
-      planBytes: batch.routes.map(({planBytes}) => planBytes),
-      directBytes: batch.routes.map(({directBytes}) => directBytes),
-      times: ['forward', 'backward'].map((pass) => {
-        const one = startrail.simulated(view.schedule, pass);
-        return [one.seconds, one.waiting, ...one.sent, ...one.busy];
-      }),
-    };
-"""
+from startrail.schedule.walk import Compute, walk_of
+from startrail.view.page import offered
+from startrail.view.recording import COMPUTE, record
+from tests.view.test_page import check_times, question
 
 
 def masks_of(length, seed):
@@ -63,48 +36,59 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, shape, texts, length", CASES)
-def test_batches_are_those_of_the_engine(browser, page, name, shape, texts, length):
-    machine = Machine.parse(shape)
-    cluster = fit_cluster(find_cluster(name), machine)
-    plans = [Plan.parse(text) for text in texts] if texts else offered(machine)
-    fragment = dict(cluster=name, nodes=machine.nodes, ranks=machine.ranks_per_node, plan=f"1x{machine.world}")
-    open_page(browser, page, state(**fragment, versus="", heads=32, kv=8, dim=64, length=length))
+def test_batches_are_those_of_the_engine(name, shape, texts, length):
+    assert fit_cluster(find_cluster(name), Machine.parse(shape))
     chosen = set()
-    for seed, plan in enumerate(plans):
+    for seed, plan in enumerate(map(Plan.parse, texts or offered(Machine.parse(shape)))):
         masks = list(masks_of(length, seed))
         for window, documents in masks if texts else [masks[seed % len(masks)], masks[(seed + 2) % len(masks)]]:
-            settings = {"plan": str(plan), "mask": "documents" if documents else "window", "window": str(window or 1)}
-            settings["documents"] = ",".join(map(str, documents or []))
-            ranks = sorted({0, machine.world // 2 + 1, machine.world - 1})
-            found = browser.execute_script(SCRIPT, settings, ranks)
-            assert found["problem"] == "", settings
-            chosen |= check_batch(found, cluster, plan, length, window, documents, ranks)
+            ends = tuple(sum(documents[:at]) for at in range(len(documents) + 1)) if documents else ()
+            spec, call = question(name, shape, length, window=window, documents=ends)
+            found = record(spec, plan, call)
+            check_times(found, spec, plan, call)
+            chosen |= check_routes(found, SparseCall(spec, plan, call))
     assert "direct" in chosen and len(chosen) > 2, chosen
 
 
-def check_batch(found, cluster, plan, length, window, documents, ranks):
-    ends = tuple(sum(documents[:at]) for at in range(len(documents) + 1)) if documents else ()
-    call = AttentionShape(length, 1, 32, 8, 64, True, page_dtype(cluster), documents=ends, window=window)
-    sparse, case = SparseCall(cluster, plan, call), (str(plan), window, documents)
-    layout, chosen = sparse.layout, set()
-    assert found["zones"] == [[z.level, z.first, [list(map(list, runs)) for runs in z.runs]] for z in layout.zones], (
-        case
-    )
-    assert found["planBytes"] == [list(route.plan_bytes) for route, _ in sparse.zones], case
-    assert found["directBytes"] == [route.direct_bytes and list(route.direct_bytes) for route, _ in sparse.zones], case
-    for rank in ranks:
-        routes = [route for route, _ in sparse.routes[rank]]
-        of_rank = found["ranks"][str(rank)]
-        chosen |= {str(route.chosen) for route in routes}
-        assert of_rank["chosen"] == [str(route.chosen) for route in routes], case
-        for pass_, one in zip(PASSES, of_rank["passes"], strict=True):
-            programs = [route.program(pass_) for route in routes]
-            assert one["events"] == list(map(encode_program, programs)), (case, rank, str(pass_))
-            assert one["order"] == list(map(list, run_order(programs))), (case, rank, str(pass_))
-            sent = [sum(level) for level in zip(*(route.traffic(pass_) for route in routes), strict=True)]
-            assert one["closed"] == pytest.approx(sent) and one["counted"] == pytest.approx(sent), (case, rank)
-    predicted = predict_sparse(cluster, plan, call)
-    for one, times in zip((predicted.forward, predicted.backward), found["times"], strict=True):
-        expected = [one.seconds, one.waiting, *one.sent, *one.busy]
-        assert times == pytest.approx(expected, rel=1e-9, abs=1e-9 * one.seconds), case
+def check_routes(found, sparse):
+    case, chosen = (str(sparse.plan), str(sparse.mask)), set()
+    for zone, (route, _) in zip(found["zones"], sparse.zones, strict=True):
+        assert (zone["first"], zone["size"], zone["runs"]) == (route.zone.first, route.zone.size, str(route.chosen)), (
+            case
+        )
+        sent = route.demand_bytes if route.demand else route.plan_bytes
+        assert (zone["sent"], zone["plan_sent"]) == (sent, route.plan_bytes if route.demand else None), case
+        chosen.add(zone["runs"])
+    for pass_ in PASSES:
+        own = found[str(pass_)]
+        for rank, rows in enumerate(own["bytes"][row] for row in own["bytes_of"]):
+            routes = [route for route, _ in sparse.routes[rank]]
+            for part, route in enumerate(routes):
+                expected = [sent for sent in route.traffic(pass_) if sent]
+                of_part = [row for row in rows if row[0] == part]
+                assert [row[3] for row in of_part if row[3]] == expected, (case, rank)
+                assert [row[4] for row in of_part if row[4]] == expected, (case, rank)
     return chosen
+
+
+@pytest.mark.parametrize(
+    "plan, more", [("1x8", {"window": 2000}), ("2x2/u2", {"window": 3000}), ("1x8", {"documents": (0, 30, 8192)})]
+)
+def test_blocks_that_the_mask_hides_are_marked(plan, more):
+    spec, call = question("a100-4x8", "2x4", 8192, **more)
+    sparse, found = SparseCall(spec, Plan.parse(plan), call), record(spec, Plan.parse(plan), call)["forward"]
+    hidden = 0
+    for rank, routes in enumerate(sparse.routes):
+        programs = [route.program(PASSES[0]) for route, _ in routes]
+        expected = [
+            not prices.tiles(event.block.row, event.block.column)
+            for part, at in run_order(programs)
+            for event in walk_of(programs[part]).steps[at].events
+            if isinstance(event, Compute)
+            for prices in [routes[part][1]]
+        ]
+        steps = [found["steps"][step] for step in found["programs"][found["of"][rank]]]
+        shown = [len(event) > 4 for _, events in steps for event in events if event[0] == COMPUTE]
+        assert shown == expected, rank
+        hidden += sum(shown)
+    assert (hidden > 0) == (plan == "1x8" and "window" in more)

@@ -16,7 +16,7 @@ from startrail.schedule.plan import Plan, plans_for
 from startrail.schedule.values import FORWARD, PASSES
 from startrail.view import show_batch
 from startrail.view.batch import problem_of
-from startrail.view.owners import sparse_cells
+from startrail.view.matrix import owners_of
 from startrail.view.svg import grids_of, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -75,7 +75,7 @@ def test_the_matrix_of_a_batch_has_the_owners_of_its_zones():
     """Every pair of tokens of a cell is computed by the rank that the batch's programs say."""
     plan, length, documents = Plan.parse("1x2/1x2"), 32, (0, 12, 20, 25, 29, 32)
     for mask in (Mask(causal=True, documents=documents), Mask(causal=True, window=3)):
-        cells, owners = sparse_cells(plan, 4, mask, length)
+        cells, owners = owners_of(plan, 4, mask, length)
         assert cells == length  # one token each
         problem, split = problem_of(plan, mask, length), Split(plan, 4)
         computed = {}

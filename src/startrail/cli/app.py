@@ -16,6 +16,7 @@ from startrail.cli import (
     models,
     plan,
     recognise,
+    serve,
     show,
     simulate,
     trace,
@@ -24,7 +25,7 @@ from startrail.cli import (
 )
 from startrail.cli.options import Parser, UsageError, examples_text
 
-COMMANDS = (show, check, plan, simulate, doctor, verify, models, train, recognise, export, lab, bench, trace)
+COMMANDS = (show, serve, check, plan, simulate, doctor, verify, models, train, recognise, export, lab, bench, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.view import fitting, show, show_batch
-from startrail.view.page import html_page
+from startrail.view.page import html_page, scene
 from startrail.view.svg import svg
 
 EXAMPLES = {
@@ -120,8 +120,6 @@ def _write_files(arguments: argparse.Namespace, plan: Plan, machine: Machine, ma
 
 def _page(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mask, length: int) -> str:
     """The page, opened with the settings of the command line."""
-    if machine.world < 2:
-        raise ValueError("a page needs at least 2 ranks")
     rank = (arguments.rank or [0])[0]
     _check_rank(rank, machine.world)
     name, cluster = _find_cluster(arguments)
@@ -129,7 +127,6 @@ def _page(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mas
     heads = arguments.heads or (ASSUMED_HEADS if ASSUMED_HEADS % shares == 0 else shares)
     grouped = not arguments.heads and heads == ASSUMED_HEADS and plan.groups == 1
     kv_heads = arguments.kv_heads or (ASSUMED_KV_HEADS if grouped else heads)
-    check_heads(heads, kv_heads)
     start = {
         "nodes": machine.nodes,
         "ranks": machine.ranks_per_node,
@@ -146,7 +143,8 @@ def _page(arguments: argparse.Namespace, plan: Plan, machine: Machine, mask: Mas
         "versus": f"1x{machine.world}" if str(plan) != f"1x{machine.world}" else "",
         "rank": rank,
     }
-    return html_page({key: str(value) for key, value in start.items()}, plan, fit_cluster(cluster, machine))
+    made = scene({key: str(value) for key, value in start.items()}, {Path(name).stem: cluster}, all_roles=True)
+    return html_page([made])
 
 
 def _find_cluster(arguments: argparse.Namespace) -> tuple[str, ClusterSpec]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.planner.pricing import ComputeTask, Mark, PostTask, PricedMessage, Prices, Task, call_tasks, tasks_of
-from startrail.planner.simulator import Path, Route, SimulatedPass, Simulator
+from startrail.planner.simulator import OnTask, OnTransfer, Path, Route, SimulatedPass, Simulator
 from startrail.planner.topology import shorter_rings
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
@@ -169,13 +169,14 @@ def _simulate_all_ranks(
 
 def simulate_tasks(
     cluster: ClusterSpec, tasks: Sequence[list[Task]], order: Sequence[int] | None = None,
-    on_task: Callable[[int, float], None] | None = None, few: dict[int, dict[int, float]] | None = None,
+    on_task: OnTask | None = None, few: dict[int, dict[int, float]] | None = None,
+    on_transfer: OnTransfer | None = None,
 ) -> SimulatedPass:  # fmt: skip
     """Play the tasks of all ranks. ``few``: lanes with few channels, as `Prices.lanes_with_few_channels` has them."""
     world = cluster.world
     wires = _Wires(cluster, order or range(world), few or {})
     speeds = [wires.speed(place) for place in range(world)]
-    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task)
+    simulator = Simulator(cluster, tasks, wires.capacity, wires.route, speeds, False, on_task, on_transfer)
     seconds = simulator.run()
     waiting = sum(rank.waiting for rank in simulator.ranks) / world
     sent = tuple(nbytes / world for nbytes in simulator.sent)
@@ -262,10 +263,18 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
 
 
 def simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
-    """Ranks run in step, so a slow member slows all ranks: links and devices are as fast as the slowest. There is one
-    link per level, followed by one per peer if the last level connects peers."""
+    return play_one_rank(cluster, prices, pass_)[1]
+
+
+def play_one_rank(
+    cluster: ClusterSpec, prices: Prices, pass_: Pass,
+    on_task: OnTask | None = None, on_transfer: OnTransfer | None = None,
+) -> tuple[int, SimulatedPass]:  # fmt: skip
+    """The rank that stands for all, and its pass. Ranks run in step, so a slow member slows all ranks: links and
+    devices are as fast as the slowest. There is one link per level, followed by one per peer if the last level connects
+    peers."""
     prices.in_step = True
-    tasks, paths = _representative(cluster, prices, pass_)
+    chosen, tasks, paths = _representative(cluster, prices, pass_)
     levels = len(cluster.levels)
     capacity = [
         level.bandwidth * min((s.bandwidth for s in cluster.slow if s.level == at), default=1.0)
@@ -274,27 +283,29 @@ def simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> Simu
     if cluster.levels[-1].peer:
         capacity += [capacity[-1]] * cluster.levels[-1].size
     speed = min((s.compute for s in cluster.slow), default=1.0)
-    simulator = Simulator(cluster, [tasks], capacity, paths, [speed], True)
+    simulator = Simulator(cluster, [tasks], capacity, paths, [speed], True, on_task, on_transfer)
     seconds = simulator.run()
     carried = [nbytes / rate for nbytes, rate in zip(simulator.carried, capacity, strict=True)]
     busy = (*carried[: levels - 1], max(carried[levels - 1 :]))
-    return SimulatedPass(seconds, simulator.ranks[0].waiting, tuple(simulator.sent), busy)
+    return chosen, SimulatedPass(seconds, simulator.ranks[0].waiting, tuple(simulator.sent), busy)
 
 
-def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[list[Task], Route]:
-    """The tasks of the rank that stands for all, and the routes of its messages: how many messages share each link.
+def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[int, list[Task], Route]:
+    """The rank that stands for all, its tasks, and the routes of its messages: how many messages share each link.
     That is known for lanes whose ranks are all behind the same link or all behind different ones. For other lanes
     (Ring Attention over nodes) it is counted in the programs of a member's ranks."""
     world, inner, last = cluster.world, cluster.levels[-1], len(cluster.levels) - 1
     known, few = _known_lanes(cluster, prices.sizes.plan), prices.lanes_with_few_channels()
-    tasks, counted = call_tasks(prices, world, prices.busiest(pass_), pass_), {}
+    chosen, counted = prices.busiest(pass_), {}
+    tasks = call_tasks(prices, world, chosen, pass_)
     if len(known) < len(prices.sizes.plan.levels):
         sampled = _sampled_ranks(cluster, prices.sizes.plan)
         member = {rank: _sends(call_tasks(prices, world, rank, pass_)) for rank in sampled}
         longest = max(map(len, member.values()))
         sends = _sends(tasks)
         if len(sends) != longest:  # in the first and last member, starC places some ranks at their own place
-            tasks = call_tasks(prices, world, next(rank for rank, own in member.items() if len(own) == longest), pass_)
+            chosen = next(rank for rank, own in member.items() if len(own) == longest)
+            tasks = call_tasks(prices, world, chosen, pass_)
             sends = _sends(tasks)
         alike = [(rank, own) for rank, own in member.items() if len(own) == longest]
         posts: dict[tuple[int, int], list[int]] = {}  # positions of the messages that a post sends over one lane
@@ -313,7 +324,7 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
             links = (*links[:-1], (last + 1 + message.peer % inner.size, links[-1][1]))
         return Path(links, latency, tuple(share * message.nbytes for share in shares))
 
-    return tasks, route
+    return chosen, tasks, route
 
 
 def _known_lanes(cluster: ClusterSpec, plan: Plan) -> dict[int, LaneRoute]:

@@ -23,6 +23,8 @@ from startrail.planner.cluster import ClusterSpec
 from startrail.planner.pricing import ComputeTask, PostTask, PricedMessage, Task, WaitTask
 
 Route = Callable[[int, PricedMessage], "Path"]
+OnTask = Callable[[int, float], None]  # the rank, and the time when its next task has ended
+OnTransfer = Callable[[int, int, float, float], None]  # the receiver, its message's number, start and end
 SIMULTANEOUS_SECONDS = 1e-9  # events this close count as simultaneous
 
 
@@ -52,6 +54,7 @@ class _SimulatedTransfer:
     batches: list[_SimulatedBatch]
     path: Path
     left: float
+    begun: float = 0.0
     parts: int = 1
     rate: float = 0.0
     since: float = 0.0
@@ -83,7 +86,7 @@ class _SimulatedRank:
 class Simulator:
     """``capacity``: bytes/s of every link; ``route`` returns the links of a message; ``speeds``: of every rank,
     relative to its device; ``alone``: one rank stands for all, so its sends are matched with its own receives;
-    ``on_task`` is called with the rank and the time when a task ends, in the order of the rank's tasks."""
+    ``on_task`` is called when a task ends, in the order of the rank's tasks, ``on_transfer`` when a message arrives."""
 
     def __init__(
         self,
@@ -93,10 +96,11 @@ class Simulator:
         route: Route,
         speeds: Sequence[float],
         alone: bool,
-        on_task: Callable[[int, float], None] | None = None,
+        on_task: OnTask | None = None,
+        on_transfer: OnTransfer | None = None,
     ) -> None:
         self.cluster, self.capacity, self.route, self.alone = cluster, capacity, route, alone
-        self.on_task = on_task
+        self.on_task, self.on_transfer = on_task, on_transfer
         self.ranks = [
             _SimulatedRank(own, number, speed) for number, (own, speed) in enumerate(zip(tasks, speeds, strict=True))
         ]
@@ -210,6 +214,7 @@ class Simulator:
                 batch.ready.append(transfer)
 
     def start(self, transfer: _SimulatedTransfer) -> None:
+        transfer.begun = self.now
         handling, latency = self.cluster.device.handle, transfer.path.latency
         for level, nbytes in zip(self.cluster.levels, transfer.path.bytes_by_level, strict=True):
             if level.socket:
@@ -285,6 +290,9 @@ class Simulator:
         transfer.parts -= 1
         if transfer.parts:
             return
+        if self.on_transfer is not None:
+            receiver, number = transfer.ends[1]
+            self.on_transfer(receiver.number, number, transfer.begun, self.now)
         for batch in transfer.batches:
             self.shrink_batch(batch)
         for rank, number in transfer.ends:

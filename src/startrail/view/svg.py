@@ -17,7 +17,7 @@ from startrail.planner.topology import Machine
 from startrail.schedule.families.base import Heads
 from startrail.schedule.families.nested import Rings
 from startrail.schedule.plan import Plan
-from startrail.view.owners import dense_cells, sparse_cells
+from startrail.view.matrix import is_sparse, owners_of
 
 DOT, GAP, MARGIN = 11.0, 14.0, 26.0
 MAX_DRAWN = 1024  # ranks
@@ -233,8 +233,8 @@ def _legend(drawing: _Drawing, top: float, drawn: str) -> list[str]:
 
 def _matrix(plan: Plan, world: int, mask: Mask, length: int, left: float, top: float) -> list[str]:
     """The attention matrix in the order of tokens; cells without visible pairs stay empty."""
-    sparse = mask.window is not None or mask.documents is not None
-    cells, owners = sparse_cells(plan, world, mask, length) if sparse else dense_cells(plan, world, mask, length)
+    sparse = is_sparse(mask)
+    cells, owners = owners_of(plan, world, mask, length)
     unit = MATRIX_SIDE / cells
     who = "shard" if plan.heads > 1 and not sparse else "rank"
     parts = [

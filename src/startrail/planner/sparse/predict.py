@@ -25,13 +25,13 @@ from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
-from startrail.planner.pricing import ComputeTask, Prices, ProgramPricing, Task, lanes_with_few_channels
-from startrail.planner.simulator import SimulatedPass
+from startrail.planner.pricing import ComputeTask, Mark, Prices, ProgramPricing, Task, lanes_with_few_channels
+from startrail.planner.simulator import OnTask, OnTransfer, SimulatedPass
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, PASSES, Pass
-from startrail.schedule.walk import Walker, handlers_of
+from startrail.schedule.walk import Finish, Walker, handlers_of
 
 MAX_RANKS = 256  # all of which are simulated
 MAX_SHARDS = 8  # of a zone, whose blocks are all cut into tiles
@@ -93,18 +93,18 @@ class SparseCall:
         return self.split.layout_of(self.problem.boundaries)
 
     @cached_property
-    def zones(self) -> tuple[tuple[AttentionPart, TilePrices], ...]:
+    def zones(self) -> tuple[tuple[AttentionPart, Prices], ...]:
         """What every zone runs, and its prices."""
         parts = [self.problem.part(self.split, self.layout, zone) for zone in self.layout.zones]
         return tuple((part, self._prices(part)) for part in parts)
 
-    def _prices(self, route: AttentionPart) -> TilePrices:
+    def _prices(self, route: AttentionPart) -> Prices:
         return TilePrices(self.cluster, route.sizes, self.mask, self.call.dtype, route.runs_of)
 
     @cached_property
-    def routes(self) -> tuple[tuple[tuple[AttentionPart, TilePrices], ...], ...]:
+    def routes(self) -> tuple[tuple[tuple[AttentionPart, Prices], ...], ...]:
         """The routes of every rank, with their prices, outermost zones first."""
-        found: list[list[tuple[AttentionPart, TilePrices]]] = [[] for _ in range(self.cluster.world)]
+        found: list[list[tuple[AttentionPart, Prices]]] = [[] for _ in range(self.cluster.world)]
         held = [0] * self.cluster.world
         for route, prices in self.zones:
             for member in range(route.zone.size):
@@ -113,16 +113,26 @@ class SparseCall:
                 held[rank] += route.zone.counts[member]
         return tuple(map(tuple, found))
 
-    def tasks(self, pass_: Pass) -> list[list[Task]]:
-        """The tasks of every rank in one pass."""
-        return [self._tasks_of_rank(of_rank, pass_) for of_rank in self.routes]
+    def tasks(self, pass_: Pass, marks: Sequence[list[Mark]] = ()) -> list[list[Task]]:
+        """The tasks of every rank in one pass. ``marks``: a list per rank, which gets one entry per event."""
+        return [
+            self._tasks_of_rank(of_rank, pass_, marks[rank] if marks else None)
+            for rank, of_rank in enumerate(self.routes)
+        ]
 
     def simulate(self, pass_: Pass) -> SimulatedPass:
+        return self.play(self.tasks(pass_))
+
+    def play(
+        self, tasks: list[list[Task]], on_task: OnTask | None = None, on_transfer: OnTransfer | None = None
+    ) -> SimulatedPass:
         """Play all ranks. Zones use the lanes of the plan."""
         few = lanes_with_few_channels(self.cluster, self.plan)
-        return simulate_tasks(self.cluster, self.tasks(pass_), few=few)
+        return simulate_tasks(self.cluster, tasks, None, on_task, few, on_transfer)
 
-    def _tasks_of_rank(self, routes: Sequence[tuple[AttentionPart, TilePrices]], pass_: Pass) -> list[Task]:
+    def _tasks_of_rank(
+        self, routes: Sequence[tuple[AttentionPart, Prices]], pass_: Pass, marks: list[Mark] | None
+    ) -> list[Task]:
         half = self.cluster.device.start / 2
         tasks: list[Task] = [ComputeTask(half)] if half else []
         programs = [route.program(pass_) for route, _ in routes]
@@ -134,13 +144,17 @@ class SparseCall:
             walkers.append(Walker(program))
             walks.append(walkers[-1].steps())
         handlers = [handlers_of(pricing) for pricing in pricings]
-        for part, _ in run_order(programs):
+        for part, number in run_order(programs):
             for event in next(walks[part]).events:
                 handlers[part][type(event)](event)
+                if marks is not None:
+                    marks.append(Mark(number, event, len(tasks), pricings[part].work))
             pricings[part].flush()
         for pricing, walker, walk in zip(pricings, walkers, walks, strict=True):
             assert next(walk, None) is None, "every step has run"
             pricing.finish(walker)
+            if marks is not None:
+                marks.append(Mark(len(walker.program.steps), Finish(walker.home), len(tasks), 0.0))
         return [*tasks, ComputeTask(half)] if half else tasks
 
     def describe(self) -> str:

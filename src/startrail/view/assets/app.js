@@ -1,22 +1,28 @@
 "use strict";
-// The page: settings in, pictures out. The URL fragment holds every setting, so a link restores the view.
+// The page: settings in, recordings out. Python makes the recordings: those of a page from disk are in it, and
+// `startrail serve` makes one for every question. The URL fragment holds every setting, so a link restores the view.
 
 const STEP_SECONDS = 0.9; // of playing
-const SIMULATED_AGAIN = 8; // plans that auto compares with all ranks
+const CHOICES = ["plan", "versus", "pass", "step", "rank", "cell"]; // what needs no new recording
 
 class App {
-  constructor(data) {
-    this.data = data;
+  constructor({ scenes, clusters, live, ticks }) {
+    Object.assign(this, { scenes, live, ticks, views: [], step: 0, most: 0, playing: false, busy: false, asked: 0 });
     this.form = document.getElementById("settings");
-    this.schedules = new Map();
-    this.views = [];
-    this.step = 0;
-    this.playing = false;
     this.frames = []; // milliseconds between frames while playing
-    this.simulations = new Map();
-    this.runs = new Map();
-    this.fill("nodes", [...new Set(data.machines.map(([nodes]) => nodes))].sort((a, b) => a - b));
-    this.fill("cluster", Object.keys(data.clusters));
+    this.recordings = new WeakMap(); // by the scene's plan
+    this.notes = [];
+    document.getElementById("question").disabled = !live;
+    document.getElementById("call").open = live || innerWidth > 820;
+    document.getElementById("offline").hidden = live;
+    this.fill("example", scenes.map((_, at) => at), scenes.map(({ title }) => title));
+    this.field("example").closest("label").hidden = scenes.length < 2;
+    this.fill("cluster", live ? clusters : [...new Set(scenes.map(({ settings }) => settings.cluster))]);
+    this.listen();
+    this.restore();
+  }
+
+  listen() {
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.form.addEventListener("change", (event) => this.edited(event.target.name));
     const on = (id, act) => document.getElementById(id).addEventListener("click", act);
@@ -40,40 +46,54 @@ class App {
       cancelAnimationFrame(resizing);
       resizing = requestAnimationFrame(() => this.draw());
     });
-    this.restore();
   }
 
   // --- settings
 
   field(name) {
-    return this.form.elements[name];
+    return this.form.elements.namedItem(name); // one is called length
   }
 
-  fill(name, values, labels = {}) {
+  fill(name, values, labels = []) {
     const field = this.field(name), before = field.value;
-    field.replaceChildren(...values.map((value) => element("option", { value }, labels[value] || `${value}`)));
+    field.replaceChildren(...values.map((value, at) => element("option", { value }, `${labels[at] ?? value}`)));
     if (values.map(String).includes(before)) field.value = before;
   }
 
-  // Read the fragment; what it leaves out has the value that the page was made with.
+  // Read the fragment; what it leaves out has the value that the scene was made with.
   restore() {
     const wanted = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-    this.state = { ...this.data.start, ...wanted };
-    this.notes = Object.keys(wanted).filter((name) => !(name in this.data.start)).map((name) => `The link has an unknown setting ${name}.`);
-    this.apply();
+    const { example, ...settings } = wanted;
+    this.scene = this.scenes[+example] || this.scenes[0];
+    const known = this.scene.settings;
+    this.notes = Object.keys(settings).filter((name) => !(name in known)).map((name) => `The link has an unknown setting ${name}.`);
+    for (const name of Object.keys(settings)) if (!(name in known)) delete settings[name];
+    this.state = { ...known, ...settings };
+    this.answer();
   }
 
   edited(name) {
     const state = { ...this.state };
-    for (const field of this.form.elements) if (field.name) state[field.name] = field.value;
-    if (name === "cluster") {
-      state.outer = "";
-      state.inner = "";
-    }
-    if (state.mask === "documents" && !state.documents.trim()) state.documents = this.sample(+this.call?.length || 0);
     this.notes = [];
+    if (name === "example") {
+      this.scene = this.scenes[+this.field(name).value];
+      Object.assign(state, this.scene.settings, { pass: state.pass, step: "0" });
+    } else if (name === "other") {
+      state.plan = this.field(name).value.trim() || state.plan;
+    } else {
+      state[name] = this.field(name).value;
+      if (["cluster", "nodes", "ranks"].includes(name)) Object.assign(state, { outer: "", inner: "" });
+      if (["nodes", "ranks"].includes(name)) this.refit(state);
+    }
     this.state = state;
-    this.apply();
+    this.answer();
+  }
+
+  // Plans of another number of ranks do not fit: begin with the planner's choice next to the ring.
+  refit(state) {
+    const world = +state.nodes * +state.ranks, ring = `1x${world}`;
+    if (world === this.scene.world) return;
+    Object.assign(state, { plan: world > 64 ? ring : "auto", versus: world > 64 ? "" : ring, rank: "0", cell: "", step: "0" });
   }
 
   change(parts) {
@@ -95,7 +115,8 @@ class App {
 
   write() {
     const parts = new URLSearchParams();
-    for (const [name, value] of Object.entries(this.state)) if (value !== "") parts.set(name, value);
+    if (this.scenes.length > 1) parts.set("example", this.scenes.indexOf(this.scene));
+    for (const [name, value] of Object.entries(this.state)) if (value !== "" && (this.live || CHOICES.includes(name))) parts.set(name, value);
     this.written = `#${parts.toString().replaceAll("%2F", "/").replaceAll("%2C", ",")}`;
     clearTimeout(this.writing); // browsers allow only so many changes per second
     this.writing = setTimeout(() => history.replaceState(null, "", this.written), 200);
@@ -105,96 +126,101 @@ class App {
     return location.href.split("#")[0] + this.written;
   }
 
-  whole(name, least = 1) {
-    const text = `${this.state[name]}`.trim().toLowerCase(), match = /^(\d+(?:\.\d+)?)(k|m)?$/.exec(text);
-    const value = match ? +match[1] * ({ k: 1024, m: 1048576 }[match[2]] || 1) : NaN;
-    if (!Number.isInteger(value) || value < least) throw new Error(`${name} = ${this.state[name] || "(empty)"} is not a whole number of at least ${least}.`);
-    return value;
+  // --- recordings
+
+  // Show what the settings ask for: from this page's recordings, or with Python's answer.
+  async answer() {
+    const { state, scene } = this, ticket = ++this.asked;
+    const other = Object.keys(scene.settings).filter((name) => !CHOICES.includes(name) && state[name] !== scene.settings[name]);
+    const missing = ["plan", "versus"].filter((name) => state[name] && !scene.plans[this.named(state[name])]);
+    let problems = [...this.notes];
+    if (this.live && (other.length || missing.length)) {
+      this.wait(true);
+      const problem = await this.ask(other.length ? [] : Object.keys(scene.plans), ticket);
+      if (ticket !== this.asked) return; // there is a newer question
+      this.wait(false);
+      if (problem) {
+        this.say([...problems, problem], true);
+        return;
+      }
+    } else if (!this.live) {
+      problems = problems.concat(this.withoutPython(other, missing));
+    }
+    await this.set(problems, ticket);
   }
 
-  // Work out everything from the settings, or explain on the page what does not fit and what would.
-  apply() {
-    const problem = document.getElementById("problem");
-    const problems = [...this.notes];
+  named(plan) {
+    return plan === "auto" ? this.scene.auto : plan;
+  }
+
+  withoutPython(other, missing) {
+    const { state, scene } = this, has = `it has ${Object.keys(scene.plans).join(", ")}`;
+    const problems = other.map((name) => `${name} = ${state[name]} is not in this page, which has ${scene.settings[name] || "none"}.`);
+    problems.push(...missing.map((name) => `Plan ${state[name]} is not in this page; ${has}.`));
+    for (const name of other) state[name] = scene.settings[name];
+    for (const name of missing) state[name] = name === "versus" ? "" : Object.keys(scene.plans)[0];
+    return problems.length ? [...problems, "startrail serve makes a page that answers such questions."] : [];
+  }
+
+  // Ask Python. Returns the reason if there is no answer.
+  async ask(have, ticket) {
+    const settings = { ...this.state };
     try {
-      this.update(problems);
-    } catch (error) {
-      problems.push(error.message);
-      this.views = [];
-      document.getElementById("views").replaceChildren();
-      document.getElementById("comparison").textContent = "";
-      this.most = 0;
+      const body = JSON.stringify({ settings, have });
+      const response = await fetch("record", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+      const found = await response.json();
+      if (ticket !== this.asked || found.problem) return found.problem;
+      if (have.length) found.plans = { ...this.scene.plans, ...found.plans };
+      if (!found.auto) Object.assign(found, { auto: have.length ? this.scene.auto : "", reason: this.scene.reason });
+      this.scene = this.scenes[0] = found;
+      this.state = { ...found.settings, ...Object.fromEntries(["step", "rank", "cell", "pass"].map((name) => [name, settings[name]])) };
+      return "";
+    } catch {
+      return "startrail serve does not answer any more: start it again, then repeat the change.";
     }
-    problem.replaceChildren(...problems.map((line) => element("p", {}, line)));
-    this.show();
   }
 
-  update(problems) {
-    const { data, state } = this;
-    let nodes = +state.nodes, ranks = +state.ranks;
-    const sizes = data.machines.filter((machine) => machine[0] === nodes).map((machine) => machine[1]);
-    if (!sizes.length) {
-      const all = [...new Set(data.machines.map((machine) => machine[0]))].sort((a, b) => a - b);
-      problems.push(`${state.nodes} nodes are not on this page; it has ${all.join(", ")}.`);
-      [nodes, ranks] = data.machines[0];
-    } else if (!sizes.includes(ranks)) {
-      const nearest = sizes.reduce((a, b) => (Math.abs(b - ranks) < Math.abs(a - ranks) ? b : a));
-      problems.push(`${nodes} nodes of ${state.ranks} ranks are not on this page; with ${nodes} nodes it has ${sizes.join(", ")} ranks per node. Shown: ${nearest}.`);
-      ranks = nearest;
-    }
-    state.nodes = `${nodes}`;
-    state.ranks = `${ranks}`;
-    this.fill("ranks", data.machines.filter((machine) => machine[0] === nodes).map((machine) => machine[1]));
-    if (!data.clusters[state.cluster]) {
-      problems.push(`Cluster ${state.cluster} is not on this page; it has ${Object.keys(data.clusters).join(", ")}.`);
-      state.cluster = Object.keys(data.clusters)[0];
-    }
-    const cluster = (this.cluster = this.clusterOf(nodes, ranks));
-    const call = {
-      heads: this.whole("heads"), kvHeads: this.whole("kv"), headDim: this.whole("dim"),
-      length: this.whole("length", 2 * nodes * ranks), itemsize: data.clusters[state.cluster].itemsize,
-    };
-    if (call.heads % call.kvHeads) throw new Error(`${call.heads} query heads are not a multiple of ${call.kvHeads} KV heads; ${this.divisors(call.heads)} would fit.`);
-    if (!["causal", "full", "window", "documents"].includes(state.mask)) {
-      problems.push(`Mask ${state.mask} is not one of causal, full, window, documents.`);
-      state.mask = "causal";
-    }
+  async recording(plan) {
+    const found = this.scene.plans[this.named(plan)];
+    if (!this.recordings.has(found)) this.recordings.set(found, new Recording(await unpack(found.data), this.ticks));
+    return this.recordings.get(found);
+  }
+
+  wait(on) {
+    this.busy = on;
+    this.play(this.playing && !on);
+    document.getElementById("views").classList.toggle("stale", on);
+    if (on) document.getElementById("problem").replaceChildren(element("p", { class: "quiet" }, "Python is playing this call ..."));
+  }
+
+  say(problems, stale) {
+    this.shown = this.asked;
+    this.opened = this.opened || performance.now();
+    document.getElementById("problem").replaceChildren(...problems.map((line) => element("p", {}, line)));
+    document.getElementById("views").classList.toggle("stale", stale);
+    if (!stale) return;
+    this.offer();
+    this.showForm();
+  }
+
+  // Draw a scene that has all that the settings ask for.
+  async set(problems, ticket) {
+    const { state, scene } = this;
     if (!["forward", "backward"].includes(state.pass)) {
       problems.push(`Pass ${state.pass} is not forward or backward.`);
       state.pass = "forward";
     }
-    const documents = state.mask === "documents" ? this.documents(call.length) : null;
-    const window = state.mask === "window" ? this.whole("window") : null;
-    this.call = call;
-    this.mask = new PageMask(state.mask, call.length, window, documents);
-    this.simulations.clear();
-    this.runs.clear();
-    const offered = data.offers[`${nodes}x${ranks}`];
-    const fits = offered.filter((plan) => call.heads % this.schedule(plan, nodes * ranks).numHeads === 0 && this.fitsGroups(plan, nodes * ranks));
-    const roles = data.roles[`${nodes}x${ranks}`];
-    const labels = Object.fromEntries(fits.map((plan) => [plan, roles[plan] ? `${plan} (${roles[plan]})` : plan]));
-    this.fits = fits;
-    for (const name of ["plan", "versus"]) {
-      const plan = state[name];
-      if (plan && plan !== "auto" && !fits.includes(plan)) {
-        const schedule = offered.includes(plan) ? this.schedule(plan, nodes * ranks) : null;
-        const reason = schedule ? `needs query heads that ${schedule.numHeads * schedule.groups} divides, and there are ${call.heads}` : `is not one of the plans for ${nodes} nodes of ${ranks} ranks on this page`;
-        problems.push(`Plan ${plan} ${reason}. These fit: ${fits.join(", ")}.`);
-        state[name] = name === "plan" ? "auto" : "";
-      }
-    }
-    this.fill("plan", ["auto", ...fits], { auto: "auto (the fastest of these)", ...labels });
-    this.fill("versus", ["", ...fits], { "": "nothing", ...labels });
-    const best = state.plan === "auto" ? this.fastest(fits) : state.plan;
-    const plans = [best, ...(state.versus && state.versus !== best ? [state.versus] : [])];
+    const plans = [state.plan, ...(state.versus && this.named(state.versus) !== this.named(state.plan) ? [state.versus] : [])];
+    const recordings = await Promise.all(plans.map((plan) => this.recording(plan)));
+    if (ticket !== this.asked) return;
     while (this.views.length < plans.length) this.views.push(new PlanView(this));
     this.views.length = plans.length;
-    plans.forEach((plan, at) => this.views[at].set(this.schedule(plan, nodes * ranks), cluster, call, this.mask, state.pass));
+    recordings.forEach((recording, at) => this.views[at].set(scene, recording, state.pass));
     this.most = Math.max(...this.views.map((view) => view.steps)) - 1;
     const wantedStep = +state.step, wantedRank = +state.rank;
     if (!(wantedStep >= 0 && wantedStep <= this.most)) state.step = `${Math.max(0, Math.min(this.most, wantedStep || 0))}`;
-    if (!(wantedRank >= 0 && wantedRank < nodes * ranks)) {
-      problems.push(`Rank ${state.rank} is not one of 0 to ${nodes * ranks - 1}.`);
+    if (!(wantedRank >= 0 && wantedRank < scene.world)) {
+      problems.push(`Rank ${state.rank} is not one of 0 to ${scene.world - 1}.`);
       state.rank = "0";
     }
     this.step = Math.round(+state.step);
@@ -205,120 +231,51 @@ class App {
     const root = document.getElementById("views");
     root.className = plans.length > 1 ? "two" : "";
     root.replaceChildren(...this.views.map((view) => view.root));
-    document.getElementById("comparison").textContent = this.comparison(best);
+    document.getElementById("comparison").textContent = [...scene.notes, this.comparison()].join(" ");
+    this.offer();
+    this.showForm();
+    this.write();
+    this.draw();
+    this.say(problems, false);
   }
 
-  schedule(plan, world) {
-    const key = `${plan} ${world}`;
-    if (!this.schedules.has(key)) this.schedules.set(key, new Schedule(this.data.plans[world][plan]));
-    return this.schedules.get(key);
-  }
-
-  fitsGroups(plan, world) {
-    try {
-      const schedule = this.schedule(plan, world);
-      sizesOf(schedule, this.call, new PageLayout(schedule, this.call.length));
-      return true;
-    } catch {
-      return false;
-    }
-  }
-
-  // What a plan runs under the chosen mask.
-  running(schedule) {
-    const key = schedule.plan;
-    if (!this.runs.has(key)) {
-      const { cluster, call, mask } = this, batch = mask.isSparse && schedule.world <= MOST_SIMULATED;
-      const scheduleOf = (plan, world) => this.schedule(plan, world);
-      this.runs.set(key, batch ? new Batch(cluster, schedule, call, mask, scheduleOf) : new DenseRun(cluster, schedule, call, mask));
-    }
-    return this.runs.get(key);
-  }
-
-  simulated(schedule, pass) {
-    const key = `${schedule.plan} ${pass}`;
-    if (!this.simulations.has(key)) this.simulations.set(key, simulate(this.cluster, schedule, this.running(schedule), pass));
-    return this.simulations.get(key);
-  }
-
-  // The fastest plan: those that look fastest if one rank stands for all, without window and documents, and the well-known
-  // ones are simulated as they run (planner/sparse/advice.py does the same).
-  fastest(plans) {
-    const { cluster, call } = this, dense = this.mask.isSparse ? new PageMask("causal", call.length) : this.mask;
-    const ofBoth = (seconds) => seconds("forward") + seconds("backward");
-    const ranked = (some, seconds) => some.map((plan) => {
-      const schedule = this.schedule(plan, cluster.world);
-      return [seconds(schedule), plan];
-    }).sort((a, b) => a[0] - b[0]).map(([, plan]) => plan);
-    const estimate = (schedule) => {
-      const running = new DenseRun(cluster, schedule, call, dense);
-      return ofBoth((pass) => simulate(cluster, schedule, running, pass, true).seconds);
+  // The plans to choose from: those that are recorded and, where Python answers, all that fit.
+  offer() {
+    const { scene } = this, offered = new Map(this.live ? scene.offered : []);
+    for (const [plan, { role }] of Object.entries(scene.plans)) offered.set(plan, role);
+    const label = ([plan, role]) => {
+      const known = scene.plans[plan];
+      return `${plan}${role ? ` (${role})` : ""}${known ? `, ${secondsText(known.seconds)}` : ""}`;
     };
-    const known = this.data.roles[`${this.state.nodes}x${this.state.ranks}`];
-    const first = ranked(plans, estimate).slice(0, SIMULATED_AGAIN), best = plans.filter((plan) => first.includes(plan) || known[plan]);
-    return ranked(best, (schedule) => ofBoth((pass) => this.simulated(schedule, pass).seconds))[0];
+    const auto = this.live || scene.auto ? [["auto", `auto (the planner's choice${scene.auto ? `: ${scene.auto}` : ""})`]] : [];
+    const entries = [...auto, ...[...offered].map((entry) => [entry[0], label(entry)])];
+    this.fill("plan", entries.map(([plan]) => plan), entries.map(([, text]) => text));
+    this.fill("versus", ["", ...entries.map(([plan]) => plan)], ["nothing", ...entries.map(([, text]) => text)]);
   }
 
-  clusterOf(nodes, ranks) {
-    const base = this.data.clusters[this.state.cluster];
-    const levels = base.levels.map((level) => ({ ...level }));
-    if (levels.length === 1 && nodes > 1) throw new Error(`Cluster ${this.state.cluster} is one node; choose 1 node or another cluster.`);
-    if (levels.length > 2) throw new Error(`Cluster ${this.state.cluster} has ${levels.length} levels; this page draws one or two.`);
-    levels[levels.length - 1].size = ranks;
-    if (levels.length === 2) levels[0].size = nodes;
-    for (const [name, at] of [["outer", 0], ["inner", levels.length - 1]]) {
-      const text = this.state[name];
-      if (text === "") this.state[name] = `${+(levels[at].bandwidth / 1e9).toPrecision(4)}`;
-      const speed = +this.state[name];
-      if (!(speed > 0 && speed < 1e6)) throw new Error(`A link of ${text} GB/s does not work: give a number above 0.`);
-      if (text !== "" && !(levels.length === 1 && name === "outer")) levels[at].bandwidth = speed * 1e9;
-    }
-    return { ...base, levels, world: nodes * ranks };
-  }
-
-  // Documents to begin with: each half as long as what is left.
-  sample(length) {
-    const lengths = [];
-    for (let left = length; left > 0; left -= lengths[lengths.length - 1]) lengths.push(lengths.length < 7 ? Math.ceil(left / 2) : left);
-    return lengths.join(",");
-  }
-
-  documents(length) {
-    const texts = `${this.state.documents}`.split(/[\s,]+/).filter(Boolean);
-    const lengths = texts.map((text) => (/^\d+$/.test(text) ? +text : NaN));
-    const sum = lengths.reduce((a, b) => a + b, 0);
-    if (!lengths.length || lengths.some((each) => !(each > 0))) throw new Error("Document lengths are whole numbers separated by commas, such as 3000, 1000, 96.");
-    if (sum !== length) throw new Error(`The document lengths sum to ${sum}, but the sequence has ${length} tokens: ${sum < length ? `add one of ${length - sum}` : `remove ${sum - length}`}, or set the length to ${sum}.`);
-    return lengths;
-  }
-
-  divisors(number) {
-    return Array.from({ length: number }, (_, at) => at + 1).filter((each) => number % each === 0).join(", ");
-  }
-
-  comparison(best) {
-    const [one, two] = this.views;
-    const chosen = this.state.plan === "auto" ? `auto chose ${best}, the fastest of ${this.fits.length} plans on this page (startrail plan searches more plans and checks the memory). ` : "";
+  comparison() {
+    const [one, two] = this.views, { state, scene } = this, chosen = [state.plan, state.versus].includes("auto") ? `${scene.reason}. ` : "";
     if (!two) return chosen;
     const [fast, slow] = one.seconds <= two.seconds ? [one, two] : [two, one];
-    const reasons = [];
-    const many = fast.cluster.levels.length > 1 && +this.state.nodes > 1;
-    const outer = many ? 0 : fast.cluster.levels.length - 1, where = many ? "between nodes" : "within the node";
+    if (slow.seconds < 1.005 * fast.seconds) return `${chosen}${fast.recording.plan} and ${slow.recording.plan} take the same time, ${secondsText(fast.seconds)}.`;
+    const reasons = [], many = scene.levels.length > 1 && +state.nodes > 1;
+    const outer = many ? 0 : scene.levels.length - 1, where = many ? "between nodes" : "within the node";
     if (fast.sent[outer] < 0.98 * slow.sent[outer]) reasons.push(`it sends ${bytesText(fast.sent[outer])} per rank ${where} instead of ${bytesText(slow.sent[outer])}`);
     if (fast.waits < slow.waits - 0.01) reasons.push(`its ranks wait ${(100 * fast.waits).toFixed(0)} % of the time instead of ${(100 * slow.waits).toFixed(0)} %`);
     const text = reasons.length ? reasons.join(", and ") : "it has fewer or larger messages and blocks";
-    return `${chosen}${fast.schedule.plan} takes ${secondsText(fast.seconds)}, ${slow.schedule.plan} ${secondsText(slow.seconds)} (${(slow.seconds / fast.seconds).toFixed(2)}x): ${text}.`;
+    return `${chosen}${fast.recording.plan} takes ${secondsText(fast.seconds)}, ${slow.recording.plan} ${secondsText(slow.seconds)} (${(slow.seconds / fast.seconds).toFixed(2)}x): ${text}.`;
   }
 
   // --- showing
 
-  show() {
+  showForm() {
     for (const field of this.form.elements) {
-      if (field.name && document.activeElement !== field) field.value = this.state[field.name];
+      if (field.name in this.state && document.activeElement !== field) field.value = this.state[field.name];
     }
+    document.querySelector("#call summary").textContent = this.scene.title;
+    this.field("example").value = this.scenes.indexOf(this.scene);
+    this.field("other").value = "";
     for (const name of ["window", "documents"]) this.field(name).closest("label").hidden = this.state.mask !== name;
-    this.write();
-    this.draw();
   }
 
   draw() {
@@ -378,25 +335,27 @@ class App {
   // --- copying
 
   command() {
-    const { state, views } = this, parts = ["startrail show", views[0] ? views[0].schedule.plan : state.plan];
-    parts.push(`--nodes ${state.nodes} --ranks ${+state.nodes * +state.ranks} --heads ${state.heads} --kv-heads ${state.kv}`);
-    parts.push(`--head-dim ${state.dim} --length ${this.call ? this.call.length : state.length} --cluster ${state.cluster}`);
+    const { state, scene, views } = this, parts = ["startrail show", views[0] ? views[0].recording.plan : state.plan];
+    parts.push(`--nodes ${state.nodes} --ranks ${scene.world} --heads ${state.heads} --kv-heads ${state.kv}`);
+    parts.push(`--head-dim ${state.dim} --length ${state.length} --cluster ${state.cluster}`);
     if (state.mask === "full") parts.push("--full");
-    if (state.mask === "window") parts.push(`--window ${this.mask.window}`);
-    if (state.mask === "documents") parts.push(`--documents ${this.mask.ends.slice(1).map((end, at) => end - this.mask.ends[at]).join(",")}`);
+    if (state.mask === "window") parts.push(`--window ${state.window}`);
+    if (state.mask === "documents") parts.push(`--documents ${state.documents}`);
     if (state.pass !== "forward") parts.push(`--direction ${state.pass}`);
     return `${parts.join(" ")} --html page.html`;
   }
 
   python() {
-    const { state } = this, plan = this.views[0] ? this.views[0].schedule.plan : state.plan;
+    const { state, scene } = this, plan = this.views[0] ? this.views[0].recording.plan : state.plan;
+    const ends = [0];
+    for (const length of state.documents.split(",")) ends.push(ends[ends.length - 1] + +length);
     const causal = state.mask === "full" ? "" : ", causal=True";
-    const documents = state.mask === "documents" ? `, documents=[${this.mask.ends.join(", ")}]` : "";
-    const window = state.mask === "window" ? `, window=${this.mask.window}` : "";
+    const documents = state.mask === "documents" ? `, documents=[${ends.join(", ")}]` : "";
+    const window = state.mask === "window" ? `, window=${state.window}` : "";
     return [
       "import startrail", "",
-      `sp = startrail.SequenceParallel("${plan}")  # on ${+state.nodes * +state.ranks} ranks`,
-      `seq = sp.sequence(${this.call ? this.call.length : state.length}${documents})`,
+      `sp = startrail.SequenceParallel("${plan}")  # on ${scene.world} ranks`,
+      `seq = sp.sequence(${state.length}${documents})`,
       `out = seq.attention(q, k, v${causal}${window})  # q: (batch, ${state.heads}, local tokens, ${state.dim}); k, v: ${state.kv} heads`,
     ].join("\n");
   }
@@ -415,5 +374,4 @@ class App {
 
 unpack(document.getElementById("data").textContent).then((data) => {
   window.startrail = new App(data);
-  window.startrail.opened = performance.now();
 });

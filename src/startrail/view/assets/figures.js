@@ -43,18 +43,20 @@ function hatch(context, colour) {
 
 // --- the machine
 
+const MOST_NODES = 16;
+
 class MachineFigure {
   constructor(canvas) {
     this.canvas = canvas;
     this.still = document.createElement("canvas");
   }
 
-  // Nodes as boxes in rows, ranks on a circle inside each. Large machines draw some nodes.
+  // Nodes as boxes in rows, ranks on a circle inside each. Of many nodes, those around the chosen rank are drawn.
   layout(view) {
-    const { schedule, cluster } = view;
-    const perNode = cluster.levels.length > 1 ? cluster.levels[cluster.levels.length - 1].size : schedule.world;
-    const nodes = schedule.world / perNode;
-    const shown = nodes > 16 ? 16 : nodes;
+    const { recording, perNode } = view, nodes = recording.world / perNode;
+    const recorded = [...new Set(recording.ranks.map((rank) => Math.floor(rank / perNode)))];
+    const from = Math.min(Math.max(recorded.indexOf(Math.floor(view.rank / perNode)) - MOST_NODES / 2, 0), Math.max(recorded.length - MOST_NODES, 0));
+    const names = recorded.slice(from, from + MOST_NODES), shown = names.length;
     const width = Math.max(this.canvas.clientWidth, 200);
     const most = width < 420 ? 2 : 4, square = Math.ceil(Math.sqrt(shown));
     const columns = shown <= 4 && width > 700 ? shown : Math.min(most, shown === 8 ? 4 : square);
@@ -62,8 +64,6 @@ class MachineFigure {
     const rows = Math.ceil(shown / columns), left = (width - side * columns) / 2;
     const height = rows * side + (nodes > shown ? 22 : 4);
     const radius = Math.max(6, Math.min(20, (side * 0.25 * Math.PI) / Math.max(perNode, 3) - 1));
-    const first = nodes > shown ? Math.floor(view.result.ranks[0] / perNode) - shown / 2 : 0; // around the rank that stands for all
-    const names = Array.from({ length: shown }, (_, at) => (first + at + nodes) % nodes);
     const boxes = names.map((node, at) => ({ node, x: left + (at % columns) * side, y: Math.floor(at / columns) * side, side }));
     const places = new Map();
     for (const box of boxes) {
@@ -73,20 +73,13 @@ class MachineFigure {
         places.set(box.node * perNode + at, { x, y, node: box.node });
       }
     }
-    return { boxes, places, radius, height, perNode, nodes, shown };
+    return { boxes, places, radius, height, nodes, shown };
   }
 
   messages(view, step) {
-    const found = [];
-    const ranks = view.schedule.world > MOST_SIMULATED ? [...this.plan.places.keys()] : view.result.ranks;
-    for (const rank of ranks) {
-      for (const event of view.running.program(view.pass, rank).steps[step] || []) {
-        for (const message of event.messages || []) {
-          if (message.send && this.plan.places.has(rank) && this.plan.places.has(message.peer)) found.push({ rank, message });
-        }
-      }
-    }
-    return found;
+    const { places } = this.plan;
+    const ofRank = (rank) => view.doing(rank, step).messages.filter((message) => message.send && places.has(message.peer));
+    return [...places.keys()].flatMap((rank) => ofRank(rank).map((message) => ({ rank, message })));
   }
 
   // The picture without moving parts; drawn once per step.
@@ -109,7 +102,7 @@ class MachineFigure {
       if (this.plan.nodes > 1) context.fillText(`node ${box.node}`, box.x + 12, box.y + 20);
     }
     if (this.plan.nodes > this.plan.shown) {
-      context.fillText(`... ${this.plan.nodes - this.plan.shown} more nodes do the same from their own places`, 8, this.plan.height - 6);
+      context.fillText(`... and ${this.plan.nodes - this.plan.shown} more nodes`, 8, this.plan.height - 6);
     }
     this.moving = this.messages(view, step);
     const crowd = this.moving.length;
@@ -133,25 +126,25 @@ class MachineFigure {
     context.textAlign = "center";
     for (const [rank, place] of places) {
       const doing = view.doing(rank, step);
-      const [block] = doing.blocks, shard = block ? view.running.colour(block) : -1;
-      context.fillStyle = shard < 0 ? cssColour("--panel") : shardColour(shard, view.running.colours);
+      const [block] = doing.blocks;
+      context.fillStyle = block ? view.colour(block) : cssColour("--panel");
       context.strokeStyle = cssColour(rank === view.rank ? "--accent" : "--text");
       context.lineWidth = rank === view.rank ? 3.5 : 1;
       context.beginPath();
       context.arc(place.x, place.y, radius, 0, 2 * Math.PI);
       context.fill();
-      if (shard < 0) {
+      if (!block) {
         context.fillStyle = hatch(context, cssColour("--quiet"));
         context.fill();
       }
       context.stroke();
       context.fillStyle = cssColour("--text");
-      const named = radius >= 15 && shard >= 0; // the rank above the name of its keys
+      const named = radius >= 15 && block; // the rank above the name of its keys
       context.font = `${radius < 11 ? 9 : 12}px system-ui, sans-serif`;
       context.fillText(`${rank}`, place.x, place.y + (named ? 0 : 4));
       if (named) {
         context.font = "9px system-ui, sans-serif";
-        context.fillText(`kv${block.columnText}`, place.x, place.y + 10);
+        context.fillText(`kv${view.recording.shardNames[block.column]}`, place.x, place.y + 10);
       }
     }
     const ratio = this.canvas.width / width;
@@ -226,33 +219,31 @@ class MatrixFigure {
   draw(view, step) {
     const side = Math.min(Math.max(this.canvas.clientWidth, 200), 440);
     const { context } = sized(this.canvas, side);
-    const edge = 18, size = side - edge, { running } = view;
-    const cells = Math.min(running.numCells, 256), stride = running.numCells / cells, unit = size / cells;
+    const edge = 18, size = side - edge, { recording } = view, { matrix, cells } = recording, unit = size / cells;
     const ratio = this.canvas.width / this.canvas.clientWidth || 1, snap = (at) => Math.round(at * ratio) / ratio; // no seams
-    Object.assign(this, { cells, stride, unit, edge });
+    Object.assign(this, { cells, unit, edge });
     const now = view.blocksOfStep(step);
     context.fillStyle = cssColour("--panel");
     context.fillRect(edge, edge, size, size);
     for (let q = 0; q < cells; q++) {
       for (let k = 0; k < cells; k++) {
-        const { seen, block } = this.cell(view, q, k);
-        if (seen === "none") continue;
+        if (!matrix.rows[q][k]) continue;
+        const block = recording.blockId(matrix.rows[q][k], matrix.columns[q][k]), owner = view.ownerOf(block);
         const [x, right] = [k, k + 1].map((at) => snap(edge + at * unit)), [y, bottom] = [q, q + 1].map((at) => snap(edge + at * unit));
-        const { owner } = block;
-        context.fillStyle = shardColour(running.colourOf(block), running.colours);
-        context.globalAlpha = seen === "all" ? 1 : 0.45;
+        context.fillStyle = owner === undefined ? cssColour("--line") : shardColour(recording.colour[owner], recording.colours);
+        context.globalAlpha = recording.pairs.has(`${q} ${k}`) ? 0.45 : 1;
         context.fillRect(x, y, right - x, bottom - y);
         context.globalAlpha = 1;
-        if (now.has(block.id)) {
+        if (now.has(block)) {
           context.fillStyle = cssColour("--text");
           const dot = Math.max(1, Math.min(4, unit * 0.16)), middle = unit >= 20 ? 0.72 : 0.5; // beside the number
           context.fillRect(x + unit * middle - dot, y + unit * middle - dot, 2 * dot, 2 * dot);
         }
-        if (unit >= 20) {
+        if (unit >= 20 && owner !== undefined) {
           context.fillStyle = cssColour("--text");
           context.font = "10px system-ui, sans-serif";
           context.textAlign = "left";
-          context.fillText(`${owner}`, x + 3, y + 11);
+          context.fillText(`${recording.sparse ? owner : recording.colour[owner]}`, x + 3, y + 11);
         }
       }
     }
@@ -260,7 +251,7 @@ class MatrixFigure {
     context.lineWidth = 1;
     context.strokeRect(edge, edge, size, size);
     if (view.cell) {
-      const [q, k] = view.cell.map((chunk) => Math.floor(chunk / stride));
+      const [q, k] = view.cell;
       context.strokeStyle = cssColour("--accent");
       context.lineWidth = 3;
       context.strokeRect(edge + k * unit, edge + q * unit, Math.max(unit, 3), Math.max(unit, 3));
@@ -276,22 +267,10 @@ class MatrixFigure {
     context.restore();
   }
 
-  // Whether a cell is seen, and its block; kept until the settings change.
-  cell(view, q, k) {
-    const { running, pass, mask } = view, { kept } = running, key = `${pass} ${this.cells} ${q} ${k}`;
-    if (!kept.has(key)) {
-      const [first, second] = [q, k].map((at) => Math.floor(at * this.stride));
-      const until = (at) => running.range(Math.ceil((at + 1) * this.stride) - 1)[1];
-      const seen = mask.seen(running.range(first)[0], until(q), running.range(second)[0], until(k));
-      kept.set(key, { seen, block: seen === "none" ? null : running.block(pass, first, second) });
-    }
-    return kept.get(key);
-  }
-
   cellAt(x, y) {
     const k = Math.floor((x - this.edge) / this.unit), q = Math.floor((y - this.edge) / this.unit);
     if (k < 0 || q < 0 || k >= this.cells || q >= this.cells) return null;
-    return [Math.floor(q * this.stride), Math.floor(k * this.stride)];
+    return [q, k];
   }
 }
 
@@ -304,15 +283,14 @@ class TimelineFigure {
   }
 
   prepare(view, longest) {
-    const { result, schedule } = view;
-    const ranks = result.ranks, all = ranks.length <= 16 && !result.alone;
-    const main = ranks.length > 32 ? 7 : ranks.length > 16 ? 11 : 14, thin = 9, lanes = schedule.sizes.length;
+    const { recording, pass } = view, ranks = recording.timed(pass), all = ranks.length <= 16;
+    const main = ranks.length > 32 ? 7 : ranks.length > 16 ? 11 : 14, thin = 9, lanes = recording.levels.length;
     const tracks = []; // {rank, lane or null, y, height}
     let y = 4;
     for (const rank of ranks) {
       tracks.push({ rank, lane: null, y, height: main });
       y += main + 1;
-      if (all || rank === view.rank || result.alone) {
+      if (all || rank === view.rank) {
         for (let lane = 0; lane < lanes; lane++) {
           tracks.push({ rank, lane, y, height: thin });
           y += thin + 1;
@@ -325,7 +303,6 @@ class TimelineFigure {
     Object.assign(this, { context, tracks, left, scale, width, height, bottom: y });
     const idle = hatch(context, cssColour("--quiet"));
     const x = (seconds) => left + seconds * scale;
-    const byRank = new Map(ranks.map((rank, at) => [rank, at]));
     context.textAlign = "right";
     for (const track of tracks) {
       context.fillStyle = cssColour("--quiet");
@@ -340,30 +317,23 @@ class TimelineFigure {
         context.fillRect(left, track.y, longest * scale, track.height);
         continue;
       }
-      for (const { start, end, task } of result.simulator.ranks[byRank.get(track.rank)].spans) {
-        if (task.wait) {
+      for (const event of recording.program(pass, track.rank).spans) {
+        if (event.work > event.start) {
           context.fillStyle = idle;
-          context.fillRect(x(start), track.y, (end - start) * scale, main);
-          continue;
+          context.fillRect(x(event.start), track.y, (event.work - event.start) * scale, main);
         }
-        let at = start;
-        const pace = (end - start) / task.seconds;
-        for (const part of task.parts) {
-          const until = at + part.seconds * pace;
-          context.fillStyle = part.block ? shardColour(view.running.colour(part.block), view.running.colours) : cssColour(part.merge ? "--merge" : "--other");
-          context.fillRect(x(at), track.y, Math.max((until - at) * scale, 0.3), main);
-          at = until;
-        }
+        if (event.end === event.work) continue;
+        context.fillStyle = event.type === COMPUTE ? view.colour(event) : cssColour(event.type === COMBINE ? "--merge" : "--other");
+        context.fillRect(x(event.work), track.y, Math.max((event.end - event.work) * scale, 0.3), main);
       }
     }
     const lane = new Map(tracks.filter((track) => track.lane !== null).map((track) => [`${track.rank} ${track.lane}`, track]));
-    for (const transfer of result.simulator.transfers) {
-      const rank = ranks[transfer.receive.rank.number];
-      const track = lane.get(`${rank} ${transfer.send.message.level}`);
+    for (const { to, message } of recording.transfers(pass)) {
+      const track = lane.get(`${to} ${message.level}`);
       if (!track) continue;
-      const far = view.isFar(transfer.receive.message.peer, rank);
+      const far = view.isFar(message.peer, to);
       context.fillStyle = cssColour(far ? "--far" : "--near");
-      context.fillRect(x(transfer.start), track.y + (far ? 1 : 2.5), Math.max((transfer.end - transfer.start) * scale, 0.5), far ? 7 : 4);
+      context.fillRect(x(message.start), track.y + (far ? 1 : 2.5), Math.max((message.end - message.start) * scale, 0.5), far ? 7 : 4);
     }
     context.fillStyle = cssColour("--quiet");
     context.font = "11px system-ui, sans-serif";
