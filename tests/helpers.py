@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import random
 import re
@@ -31,6 +32,23 @@ from startrail.schedule.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = os.environ.get("STARTRAIL_TEST_ALL") == "1"  # make test-all: whole products instead of pairs
+
+
+def covering(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """A few tuples with one value of each factor, in which any two values of two factors occur together. ``make
+    test-all`` gets the whole product.
+
+    >>> covering("ab", "xy", "01")
+    [('a', 'x', '0'), ('a', 'y', '1'), ('b', 'x', '1'), ('b', 'y', '0')]
+    """
+    product = list(itertools.product(*factors))
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in product}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(product, key=lambda case: len(pairs[case] & left)))
+        left -= pairs[chosen[-1]]
+    return product if FULL else chosen
+
 
 # --- attention
 

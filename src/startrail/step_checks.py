@@ -133,8 +133,9 @@ class GradientCheck:
     def is_active(self) -> bool:
         return self._steps_left > 0
 
-    def add_scale(self, gradient: Tensor) -> None:
-        self._scales.append(float(gradient))
+    def add_scale(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # DDP and FSDP pass on None if the loss is computed from other results
+            self._scales.append(float(gradient))
 
     def _add_local(self, gradient: Tensor) -> None:
         local = gradient.detach().clone()  # autograd may pass the same memory on, to be reduced in place

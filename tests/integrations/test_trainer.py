@@ -1,6 +1,7 @@
 """Hugging Face's Trainer on split sequences: losses, evaluation, gradient norms and weights of one process."""
 
 import os
+import random
 
 import pytest
 import torch
@@ -15,19 +16,22 @@ import startrail
 from startrail.integrations.trainer import StarTrailTrainer
 from startrail.integrations.transformers import detach
 from startrail.launch.local import run_local
-from tests.helpers import error_of
+from tests.helpers import FULL, error_of
 from tests.integrations.tiny import tiny, tokens
 
 DATA = [dict(input_ids=tokens(1, length, seed=length)[0]) for length in (30, 37, 25, 33, 40, 28, 31, 36)]
 
 
 def collate(rows):
-    """Padded on the right, as Hugging Face's collators do."""
+    """Padded on the right, as Hugging Face's collators do. Without labels, if they are None."""
     longest = max(len(row["input_ids"]) for row in rows)
     ids, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), -100)
+    mask, unlearnt = torch.zeros_like(ids), rows[0].get("labels", ()) is None
     for number, row in enumerate(rows):
-        ids[number, : len(row["input_ids"])] = labels[number, : len(row["input_ids"])] = row["input_ids"]
-    return dict(input_ids=ids, labels=labels, attention_mask=(labels != -100).long())
+        length = len(row["input_ids"])
+        ids[number, :length], mask[number, :length] = row["input_ids"], 1
+        labels[number, :length] = row["input_ids"] if unlearnt else row.get("labels", row["input_ids"])
+    return dict(input_ids=ids, attention_mask=mask, **({} if unlearnt else dict(labels=labels)))
 
 
 def arguments(folder, **options):
@@ -100,6 +104,47 @@ def test_training_evaluation_saving_resuming_and_generation(tmp_path):
         assert "average_tokens_across_devices=False would average" in refused
         assert text == expected_text
     assert loaded.config._attn_implementation == "sdpa" and not isinstance(loaded, LlamaForCausalLM)
+
+
+def random_rows(chance):
+    """A few rows, of whose tokens all, some or none have labels."""
+    rows = []
+    for _ in range(chance.randint(1, 11)):
+        ids = tokens(1, chance.randint(2, 20), seed=chance.randrange(1000))[0]
+        share = chance.choice((0, 0, 0.3, 1))
+        learnt = torch.tensor([chance.random() < share for _ in ids])
+        rows.append(dict(input_ids=ids, labels=ids.masked_fill(~learnt, -100)))
+    return rows
+
+
+@pytest.mark.parametrize("world, ranks", [(2, 2), (4, 2), (5, 5), (4, 1)] if FULL else [(3, 3), (4, 2)])
+def test_evaluation_is_that_of_one_process(world, ranks, tmp_path):
+    """Also with several groups of ranks: one process then has the batches of all of them."""
+    chance = random.Random(world)
+    cases = [(random_rows(chance), chance.randint(1, 4)) for _ in range(40 if FULL else 12)]
+    cases.append(([dict(row, labels=None) for row in random_rows(chance)], 2))
+
+    def evaluated(kind, rows, batch, **options):
+        given = TrainingArguments(str(tmp_path), per_device_eval_batch_size=batch, report_to=[], use_cpu=True)
+        trainer = kind(tiny("llama"), given, eval_dataset=rows, data_collator=collate, **options)
+        return trainer.evaluate().get("eval_loss")
+
+    def alone(rank):
+        as_torchrun(0, 1)
+        return [evaluated(Trainer, rows, batch * world // ranks) for rows, batch in cases]
+
+    (expected,) = run_local(alone, 1)
+
+    def on_rank(rank):
+        as_torchrun(rank, world)
+        groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
+        sp = startrail.SequenceParallel(f"1x{ranks}", group=groups[rank // ranks])
+        return [evaluated(StarTrailTrainer, rows, batch, sp=sp) for rows, batch in cases]
+
+    assert expected[-1] is None
+    for losses in run_local(on_rank, world):
+        assert losses[-1] is None
+        assert losses[:-1] == pytest.approx(expected[:-1], rel=1e-5, nan_ok=True)
 
 
 def test_a_lost_peer_raises_before_the_weights_change(tmp_path, monkeypatch):

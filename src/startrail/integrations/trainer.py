@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from startrail.integrations.batch import count_labels, shard_batch
+from startrail.integrations.batch import IGNORE, count_labels, shard_batch
 from startrail.integrations.transformers import attach
 from startrail.parallel import SequenceParallel
 
@@ -66,7 +67,7 @@ class StarTrailMixin:
 
         def prepare_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
             settings = accelerator.dataloader_config
-            return prepare_data_loader(
+            prepared = prepare_data_loader(
                 loader,
                 accelerator.device,
                 num_processes=self._num_groups,
@@ -77,6 +78,8 @@ class StarTrailMixin:
                 use_seedable_sampler=settings.use_seedable_sampler,
                 data_seed=settings.data_seed,
             )
+            prepared.begin = partial(_begin, prepared, self.sp.world)
+            return prepared
 
         accelerator.prepare = prepare_loader
         try:
@@ -85,16 +88,20 @@ class StarTrailMixin:
             accelerator.prepare = prepare
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        """The number of labels in all batches of a step, over all groups."""
+        """The number of labels in all batches of a training step, over all groups. At least 1: a step without labels
+        changes nothing."""
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
+        return self._count_labels(batch_samples, device).clamp(min=1)
+
+    def _count_labels(self, batches: list[Any], device: torch.device) -> Tensor:
         names = ("labels", "shift_labels")
-        count = sum(count_labels(**{name: x[name] for name in names if name in x}) for x in batch_samples)
+        count = sum(count_labels(**{name: x[name] for name in names if name in x}) for x in batches)
         total = torch.tensor(count, device=device)
         if self._num_groups > 1:
             dist.all_reduce(total)
             total //= self.sp.world
-        return total.clamp(min=1)
+        return total
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The sequences of a step: all ranks of a group have the same."""
@@ -120,12 +127,15 @@ class StarTrailMixin:
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: object = None
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor | None, None, None]:
         """The loss of one evaluation batch. Trainers override this (TRL's does not shard batches), but all of them take
-        the loss from ``compute_loss``."""
+        the loss from ``compute_loss``, and decide there what the loss of a batch without any label is."""
         trainer: Any = self
         inputs = trainer._prepare_inputs(inputs)
-        count = self._get_num_items_in_batch([inputs], trainer.args.device)
+        if inputs.get("labels") is None:
+            return None, None, None
+        inputs = self._without_repeated_rows(inputs)
+        count = self._count_labels([inputs], trainer.args.device)
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, shard_batch(self.sp, **inputs), num_items_in_batch=count)
         loss = loss.detach()
@@ -133,6 +143,20 @@ class StarTrailMixin:
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
         return loss, None, None
+
+    def _without_repeated_rows(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The last batch of an evaluation without labels of rows that accelerate repeats, so that every group has as
+        many."""
+        trainer: Any = self
+        loader, batch_size = trainer.accelerator.gradient_state, trainer.args.eval_batch_size
+        if self._num_groups == 1 or not loader.end_of_dataloader or loader.remainder <= 0:
+            return inputs
+        labels = {name: x.clone() for name, x in inputs.items() if name in ("labels", "shift_labels")}
+        rows = max(loader.remainder // self.sp.world - self._group_index * batch_size, 0)
+        for x in labels.values():
+            if len(x) == batch_size or not rows:  # else rows are joined, and it is unknown where one ends
+                x[rows:] = IGNORE
+        return {**inputs, **labels}
 
 
 class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
@@ -147,6 +171,14 @@ class _CheckBeforeStep(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, *arguments: Any, **options: Any) -> None:
         self.sp.check()
+
+
+def _begin(loader: Any, ranks: int) -> None:
+    """``begin`` of accelerate's loader. The ``remainder`` is how many of the values that it gathers in the last batch
+    count: one per row, and all ranks of a group have the same rows."""
+    type(loader).begin(loader)
+    if loader.remainder > 0:
+        loader.remainder *= ranks
 
 
 def _check_other_parallelism(arguments: TrainingArguments) -> None:
