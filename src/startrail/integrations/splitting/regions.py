@@ -45,7 +45,6 @@ from startrail.integrations.splitting.trial import (
 from startrail.parallel import SequenceParallel
 from startrail.transport.collectives import agree
 
-
 _Key = tuple[object, ...]  # what a block's plan depends on
 
 
