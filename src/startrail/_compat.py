@@ -304,6 +304,17 @@ def torch_ring_attention() -> Any:
     return importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
 
 
+def module_hooks(module: nn.Module) -> list[Any]:
+    """All functions that are called before or after a module's forward or backward pass."""
+    kinds = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def in_backward() -> bool:
     """True in a function that autograd runs, such as one that is recomputed in the backward pass."""
     return torch._C._current_graph_task_id() != -1
@@ -311,8 +322,11 @@ def in_backward() -> bool:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Inside, activation checkpointing does not see operations and the tensors that they save."""
-    with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+    """Inside, activation checkpointing does not see operations and the tensors that they save.
+
+    What is saved is detached: an operation that saved its own result as it is would never be freed.
+    """
+    with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         yield
 
 

@@ -1,12 +1,17 @@
 """``startrail verify`` on a plain model: each planted fault is named, and right set-ups are the same."""
 
+import random
+from dataclasses import replace
+
 import pytest
+import torch
 
 from startrail.cli import main
-from startrail.diagnostics.verify import verify
+from startrail.diagnostics.verify import judge, run_alone, run_rank, verify
+from startrail.launch.local import run_local
 from tests.diagnostics.batched import some_of, verdicts_of
-from tests.diagnostics.plain_setups import FAULTS, RETRIED, RIGHT
-from tests.helpers import refusal
+from tests.diagnostics.plain_setups import FAULTS, RETRIED, RIGHT, of
+from tests.helpers import FULL, refusal
 
 
 def test_each_fault_has_its_name():
@@ -23,6 +28,53 @@ def test_right_setups_are_the_same():
     assert {name: verdict.text for name, verdict in found.items() if not verdict.same} == {}
     unseen = {name for name, verdict in found.items() if "cannot be seen" in verdict.text}
     assert unseen == {"no reference", "sinks"} & set(names)
+
+
+def deviating(gradients, seed):
+    """Gradients that are a little off: all of them, those of one parameter, or a few of its numbers."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    size, kind = 10 ** chance.uniform(-4, -2.3), ("all", "one", "few")[seed % 3]
+    large = max(float(x.norm()) for x in gradients.values())
+    names = [name for name, x in gradients.items() if float(x.norm()) > 0.01 * large and x.numel() > 20]
+    chosen = names if kind == "all" else [chance.choice(names)]
+    changed = dict(gradients)
+    for name in chosen:
+        noise = torch.randn(gradients[name].shape, generator=generator, dtype=torch.float64)
+        if kind == "few":
+            noise *= torch.rand(noise.shape, generator=generator) < 5 / noise.numel()
+        changed[name] = gradients[name] + size * gradients[name].norm() / noise.norm().clamp(min=1e-9) * noise
+    return changed
+
+
+def test_small_deviations_that_no_known_fault_explains_have_no_name():
+    torch.set_num_threads(1)
+    make = of()
+    ranks = run_local(lambda rank: run_rank(make, "1x4"), 4)[0]
+
+    def on_rank(rank):
+        texts, alone = [], run_alone(make)
+        for seed in range(60 if FULL else 9):
+            steps = (replace(each, gradients=deviating(each.gradients, seed)) for each in (ranks.native, ranks.precise))
+            native, precise = steps
+            texts.append(judge(make, alone, replace(ranks, native=native, precise=precise)).text)
+        return texts
+
+    texts = run_local(on_rank, 1)[0]
+    assert [text for text in texts if "No known fault explains it" not in text] == []
+
+
+def test_the_verdict_says_in_one_line_what_the_comparison_cannot_see():
+    makes = {
+        "mistakes that it makes there too, in a window": of(alone=True, window=8),  # instead of 9, on both sides
+        "attention is in bfloat16 on ranks and in float32 on one process (autocast on one side": RIGHT[
+            "autocast on ranks"
+        ],
+    }
+    found = dict(zip(makes, verdicts_of(list(makes.values())), strict=True))
+    wrong = {text: x.text for text, x in found.items() if not x.same or text not in x.text or "\n" in x.text}
+    assert wrong == {}
+    for right in verdicts_of([of(), RIGHT["autocast"]]):
+        assert right.same and ";" not in right.text.partition("relative difference")[2]
 
 
 @pytest.mark.parametrize("name", RETRIED)

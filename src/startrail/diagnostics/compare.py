@@ -16,13 +16,14 @@ EACH = 10  # a single gradient may be off by this many times as much
 SMALL = 1e-4  # of the largest gradient's norm: rounding makes smaller gradients, which may be zero, this inexact
 ROUNDED = 1e-5  # of SMALL: a larger gradient that is exactly zero on ranks is lost, however small
 MATCH = 1e-3  # relative difference to gradients that a fault explains
+EXPLAINED = 0.1  # of the difference to one process's gradients: what a fault may leave unexplained
 
 
 @dataclass(frozen=True)
 class Comparison:
     """``total``: the relative difference of all gradients. ``wrong``: parameters whose gradients differ, worst first.
     ``limit``: the limit of ``total``; ``match``: that of gradients that a fault explains; ``loss_limit``: that of
-    losses and buffers."""
+    losses and buffers. ``smallest``: the smallest difference that shows in one of the dtypes compared."""
 
     total: float
     wrong: tuple[str, ...]
@@ -30,6 +31,7 @@ class Comparison:
     match: float
     loss_limit: float
     text: str
+    smallest: float = 0.0
 
     @classmethod
     def of(cls, alone: Results, ranks: RankResults) -> Comparison:
@@ -39,15 +41,26 @@ class Comparison:
         name = str(ranks.native.dtype).removeprefix("torch.")
         text = f"{total:.1e} in {name}"
         if ranks.precise is None or alone.precise is None:
-            return cls(total, tuple(own_wrong), own, max(MATCH, own), max(1e-4, own), text)
+            return cls(total, tuple(own_wrong), own, max(MATCH, own), max(1e-4, own), text, own)
         precise = distance(ranks.precise.gradients, alone.precise.gradients)
         coarse = max(torch.finfo(x.precise.dtype).eps for x in (alone, ranks) if x.precise)
         limit = PRECISE_LIMIT if coarse <= torch.finfo(torch.float32).eps else MAX_EPS * coarse
         wrong = differing(ranks.precise.gradients, alone.precise.gradients, limit, each=limit <= FLOAT32_LIMIT)
         text = f"{text}, {precise:.1e} in {str(ranks.precise_dtype).removeprefix('torch.')}"
         if wrong:
-            return cls(precise, tuple(wrong), limit, max(MATCH, limit), max(1e-6, limit), text)
-        return cls(total, tuple(own_wrong), own, max(MATCH, own), max(1e-6, limit), text)
+            return cls(precise, tuple(wrong), limit, max(MATCH, limit), max(1e-6, limit), text, limit)
+        return cls(total, tuple(own_wrong), own, max(MATCH, own), max(1e-6, limit), text, min(limit, own))
+
+    def factor_if_explained(self, actual: Gradients, expected: Gradients, predicted: Gradients) -> float | None:
+        """The factor by which ``actual`` exceeds gradients that a fault gives, if these differ from the ``expected``
+        ones as the actual ones do; else None."""
+        factor = factor_of(actual, predicted, self.match)
+        left = unexplained(actual, predicted, expected)
+        return factor if self.is_explained(left, unexplained(actual, expected, expected)) else None
+
+    def is_explained(self, left: float, difference: float) -> bool:
+        """True if an explanation of a relative difference leaves little of it, or no more than rounding."""
+        return left <= difference / 2 and left <= max(EXPLAINED * difference, EACH * self.limit)
 
 
 def _native_limit(alone: Results, ranks: RankResults) -> float:
@@ -91,6 +104,20 @@ def factor_of(actual: Gradients, expected: Gradients, limit: float) -> float | N
     return factor
 
 
+def unexplained(actual: Gradients, explanation: Gradients, expected: Gradients) -> float:
+    """How much of ``actual`` is no multiple of ``explanation``. Every parameter counts alike, by its expected norm.
+
+    >>> x, y = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])
+    >>> unexplained({"w": x}, {"w": 2 * x}, {"w": x}), round(unexplained({"w": x}, {"w": y}, {"w": x}), 3)
+    (0.0, 0.8)
+    """
+    least = SMALL * max(float(x.norm()) for x in expected.values())
+    sizes = {name: max(float(x.norm()), least) for name, x in expected.items()}
+    a, b = (torch.cat([x[name].flatten() / sizes[name] for name in sizes]) for x in (actual, explanation))
+    factor = a @ b / (b @ b).clamp(min=1e-300)
+    return float((a - factor * b).norm() / a.norm().clamp(min=1e-300))
+
+
 def lost_or_scaled(actual: Gradients, expected: Gradients, close: Comparison, world: int) -> str | None:
     """What happened on ``world`` ranks if some parameters have gradients that are zero or multiples of the right ones,
     and all others are right."""
@@ -101,10 +128,14 @@ def lost_or_scaled(actual: Gradients, expected: Gradients, close: Comparison, wo
     also = f"; {len(expected) - len(names)} of {len(expected)} gradients are right"
     if lost:
         return f"gradient of {lost[0]} is lost: it is zero on ranks" + also
-    factors = {name: factor_of({name: actual[name]}, {name: expected[name]}, close.match) for name in names}
-    if all(x is not None and abs(x / world - 1) < 1e-3 for x in factors.values()):
+    factors = []
+    for name in names:
+        ours, theirs = {name: actual[name]}, {name: expected[name]}
+        factor = factor_of(ours, theirs, close.match)
+        if factor is None or not close.is_explained(unexplained(ours, theirs, theirs), abs(factor - 1)):
+            return None
+        factors.append(factor)
+    if all(abs(factor / world - 1) < 1e-3 for factor in factors):
         counted = "what every rank has in full, such as text tokens, is counted once per rank"
         return f"gradient of {names[0]} is {world} times one process's: {counted}" + also
-    if all(x is not None for x in factors.values()):
-        return f"gradient of {names[0]} is {factors[names[0]]:.4g} times one process's" + also
-    return None
+    return f"gradient of {names[0]} is {factors[0]:.6g} times one process's" + also

@@ -57,7 +57,7 @@ def factor_text(factor: float, world: int) -> str:
         )
     if abs(factor / world - 1) < 1e-3:
         return f"gradients are {world} times one process's: they are summed twice, or every rank counts all tokens"
-    return f"gradients are {factor:.4g} times one process's: the loss is not divided by the number of all labels"
+    return f"gradients are {factor:.6g} times one process's: the loss is not divided by the number of all labels"
 
 
 def attention_text(alone: Observed, ranks: Observed) -> str | None:

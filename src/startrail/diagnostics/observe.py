@@ -24,7 +24,7 @@ from startrail._compat import tree_leaves
 from startrail.agreement.digest import digest
 from startrail.engine.validate import read_call
 from startrail.geometry.layout import Layout
-from startrail.integrations.splitting.wrapping import argument_names
+from startrail.integrations.splitting.calls import argument_names
 from startrail.parallel import SequenceParallel
 from startrail.schedule.program import closed_form
 from startrail.schedule.values import PASSES

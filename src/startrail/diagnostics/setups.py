@@ -85,8 +85,8 @@ class Setup:
         if self.reference is not None or self.is_transformers or self.step is None:
             return ""
         return (
-            "compared with the same step on one rank: mistakes that it makes there too, such as a missing window, mask "
-            "or label shift, cannot be seen. To see them, return a reference(model, batch) that does not use startrail"
+            "the same step on one rank is the reference, so mistakes that it makes there too, in a window, mask or "
+            "label shift, cannot be seen: return a reference(model, batch) that does not use startrail"
         )
 
     def to(self, dtype: torch.dtype) -> Setup:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from startrail.agreement.digest import digest
 from startrail.agreement.gather import gather_tensors
 from startrail.agreement.waits import rank_names
-from startrail.diagnostics.compare import Comparison, factor_of, lost_or_scaled
+from startrail.diagnostics.compare import FLOAT32_LIMIT, Comparison, factor_of, lost_or_scaled, unexplained
 from startrail.diagnostics.faults import attention_text, factor_text, predictions
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
 from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
@@ -221,8 +221,23 @@ def _same(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Co
     parts += [f"{len(alone.best.buffers)} buffers"] if alone.best.buffers else []
     results = f"{', '.join(parts[:-1])} and {parts[-1]}"
     text = f"same: {results} on {world} ranks as on one process; relative difference {close.text}"
-    limits = Setup.of(make).limits
-    return Verdict(True, text + (f"\n{limits}" if limits else ""))
+    return Verdict(True, "; ".join([text, *_unseen(make, alone, ranks, close)]))
+
+
+def _unseen(make: Callable[[], Any], alone: Results, ranks: RankResults, close: Comparison) -> list[str]:
+    """What the comparison cannot see."""
+    unseen = []
+    here, there = (str(each.native.dtype).removeprefix("torch.") for each in (ranks, alone))
+    if here != there:
+        unseen.append(
+            f"attention is in {here} on ranks and in {there} on one process (autocast on one side only?), and what "
+            "that changes does not show"
+        )
+    if close.smallest > FLOAT32_LIMIT:
+        unseen.append(f"in this dtype, differences below {close.smallest:.0%} of the gradients do not show")
+    if limits := Setup.of(make).limits:
+        unseen.append(limits)
+    return unseen
 
 
 def _different(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -> list[str]:
@@ -250,7 +265,9 @@ def _name_fault(
         return False, arguments, True
     factor = factor_of(ours.gradients, theirs.gradients, close.limit)
     if factor is not None and abs(factor - 1) > close.limit:
-        return False, factor_text(factor, world), False
+        left = unexplained(ours.gradients, theirs.gradients, theirs.gradients)
+        if close.is_explained(left, abs(factor - 1)):
+            return False, factor_text(factor, world), False
     dtype = alone.precise_dtype
 
     def make_again() -> Setup:
@@ -258,7 +275,7 @@ def _name_fault(
         return setup if dtype is None else setup.to(dtype)
 
     for prediction in predictions(make_again, theirs, ours):
-        factor = factor_of(ours.gradients, prediction.gradients, close.match)
+        factor = close.factor_if_explained(ours.gradients, theirs.gradients, prediction.gradients)
         if factor is not None:
             explained = any(abs(factor / each - 1) < close.match for each in (1.0, prediction.factor))
             also = "" if explained else f" (and {factor_text(factor, world)})"

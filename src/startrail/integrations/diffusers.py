@@ -145,7 +145,7 @@ def _split_results(attached: AttachedModule, entry: Splits, module: nn.Module, a
 
 def _split(attached: AttachedModule, module: nn.Module, found: dict[str, tuple[Tensor, int]]) -> dict[str, Tensor]:
     """This rank's rows of each tensor, which is given with its dimension of tokens."""
-    if not found or not (attached.running or in_backward()):
+    if not found or not (attached.call is not None or in_backward()):
         return {}
     streams = attached.current()
     if streams is None:
@@ -155,7 +155,8 @@ def _split(attached: AttachedModule, module: nn.Module, found: dict[str, tuple[T
         if len(sizes[False]) != 1 or len(sizes[True]) > 1:
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in found.items())
             raise RefusedError(f"{module._startrail_name}: cannot tell tokens from text among {shapes}")
-        streams = attached.open(sizes[False].pop(), sizes[True].pop() if sizes[True] else 0)
+        assert attached.call is not None
+        streams = attached.call.open(sizes[False].pop(), sizes[True].pop() if sizes[True] else 0)
     split = {}
     for name, (x, dim) in found.items():
         part = StreamPart.TEXT if _is_text(name) else StreamPart.TOKENS
@@ -170,6 +171,6 @@ def _gather(
     if streams is None:
         return x
     whole = streams.unshard(x, entry.gather_dim, StreamPart.TOKENS)
-    if attached.running:
-        attached.streams = None
+    if attached.call is not None:
+        attached.call.streams = None
     return whole

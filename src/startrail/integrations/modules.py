@@ -7,8 +7,9 @@
 
 The module is called as on one process. Its blocks, the modules of a ``ModuleList`` or ``Sequential`` that attend, run
 on this rank's tokens; all else, such as embeddings, class tokens, position tables, pooling and the loss, sees all
-tokens. In the first call each block is tried on a few tokens. A block that mixes tokens outside attention, or whose
-attention cannot be split, is refused by name.
+tokens. In the first call each block is tried on made-up tokens, a few and as many as the call has. A block that mixes
+tokens outside attention, or whose attention cannot be split, is refused by name. So is a module that uses tokens
+between blocks, where each rank has some of them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from startrail.integrations.splitting.calls import unwrap, wrap
 from startrail.integrations.splitting.regions import AttachedModule, run_block, run_root
-from startrail.integrations.splitting.wrapping import unwrap, wrap
 from startrail.parallel import SequenceParallel
 
 __all__ = ["attach", "detach"]
@@ -34,7 +35,8 @@ def attach(
 
     ``attention``: the names of the modules to split, blocks or attention modules, each split separately; "auto" finds
     the blocks. Every rank calls the module with the same arguments and computes the same loss from its whole result.
-    *Sum* the gradients over ranks. With ``check``, the first two steps compare parameters, arguments and losses.
+    *Sum* the gradients over ranks. With ``check``, the first two steps compare parameters, arguments and losses, and
+    reject tensors with gradients that are kept and not returned.
 
     A module that cannot be split raises ``ValueError`` in its first call.
     """
@@ -71,7 +73,7 @@ def prepare(module: nn.Module, attached: AttachedModule, check: bool) -> None:
         if "_startrail" in each.__dict__:
             raise ValueError(f"{name or 'the module'} is already attached to {each._startrail.sp}; detach it first")
     if not check:
-        attached.steps = dict.fromkeys(attached.steps, 2)
+        attached.first_steps.skip()
     for name, each in module.named_modules():
         each._startrail, each._startrail_name = attached, name or type(module).__name__
     wrap(module, run_root)

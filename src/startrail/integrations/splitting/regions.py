@@ -2,7 +2,8 @@
 
 A module is called as on one process, with the same arguments on every rank. In front of its first block, the tokens are
 split; behind the last one they are gathered, so that everything before and after sees all tokens. Inside, attention
-runs over all ranks. Each block is first tried on a few tokens (``trial``).
+runs over all ranks. Between blocks, tokens may only be passed on (``outside``). Each block is first tried on a few
+tokens, and on as many as the sequence has (``trial``).
 
 Every rank returns the whole result, and its gradients are one process's divided by the number of ranks: the *sum* over
 ranks is right for all parameters, those of the blocks, which see some tokens, and those of the rest, which see all.
@@ -12,102 +13,129 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from startrail._compat import in_backward, tree_flatten, tree_unflatten
-from startrail.agreement.digest import digest
-from startrail.agreement.gather import gather_tensors
+from startrail.agreement.gather import gather_texts
+from startrail.integrations.splitting.calls import (
+    AttentionMode,
+    TorchCall,
+    argument_names,
+    inner_forward,
+    users_hooks,
+    wrap,
+)
+from startrail.integrations.splitting.first_steps import FirstSteps, check_nothing_kept, random_state
+from startrail.integrations.splitting.outside import Outside, identity, name_of_caller
 from startrail.integrations.splitting.refusals import RefusedError, by_itself
-from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
 from startrail.integrations.splitting.streams import StreamPart, Streams
-from startrail.integrations.splitting.trial import BlockPlan, Kind, Known, call_problem, try_block
-from startrail.integrations.splitting.wrapping import argument_names, inner_forward, wrap
+from startrail.integrations.splitting.trial import (
+    BlockPlan,
+    Kind,
+    Known,
+    Rows,
+    call_problem,
+    try_block,
+    try_length,
+)
 from startrail.parallel import SequenceParallel
-from startrail.step_checks import CHECKED_STEPS, check_same_parameters
 from startrail.transport.collectives import agree
 
-UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient
+_Key = tuple[object, ...]  # what a block's plan depends on
+
+
+class _Place(Enum):
+    """What is running."""
+
+    OUTSIDE = "outside of all blocks"
+    BLOCK = "inside a block"
+    TRIAL = "a block that is tried"
 
 
 class AttachedModule:
-    """State of a module, shared by its copies.
+    """What is known about a module, shared by its copies.
 
-    ``streams`` are those of the running call while its tokens are split. ``plans`` are those of the blocks, by name and
-    kinds of arguments. ``whole``: modules that attended outside of the split in the first call.
+    ``splits_blocks``: tokens are split in front of blocks; else the model says itself where. ``strict``: attention over
+    whole sequences is an error. ``plans`` are those of the blocks, by name, kinds of arguments and mode, each with the
+    least and the most tokens that it was tried on.
     """
 
     def __init__(self, sp: SequenceParallel, *, whole_text: bool, splits_blocks: bool, strict: bool) -> None:
-        self.sp, self.whole_text = sp, whole_text
-        self.splits_blocks = splits_blocks  # else the model says itself where tokens are split
-        self.strict = strict  # attention over whole sequences is an error
+        self.sp, self.whole_text, self.splits_blocks, self.strict = sp, whole_text, splits_blocks, strict
         self.last_of_run: dict[str, str] = {}  # the last of consecutive blocks, by the name of each
-        self.plans: dict[tuple[object, ...], BlockPlan | None] = {}
-        self.order: StreamPart | None = None  # of text and tokens in joint attention
-        self.streams: Streams | None = None
-        self.last: Streams | None = None
-        self.running = self.inside_block = self.trying = False
-        self.end: tuple[object, ...] | None = None  # identifies the tokens that the last block returned
-        self.whole: list[tuple[str, int]] = []
-        self.random_differs = False  # ranks have different states of random number generators
-        self.inputs: dict[str, Tensor] = {}
-        self.has_run = False
-        self.steps = {True: 0, False: 0}  # checked calls in training, and in evaluation
         self.before_root: Callable[..., Any] | None = None  # splits the arguments of the model itself
+        self.first_steps = FirstSteps(sp)
+        self.plans: dict[_Key, BlockPlan | None] = {}
+        self.tried: dict[_Key, tuple[int, int]] = {}
+        self.text_order: StreamPart | None = None  # of text and tokens in joint attention
+        self.call: Call | None = None  # that runs
         self.recomputed: Streams | None = None  # of the call whose backward pass runs
+        self._place = _Place.OUTSIDE
 
     def __deepcopy__(self, memo: object) -> AttachedModule:
         return self
 
     def current(self) -> Streams | None:
         """The streams of the call that is running, or that is recomputed in the backward pass."""
-        return self.streams if self.running or not in_backward() else self.recomputed
+        if self.call is not None:
+            return self.call.streams
+        return self.recomputed if in_backward() else None
 
-    @property
-    def _by_itself(self) -> str:
-        return by_itself(self.sp.world)
+    def blocks(self) -> list[str]:
+        """The names of the blocks that attend, as far as they have run."""
+        return sorted({str(name) for (name, *_), plan in self.plans.items() if plan is not None})
 
-    def open(self, tokens: int, text: int) -> Streams:
-        streams = self.streams = self.last = Streams(self.sp, tokens, text, self.whole_text)
-        for x in self.inputs.values():
-            self.sp._session.record_digest(streams.sequence._state, x)
-        return streams
+    @contextmanager
+    def within(self, place: _Place) -> Iterator[None]:
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
 
     # --- blocks
 
     def run_block(self, block: Any, args: Any, kwargs: Any) -> Any:
-        if self.inside_block or not (self.running or in_backward()):
+        if self._place is not _Place.OUTSIDE:
             return _run_attention(block, *args, **kwargs)
-        streams, name = self.current(), block._startrail_name
-        leaves, spec = tree_flatten((args, kwargs))
-        plan = self._plan(block, args, kwargs, leaves, spec, streams)
-        if plan is None:
-            if streams is not None and self.splits_blocks:
+        if self.call is None and not in_backward():
+            if torch.is_grad_enabled() and self.sp.world > 1:
                 raise RefusedError(
-                    f"{name}: runs between blocks whose tokens are split, but does not attend: name the blocks to "
-                    f"split in attention=[...]; {self._by_itself}"
+                    f"{block._startrail_name}: is called by itself: call the whole module, whose forward splits tokens "
+                    "and counts gradients once"
                 )
-            return inner_forward(block)(*args, **kwargs)
-        if self.splits_blocks:
-            streams = self._split_arguments(name, plan, leaves, streams)
+            return _run_attention(block, *args, **kwargs)
+        with self.within(_Place.BLOCK):
+            leaves, spec = tree_flatten((args, kwargs))
+            key = _key(block, leaves, spec)
+            plan = self._plan(key, block, leaves, spec)
+            if plan is None:
+                return self._run_other(block, args, kwargs)
+            if self.splits_blocks:
+                self._split_arguments(block._startrail_name, plan, leaves)
+            self._try_length(key, plan, block, leaves, spec)
             args, kwargs = tree_unflatten(leaves, spec)
-        with self._in_block(), AttentionMode(self._unknown_attention):
-            output = _run_attention(block, *args, **kwargs)
-        if not self.splits_blocks:
-            return output
-        assert streams is not None
-        return self._gather_results(name, plan, output, streams)
+            with AttentionMode(_unknown_attention):
+                output = _run_attention(block, *args, **kwargs)
+            return self._gather_results(block._startrail_name, plan, output) if self.splits_blocks else output
 
-    def _plan(
-        self, block: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: Any, streams: Streams | None
-    ) -> BlockPlan | None:
-        kinds = tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves)
-        key = (block._startrail_name, str(spec), kinds)
-        if key not in self.plans and self.running:
-            self.plans[key] = self._try(block, args, kwargs, streams)
+    def _run_other(self, block: Any, args: Any, kwargs: Any) -> Any:
+        """A module of a list that does not attend."""
+        if self.current() is not None and self.splits_blocks:
+            raise RefusedError(
+                f"{block._startrail_name}: runs between blocks whose tokens are split, but does not attend: name the "
+                f"blocks to split in attention=[...]; {by_itself(self.sp.world)}"
+            )
+        with self.within(_Place.OUTSIDE):
+            return inner_forward(block)(*args, **kwargs)
+
+    def _plan(self, key: _Key, block: nn.Module, leaves: list[Any], spec: Any) -> BlockPlan | None:
+        if key not in self.plans and self.call is not None:
+            self.plans[key] = self._try(block, leaves, spec)
         plan = self.plans.get(key)
         if plan is not None and block.__dict__.get("_startrail_plan") is not plan:  # of a copy, not yet
             self._follow(block, plan)
@@ -125,65 +153,90 @@ class AttachedModule:
                 joint = [
                     kind.queries for kind in kinds if kind.queries in (StreamPart.TEXT_FIRST, StreamPart.TEXT_LAST)
                 ]
-                self.order = joint[0] if joint else self.order
+                self.text_order = joint[0] if joint else self.text_order
 
-    def _try(self, block: nn.Module, args: Any, kwargs: Any, streams: Streams | None) -> BlockPlan | None:
-        """What a trial finds, the same on all ranks."""
-        known = None
-        if streams is not None:
-            parts = list(StreamPart) if streams.text else [StreamPart.TOKENS]
-            known = Known({p: streams.local(p) for p in parts}, {p: streams.whole(p) for p in parts}, self.order)
+    def _try(self, block: nn.Module, leaves: list[Any], spec: Any) -> BlockPlan | None:
         if next(block.children(), None) is None:
             return None
-        plan, refused = None, None
-        with self._in_block(trying=True):
+        known, streams = None, self.current()
+        if streams is not None:
+            parts = list(StreamPart) if streams.text else [StreamPart.TOKENS]
+            known = Known({p: streams.local(p) for p in parts}, {p: streams.whole(p) for p in parts}, self.text_order)
+        args, kwargs = tree_unflatten(leaves, spec)
+        hooks = users_hooks(block)
+
+        def attempt() -> BlockPlan | None:
+            plan = try_block(block, args, kwargs, known)
+            if plan is not None and hooks:
+                raise RefusedError(
+                    f"{block._startrail_name}: its hook {hooks[0]} would see some of the tokens on each rank: remove "
+                    "it, or register it on the whole module"
+                )
+            return plan
+
+        return self._agreed(block, leaves, attempt)
+
+    def _try_length(self, key: _Key, plan: BlockPlan, block: Any, leaves: list[Any], spec: Any) -> None:
+        """Try as many tokens as the sequence and this rank have, if that is more, or fewer, than any number before."""
+        streams = self.current()
+        if self.call is None or streams is None or self.sp.world == 1:
+            return
+        fewest, most = self.tried.get(key, (streams.tokens + 1, 0))
+        local = streams.local(StreamPart.TOKENS)
+        if fewest <= local and streams.tokens <= most:
+            return
+        args, kwargs = tree_unflatten(leaves, spec)
+        self._agreed(block, leaves, lambda: try_length(block, args, kwargs, plan, streams))
+        self.tried[key] = min(fewest, local), max(most, streams.tokens)
+
+    def _agreed(self, block: nn.Module, leaves: list[Any], attempt: Callable[[], BlockPlan | None]) -> BlockPlan | None:
+        """What an attempt finds. If one rank refuses the block, all do."""
+        plan, refusal, name = None, "", str(block._startrail_name)
+        with self.within(_Place.TRIAL):
             try:
-                plan = try_block(block, args, kwargs, known)
+                plan = attempt()
             except RefusedError as error:
-                leaves, name = tree_flatten((args, kwargs))[0], str(block._startrail_name)
-                refused = error.with_remedy(name, self.last_of_run, self.sp.world, leaves, streams)
+                refusal = str(error.with_remedy(name, self.last_of_run, self.sp.world, leaves, self.current()))
         if self.sp.world > 1:
-            found = [str(kind) for calls in (plan.kinds.values() if plan else ()) for kind in calls]
             device = next((x.device for x in block.parameters()), torch.device("cpu"))
-            agree(f"trying {block._startrail_name}", [str(refused or found)], self.sp.group, device)
-        if refused is not None:
-            raise refused
+            agree(f"trying {name}", [], self.sp.group, device)
+            refusal = next(filter(None, gather_texts(refusal, self.sp.group, device)), "")
+            found = [str(kind) for calls in (plan.kinds.values() if plan else ()) for kind in calls]
+            if not refusal:
+                agree(f"trying {name}", found, self.sp.group, device)
+        if refusal:
+            raise RefusedError(refusal)
         return plan
 
-    def _split_arguments(self, name: str, plan: BlockPlan, leaves: list[Any], streams: Streams | None) -> Streams:
-        x = leaves[plan.stream.leaf]
+    def _split_arguments(self, name: str, plan: BlockPlan, leaves: list[Any]) -> None:
+        x, streams = leaves[plan.stream.leaf], self.current()
         if streams is None:
+            assert self.call is not None
             text = 0 if plan.text is None else leaves[plan.text.leaf].shape[plan.text.dim]
-            streams = self.open(x.shape[plan.stream.dim], text)
-        elif self.running and self.end != _identity(x):
+            streams = self.call.open(x.shape[plan.stream.dim], text)
+        elif self.call is not None and self.call.end != identity(x):
             raise RefusedError(
                 f"{name}: its tokens are not what the block before it returned. Only tokens that go from block to "
-                "block stay split: name the modules to split by themselves in attention=[...]; " + self._by_itself
+                f"block stay split: name the modules to split by themselves in attention=[...]; "
+                f"{by_itself(self.sp.world)}"
             )
         for leaf, dim, part in plan.inputs:
             if leaves[leaf].shape[dim] != streams.local(part):
                 leaves[leaf] = streams.shard(leaves[leaf], dim, part)
-        return streams
 
-    def _gather_results(self, name: str, plan: BlockPlan, output: Any, streams: Streams) -> Any:
+    def _gather_results(self, name: str, plan: BlockPlan, output: Any) -> Any:
         leaves, spec = tree_flatten(output)
+        streams = self.current()
+        assert streams is not None
         if self.last_of_run[name] != name:
-            rows = next(rows for rows in plan.outputs if rows.part is not StreamPart.TEXT)
-            self.end = _identity(leaves[rows.leaf])
+            if self.call is not None:
+                self.call.keep_split([(leaves[rows.leaf], rows) for rows in plan.outputs])
             return output
         for leaf, dim, part in plan.outputs:
             leaves[leaf] = streams.unshard(leaves[leaf], dim, part)
-        if self.running:
-            self.streams = None
+        if self.call is not None:
+            self.call.streams = None
         return tree_unflatten(leaves, spec)
-
-    @contextmanager
-    def _in_block(self, trying: bool = False) -> Iterator[None]:
-        self.inside_block, self.trying = True, trying
-        try:
-            yield
-        finally:
-            self.inside_block = self.trying = False
 
     # --- attention
 
@@ -205,104 +258,63 @@ class AttachedModule:
             out = streams.attention(q, k, v, kind.queries, causal=call.causal, scale=call.scale)
         return out if call.q.dim() == 4 else out.squeeze(1)
 
-    def _unknown_attention(self, call: TorchCall) -> Tensor:
-        raise RefusedError(f"{_name_of_caller()}: calls attention differently than when its block was first called")
 
-    def note_whole(self, call: TorchCall) -> Tensor:
-        """Attention outside of the split."""
-        if call.q.shape[-2] == call.k.shape[-2]:
-            self.whole.append((_name_of_caller(), call.q.shape[-2]))
-        return call.run()
+class Call:
+    """One call of an attached module, from its arguments to its results."""
 
-    def check_all_split(self, module: nn.Module) -> None:
-        """After a call: raises ``RefusedError`` unless attention was split and the result is whole."""
+    def __init__(self, attached: AttachedModule, inputs: dict[str, Tensor]) -> None:
+        self._attached, self._inputs = attached, inputs
+        self.streams: Streams | None = None  # while tokens are split
+        self.last: Streams | None = None  # of the tokens that were split last
+        self.end: tuple[object, ...] | None = None  # identifies the tokens that the last block returned
+        self.outside = Outside(lambda: attached._place is _Place.OUTSIDE)
+
+    def open(self, tokens: int, text: int) -> Streams:
+        """Split the tokens from now on."""
+        streams = self.streams = self.last = Streams(self._attached.sp, tokens, text, self._attached.whole_text)
+        for x in self._inputs.values():
+            self._attached.sp._session.record_digest(streams.sequence._state, x)
+        return streams
+
+    def keep_split(self, results: list[tuple[Tensor, Rows]]) -> None:
+        """The results of a block go on to the next one as they are."""
+        assert self.streams is not None
+        self.end = next(identity(x) for x, rows in results if rows.part is not StreamPart.TEXT)
+        for x, rows in results:
+            self.outside.watch(x, rows.dim, self.streams.whole(rows.part))
+
+    def check_all_split(self, module: nn.Module, output: Any) -> None:
+        """Raises ``RefusedError`` unless attention was split and the result is whole."""
+        name, world = type(module).__name__, self._attached.sp.world
         if self.streams is not None:
             raise RefusedError(
-                f"{type(module).__name__}: the tokens are still split at the end: the last block was not called. Name "
-                f"those to split in attention=[...]; {self._by_itself}"
+                f"{name}: the tokens are still split at the end: the last block was not called. Name those to split in "
+                f"attention=[...]; {by_itself(world)}"
             )
+        whole = self.outside.attention
         if self.last is None:
-            where = f", and {self.whole[0][0]} attends outside of lists of blocks" if self.whole else ""
+            where = f", and {whole[0][0]} attends outside of lists of blocks" if whole else ""
             raise RefusedError(
-                f"{type(module).__name__}: no block calls F.scaled_dot_product_attention{where}. Blocks are the "
-                "modules of a ModuleList or Sequential; name other modules in attention=[...]; " + self._by_itself
+                f"{name}: no block calls F.scaled_dot_product_attention{where}. Blocks are the modules of a ModuleList "
+                f"or Sequential; name other modules in attention=[...]; {by_itself(world)}"
             )
-        for name, count in self.whole:
-            if self.strict and 2 * count > self.last.tokens:
+        self.outside.check(module, output, self._attached.blocks(), world)
+        for caller, count in whole:
+            if self._attached.strict and 2 * count > self.last.tokens:
                 raise RefusedError(
-                    f"{name}: attends to {count} tokens, but is not in a list of blocks, and would run whole on every "
-                    f"rank: name the modules to split in attention=[...]; {self._by_itself}"
+                    f"{caller}: attends to {count} tokens, but is not in a list of blocks, and would run whole on "
+                    f"every rank: name the modules to split in attention=[...]; {by_itself(world)}"
                 )
 
-    # --- checks of the first calls
 
-    def check_inputs(self, module: nn.Module) -> bool:
-        """Compare parameters and arguments between ranks. True if this is one of the first training steps."""
-        training = module.training and torch.is_grad_enabled()
-        if self.steps[training] >= CHECKED_STEPS or self.sp.world == 1 or not self.inputs:
-            return False
-        self.steps[training] += 1
-        if training:
-            check_same_parameters(module.named_parameters(), self.sp.group)
-        device = next(iter(self.inputs.values())).device
-        described = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in self.inputs.items()]
-        agree("comparing arguments", described, self.sp.group, device)
-        own = torch.stack([digest(x).to(device) for x in (*self.inputs.values(), _random_state(device))])
-        ranks = gather_tensors(own, self.sp.group, "comparing arguments")
-        for index, name in enumerate(self.inputs):
-            different = [rank for rank, of_rank in enumerate(ranks) if of_rank[index] != ranks[0][index]]
-            if different:
-                raise ValueError(
-                    f"{name} differs between ranks of a sequence (rank {different[0]} from rank 0): all ranks need the "
-                    "same data, noise and timesteps; draw them from a generator with the same seed"
-                )
-        self.random_differs = any(of_rank[-1] != ranks[0][-1] for of_rank in ranks)
-        if training and dist.get_world_size() > self.sp.world:
-            self._check_groups(own)
-        return training
-
-    def check_random(self, before: Tensor | None) -> None:
-        """Raises ``ValueError`` if the call drew random numbers, and ranks did not draw the same."""
-        if before is not None and self.random_differs and not torch.equal(before, _random_state(before.device)):
-            raise ValueError(
-                "the model draws random numbers (dropout, or dropped labels), but the ranks of a sequence are seeded "
-                "differently: set the same seed on all of them"
-            )
-
-    def _check_groups(self, own: Tensor) -> None:
-        group = torch.tensor([min(dist.get_process_group_ranks(self.sp.group))], device=own.device)
-        ranks = gather_tensors(torch.cat([group, own[:1]]), None, "comparing data-parallel groups")
-        of_groups = {int(first): int(data) for first, data in ranks}
-        if len(set(of_groups.values())) < len(of_groups):
-            name = next(iter(self.inputs))
-            raise ValueError(
-                f"{name} is the same in several data-parallel groups: seed data and noise with the number of the group"
-            )
-
-    def check_gradient(self, name: str, grad: Tensor) -> None:
-        """Raises ``ValueError`` on all ranks if they compute different losses from the whole result."""
-        x = grad.detach().double().flatten()
-        weights = torch.linspace(0.5, 1.5, len(x), device=x.device, dtype=x.dtype)
-        ranks = gather_tensors(torch.stack([x.norm(), x @ weights]), self.sp.group, "comparing gradients")
-        largest = max(float(of_rank[0]) for of_rank in ranks)
-        if any(float((of_rank - ranks[0]).norm()) > UNEQUAL * largest for of_rank in ranks):
-            raise ValueError(
-                f"ranks of a sequence compute different losses from the result of {name}: noise, targets or timesteps "
-                "differ between ranks, or each rank uses part of the result. All must compute the same loss"
-            )
+def _key(block: Any, leaves: list[Any], spec: Any) -> _Key:
+    kinds = tuple(x.dim() if isinstance(x, Tensor) else type(x) for x in leaves)
+    modes = tuple((module.training, len(users_hooks(module))) for module in block.modules())
+    return block._startrail_name, str(spec), kinds, modes
 
 
-def _identity(x: Tensor) -> tuple[object, ...]:
-    """Equal for a tensor and itself, unless it was changed."""
-    return x.data_ptr(), x.shape, 0 if x.is_inference() else x._version
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return (torch.cuda if device.type == "cuda" else torch.random).get_rng_state().to(device)
-
-
-def _name_of_caller() -> str:
-    return str(getattr(calling_module(nn.Module()), "_startrail_name", "a module"))
+def _unknown_attention(call: TorchCall) -> Tensor:
+    raise RefusedError(f"{name_of_caller()}: calls attention differently than when its block was first called")
 
 
 # --- wrapped modules
@@ -312,13 +324,13 @@ def _run_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that attends inside a block."""
     attached: AttachedModule = module._startrail
     streams = attached.current()
-    if streams is None or attached.trying or "_startrail_kinds" not in module.__dict__:
+    if streams is None or attached._place is _Place.TRIAL or "_startrail_kinds" not in module.__dict__:
         return inner_forward(module)(*args, **kwargs)
     kinds = iter(module._startrail_kinds)
 
     def attend(call: TorchCall) -> Tensor:
         kind = next(kinds, None)
-        return attached._unknown_attention(call) if kind is None else attached.attend(call, kind, module, streams)
+        return _unknown_attention(call) if kind is None else attached.attend(call, kind, module, streams)
 
     with AttentionMode(attend):
         return inner_forward(module)(*args, **kwargs)
@@ -333,28 +345,30 @@ def run_root(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of the attached module."""
     attached: AttachedModule = module._startrail
     named = argument_names(module, args, kwargs)
-    leaves = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.device.type != "meta"}
-    attached.inputs = leaves
-    checking = attached.check_inputs(module)
-    random = _random_state(next(iter(leaves.values())).device) if checking else None
-    attached.streams, attached.last, attached.whole, attached.running = None, None, [], True
+    inputs = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.device.type != "meta"}
+    checks_step = attached.first_steps.check_inputs(module, inputs)
+    random = random_state(next(iter(inputs.values())).device) if checks_step else None
+    call = attached.call = Call(attached, inputs)
     try:
         if attached.before_root is not None:
             args, kwargs = attached.before_root(module, args, kwargs)
-        if attached.has_run:
+        with call.outside:
             output = inner_forward(module)(*args, **kwargs)
-        else:
-            with AttentionMode(attached.note_whole):
-                output = inner_forward(module)(*args, **kwargs)
-        attached.check_all_split(module)
-        attached.check_random(random)
-        attached.has_run = True
+        call.check_all_split(module, output)
+    except RefusedError:
+        raise
+    except Exception as error:
+        call.outside.explain(module, attached.blocks(), attached.sp.world, error)
+        raise
     finally:
-        attached.running, attached.streams, attached.inputs = False, None, {}
-    return _shares(attached, type(module).__name__, output, checking)
+        attached.call = None
+    attached.first_steps.check_random(random)
+    if checks_step:
+        check_nothing_kept(module)
+    return _shares(attached, call.last, type(module).__name__, output, checks_step)
 
 
-def _shares(attached: AttachedModule, name: str, output: Any, checking: bool) -> Any:
+def _shares(attached: AttachedModule, streams: Streams | None, name: str, output: Any, checks_step: bool) -> Any:
     """The results, whose gradients are divided by the number of ranks."""
     leaves, spec = tree_flatten(output)
     for index, x in enumerate(leaves):
@@ -363,7 +377,7 @@ def _shares(attached: AttachedModule, name: str, output: Any, checking: bool) ->
                 f"{name}: returns a {type(x).__name__}: return tensors, or tuples or dictionaries of them"
             )
         if isinstance(x, Tensor) and x.requires_grad:
-            leaves[index] = _Share.apply(x, attached, name if checking else None)
+            leaves[index] = _Share.apply(x, attached, streams, name if checks_step else None)
     return tree_unflatten(leaves, spec)
 
 
@@ -375,13 +389,13 @@ class _Share(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, attached: AttachedModule, name: str | None) -> Tensor:
-        ctx.attached, ctx.name, ctx.streams = attached, name, attached.last
+    def forward(ctx: Any, x: Tensor, attached: AttachedModule, streams: Streams | None, name: str | None) -> Tensor:
+        ctx.attached, ctx.streams, ctx.name = attached, streams, name
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.attached.recomputed = ctx.streams
         if ctx.name is not None:
-            ctx.attached.check_gradient(ctx.name, grad)
-        return grad / ctx.attached.sp.world, None, None
+            ctx.attached.first_steps.check_gradient(ctx.name, grad)
+        return grad / ctx.attached.sp.world, None, None, None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail._compat import unobserved, without_torch_functions
-from startrail.integrations.splitting.sdpa import torch_attention
+from startrail.integrations.splitting.calls import torch_attention
 from startrail.parallel import SequenceParallel
 
 
@@ -64,6 +64,12 @@ class Streams:
         """The number of rows on this rank."""
         text = self.text if self.whole_text else len(self._own_text)
         return {StreamPart.TOKENS: len(self._own_tokens), StreamPart.TEXT: text}.get(part, len(self._own_tokens) + text)
+
+    def places(self, part: StreamPart) -> list[int]:
+        """The rows of tokens, or of text, that this rank has; padding repeats the last token."""
+        if part is StreamPart.TEXT:
+            return list(range(self.text)) if self.whole_text else self._own_text.tolist()
+        return self._own_tokens.clamp(max=self.tokens - 1).tolist()
 
     def shard(self, x: Tensor, dim: int, part: StreamPart) -> Tensor:
         """This rank's rows of a tensor that every rank has in full."""

@@ -1,31 +1,41 @@
-"""Tries a block of a model on a few made-up tokens: which arguments have one row per token, which attention calls it
-makes, and whether it mixes tokens anywhere else.
+"""Tries a block of a model on made-up tokens: which arguments have one row per token, which attention calls it makes,
+and whether it mixes tokens anywhere else.
 
 The block runs twice, with attention replaced by a function of each token: on some tokens, and on a few of the same
-tokens in another order. Every module's result must have the same rows, and no gradient may flow between tokens, which
-finds changes too small to see. Positions that a block counts for itself, convolutions, recurrences, pooling and norms
-over tokens all fail. Nothing is sent, and the cost does not depend on the length of the sequence.
+tokens in another order. Every module's result must have the same rows, and gradients must be those of the same rows. No
+gradient may flow between tokens, which finds changes too small to see. Positions that a block counts for itself,
+convolutions, recurrences, pooling and norms over tokens all fail. So does what ranks cannot do as one process: random
+numbers for each token, and results that the block keeps somewhere.
+
+``try_block`` runs a block on 11 tokens and on 6. A block may treat a long sequence in another way, so ``try_length``
+runs it on as many tokens as the whole sequence has, and on those of this rank. Neither sends anything.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from startrail._compat import tree_flatten, tree_unflatten, unobserved
+from startrail._compat import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten, unobserved
+from startrail.integrations.splitting.calls import AttentionMode, TorchCall, calling_module, inner_forward
 from startrail.integrations.splitting.refusals import NAME_OTHERS, RefusedError, mixing
-from startrail.integrations.splitting.sdpa import AttentionMode, TorchCall, calling_module
-from startrail.integrations.splitting.streams import StreamPart
-from startrail.integrations.splitting.wrapping import inner_forward
+from startrail.integrations.splitting.streams import StreamPart, Streams
 
-PICKED = {StreamPart.TOKENS: [4, 1, 9, 3, 7], StreamPart.TEXT: [2, 0, 5]}  # rows of the first run that the second has
+FEW = {StreamPart.TOKENS: [4, 1, 9, 3, 7, 0], StreamPart.TEXT: [2, 0, 5]}  # rows of the first run that the second has
 PROBED = 4  # the token whose gradients are taken
 MAX_TRIALS = 256
+# Of the tokens' tensor. Longer sequences are tried without gradients, and the longest on as many tokens as fit.
+WITH_GRADIENTS, LARGEST = 2**22, 2**26
 
 
 class Rows(NamedTuple):
@@ -69,25 +79,60 @@ def try_block(block: nn.Module, args: Any, kwargs: Any, known: Known | None = No
     Raises ``RefusedError`` if the block attends, but cannot be split.
     """
     leaves, spec = tree_flatten((args, kwargs))
+    sizes = {size for x in leaves if isinstance(x, Tensor) for size in x.shape}
+    text = 7
+    tokens = next(n for n in itertools.count(11, 2) if not sizes & {n, n + text})  # no other dimension is as large
+    counts = {StreamPart.TOKENS: tokens, StreamPart.TEXT: text}
     refused: RefusedError | None = None
     failed: Exception | None = None
     with _undisturbed(block):
         for choice in itertools.islice(_choices(leaves, known), MAX_TRIALS):
-            trial = _BlockTrial(block, leaves, spec, choice)
+            trial = _BlockTrial(block, leaves, spec, choice, counts, FEW)
             try:
-                return trial.plan() if trial.attends() else None
+                return trial.plan()
             except RefusedError as error:
                 if refused is None:
                     refused = error
                     refused.alone = trial.attention_alone() if refused.but_attention else None
             except Exception as error:  # a wrong choice of rows fails anywhere
-                failed = failed or (error if trial.calls or known is not None else None)
+                failed = failed or (error if trial.has_attended or known is not None else None)
     if refused is not None:
         raise refused
     if failed is not None:
         reason = f"cannot be run on part of the tokens ({type(failed).__name__}: {failed})"
         raise RefusedError(f"{block._startrail_name}: {reason}. {NAME_OTHERS}") from failed
     return None
+
+
+def try_length(block: nn.Module, args: Any, kwargs: Any, plan: BlockPlan, streams: Streams) -> None:
+    """Raises ``RefusedError`` unless ``block`` treats the tokens of ``streams``, and this rank's, as it treated few."""
+    leaves, spec = tree_flatten((args, kwargs))
+    x = leaves[plan.stream.leaf]
+    longest = max(1, LARGEST * x.shape[plan.stream.dim] // max(1, x.numel()))
+    counts = {StreamPart.TOKENS: min(streams.tokens, longest), StreamPart.TEXT: streams.text}
+    places = {part: streams.places(part) for part in counts}
+    if streams.tokens > longest:  # too many for one rank: every so many of those that fit
+        spacing = -(-streams.tokens // len(places[StreamPart.TOKENS]))
+        places[StreamPart.TOKENS] = list(range(0, longest, spacing))
+    for part, own in places.items():
+        counts[part] += 0 < len(own) == counts[part]  # this rank has all: only by their number can rows be recognized
+    choice = _RowChoice(plan.stream, plan.text, plan.inputs)
+    text = f"with {counts[StreamPart.TOKENS]} tokens"
+    with _undisturbed(block):
+        trial = _BlockTrial(block, leaves, spec, choice, counts, places)
+        try:
+            found = trial.plan()
+        except RefusedError as error:
+            name, _, problem = str(error).partition(": ")
+            refused = RefusedError(f"{name}: {text}, {problem}")
+            refused.alone = trial.attention_alone() if error.but_attention else None
+            raise refused from None
+        except Exception as error:
+            reason = f"cannot be run on part of the tokens ({type(error).__name__}: {error})"
+            raise RefusedError(f"{block._startrail_name}: {text}, it {reason}. {NAME_OTHERS}") from error
+    if found != plan:
+        problem = f"{text}, it attends or returns tokens in another way than with few"
+        raise RefusedError(f"{block._startrail_name}: {problem}. {NAME_OTHERS}")
 
 
 class _RowChoice(NamedTuple):
@@ -163,62 +208,91 @@ class _TrialCall(NamedTuple):
     attention: TorchCall
 
 
+class _Run(NamedTuple):
+    """One run of a block: its arguments, its results, those of every module in the order in which they finish, its
+    attention calls, and the random numbers that it drew."""
+
+    leaves: list[Any]
+    outputs: list[Any]
+    results: list[tuple[str, Tensor]]
+    calls: list[_TrialCall]
+    draws: list[tuple[str, object]]
+
+
 class _BlockTrial:
-    """Both runs of a block with one choice of rows."""
+    """Runs a block on ``counts`` rows of each part, and on those of these rows at ``places``."""
 
-    def __init__(self, block: nn.Module, leaves: list[Any], spec: Any, choice: _RowChoice) -> None:
+    def __init__(
+        self, block: nn.Module, leaves: list[Any], spec: Any, choice: _RowChoice, counts: dict[StreamPart, int],
+        places: dict[StreamPart, list[int]],
+    ) -> None:  # fmt: skip
         self.block, self.spec, self.choice = block, spec, choice
-        self.calls: list[_TrialCall] = []
-        avoided = {size for x in leaves if isinstance(x, Tensor) for size in x.shape}
-        first = next(n for n in itertools.count(11, 2) if not avoided & {n, n + 7})
-        self.sizes = {StreamPart.TOKENS: first, StreamPart.TEXT: 7}
-        self.leaves = self._made_up(leaves)
+        text, tokens = counts[StreamPart.TEXT], counts[StreamPart.TOKENS]
+        of_text, of_tokens = places[StreamPart.TEXT], places[StreamPart.TOKENS]
+        self.counts = {**counts, StreamPart.TEXT_FIRST: text + tokens, StreamPart.TEXT_LAST: text + tokens}
+        self.places = {
+            **places,
+            StreamPart.TEXT_FIRST: of_text + [text + i for i in of_tokens],
+            StreamPart.TEXT_LAST: of_tokens + [tokens + i for i in of_text],
+        }
+        self.has_attended = False
+        self.given = self._made_up(leaves)
+        size = self.given[choice.stream.leaf].numel()
+        sharded = any(hasattr(x, "device_mesh") for x in block.parameters())  # FSDP communicates in the backward pass
+        self.with_gradients = not sharded and size <= WITH_GRADIENTS
+        self.of_all_modules = size <= WITH_GRADIENTS  # compare their results, not only the block's
 
-    def attends(self) -> bool:
-        """Run on some tokens; False if the block does not attend."""
-        sharded = any(
-            hasattr(x, "device_mesh") for x in self.block.parameters()
-        )  # FSDP communicates in the backward pass
-        with torch.inference_mode(False), torch.set_grad_enabled(not sharded):
-            self.first, self.results = self._run(self.leaves)
-        self.first_calls, self.calls = self.calls, []
-        return bool(self.first_calls)
+    def plan(self) -> BlockPlan | None:
+        """What both runs show; None if the block does not attend."""
+        with _KeptTensors([self.given[rows.leaf] for rows in self.choice.rows]) as kept:
+            plan = self._compared_runs()
+        if plan is not None and (name := kept.of_module()):
+            raise RefusedError(
+                f"{name or self.name()}: keeps a tensor that it makes of its tokens, such as an auxiliary loss or what "
+                "a hook noted. On ranks it would be of some tokens only: return it, or do not keep it"
+            )
+        return plan
 
-    def plan(self) -> BlockPlan:
-        picked = list(self.leaves)
-        for leaf, dim, part in self.choice.rows:
-            picked[leaf] = self._pick(picked[leaf].detach(), dim, part)
-        with torch.no_grad():
-            again, results = self._run(picked)
+    def _compared_runs(self) -> BlockPlan | None:
+        with torch.inference_mode(False), torch.set_grad_enabled(self.with_gradients):
+            first = self._run(self.given)
+            if not first.calls:
+                return None
+            picked = list(self.given)
+            for leaf, dim, part in self.choice.rows:
+                picked[leaf] = self._pick(picked[leaf].detach(), dim, part).requires_grad_(picked[leaf].requires_grad)
+            second = self._run(picked)
+        if first.draws != second.draws:
+            different = [one or other for one, other in zip_longest(first.draws, second.draws) if one != other]
+            raise RefusedError(
+                f"{different[0][0]}: draws random numbers for each token, as dropout does, but a rank has some of the "
+                "tokens, and would draw others than one process: set dropout to 0",
+                but_attention=True,
+            )
         with torch.inference_mode(False), torch.enable_grad():  # the model's first call may be without gradients
-            self._compare(self.results, results)
-        kinds = self._kinds()
-        outputs = []
-        for index, (x, y) in enumerate(zip(self.first, again, strict=True)):
-            if isinstance(x, Tensor) and isinstance(y, Tensor):
-                rows = self._rows(x, y)
-                if rows is None:
-                    text = f"{self.name()}: its result {tuple(x.shape)} does not have one row per token"
-                    raise RefusedError(text, but_attention=True)
-                outputs.append(Rows(index, *rows))
-        if not any(rows.part is not StreamPart.TEXT for rows in outputs):
-            raise RefusedError(f"{self.name()}: no result has one row per token", but_attention=True)
-        return BlockPlan(self.choice.stream, self.choice.text, self.choice.rows, tuple(outputs), kinds)
+            self._compare(first.results, second.results)
+            kinds = self._kinds(first.calls, second.calls)
+            outputs = self._output_rows(first.outputs, second.outputs)
+            self._compare_gradients(first, second, outputs)
+        return BlockPlan(self.choice.stream, self.choice.text, self.choice.rows, outputs, kinds)
 
     def attention_alone(self) -> list[str]:
         """The modules of the block that attend, if each of them can be split without the rest of the block."""
-        modules = list(dict.fromkeys(call.module for call in self.first_calls))
-        given: dict[nn.Module, tuple[Any, Any]] = {}
+        arguments: dict[nn.Module, tuple[Any, Any]] = {}
         with ExitStack() as hooks:
-            for each in modules:
-                hook = each.register_forward_pre_hook(lambda *call: given.update({call[0]: call[1:]}), with_kwargs=True)
-                hooks.enter_context(hook)
-            self._run(self.leaves)
+            for module in self.block.modules():
+                if module is not self.block:
+                    hook = module.register_forward_pre_hook(
+                        lambda *call: arguments.update({call[0]: call[1:]}), with_kwargs=True
+                    )
+                    hooks.enter_context(hook)
+            calls = self._run(self.given).calls
+        modules = list(dict.fromkeys(call.module for call in calls))
         try:
-            plans = [try_block(each, *given[each]) for each in modules if each is not self.block]
+            plans = [try_block(module, *arguments[module]) for module in modules if module in arguments]
         except RefusedError:
             return []
-        return [self.name(each) for each in modules] if len(plans) == len(modules) and all(plans) else []
+        return [self.name(module) for module in modules] if len(plans) == len(modules) and all(plans) else []
 
     def name(self, module: nn.Module | None = None) -> str:
         return str((module or self.block)._startrail_name)
@@ -226,64 +300,54 @@ class _BlockTrial:
     # --- running
 
     def _made_up(self, leaves: list[Any]) -> list[Any]:
+        """The arguments with as many rows of each part as ``counts`` says: random tokens, and rows of tables."""
         made = list(leaves)
         torch.manual_seed(0)
+        streams = [each.leaf for each in (self.choice.stream, self.choice.text) if each is not None]
         with torch.inference_mode(False):
             for leaf, dim, part in self.choice.rows:
-                x, count = leaves[leaf], self._count(part)
+                x, count = leaves[leaf], self.counts[part]
                 shape = [count if index == dim else size for index, size in enumerate(x.shape)]
-                if leaf in (self.choice.stream.leaf, self.choice.text and self.choice.text.leaf) or not x.shape[dim]:
+                if leaf in streams or not x.shape[dim]:
                     made[leaf] = torch.randn(shape, device=x.device).to(x.dtype)
                 else:
                     made[leaf] = x.detach().index_select(dim, torch.arange(count, device=x.device) % x.shape[dim])
-            stream = self.choice.stream.leaf
-            made[stream] = made[stream].requires_grad_()
+            for leaf in streams:
+                made[leaf] = made[leaf].requires_grad_()
         return made
 
-    def _count(self, part: StreamPart) -> int:
-        return self.sizes[part] if part in self.sizes else sum(self.sizes.values())
-
-    def _run(self, leaves: list[Any]) -> tuple[list[Any], list[tuple[str, Tensor]]]:
-        """The results, and those of every module in the order in which they finish."""
-        found: list[tuple[str, Tensor]] = []
+    def _run(self, leaves: list[Any]) -> _Run:
+        results: list[tuple[str, Tensor]] = []
+        calls: list[_TrialCall] = []
 
         def record(module: nn.Module, arguments: object, output: Any) -> None:
-            found.extend((self.name(module), x) for x in tree_flatten(output)[0] if isinstance(x, Tensor))
+            results.extend((self.name(module), x) for x in tree_leaves(output) if isinstance(x, Tensor))
+
+        def attend(call: TorchCall) -> Tensor:
+            self.has_attended = True
+            calls.append(_TrialCall(calling_module(self.block), call))
+            return _per_token(call)
 
         args, kwargs = tree_unflatten(leaves, self.spec)
-        torch.manual_seed(0)  # a model may drop labels at random
-        with ExitStack() as hooks:
-            for module in self.block.modules():
+        torch.manual_seed(0)  # rows of the batch may be dropped at random
+        with ExitStack() as hooks, _Draws(self.block) as draws:
+            for module in self.block.modules() if self.of_all_modules else ():
                 if module is not self.block:
                     hooks.enter_context(module.register_forward_hook(record))
-            with AttentionMode(self._attend, without_dropout=True):
+            with AttentionMode(attend):
                 output = inner_forward(self.block)(*args, **kwargs)
-        leaves = tree_flatten(output)[0]
-        found.extend((self.name(), x) for x in leaves if isinstance(x, Tensor))
-        return leaves, found
-
-    def _attend(self, call: TorchCall) -> Tensor:
-        """A function of each query's own token."""
-        self.calls.append(_TrialCall(calling_module(self.block), call))
-        if call.q.shape[-2] != call.k.shape[-2]:
-            return call._replace(dropout=0.0).run()
-        repeats = [1] * call.v.dim()
-        if call.v.dim() == 4:
-            repeats[1] = call.q.shape[1] // call.v.shape[1]
-        return call.v.repeat(repeats) + 0.5 * call.q.mean(-1, keepdim=True)
+        after, spec = tree_flatten((args, kwargs))
+        if spec != self.spec or any(x is not y for x, y in zip(after, leaves, strict=True)):
+            raise RefusedError(f"{self.name()}: puts something into one of its arguments: return it instead")
+        outputs = tree_leaves(output)
+        results.extend((self.name(), x) for x in outputs if isinstance(x, Tensor))
+        return _Run(leaves, outputs, results, calls, draws.drawn)
 
     # --- comparing
 
     def _pick(self, x: Tensor, dim: int, part: StreamPart) -> Tensor:
         """The rows of the second run."""
-        text, tokens = PICKED[StreamPart.TEXT], PICKED[StreamPart.TOKENS]
-        picked = {
-            StreamPart.TOKENS: tokens,
-            StreamPart.TEXT: text,
-            StreamPart.TEXT_FIRST: text + [self.sizes[StreamPart.TEXT] + i for i in tokens],
-            StreamPart.TEXT_LAST: tokens + [self.sizes[StreamPart.TOKENS] + i for i in text],
-        }[part]
-        return x.index_select(dim, torch.tensor(picked, device=x.device))
+        return x.index_select(dim, torch.tensor(self.places[part], dtype=torch.long, device=x.device))
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[int, StreamPart] | None:
         """The dimension and the part of the rows; None if no dimension matches."""
@@ -299,8 +363,20 @@ class _BlockTrial:
         if len(different) != 1:
             return []
         sizes = x.shape[different[0]], y.shape[different[0]]
-        counts = {part: len(self._pick(torch.arange(self._count(part)), 0, part)) for part in StreamPart}
-        return [(different[0], part) for part in StreamPart if sizes == (self._count(part), counts[part])]
+        return [(different[0], part) for part in StreamPart if sizes == (self.counts[part], len(self.places[part]))]
+
+    def _output_rows(self, first: list[Any], second: list[Any]) -> tuple[Rows, ...]:
+        outputs = []
+        for index, (x, y) in enumerate(zip(first, second, strict=True)):
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                rows = self._rows(x, y)
+                if rows is None:
+                    text = f"{self.name()}: its result {tuple(x.shape)} does not have one row per token"
+                    raise RefusedError(text, but_attention=True)
+                outputs.append(Rows(index, *rows))
+        if not any(rows.part is not StreamPart.TEXT for rows in outputs):
+            raise RefusedError(f"{self.name()}: no result has one row per token", but_attention=True)
+        return tuple(outputs)
 
     def _compare(self, first: list[tuple[str, Tensor]], second: list[tuple[str, Tensor]]) -> None:
         probes: list[tuple[str, Tensor]] = []
@@ -319,39 +395,70 @@ class _BlockTrial:
     def _leaks(self, probes: list[Tensor]) -> bool:
         """True if a token's results have a gradient with respect to another token."""
         leaf, dim, part = self.choice.stream
-        x, probed = self.leaves[leaf], self._probed(part)
+        x, probed = self.given[leaf], self._probed(part)
         weights = [torch.linspace(0.5, 1.5, p.numel(), device=p.device).to(p.dtype).view_as(p) for p in probes]
         (grad,) = torch.autograd.grad(probes, x, weights, retain_graph=True, allow_unused=True)
-        others = torch.tensor([i for i in range(x.shape[dim]) if i != probed], device=x.device)
+        others = torch.tensor([i for i in range(x.shape[dim]) if i != probed], dtype=torch.long, device=x.device)
         return grad is not None and bool(grad.index_select(dim, others).any())
 
     def _probed(self, part: StreamPart) -> int:
-        return PROBED + (self.sizes[StreamPart.TEXT] if part is StreamPart.TEXT_FIRST else 0)
+        return PROBED % self.counts[StreamPart.TOKENS] + (
+            self.counts[StreamPart.TEXT] if part is StreamPart.TEXT_FIRST else 0
+        )
 
-    def _kinds(self) -> dict[str, list[Kind]]:
+    def _compare_gradients(self, first: _Run, second: _Run, outputs: tuple[Rows, ...]) -> None:
+        """The same rows of results must give the same rows of gradients: a hook may change them by all tokens'."""
+        pairs = [(rows, first.outputs[rows.leaf], second.outputs[rows.leaf]) for rows in outputs]
+        pairs = [pair for pair in pairs if pair[1].requires_grad and pair[2].requires_grad]
+        if not pairs:
+            return
+        weights = [torch.randn(x.shape, device=x.device).to(x.dtype) for _, x, _ in pairs]
+        picked = [self._pick(w, rows.dim, rows.part) for w, (rows, _, _) in zip(weights, pairs, strict=True)]
+        streams = [each for each in (self.choice.stream, self.choice.text) if each is not None]
+        given = [[run.leaves[each.leaf] for each in streams] for run in (first, second)]
+        whole = torch.autograd.grad([x for _, x, _ in pairs], given[0], weights, allow_unused=True)
+        part = torch.autograd.grad([y for _, _, y in pairs], given[1], picked, allow_unused=True)
+        for rows, x, y in zip(streams, whole, part, strict=True):
+            same = x is y is None or (x is not None and y is not None and _close(self._pick(x, *rows[1:]), y))
+            if not same:
+                raise mixing(self.name())
+
+    def _kinds(self, first: list[_TrialCall], second: list[_TrialCall]) -> dict[str, list[Kind]]:
         """The kinds of all calls. Raises ``RefusedError`` for one that cannot be split."""
         kinds: dict[str, list[Kind]] = {}
-        if len(self.first_calls) != len(self.calls):
-            raise RefusedError(f"{self.name()}: the number of attention calls depends on the number of tokens")
-        for (module, first), (_, second) in zip(self.first_calls, self.calls, strict=True):
+        if [call.module for call in first] != [call.module for call in second]:
+            raise RefusedError(f"{self.name()}: its attention calls depend on the number of tokens. {NAME_OTHERS}")
+        for (module, one), (_, other) in zip(first, second, strict=True):
             name = self.name(module)
-            queries, keys = (self._rows_of_call(*pair) for pair in ((first.q, second.q), (first.k, second.k)))
-            whole_keys = first.k.shape == second.k.shape
+            queries, keys = (self._rows_of_call(*pair) for pair in ((one.q, other.q), (one.k, other.k)))
+            whole_keys = one.k.shape == other.k.shape
             if queries is None or (keys is None and not whole_keys):
-                tokens = self._count(StreamPart.TOKENS)
-                counts = f"{first.q.shape[-2]} queries and {first.k.shape[-2]} keys for {tokens} tokens"
+                tokens = self.counts[StreamPart.TOKENS]
+                counts = f"{one.q.shape[-2]} queries and {one.k.shape[-2]} keys for {tokens} tokens"
                 raise RefusedError(f"{name}: attention over {counts} is not attention over the sequence. {NAME_OTHERS}")
             kind = Kind(queries, None if whole_keys else keys)
             if kind.keys not in (None, queries) and kind != (StreamPart.TOKENS, StreamPart.TEXT):
                 raise RefusedError(f"{name}: queries are {queries.value}, but keys are {keys and keys.value}")
-            problem = call_problem(first, kind)
-            if problem is not None:
+            if problem := call_problem(one, kind):
                 raise RefusedError(f"{name}: {problem}")
+            if one.options != other.options:
+                raise RefusedError(
+                    f"{name}: attention's scale, is_causal or attn_mask depends on the number of tokens. {NAME_OTHERS}"
+                )
             kinds.setdefault(name, []).append(kind)
         return kinds
 
     def _rows_of_call(self, x: Tensor, y: Tensor) -> StreamPart | None:
         return next((part for dim, part in [self._rows(x, y) or (0, None)] if dim == x.dim() - 2), None)
+
+
+def _per_token(call: TorchCall) -> Tensor:
+    """In place of attention: a function of each query's own token."""
+    if call.q.shape[-2] != call.k.shape[-2]:
+        return call._replace(dropout=0.0).run()
+    repeats = call.q.shape[1] // call.k.shape[1] if call.k.dim() == 4 else 1
+    k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (call.k, call.v))
+    return v + 0.5 * call.q.mean(-1, keepdim=True) + 0.25 * k.mean(-1, keepdim=True)
 
 
 def call_problem(call: TorchCall, kind: Kind) -> str | None:
@@ -383,6 +490,51 @@ def _close(x: Tensor, y: Tensor) -> bool:
         return bool((x == y).all())
     before, after = x.detach().double(), y.detach().double()
     return bool((after - before).norm() <= 32 * torch.finfo(x.dtype).eps * before.norm())
+
+
+class _Draws(TorchDispatchMode):
+    """Records which module draws random numbers, and the shape of what it draws."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._block, self.drawn = block, list[tuple[str, object]]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        seeded = torch.Tag.nondeterministic_seeded in function.tags
+        if seeded and "attention" not in str(function):  # whose dropout is an option of the call
+            shapes = [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self.drawn.append((str(calling_module(self._block)._startrail_name), shapes))
+        return result
+
+
+class _KeptTensors(TorchFunctionMode):
+    """Finds tensors that are computed from ``given`` inside, and still exist after everything else has gone."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self._of_tokens = WeakIdKeyDictionary(dict.fromkeys(given, ""))
+        self._given = [ref(x) for x in given]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        result = function(*args, **options)
+        if any(isinstance(x, Tensor) and x in self._of_tokens for x in tree_leaves((args, options))):
+            module = str(getattr(calling_module(nn.Module()), "_startrail_name", ""))
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and x not in self._of_tokens:
+                    self._of_tokens[x] = module
+        return result
+
+    def of_module(self) -> str | None:
+        """The module that made such a tensor, or None if there is none."""
+        given = {id(x()) for x in self._given}
+        for _ in range(2):
+            kept = [module for x, module in self._of_tokens.items() if id(x) not in given]
+            if not kept:
+                return None
+            gc.collect()  # of cycles, which hooks make
+        return kept[-1]
 
 
 @contextmanager
