@@ -161,6 +161,7 @@ class AttentionPart(Part):
     ``plan_bytes`` and ``demand_bytes`` are what all ranks of the zone would send over each level in both passes;
     ``demand_bytes`` is None if that was not considered. ``by_rule`` is True if a rule has chosen between them."""
 
+    sizes: Sizes
     mask: Mask
     plan: Plan
     demand: Demand | None

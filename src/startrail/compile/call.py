@@ -29,7 +29,7 @@ from startrail.schedule.parts import run_order
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program
 from startrail.schedule.proof import Contents
-from startrail.schedule.sizes import Sizes, aligned
+from startrail.schedule.sizes import PieceSizes, aligned
 from startrail.schedule.values import Pass, Piece
 
 ByLevel = tuple[int, ...]  # bytes sent over each level's links
@@ -46,7 +46,7 @@ class Part(ABC):
     member: int
     length: int
     levels: int
-    sizes: Sizes
+    sizes: PieceSizes
 
     @abstractmethod
     def program(self, pass_: Pass) -> Program:

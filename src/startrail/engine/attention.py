@@ -183,7 +183,7 @@ class AttentionKernel(BlockKernel):
 
     def outputs(self, part: PreparedPart, kind: str) -> Tensors:
         """All heads of this rank's tokens, in the caller's dtype; of replicated heads, sums that are still partial."""
-        sizes, tokens, dtype = part.wire.sizes, part.wire.local, self.shapes.dtype
+        sizes, tokens, dtype = _sizes(part), part.wire.local, self.shapes.dtype
         rows, keys = (sizes.batch, sizes.q_heads, tokens), (sizes.batch, sizes.kv_heads * sizes.copies, tokens)
         device = self.shapes.device
         if kind == "out":
@@ -260,10 +260,15 @@ def _own_inputs(part: PreparedPart, given: PartInputs) -> PartInputs:
     if "q" in inputs:
         (q,), (k, v) = inputs["q"], inputs["kv"]
         k, v = wire.rounded(k), wire.rounded(v)
-        if wire.sizes.copies > 1:  # replicated key/value heads
-            k, v = (x.repeat_interleave(wire.sizes.copies, 1) for x in (k, v))
+        if (copies := _sizes(part).copies) > 1:  # replicated key/value heads
+            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         inputs |= {"q": (wire.rounded(q),), "kv": (k, v)}
     return inputs
+
+
+def _sizes(part: PreparedPart) -> Sizes:
+    assert isinstance(part.part, AttentionPart)
+    return part.part.sizes
 
 
 def _padded(x: Tensor, missing: int) -> Tensor:
@@ -273,7 +278,7 @@ def _padded(x: Tensor, missing: int) -> Tensor:
 
 def _gradients(part: PreparedPart, results: PartResults) -> Tensors:
     """dq, dk, dv. The gradient of a replicated head is the sum of its copies' gradients."""
-    sizes, (dq,), (dk, dv) = part.wire.sizes, results["dq"], results["dkv"]
+    sizes, (dq,), (dk, dv) = _sizes(part), results["dq"], results["dkv"]
     if sizes.copies > 1:
         heads = sizes.kv_heads, sizes.copies
         dk, dv = (x.unflatten(1, heads).sum(2).to(part.wire.dtype) for x in (dk, dv))

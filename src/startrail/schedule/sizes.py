@@ -12,11 +12,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
@@ -33,12 +34,65 @@ class Field(NamedTuple):
     wide: bool
 
 
+class PieceSizes(ABC):
+    """The sizes of the pieces of one part of a call, of any kind. ``local`` is the number of tokens per rank, or the
+    largest if ``of_shard`` lists those of each shard's ranks."""
+
+    plan: Plan
+    local: int
+    batch: int
+    of_shard: tuple[int, ...]
+    kinds: ClassVar[tuple[str, ...]]
+
+    @property
+    def split_heads(self) -> bool:
+        """True if groups split the heads, False if they split the batch."""
+        return True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a whole piece: those of all ranks that split its heads. Of the largest piece, if they differ."""
+        return self.local * self.plan.heads
+
+    def tokens_of(self, shard: int) -> int:
+        """Tokens of the whole pieces of a shard."""
+        return self.of_shard[shard] * self.plan.heads if self.of_shard else self.tokens
+
+    @abstractmethod
+    def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
+        """The tensors of a piece of ``tokens`` tokens."""
+
+    @abstractmethod
+    def bytes_of(self, field: Field) -> int:
+        """Bytes of a tensor in a message."""
+
+    @cached_property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of a whole piece of every kind."""
+        return {kind: sum(map(self.bytes_of, self.fields(kind, self.tokens))) for kind in self.kinds}
+
+    def nbytes_of(self, kind: str, tokens: int) -> int:
+        """Bytes of a piece of ``tokens`` tokens."""
+        return self.by_kind[kind] // self.tokens * tokens
+
+    def kept_slices(self, pieces: Sequence[Piece], start: int = 0) -> dict[Piece, slice]:
+        """The position of each kept piece in one byte buffer, from ``start`` on."""
+        slices = {}
+        for piece in pieces:
+            stop = start + self.nbytes_of(piece.kind, self.tokens_of(piece.shard))
+            slices[piece] = slice(start, stop)
+            start = aligned(stop)
+        return slices
+
+    def kept_bytes(self, pieces: Sequence[Piece]) -> int:
+        return max((place.stop for place in self.kept_slices(pieces).values()), default=0)
+
+
 @dataclass(frozen=True)
-class Sizes:
-    """``local`` is the number of tokens per rank, or the largest if ``of_shard`` lists those of each shard's ranks.
-    ``kv_heads`` are the user's; each is replicated ``copies`` times, so that every rank and group gets whole heads.
-    ``itemsize`` and ``wire_itemsize`` are the bytes per element of inputs and payloads. ``value_dim`` is the width of
-    values and outputs if it differs from ``head_dim``."""
+class Sizes(PieceSizes):
+    """Those of attention. ``kv_heads`` are the user's; each is replicated ``copies`` times, so that every rank and
+    group gets whole heads. ``itemsize`` and ``wire_itemsize`` are the bytes per element of inputs and payloads.
+    ``value_dim`` is the width of values and outputs if it differs from ``head_dim``."""
 
     plan: Plan
     local: int
@@ -50,6 +104,7 @@ class Sizes:
     wire_itemsize: int | None = None
     value_dim: int | None = None
     of_shard: tuple[int, ...] = ()
+    kinds: ClassVar[tuple[str, ...]] = KINDS
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -79,19 +134,6 @@ class Sizes:
         """True if groups split the heads, False if they split the batch."""
         shares = self.plan.heads * self.plan.groups
         return self.q_heads % shares == 0 and self.kv_heads * self.copies % shares == 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a whole piece: those of all ranks that split its heads. Of the largest piece, if they differ."""
-        return self.local * self.plan.heads
-
-    def tokens_of(self, shard: int) -> int:
-        """Tokens of the whole pieces of a shard."""
-        return self.of_shard[shard] * self.plan.heads if self.of_shard else self.tokens
-
-    def nbytes_of(self, kind: str, tokens: int) -> int:
-        """Bytes of a piece of ``tokens`` tokens."""
-        return self.by_kind[kind] // self.tokens * tokens
 
     def bytes_of(self, field: Field) -> int:
         return prod(field.shape) * (self._wide if field.wide else self._narrow)
@@ -128,23 +170,6 @@ class Sizes:
 
     def _sum(self, fields: Sequence[Field]) -> int:
         return sum(self.bytes_of(field) for field in fields)
-
-    @cached_property
-    def by_kind(self) -> dict[str, int]:
-        """Bytes of a whole piece of every kind."""
-        return {kind: self._sum(self.fields(kind, self.tokens)) for kind in KINDS}
-
-    def kept_slices(self, pieces: Sequence[Piece], start: int = 0) -> dict[Piece, slice]:
-        """The position of each kept piece in one byte buffer, from ``start`` on."""
-        slices = {}
-        for piece in pieces:
-            stop = start + self.nbytes_of(piece.kind, self.tokens_of(piece.shard))
-            slices[piece] = slice(start, stop)
-            start = aligned(stop)
-        return slices
-
-    def kept_bytes(self, pieces: Sequence[Piece]) -> int:
-        return max((place.stop for place in self.kept_slices(pieces).values()), default=0)
 
     def peak_bytes(self, pass_: Pass, world: int) -> int:
         """Peak memory of one pass besides the caller's tensors: received pieces, own pieces packed for sending,
