@@ -37,7 +37,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
 from startrail.transport import process_groups as groups
-from startrail.transport.base import Compare, Posting, Transport
+from startrail.transport.base import Compare, MessageSet, Transport
 from startrail.transport.counters import Counters, Stopwatch
 from startrail.transport.lanes import Lane
 from startrail.transport.nccl import Nccl
@@ -398,6 +398,6 @@ def test_all_ranks_post_on_lanes_in_the_same_order():
     transport.device, transport.tag = CUDA, 0
     transport.lanes = {lane: Lane(Recorded(lane, calls), {1: 0}) for lane in (0, 1)}
     messages = [Message(send, lane, 1, (), 0, 0) for lane in (1, 0) for send in (True, False)]
-    postings = [Posting(message, torch.empty(1), None) for message in messages]
-    assert transport._post(postings, 0, False) == ["work 1", "work 1", "work 0", "work 0"]
+    made = MessageSet(messages, [1] * 4, buffers=range(4))
+    assert transport._post(made, [torch.empty(1)] * 4, 0, None) == [["work 1"], ["work 0"]]
     assert calls == [0, 1]

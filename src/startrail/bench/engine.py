@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import startrail
 from startrail.bench import host, job
@@ -35,7 +36,7 @@ from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.training import memory
-from startrail.transport.base import Posting
+from startrail.transport.base import MessageSet
 from startrail.transport.nccl import Fake
 
 SPARSE_FACTOR = 4  # how many times as long sparse sequences are
@@ -121,10 +122,12 @@ class FreeLinks:
     def __init__(self) -> None:
         self.seconds, self._post = 0.0, Fake._post
 
-    def post(self, transport: Fake, postings: Sequence[Posting], first_tag: int, at_once: bool) -> list[dist.Work]:
+    def post(
+        self, transport: Fake, messages: MessageSet, payloads: Sequence[Tensor], *others: Any
+    ) -> list[list[dist.Work]]:
         start = time.thread_time()
-        works = self._post(transport, postings, first_tag, at_once)
-        for message, payload, _ in postings:
+        works = self._post(transport, messages, payloads, *others)
+        for message, payload in zip(messages.messages, payloads, strict=True):
             if not message.send:
                 payload.zero_()
         self.seconds += time.thread_time() - start

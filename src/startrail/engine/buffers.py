@@ -48,12 +48,6 @@ class Buffer:
             transfer.wait()
 
 
-def append_new(transfers: list[Pending], transfer: Pending) -> None:
-    """Append a transfer, unless it is the last one already."""
-    if not transfers or transfers[-1] is not transfer:
-        transfers.append(transfer)
-
-
 class InputPiece:
     """An input piece that this rank holds or is about to receive: views of the user's tensors, or a buffer.
 

@@ -18,7 +18,6 @@ from startrail.kernels.rearrange import copy_parts, join_tokens, split_tokens
 from startrail.schedule.sizes import aligned
 from startrail.schedule.values import Piece
 from startrail.schedule.walk import Message
-from startrail.transport.base import Posting
 
 Numbered = Sequence[tuple[int, Sequence[Tensor]]]  # tensors of some pieces, with their places among all of an exchange
 
@@ -72,16 +71,12 @@ class Exchange:
         if not self.at_once:
             self.coming.of_rank[self.head].copy_(self.leaving.of_rank[self.head])
 
-    def postings(self, messages: Iterable[Message]) -> list[Posting]:
-        """The messages of this exchange with their bytes."""
-        made: list[Posting] = []
-        for message in messages:
-            assert message.head is not None
-            if message.send:
-                made.append(Posting(message, self.leaving.of_rank[message.head], self.leaving_bytes))
-            else:
-                made.append(Posting(message, self.coming.of_rank[message.head], self.coming_bytes))
-        return made
+    def sending(self, messages: Iterable[Message]) -> list[Tensor]:
+        """The bytes of each message."""
+        return [self.leaving.of_rank[message.head] for message in messages if message.head is not None]
+
+    def receiving(self, messages: Iterable[Message]) -> list[Tensor]:
+        return [self.coming.of_rank[message.head] for message in messages if message.head is not None]
 
     def take_inputs(self) -> None:
         """When the first input is needed: wait for all parts, and unpack our heads of all tokens."""

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from startrail._compat import is_profiling
 from startrail.compile.call import CompiledCall, Part
-from startrail.engine.buffers import Buffer, BufferPool, BundleCopies, InputPiece, append_new
+from startrail.engine.buffers import Buffer, BufferPool, BundleCopies, InputPiece
 from startrail.engine.exchange import Exchange
 from startrail.engine.wire import Wire
 from startrail.kernels import Partial, Sums
@@ -38,7 +38,7 @@ from startrail.schedule.walk import (
     WalkStep,
     walk_of,
 )
-from startrail.transport.base import Compare, Pending, Posting, Transport
+from startrail.transport.base import Compare, MessageSet, Pending, Transport
 from startrail.transport.counters import Counters
 
 Tensors = tuple[Tensor, ...]
@@ -94,20 +94,45 @@ class PlainMessage(NamedTuple):
 
 
 class ExchangedPieces(NamedTuple):
-    """What a step exchanges over heads: pieces, the messages that carry their parts, and those that only receive."""
+    """What a step exchanges over heads: pieces, and the messages that carry their parts."""
 
     pieces: tuple[Piece, ...]
     inputs: tuple[tuple[int, Slot], ...]  # with their places among the pieces
     results: tuple[tuple[int, Slot], ...]
-    messages: tuple[Message, ...]
     receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    nbytes: int  # of one message
 
 
-class PreparedPost(NamedTuple):
-    plain: tuple[PlainMessage, ...]
-    exchanged: ExchangedPieces | None
-    early: ExchangedPieces | None  # results whose receives may be posted with this exchange
-    step: WalkStep
+class PreparedPost:
+    """What a step posts. ``early`` are results whose receives may be posted with this exchange."""
+
+    def __init__(
+        self, step: WalkStep, plain: Sequence[PlainMessage], exchanged: ExchangedPieces | None,
+        early: ExchangedPieces | None,
+    ) -> None:  # fmt: skip
+        self.step, self.plain, self.exchanged, self.early = step, plain, exchanged, early
+        self._sets: dict[tuple[bool, bool], MessageSet] = {}
+
+    def messages(self, sends_only: bool, with_early: bool) -> MessageSet:
+        """The messages: those of the exchange, without its receives if these are posted already; receives of early
+        results; whole pieces. Each kind of the first three lies in a buffer of its own."""
+        key = sends_only, with_early
+        if key not in self._sets:
+            parts: list[tuple[Sequence[Message], int]] = []  # with the bytes of each message
+            if self.exchanged is not None:
+                parts += [(() if sends_only else self.exchanged.receives, self.exchanged.nbytes)]
+                parts += [(self.exchanged.sends, self.exchanged.nbytes)]
+            if with_early and self.early is not None:
+                parts += [(self.early.receives, self.early.nbytes)]
+            parts += [((plain.message,), plain.slot.nbytes) for plain in self.plain]
+            parts = [(messages, nbytes) for messages, nbytes in parts if messages]
+            self._sets[key] = MessageSet(
+                [message for messages, _ in parts for message in messages],
+                [nbytes for messages, nbytes in parts for _ in messages],
+                [number for number, (messages, _) in enumerate(parts) for _ in messages],
+            )
+        return self._sets[key]
 
 
 Action = tuple[Callable[..., None], Any, Event]  # a method of PartRun, its argument, and the event that it handles
@@ -176,20 +201,21 @@ class PreparedPart:
         exchanged, early = self._exchanged(event), None
         if exchanged is not None and self.place.num_shards == 1:
             early = self._exchanged(self.walk.next_results(step))
-        return PreparedPost(tuple(plain), exchanged, early, self.walk.steps[step])
+        return PreparedPost(self.walk.steps[step], plain, exchanged, early)
 
     def _exchanged(self, event: Post | None) -> ExchangedPieces | None:
         if event is None or not event.exchanged:
             return None
         results = self.program.pass_.results
         slots = [(at, self.slot(piece)) for at, piece in enumerate(event.exchanged)]
-        messages = tuple(message for message in event.messages if message.head is not None)
+        messages = [message for message in event.messages if message.head is not None]
         return ExchangedPieces(
             event.exchanged,
             tuple((at, slot) for at, slot in slots if slot.piece.kind not in results),
             tuple((at, slot) for at, slot in slots if slot.piece.kind in results),
-            messages,
             tuple(message for message in messages if not message.send),
+            tuple(message for message in messages if message.send),
+            sum(slot.nbytes // self.place.num_heads for _, slot in slots),
         )  # fmt: skip
 
 
@@ -337,29 +363,41 @@ class PartRun:
 
     def post(self, post: PreparedPost) -> None:
         """Post a step's messages. Payloads are looked up first: a receive may bring a new version of the same piece."""
-        transport, exchange = self.runner.transport, None
-        postings: list[Posting] = []
-        if post.exchanged is not None:
-            has_receives = post.exchanged.pieces in self.early
-            exchange = self._exchange(post.exchanged)
-            sends_only = (message for message in post.exchanged.messages if message.send)
-            postings += exchange.postings(sends_only if has_receives else post.exchanged.messages)
-            if transport.posts_receives_early and post.early is not None and post.early.pieces not in self.early:
-                early = self.early[post.early.pieces] = self._new_exchange(post.early)
-                postings += early.postings(post.early.receives)
-        payloads = [self._payload(plain) if plain.message.send else None for plain in post.plain]
-        for plain, payload in zip(post.plain, payloads, strict=True):
-            buffer = self._receive_buffer(plain) if payload is None else payload
-            postings.append(Posting(plain.message, buffer.flat, buffer))
-        at_once = exchange is not None and exchange.at_once
-        pending = transport.post(post.step, self.part.number, postings, at_once)
-        for posting, transfer in zip(postings, pending, strict=True):
-            if posting.message.send:
-                append_new(posting.buffer.sends, transfer)
-                append_new(self.open_sends, transfer)  # receives are awaited when their pieces are needed
+        transport, exchange, exchanged = self.runner.transport, None, post.exchanged
+        sends_only = with_early = False
+        payloads: list[Tensor] = []
+        buffers: list[Buffer] = []
+        if exchanged is not None:
+            sends_only = exchanged.pieces in self.early
+            exchange = self._exchange(exchanged)
+            if not sends_only:
+                payloads += exchange.receiving(exchanged.receives)
+                buffers.append(exchange.coming_bytes)
+            payloads += exchange.sending(exchanged.sends)
+            buffers.append(exchange.leaving_bytes)
+            early = post.early
+            if transport.posts_receives_early and early is not None and early.pieces not in self.early:
+                with_early, coming = True, self._new_exchange(early)
+                self.early[early.pieces] = coming
+                payloads += coming.receiving(early.receives)
+                buffers.append(coming.coming_bytes)
+        sent = [self._payload(plain) if plain.message.send else None for plain in post.plain]
+        for plain, payload in zip(post.plain, sent, strict=True):
+            buffers.append(self._receive_buffer(plain) if payload is None else payload)
+            payloads.append(buffers[-1].flat)
+        at_once = None
+        if exchange is not None and exchange.at_once:
+            at_once = exchange.coming_bytes.flat, exchange.leaving_bytes.flat
+        messages = post.messages(sends_only, with_early)
+        pending = transport.post(post.step, self.part.number, messages, payloads, at_once)
+        for buffer, (is_sent, groups) in zip(buffers, transport.together(messages).of_buffer, strict=True):
+            transfers = [pending[group] for group in groups]
+            if is_sent:
+                buffer.sends += transfers
+                self.open_sends += transfers  # receives are awaited when their pieces are needed
             else:
-                append_new(posting.buffer.arrivals, transfer)
-        for plain, payload in zip(post.plain, payloads, strict=True):  # the pool waits for their sends
+                buffer.arrivals += transfers
+        for plain, payload in zip(post.plain, sent, strict=True):  # the pool waits for their sends
             if payload is not None and plain.is_result:
                 self.pool.put(payload)
         if exchange is not None:

@@ -66,7 +66,7 @@ class CpuKernel(Kernel):
         self._finite = FiniteCache()
 
     def prepare(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
+        x = x if x.dtype == self.dtype else x.to(self.dtype)
         x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
         x = x.view_as(x)  # a new object, whose numbers do not change: its blocks share one check for finite numbers
         self._finite.add(x)

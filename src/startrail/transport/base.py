@@ -25,20 +25,52 @@ from startrail.schedule.program import Program
 from startrail.schedule.walk import Message, WalkStep
 
 
-class HasBytes(Protocol):
-    """A buffer, with the transfers that it waits for."""
+class Together(NamedTuple):
+    """Messages that complete together: ``groups`` of their indices. ``of_buffer`` lists for each buffer whether it is
+    sent, and the groups that it waits for."""
 
-    flat: Tensor
-    sends: list[Pending]
-    arrivals: list[Pending]
+    groups: tuple[tuple[int, ...], ...]
+    of_buffer: tuple[tuple[bool, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], keys: Sequence[object], buffers: Sequence[int]) -> Together:
+        """Messages with equal ``keys`` complete together. ``buffers`` are numbers, counted from 0."""
+        groups: dict[object, list[int]] = {}
+        for index, key in enumerate(keys):
+            groups.setdefault(key, []).append(index)
+        numbers = {key: number for number, key in enumerate(groups)}
+        sends = [False] * len(set(buffers))
+        waits: list[dict[int, None]] = [{} for _ in sends]
+        for message, key, buffer in zip(messages, keys, buffers, strict=True):
+            sends[buffer] = message.send
+            waits[buffer][numbers[key]] = None
+        return cls(tuple(map(tuple, groups.values())), tuple(zip(sends, map(tuple, waits), strict=True)))
 
 
-class Posting(NamedTuple):
-    """A message with its bytes, and the buffer that they are a part of."""
+class MessageSet:
+    """The messages of one step, made once for each compiled call. ``sent`` is what they send: lane, bytes, messages.
 
-    message: Message
-    payload: Tensor
-    buffer: HasBytes
+    >>> messages = [Message(send, 0, peer, (), 0, 0) for send in (False, True) for peer in (1, 2)]
+    >>> made = MessageSet(messages, nbytes=[4, 4, 8, 8], buffers=[0, 0, 1, 1])   # two receives in a buffer, two sends
+    >>> made.sent, made.by_lane.groups, made.by_buffer.groups
+    (((0, 16, 2),), ((0, 1, 2, 3),), ((0, 1), (2, 3)))
+    >>> made.by_lane.of_buffer, made.by_buffer.of_buffer
+    (((False, (0,)), (True, (0,))), ((False, (0,)), (True, (1,))))
+    """
+
+    def __init__(self, messages: Sequence[Message], nbytes: Sequence[int], buffers: Sequence[int]) -> None:
+        self.messages = tuple(messages)
+        self.by_lane = Together.of(messages, [message.lane for message in messages], buffers)
+        self.by_buffer = Together.of(messages, buffers, buffers)
+        # lanes in order, the same on every rank
+        self.lanes = sorted((messages[group[0]].lane, number) for number, group in enumerate(self.by_lane.groups))
+        sent: dict[int, list[int]] = {}
+        for message, size in zip(messages, nbytes, strict=True):
+            if message.send:
+                of_lane = sent.setdefault(message.lane, [0, 0])
+                of_lane[0] += size
+                of_lane[1] += 1
+        self.sent = tuple((lane, size, number) for lane, (size, number) in sent.items())
 
 
 class Pending(Protocol):
@@ -78,12 +110,19 @@ class Transport:
         call with all ranks if asked to. Programs of the plan ``direct`` need the lanes of these levels and further in,
         which are opened now unless they exist."""
 
-    def post(self, step: WalkStep, part: int, postings: Sequence[Posting], at_once: bool = False) -> Sequence[Pending]:
-        """Start the messages of one step of program number ``part``. Returns what to wait for: one object per message,
-        in order. Messages that complete together share one. Until then their buffers must be left alone.
+    def together(self, messages: MessageSet) -> Together:
+        """Which of these messages complete together."""
+        raise AssertionError("a single rank has no peers")
 
-        ``at_once``: the messages over heads, with the part that stays on this rank, fill their buffers, so they can be
-        one all-to-all (only with ``has_all_to_all``).
+    def post(
+        self, step: WalkStep, part: int, messages: MessageSet, payloads: Sequence[Tensor],
+        at_once: tuple[Tensor, Tensor] | None = None,
+    ) -> Sequence[Pending]:  # fmt: skip
+        """Start the messages of one step of program number ``part``. Returns what to wait for: one object for each
+        group of ``together``. Until then their bytes must be left alone.
+
+        ``at_once``: all that the messages over heads bring and send, with the part that stays on this rank, so that
+        they can be one all-to-all (only with ``has_all_to_all``).
         """
         raise AssertionError("a single rank has no peers")
 

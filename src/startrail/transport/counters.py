@@ -67,12 +67,12 @@ class Counters:
     total: Stopwatch = field(default_factory=Stopwatch)
     on_event: EventHook | None = None
 
-    def count_send(self, lane: str, nbytes: int) -> None:
+    def count_sends(self, lane: str, nbytes: int, messages: int) -> None:
         traffic = self.traffic.get(lane)
         if traffic is None:
             traffic = self.traffic[lane] = Traffic()
         traffic.bytes += nbytes
-        traffic.hops += 1
+        traffic.hops += messages
 
     def reset(self) -> None:
         self.traffic, self.waiting, self.total = {}, Stopwatch(), Stopwatch()

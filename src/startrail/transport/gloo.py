@@ -15,7 +15,7 @@ from torch import Tensor
 from startrail.agreement.comparison import DigestComparison
 from startrail.agreement.errors import PeerError
 from startrail.schedule.program import Program
-from startrail.transport.base import Compare, Posting
+from startrail.transport.base import Compare, MessageSet, Together
 from startrail.transport.lanes import Lanes
 
 
@@ -38,17 +38,19 @@ class Gloo(Lanes):
         for level in direct_levels:
             self.open_direct(level)
 
-    def _post(self, postings: Sequence[Posting], first_tag: int, at_once: bool) -> list[dist.Work]:
+    def together(self, messages: MessageSet) -> Together:
+        return messages.by_buffer
+
+    def _post(
+        self, messages: MessageSet, payloads: Sequence[Tensor], first_tag: int, at_once: tuple[Tensor, Tensor] | None
+    ) -> list[list[dist.Work]]:
         """Directly to the backend: torch's own checks cost more than a small message."""
         works = []
-        for message, payload, _ in postings:
+        for message, payload in zip(messages.messages, payloads, strict=True):
             group, places = self.lanes[message.lane]
             post = group.send if message.send else group.recv
             works.append(post([payload], places[message.peer], first_tag + message.tag))
-        return works
-
-    def _completes_with(self, posting: Posting, work: dist.Work) -> object:
-        return posting.message.send, id(posting.buffer)
+        return [[works[index] for index in group] for group in messages.by_buffer.groups]
 
     def end_pass(self, program: Program, results: Iterable[Tensor]) -> None:
         self._finish_comparison()  # it also finds ranks that disagree but send each other nothing

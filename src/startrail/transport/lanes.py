@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from startrail.agreement.consensus import Consensus, RejoinError
 from startrail.agreement.errors import PeerError, in_short
@@ -20,7 +21,7 @@ from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
 from startrail.schedule.walk import TAGS_PER_PAIR, TAGS_PER_PART, Message, WalkStep
 from startrail.transport import process_groups
-from startrail.transport.base import Posting, Transport
+from startrail.transport.base import MessageSet, Transport
 from startrail.transport.counters import Counters
 
 
@@ -126,33 +127,28 @@ class Lanes(Transport):
         return self.tag
 
     def post(
-        self, step: WalkStep, part: int, postings: Sequence[Posting], at_once: bool = False
-    ) -> list[PendingTransfer]:
+        self, step: WalkStep, part: int, messages: MessageSet, payloads: Sequence[Tensor],
+        at_once: tuple[Tensor, Tensor] | None = None,
+    ) -> list[PendingTransfer]:  # fmt: skip
         try:
-            works = self._post(postings, self.tag + part * TAGS_PER_PART, at_once)
+            works = self._post(messages, payloads, self.tag + part * TAGS_PER_PART, at_once)
         except RuntimeError as error:
-            names = ", ".join(self.describe(posting.message) for posting in postings)
+            names = ", ".join(map(self.describe, messages.messages))
             raise self.explain(step.program, step.number, f"posting {names}", error) from error
-        transfers: dict[object, PendingTransfer] = {}
-        of_each = []
-        for posting, work in zip(postings, works, strict=True):
-            key = self._completes_with(posting, work)
-            transfer = transfers.get(key)
-            if transfer is None:
-                transfer = transfers[key] = PendingTransfer(self, step.program, step.number)
-            transfer.add(posting.message, work)
-            of_each.append(transfer)
-            if posting.message.send:
-                self.counters.count_send(self.names[posting.message.lane], posting.payload.numel())
-        self._watch(transfers.values())
-        return of_each
+        for lane, nbytes, number in messages.sent:
+            self.counters.count_sends(self.names[lane], nbytes, number)
+        groups = self.together(messages).groups
+        transfers = [
+            PendingTransfer(self, step, messages.messages, group, of_group)
+            for group, of_group in zip(groups, works, strict=True)
+        ]
+        self._watch(transfers)
+        return transfers
 
-    def _post(self, postings: Sequence[Posting], first_tag: int, at_once: bool) -> list[dist.Work]:
-        """Post messages. Returns one work per message, in order."""
-        raise NotImplementedError
-
-    def _completes_with(self, posting: Posting, work: dist.Work) -> object:
-        """The same for messages that are awaited together."""
+    def _post(
+        self, messages: MessageSet, payloads: Sequence[Tensor], first_tag: int, at_once: tuple[Tensor, Tensor] | None
+    ) -> list[list[dist.Work]]:
+        """Post messages. Returns the works of each group that is awaited together."""
         raise NotImplementedError
 
     def _watch(self, transfers: Iterable[PendingTransfer]) -> None:
@@ -197,18 +193,14 @@ class PendingTransfer:
     reused, and would otherwise keep every tensor of that pass alive.
     """
 
-    def __init__(self, transport: Lanes, program: Program, step: int) -> None:
-        self.transport, self.program, self.step = transport, program, step
-        self.messages: list[Message] = []
-        self.works: list[dist.Work] = []
+    def __init__(
+        self, transport: Lanes, step: WalkStep, messages: Sequence[Message], group: Sequence[int],
+        works: Sequence[dist.Work],
+    ) -> None:  # fmt: skip
+        self.transport, self.step, self.messages, self.group, self.works = transport, step, messages, group, works
         self.posted = time.monotonic()
         self._is_waited_for = False
         self._current = 0  # the work that ``wait()`` waits for
-
-    def add(self, message: Message, work: dist.Work) -> None:
-        self.messages.append(message)
-        if not self.works or self.works[-1] is not work:
-            self.works.append(work)
 
     @property
     def work(self) -> dist.Work:
@@ -217,12 +209,13 @@ class PendingTransfer:
         return work
 
     def __str__(self) -> str:
-        return f"{self.program.pass_} step {self.step}, {self._description}"
+        return f"{self.step.program.pass_} step {self.step.number}, {self._description}"
 
     @property
     def _description(self) -> str:
-        described = self.messages if len(self.works) == 1 else [self.messages[self._current]]
-        texts = (f"{'sending' if each.send else 'receiving'} {self.transport.describe(each)}" for each in described)
+        described = self.group if len(self.works) == 1 else [self.group[self._current]]
+        messages = (self.messages[index] for index in described)
+        texts = (f"{'sending' if each.send else 'receiving'} {self.transport.describe(each)}" for each in messages)
         return "; ".join(texts)
 
     def _abort(self) -> None:
@@ -243,7 +236,7 @@ class PendingTransfer:
                 raise RuntimeError(transport.aborted)
             failed = False
         except RuntimeError as error:
-            raise transport.explain(self.program, self.step, self._description, error) from error
+            raise transport.explain(self.step.program, self.step.number, self._description, error) from error
         finally:
             consensus.end_wait(failed)
             waiting.stop(start, transport.device)

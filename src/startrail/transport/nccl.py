@@ -30,7 +30,7 @@ from startrail.kernels.device import on_device, record_event
 from startrail.schedule.program import Program
 from startrail.schedule.walk import Message
 from startrail.transport import process_groups
-from startrail.transport.base import Compare, Posting
+from startrail.transport.base import Compare, MessageSet, Together
 from startrail.transport.lanes import Lanes, PendingTransfer
 
 
@@ -151,20 +151,22 @@ class Batches(Lanes):
         for level in direct_levels:
             self.open_direct(level)
 
-    def _post(self, postings: Sequence[Posting], first_tag: int, at_once: bool) -> list[dist.Work]:
-        works = {}
+    def together(self, messages: MessageSet) -> Together:
+        return messages.by_lane
+
+    def _post(
+        self, messages: MessageSet, payloads: Sequence[Tensor], first_tag: int, at_once: tuple[Tensor, Tensor] | None
+    ) -> list[list[dist.Work]]:
+        groups = messages.by_lane.groups
+        works: list[list[dist.Work]] = [[] for _ in groups]
         # in the same order on every rank: where a GPU has no room for the kernels of two lanes, they run one by one
-        for lane in sorted({posting.message.lane for posting in postings}):
-            on_lane = [posting for posting in postings if posting.message.lane == lane]
-            if at_once and on_lane[0].message.head is not None:
-                output, input_ = (
-                    next(each.buffer.flat for each in on_lane if each.message.send == send) for send in (False, True)
-                )
-                works[lane] = _compat.all_to_all(self.lanes[lane].group, output, input_)
+        for lane, number in messages.lanes:
+            of_lane = [messages.messages[index] for index in groups[number]]
+            if at_once is not None and of_lane[0].head is not None:
+                works[number].append(_compat.all_to_all(self.lanes[lane].group, *at_once))
             else:
-                messages, payloads, _ = zip(*on_lane, strict=True)
-                works[lane] = self._post_batch(messages, payloads)
-        return [works[posting.message.lane] for posting in postings]
+                works[number].append(self._post_batch(of_lane, [payloads[index] for index in groups[number]]))
+        return works
 
     def _post_batch(self, messages: Sequence[Message | Link], payloads: Sequence[Tensor]) -> dist.Work:
         """Post messages of one lane as one batch, which completes as a whole."""
@@ -174,9 +176,6 @@ class Batches(Lanes):
             for message, payload in zip(messages, payloads, strict=True)
         ]
         return _compat.post_batch(group, self.device, posts)
-
-    def _completes_with(self, posting: Posting, work: dist.Work) -> object:
-        return id(work)
 
     def end_pass(self, program: Program, results: Iterable[Tensor]) -> None:
         self._flag.mark(results, self.device)
