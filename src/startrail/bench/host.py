@@ -78,7 +78,8 @@ def host_times(plan: str, ranks: int, heads: int, calls: int) -> HostTime:
     like_nccl = mock.patch.dict(opening.CLASSES, fake=_CompletedNccl)
     with fake_group(0, ranks), no_op, like_nccl, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Work::exception API")
-        return HostTime(*_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads))
+        sp = SequenceParallel(plan)
+        return HostTime(*_measure(sp, heads, calls), _new_batch(sp, heads))
 
 
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[list[float], list[float]]:
