@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import startrail
 from startrail.bench import host, job
-from startrail.bench.measure import (
+from startrail.bench.yardstick import (
     Attention,
     Json,
     Workload,
