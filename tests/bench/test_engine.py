@@ -38,7 +38,7 @@ def test_the_engine_and_its_host_time_are_measured_for_every_plan(tmp_path, caps
     output, rows = capsys.readouterr().out, json.loads(file.read_text())["rows"]
     assert [(row["plan"], row["length"]) for row in rows] == [("1x2", 64), ("u2", 64), ("1x2", 256), ("1x2", 256)]
     assert [row.get("host_forward_ms", 0) > 0 for row in rows] == [True, True, False, False]
-    assert "host time per call in ms: Python's time on rank 0 of 2 for one attention call, while kernels" in output
+    assert "host time per call in ms: Python's time on rank 0 of 2 for one attention call,\nwhile kernels" in output
     assert main([*options, "--host"]) == 0
     output, rows = capsys.readouterr().out, json.loads(file.read_text())["rows"]
     assert "efficiency" not in output and [row["plan"] for row in rows] == ["1x2", "u2"]

@@ -15,7 +15,7 @@ import startrail.engine.op
 from startrail import _compat
 from startrail.agreement import watchdog as watch
 from startrail.agreement.timing import TIMING
-from startrail.bench.measure import Workload
+from startrail.bench.yardstick import Workload
 from startrail.compile.attention import Attention
 from startrail.compile.call import compile_call
 from startrail.compile.problem import Boundaries, Split

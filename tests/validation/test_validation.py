@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from startrail.bench.measure import Workload
+from startrail.bench.yardstick import Workload
 from startrail.planner.topology import Machine
 from validation.lab.compare import Compared, Verdict
 from validation.lab.model import cases_of, cluster_of, with_choice

@@ -1,4 +1,4 @@
-"""``python -m validation.hardware.fit``: finds what `planner/peers/__init__.py` says about other people's rings.
+"""``python -m validation.hardware.fit``: finds what `planner/peers.py` says about other people's rings.
 
 It reads ``fitting/`` only. Each engine's bytes per element (and whether its transfers overlap) are those of a coarse
 grid with the least mean error of figures and of ratios between plans on the same hardware.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail.bench.measure import Workload
+from startrail.bench.yardstick import Workload
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.search import search_attention

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from startrail.bench.measure import Workload
+from startrail.bench.yardstick import Workload
 from startrail.geometry.distributions import document_lengths
 from workshop.trials.cases import Contender, Trial
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from startrail import SequenceParallel, ring
 from startrail._compat import cpu_flash_backward, cpu_flash_forward, torch_ring_attention
-from startrail.bench.measure import Results, Workload, own_device, own_dtype, whole_attention, with_gradients
+from startrail.bench.yardstick import Results, Workload, own_device, own_dtype, whole_attention, with_gradients
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of

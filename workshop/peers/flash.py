@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.bench.measure import Results
+from startrail.bench.yardstick import Results
 from workshop.peers import fake_flash_attn
 from workshop.peers.contenders import TOLERANCE, AttentionRunner, Tolerance, local_part, masked_layout
 

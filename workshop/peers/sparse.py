@@ -16,8 +16,8 @@ from torch import Tensor
 
 from startrail import SequenceParallel, ring
 from startrail._compat import gather_shards_autograd
-from startrail.bench.measure import Attention as Attend
-from startrail.bench.measure import visible_attention
+from startrail.bench.yardstick import Attention as Attend
+from startrail.bench.yardstick import visible_attention
 from startrail.geometry.layout import Layout, contiguous, zigzag
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of

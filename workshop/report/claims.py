@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from startrail.bench.measure import Json, Workload
+from startrail.bench.yardstick import Json, Workload
 from workshop.report.findings import (
     CLAIMED,
     Line,

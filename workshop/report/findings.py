@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from startrail.bench.measure import Json, Workload
+from startrail.bench.yardstick import Json, Workload
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from workshop.trials.cases import COMPUTE, Trial

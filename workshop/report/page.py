@@ -8,8 +8,8 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from startrail.bench import measure
-from startrail.bench.measure import Json, Workload
+from startrail.bench import yardstick
+from startrail.bench.yardstick import Json, Workload
 from startrail.view.plots import figures, page_text
 from workshop.peers.contenders import DISCLOSURES
 from workshop.report.claims import Claim, best_of_ours, claims, with_ours
@@ -57,7 +57,7 @@ COLUMNS = (
 
 def metadata(argv: Sequence[str], started: float) -> Json:
     """Machine, versions and options of the run, with the versions of the libraries that only the workshop uses."""
-    return measure.metadata(argv, started) | {name: _version(name) for name in LIBRARIES}
+    return yardstick.metadata(argv, started) | {name: _version(name) for name in LIBRARIES}
 
 
 def _version(package: str) -> str:

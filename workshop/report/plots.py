@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from startrail.bench.measure import Json, Workload
+from startrail.bench.yardstick import Json, Workload
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.view.plots import Bar, Series, bar_chart, figure, line_chart

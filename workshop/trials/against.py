@@ -22,7 +22,7 @@ from typing import Any
 
 import startrail
 from startrail.bench.engine import case_name, engine_works
-from startrail.bench.measure import Json, record
+from startrail.bench.yardstick import Json, record
 from startrail.schedule.plan import Plan
 
 CALLS = 3  # of which the fastest counts

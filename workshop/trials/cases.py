@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
 
-from startrail.bench.measure import Workload
+from startrail.bench.yardstick import Workload
 from startrail.planner.cluster import ClusterSpec, SlowMember, find_cluster
 from startrail.planner.topology import Machine
 from startrail.schedule.places import divisors

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from startrail.bench.measure import Workload
+from startrail.bench.yardstick import Workload
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program

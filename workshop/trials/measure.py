@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from startrail import SequenceParallel
 from startrail.agreement.gather import gather_texts
-from startrail.bench.measure import Workload, own_device
+from startrail.bench.yardstick import Workload, own_device
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.live.choose import choose
 from startrail.planner.topology import Machine

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from startrail.bench.measure import Json, record
 from startrail.bench.train import RecordingDisplay
+from startrail.bench.yardstick import Json, record
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
 from startrail.losses import chunked_cross_entropy, sum_gradients

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.bench.measure import Attention, Workload, own_device, whole_attention
+from startrail.bench.yardstick import Attention, Workload, own_device, whole_attention
 from startrail.losses import chunked_cross_entropy, global_mean, sum_gradients
 from startrail.planner.topology import Machine
 from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS

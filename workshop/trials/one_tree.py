@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def host(plan: str, ranks: int, heads: int, calls: int) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may print there
     print(json.dumps(startrail.__file__), file=answers, flush=True)
     for line in sys.stdin:

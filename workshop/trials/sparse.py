@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from startrail.bench.measure import Attention as Attend
-from startrail.bench.measure import Workload, stated, visible_attention
+from startrail.bench.yardstick import Attention as Attend
+from startrail.bench.yardstick import Workload, stated, visible_attention
 from startrail.geometry.distributions import document_lengths
 from startrail.planner.topology import Machine
 from workshop.lab.cluster import Cluster, available, own_link_bytes

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from startrail.bench.measure import Json
+from startrail.bench.yardstick import Json
 from startrail.cli.bench import MACHINES
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.torchrun import JoinError, device_of_rank, join

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import startrail
 from startrail.bench import host, job
-from startrail.bench.measure import (
+from startrail.bench.yardstick import (
     Attention,
     Json,
     Workload,
@@ -165,6 +165,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.time()
     rows = [{"plan": plan} for plan in plans] if options.host else _measure(options, plans)
     hosts = {plan: host.host_times(plan, options.ranks, options.heads, options.calls) for plan in plans}
+    if not options.host:
+        print()
     print(host.table(hosts, options.ranks, options.heads))
     for row, (forward, backward, _) in zip(rows, hosts.values(), strict=False):  # dense rows come first
         row.update(host_forward_ms=min(forward), host_backward_ms=min(backward))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -75,8 +76,10 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
 def host_times(plan: str, ranks: int, heads: int, calls: int) -> HostTime:
     no_op = mock.patch("startrail.engine.attention.kernel_for", lambda device, dtype, dim, softcap: _NoOpKernel(dtype))
     like_nccl = mock.patch.dict(opening.CLASSES, fake=_CompletedNccl)
-    with fake_group(0, ranks), no_op, like_nccl:
-        return HostTime(*_measure(SequenceParallel(plan), heads, calls), _new_batch(SequenceParallel(plan), heads))
+    with fake_group(0, ranks), no_op, like_nccl, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Work::exception API")
+        sp = SequenceParallel(plan)
+        return HostTime(*_measure(sp, heads, calls), _new_batch(sp, heads))
 
 
 def _measure(sp: SequenceParallel, heads: int, calls: int) -> tuple[list[float], list[float]]:
@@ -128,8 +131,8 @@ def largest_logits(heads: int) -> tuple[float, float]:
 def table(found: Mapping[str, HostTime], ranks: int, heads: int) -> str:
     calls = max(len(times.forward) for times in found.values())
     lines = [
-        f"\nhost time per call in ms: Python's time on rank 0 of {ranks} for one attention call, while kernels compute "
-        f"nothing and nothing is sent; minimum and median of {calls} calls",
+        f"host time per call in ms: Python's time on rank 0 of {ranks} for one attention call,",
+        f"while kernels compute nothing and nothing is sent; minimum and median of {calls} calls",
         f"{'plan':10s} {'forward':>8s} {'median':>8s} {'backward':>9s} {'median':>8s} {'new batch':>10s}",
     ]
     for plan, (forward, backward, batch) in found.items():

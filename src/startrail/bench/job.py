@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from startrail import SequenceParallel, __version__
-from startrail.bench.measure import Json, Workload, own_dtype, random_inputs, record, whole_attention, with_gradients
+from startrail.bench.yardstick import Json, Workload, own_dtype, random_inputs, record, whole_attention, with_gradients
 from startrail.kernels import kernel_for
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.torchrun import JoinError, device_of_rank, join
