@@ -1,13 +1,13 @@
 import random
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
 from startrail.compile.explain import work_by_rank
 from startrail.geometry.distributions import document_lengths
 from startrail.geometry.layout import LAYOUTS, Layout, contiguous, zigzag, zigzag_runs
-from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
+from startrail.geometry.zones import ROUNDING, ZoneLevel, check_layout, make_layout
 from startrail.schedule.plan import Plan
 from tests.helpers import FULL
 
@@ -193,6 +193,23 @@ def test_zones_balance_work_and_tokens(kind, text, world):
         assert sum(work) == sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(documents))
         assert max(work) <= 1.05 * sum(work) / world
         assert layout.largest <= 1.02 * per_rank
+
+
+@pytest.mark.parametrize("text, world", [("1x8", 8), ("u4/1x8", 32)])
+@pytest.mark.parametrize("longest", [1, 30, 4000])
+def test_documents_far_shorter_than_a_rank_are_placed_several_at_a_time(text, world, longest):
+    """However many there are, ranks hold few runs, of whole documents."""
+    chance = random.Random(longest)
+    lengths = [chance.randint(1, longest) for _ in range(100_000)]
+    documents = (0, *accumulate(lengths))
+    layout = layout_of("zones", text, world, documents)
+    work, ends = work_by_rank(layout, documents), set(documents)
+    assert max(work) <= 1.05 * sum(work) / world
+    assert layout.largest <= 1.02 * documents[-1] / world
+    assert sum(map(len, layout.table)) <= 3 * ROUNDING * world
+    for zone in layout.zones:
+        for start, count in zone.runs_of(range(zone.size), documents[-1]):
+            assert start in ends and start + count in ends
 
 
 def test_placing_4000_documents_on_64_ranks_takes_less_than_20_ms_of_cpu():
