@@ -48,7 +48,7 @@ from startrail.transport.collectives import agree
 _Key = tuple[object, ...]  # what a block's plan depends on
 
 
-class _Place(Enum):
+class _Where(Enum):
     """What is running."""
 
     OUTSIDE = "outside of all blocks"
@@ -74,7 +74,7 @@ class AttachedModule:
         self.text_order: StreamPart | None = None  # of text and tokens in joint attention
         self.call: Call | None = None  # that runs
         self.recomputed: Streams | None = None  # of the call whose backward pass runs
-        self._place = _Place.OUTSIDE
+        self._where = _Where.OUTSIDE
 
     def __deepcopy__(self, memo: object) -> AttachedModule:
         return self
@@ -90,17 +90,17 @@ class AttachedModule:
         return sorted({str(name) for (name, *_), plan in self.plans.items() if plan is not None})
 
     @contextmanager
-    def within(self, place: _Place) -> Iterator[None]:
-        before, self._place = self._place, place
+    def within(self, where: _Where) -> Iterator[None]:
+        before, self._where = self._where, where
         try:
             yield
         finally:
-            self._place = before
+            self._where = before
 
     # --- blocks
 
     def run_block(self, block: Any, args: Any, kwargs: Any) -> Any:
-        if self._place is not _Place.OUTSIDE:
+        if self._where is not _Where.OUTSIDE:
             return _run_attention(block, *args, **kwargs)
         if self.call is None and not in_backward():
             if torch.is_grad_enabled() and self.sp.world > 1:
@@ -109,7 +109,7 @@ class AttachedModule:
                     "and counts gradients once"
                 )
             return _run_attention(block, *args, **kwargs)
-        with self.within(_Place.BLOCK):
+        with self.within(_Where.BLOCK):
             leaves, spec = tree_flatten((args, kwargs))
             key = _key(block, leaves, spec)
             plan = self._plan(key, block, leaves, spec)
@@ -130,7 +130,7 @@ class AttachedModule:
                 f"{block._startrail_name}: runs between blocks whose tokens are split, but does not attend: name the "
                 f"blocks to split in attention=[...]; {by_itself(self.sp.world)}"
             )
-        with self.within(_Place.OUTSIDE):
+        with self.within(_Where.OUTSIDE):
             return inner_forward(block)(*args, **kwargs)
 
     def _plan(self, key: _Key, block: nn.Module, leaves: list[Any], spec: Any) -> BlockPlan | None:
@@ -192,7 +192,7 @@ class AttachedModule:
     def _agreed(self, block: nn.Module, leaves: list[Any], attempt: Callable[[], BlockPlan | None]) -> BlockPlan | None:
         """What an attempt finds. If one rank refuses the block, all do."""
         plan, refusal, name = None, "", str(block._startrail_name)
-        with self.within(_Place.TRIAL):
+        with self.within(_Where.TRIAL):
             try:
                 plan = attempt()
             except RefusedError as error:
@@ -267,7 +267,7 @@ class Call:
         self.streams: Streams | None = None  # while tokens are split
         self.last: Streams | None = None  # of the tokens that were split last
         self.end: tuple[object, ...] | None = None  # identifies the tokens that the last block returned
-        self.outside = Outside(lambda: attached._place is _Place.OUTSIDE)
+        self.outside = Outside(lambda: attached._where is _Where.OUTSIDE)
 
     def open(self, tokens: int, text: int) -> Streams:
         """Split the tokens from now on."""
@@ -324,7 +324,7 @@ def _run_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that attends inside a block."""
     attached: AttachedModule = module._startrail
     streams = attached.current()
-    if streams is None or attached._place is _Place.TRIAL or "_startrail_kinds" not in module.__dict__:
+    if streams is None or attached._where is _Where.TRIAL or "_startrail_kinds" not in module.__dict__:
         return inner_forward(module)(*args, **kwargs)
     kinds = iter(module._startrail_kinds)
 

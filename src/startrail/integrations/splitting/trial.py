@@ -208,7 +208,7 @@ class _TrialCall(NamedTuple):
     attention: TorchCall
 
 
-class _Run(NamedTuple):
+class _TrialRun(NamedTuple):
     """One run of a block: its arguments, its results, those of every module in the order in which they finish, its
     attention calls, and the random numbers that it drew."""
 
@@ -316,7 +316,7 @@ class _BlockTrial:
                 made[leaf] = made[leaf].requires_grad_()
         return made
 
-    def _run(self, leaves: list[Any]) -> _Run:
+    def _run(self, leaves: list[Any]) -> _TrialRun:
         results: list[tuple[str, Tensor]] = []
         calls: list[_TrialCall] = []
 
@@ -341,7 +341,7 @@ class _BlockTrial:
             raise RefusedError(f"{self.name()}: puts something into one of its arguments: return it instead")
         outputs = tree_leaves(output)
         results.extend((self.name(), x) for x in outputs if isinstance(x, Tensor))
-        return _Run(leaves, outputs, results, calls, draws.drawn)
+        return _TrialRun(leaves, outputs, results, calls, draws.drawn)
 
     # --- comparing
 
@@ -406,7 +406,7 @@ class _BlockTrial:
             self.counts[StreamPart.TEXT] if part is StreamPart.TEXT_FIRST else 0
         )
 
-    def _compare_gradients(self, first: _Run, second: _Run, outputs: tuple[Rows, ...]) -> None:
+    def _compare_gradients(self, first: _TrialRun, second: _TrialRun, outputs: tuple[Rows, ...]) -> None:
         """The same rows of results must give the same rows of gradients: a hook may change them by all tokens'."""
         pairs = [(rows, first.outputs[rows.leaf], second.outputs[rows.leaf]) for rows in outputs]
         pairs = [pair for pair in pairs if pair[1].requires_grad and pair[2].requires_grad]
