@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from startrail.view.page import html_page, scene
-from startrail.view.serve import PageServer
+from startrail.view.server import PageServer
 from tests.view.browser import start_browser
 
 # What the examples of the page ask for: the form's defaults, and others that tests choose by number.

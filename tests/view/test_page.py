@@ -127,7 +127,7 @@ EVENTS = """
 
 def named(route, sparse):
     """How the page calls a piece of a route, and the level of a lane."""
-    zone, place = route.zone, route.chosen.place(route.zone.size, route.member)
+    zone, place = route.zone, route.place
     senders = [edge.sender for edge in route.demand.messages] if route.demand else []
 
     def name(piece):

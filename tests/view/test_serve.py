@@ -17,7 +17,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import AttentionShape, predict
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
-from startrail.view.serve import MOST_BYTES
+from startrail.view.server import MOST_BYTES
 from tests.view.browser import TEXT, choose, errors, open_page, wait_for
 
 JSON = {"Content-Type": "application/json"}

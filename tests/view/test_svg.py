@@ -15,9 +15,9 @@ from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan, plans_for
 from startrail.schedule.values import FORWARD, PASSES
 from startrail.view import show_batch
-from startrail.view.batch import problem_of
 from startrail.view.matrix import owners_of
 from startrail.view.svg import grids_of, svg
+from startrail.view.text import problem_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

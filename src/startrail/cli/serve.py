@@ -11,7 +11,7 @@ from startrail.cli.options import Commands, add_command
 from startrail.planner.cluster import find_cluster
 from startrail.view.page import DEFAULTS
 from startrail.view.recording import MAX_RANKS
-from startrail.view.serve import PageServer
+from startrail.view.server import PageServer
 
 EXAMPLES = {
     "startrail serve --open": "what if? The page of `show --html` with live settings",

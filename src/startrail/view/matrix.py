@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from startrail.compile.attention import AttentionPart
 from startrail.compile.problem import Split
-from startrail.geometry.layout import Layout
+from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.geometry.tiles import tiles_of
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import FORWARD
-from startrail.view.batch import problem_of
+from startrail.view.text import problem_of
 
 SPARSE_CELLS = 32  # along one side of a drawing
 
@@ -113,6 +113,34 @@ class _Blocks:
         return zone, member, next(bundle for start, stop, bundle in self.fetched[zone, member] if start <= key < stop)
 
 
+class Sight:
+    """Which blocks have visible pairs."""
+
+    def __init__(self, mask: Mask, length: int) -> None:
+        self.mask, self.length = mask, length
+        self.known: dict[tuple[int, int, int], tuple[Runs, list[tuple[int, int]]]] = {}
+
+    def sees(self, route: AttentionPart, row: int, column: int) -> bool:
+        """True if some query of a block sees some key. Each query sees itself, so those of a run see one interval."""
+        if route.demand is not None:
+            return True  # whatever is fetched
+        (_, intervals), (keys, _) = self.runs(route, row), self.runs(route, column)
+        for low, high in intervals:
+            at = bisect_left(keys, (high, 0))
+            if at and sum(keys[at - 1]) > low:
+                return True
+        return False
+
+    def runs(self, route: AttentionPart, shard: int) -> tuple[Runs, list[tuple[int, int]]]:
+        """The tokens of a shard, and the keys that each run of them sees."""
+        key = route.zone.level, route.zone.first, shard
+        if key not in self.known:
+            runs, see = route.runs_of(shard), self.mask.visible
+            seen = [(see(at, self.length)[0], see(at + count - 1, self.length)[1]) for at, count in runs]
+            self.known[key] = runs, seen
+        return self.known[key]
+
+
 @lru_cache(maxsize=64)
 def _shard_owners(plan: Plan, world: int) -> dict[tuple[int, int], int]:
     """The shard whose ranks compute each block of the forward pass."""
@@ -127,8 +155,8 @@ def _shard_owners(plan: Plan, world: int) -> dict[tuple[int, int], int]:
 def owners_of(plan: Plan, world: int, mask: Mask, length: int) -> tuple[int, dict[tuple[int, int], int]]:
     """The number of cells along one side, and who computes each visible one: the shard; or with a window or documents,
     the rank, the first of those that share it by heads."""
-    sparse, problem = is_sparse(mask), problem_of(plan, mask, length)
-    split = Split(plan, world, sparse=sparse)
+    sparse = is_sparse(mask)
+    problem, split = problem_of(plan, mask, length), Split(plan, world, sparse=sparse)
     layout = split.layout_of(problem.boundaries)
     routes = [problem.part(split, layout, zone) for zone in layout.zones]
     edges = edges_of(layout, plan.heads, mask, SPARSE_CELLS if sparse else 2 * world)

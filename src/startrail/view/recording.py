@@ -34,7 +34,6 @@ rank stands for all (``alone``), and ``ranks`` are those of the nodes around it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -42,7 +41,6 @@ from functools import cached_property
 from typing import Any
 
 from startrail.compile.attention import AttentionPart
-from startrail.geometry.layout import Runs
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape, play_one_rank
 from startrail.planner.pricing import ComputeTask, Mark, Prices, Task, WaitTask, tasks_of
@@ -53,7 +51,7 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, closed_form
 from startrail.schedule.values import FORWARD, KINDS, PASSES, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Event, Finish, Post, Prepare, walk_of
-from startrail.view.matrix import cells_of, edges_of
+from startrail.view.matrix import Sight, cells_of, edges_of
 
 AWAIT, POST, PREPARE, COMPUTE, COMBINE = range(5)
 SEND, OVER_HEADS = 1, 2  # flags of a message
@@ -107,7 +105,7 @@ class _Recording:
         self.played, self.sparse, self.alone = played, sparse, alone
         self.cluster, self.plan, self.world = played.cluster, played.plan, played.cluster.world
         self.levels = len(played.plan.levels)
-        self.known: dict[tuple[int, int, int], tuple[Runs, list[tuple[int, int]]]] = {}
+        self.sight = Sight(played.mask, played.layout.length)
 
     def data(self) -> dict[str, Any]:
         plan, layout = self.plan, self.played.layout
@@ -146,7 +144,7 @@ class _Recording:
 
     def zone(self, route: AttentionPart) -> dict[str, Any]:
         zone, direct = route.zone, route.demand is not None
-        places = [route.chosen.place(zone.size, member) for member in range(zone.size)]
+        places = [replace(route, member=member).place for member in range(zone.size)]
         ranks = [zone.first + (shard if direct else places[0].shard_ranks(shard)[0]) for shard in range(_shards(route))]
         sources = []
         if route.demand is not None:
@@ -186,27 +184,6 @@ class _Recording:
             rows[q][k], columns[q][k] = bases[cell.zone] + cell.row, bases[cell.zone] + cell.column
         partial = [(q, k, cell.pairs) for (q, k), cell in cells.items() if not cell.whole]
         return {"edges": edges, "rows": rows, "columns": columns, "partial": partial}
-
-    def sees(self, route: AttentionPart, row: int, column: int) -> bool:
-        """True if some query of a block sees some key. Each query sees itself, so those of a run see one interval."""
-        if route.demand is not None:
-            return True  # whatever is fetched
-        (_, intervals), (keys, _) = self.runs(route, row), self.runs(route, column)
-        for low, high in intervals:
-            at = bisect_left(keys, (high, 0))
-            if at and sum(keys[at - 1]) > low:
-                return True
-        return False
-
-    def runs(self, route: AttentionPart, shard: int) -> tuple[Runs, list[tuple[int, int]]]:
-        """The tokens of a shard, and the keys that each run of them sees."""
-        zone, length, mask = route.zone, self.played.layout.length, self.played.mask
-        key = zone.level, zone.first, shard
-        if key not in self.known:
-            runs = zone.runs_of(route.chosen.place(zone.size, 0).shard_ranks(shard), length)
-            ends = [(mask.visible(start, length), mask.visible(start + count - 1, length)) for start, count in runs]
-            self.known[key] = runs, [(first[0], last[1]) for first, last in ends]
-        return self.known[key]
 
     # --- playing
 
@@ -346,7 +323,7 @@ class _Rank:
         if isinstance(event, Combine):
             return COMBINE, self.piece(part, event.piece)
         row, column, group = event.block
-        hidden = self.recording.sparse and not self.recording.sees(self.routes[part], row, column)
+        hidden = self.recording.sparse and not self.recording.sight.sees(self.routes[part], row, column)
         return COMPUTE, self.shard(part, row), self.shard(part, column), group, *((1,) if hidden else ())
 
     def shard(self, part: int, shard: int) -> int:
