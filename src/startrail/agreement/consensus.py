@@ -137,6 +137,7 @@ class Consensus:
         self._batches: deque[int] = deque(maxlen=LATEST_BATCHES)  # digests of their data
         self._suspect: StartedCall | None = None  # a call that the ranks are known to disagree about
         self._reason: Exception | None = None  # why the pending wait can never end
+        self._reading = threading.Lock()
         self._source: tuple[str, int] | None = None  # the instance, and its epoch, in which that began
         self._may_rejoin: list[int] = []  # ranks that this one gives up on
         self._noticed: RejoinError | None = None  # an error here, noticed while this rank waited in another instance
@@ -295,33 +296,44 @@ class Consensus:
             return None
         failure = ledger.read_failure(epoch)
         has_just_come = time.monotonic() - self._started < ledger.timeout.total_seconds() / 2
-        if (has_just_come and ledger.may_rejoin(epoch)) or (failure is not None and self._has_raised(failure)):
+        if (failure and _has_raised(failure)) or (has_just_come and ledger.may_rejoin(epoch)):
             last = ledger.read_failure(newest - 1)
             return RejoinError(newest, last.sequence if last else None)
         if failure is None:
             return PeerError("the other ranks have abandoned this call after an error")
-        self._source = failure.source, failure.source_epoch
+        self._blame(failure)
         return failure.as_error()
 
-    def _has_raised(self, failure: Failure) -> bool:
-        """True if this rank has raised because of a failure before, in the instance where it began."""
-        for other in list(_instances):
-            if other is not self and other.ledger is not None and other.ledger.name == failure.source:
-                known = other.epoch if other._noticed is None else other._noticed.epoch
-                return known > failure.source_epoch
-        return False
+    def _blame(self, failure: Failure) -> None:
+        """This call is about to fail because of ``failure``, so its source need not raise on this rank any more."""
+        self._source = failure.source, failure.source_epoch
+        source = _instance(failure.source)
+        if source is not None and source is not self:
+            source._notice_failure()
+
+    def _notice_failure(self) -> Failure | None:
+        """The failure in this instance that this rank has not raised because of yet, if there is one. It does so in
+        another instance now, so the next call here starts in the newest epoch without an error."""
+        if self.ledger is None or (newest := self.ledger.newest_epoch()) <= self._known_epoch:
+            return None
+        failure = self.ledger.read_failure(self._known_epoch)
+        self._noticed = RejoinError(newest, failure.sequence if failure else None)
+        return failure
+
+    @property
+    def _known_epoch(self) -> int:
+        """The ends of all epochs before have raised an error on this rank."""
+        return self.epoch if self._noticed is None else max(self.epoch, self._noticed.epoch)
 
     def _failure_elsewhere(self) -> Exception | None:
-        """Why some ranks may never come to a call: they have failed in another instance, unnoticed by this one."""
+        """Why some ranks may never come to a call: they have failed in another instance, unnoticed by this rank."""
         for other in list(_instances):
-            ledger = other.ledger
-            if other is self or ledger is None or not ledger.is_numbered:
+            if other is self or other.ledger is None or not other.ledger.is_numbered:
                 continue
-            newest, known = ledger.newest_epoch(), other.epoch if other._noticed is None else other._noticed.epoch
-            if newest > known and (failure := ledger.read_failure(known)) is not None:
-                other._noticed = RejoinError(newest, failure.sequence)
-                self._source = failure.source, failure.source_epoch
-                return PeerError(f"{failure.message}{self.describe_others()}")
+            failure = other._notice_failure()
+            if failure is not None and not _has_raised(failure, other):
+                self._blame(failure)
+                return PeerError(failure.message)
         return None
 
     def _disagreement(self, ledger: CallLedger, key: str) -> Exception:
@@ -375,7 +387,7 @@ class Consensus:
 
     def find_reason(self) -> Exception | None:
         """The reason of a failed wait, if the ledger has one."""
-        if self._reason is None and (ledger := self.ledger) is not None:
+        if (ledger := self.ledger) is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
                 run_within(TIMING.store_answer, lambda: self._read_reason(ledger))
         return self._reason
@@ -395,27 +407,27 @@ class Consensus:
             published.publish()
             if self._wait is not wait:  # it ended meanwhile
                 published.end()
-        if self._reason is None:
-            self._read_reason(self.ledger)
-        if self._reason is None and wait.meeting:
-            self._reason = self._find_conflict(self.ledger, wait.meeting)
+        self._read_reason(self.ledger, wait.meeting)
         if self._reason is not None and self._wait is not None:  # it may have ended meanwhile
             wait.abort()
 
-    def _read_reason(self, ledger: CallLedger) -> None:
+    def _read_reason(self, ledger: CallLedger, meeting: str = "") -> None:
+        """Called by the watchdog and by helper threads."""
+        with self._reading:
+            self._reason = self._reason or self._new_reason(ledger, meeting)
+
+    def _new_reason(self, ledger: CallLedger, meeting: str) -> Exception | None:
         if reason := self.abandoned(ledger, self.epoch):
-            self._reason = reason
-            return
+            return reason
         key, record = self.current.key, self.current.record
         if (suspect := self._suspect) is not None:
             key, record = suspect.key, suspect.record
             if suspect.device_digest is not None:  # our record may be there already, without it
                 key, record = f"{key}/data", record._replace(data=fold(record.data, int(suspect.device_digest)))
         self.write(ledger, key, record, compared=False)
-        if ledger.matches(key, record):
-            self._reason = self._failure_elsewhere()
-        else:
-            self._reason = self._disagreement(ledger, key)
+        if not ledger.matches(key, record):
+            return self._disagreement(ledger, key)
+        return self._failure_elsewhere() or (self._find_conflict(ledger, meeting) if meeting else None)
 
     def write(self, ledger: CallLedger, key: str, record: CallRecord, compared: bool) -> None:
         earlier = [data for data in self._batches if data != record.data]
@@ -442,6 +454,17 @@ class Consensus:
 
 
 _instances: WeakSet[Consensus] = WeakSet()  # of this process
+
+
+def _instance(name: str) -> Consensus | None:
+    return next((each for each in list(_instances) if each.ledger is not None and each.ledger.name == name), None)
+
+
+def _has_raised(failure: Failure, seen_in: Consensus | None = None) -> bool:
+    """True if this rank has raised already because of a failure, in the instance where it began. It has not if that is
+    the one in which it is ``seen_in`` just now."""
+    source = _instance(failure.source)
+    return source is not None and source is not seen_in and source._known_epoch > failure.source_epoch
 
 
 class _LedgerComparison:

@@ -58,8 +58,10 @@ class Collectives:
             kind = operation if on_host else (operation, *details)
             if not consensus.has_agreed(kind):
                 consensus.compare([kind])
-            elif on_host:
-                self._open_transport().compare_call()
+                if on_host:
+                    self._open_transport()  # now, as all ranks are here: a rank that fails later would not come
+            elif self.transport is not None and on_host:
+                self.transport.compare_call()
         except BaseException as error:
             consensus.abandon(error, 0)
             if self.transport is not None:
@@ -67,13 +69,12 @@ class Collectives:
             self.transport = None
             raise
 
-    def _open_transport(self) -> Gloo:
+    def _open_transport(self) -> None:
         if self.transport is None:
             place = Place(self.rank, (len(self.consensus.ranks),), (False,))
             name = f"{self.consensus.enter()}/{self.consensus.epoch}"
             cpu = torch.device("cpu")
             self.transport = Gloo(self.consensus, Counters(), place, name, self.timeout, cpu, ())
-        return self.transport
 
 
 # Of each default process group, by the ranks of a group.

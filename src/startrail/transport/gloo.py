@@ -85,7 +85,7 @@ class Gloo(Lanes):
             failed = False
         except RuntimeError as error:
             explained = self.explain_wait(f"rank {self.place.rank}: {what} failed", error)
-            if isinstance(explained, PeerError):
+            if isinstance(explained, PeerError) and consensus.find_reason() is None:
                 explained = PeerError(f"{consensus.missing_ranks()} did not start {consensus.current}: {explained}")
             raise explained from error
         finally:
