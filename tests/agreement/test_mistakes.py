@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import startrail
 from startrail._compat import default_store
-from startrail.engine.call import AttentionCall
+from startrail.engine.arguments import AttentionCall
 from startrail.launch.local import run_local
 from tests.helpers import error_of, qkv
 

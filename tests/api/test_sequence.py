@@ -7,7 +7,7 @@ import torch.distributed as dist
 import startrail
 from startrail._compat import PrefixStore
 from startrail.agreement.ledger import CallLedger
-from startrail.compile import attention as compile_attention
+from startrail.geometry import blocks
 from startrail.launch.local import run_local
 from tests.helpers import dense, error_of, qkv, tensors, worst
 
@@ -24,13 +24,13 @@ def test_layers_that_share_a_sequence_use_no_store_and_compute_each_tile_once(pl
                 return original(self, *arguments, **options)
 
             setattr(CallLedger, name, counted)
-        tiles_of = compile_attention.tiles_of
+        tiles_of = blocks.tiles_of
 
         def counted_tiles(*block):
             tiles.append(block)
             return tiles_of(*block)
 
-        compile_attention.tiles_of = counted_tiles
+        blocks.tiles_of = counted_tiles
         sp = startrail.SequenceParallel(plan)
 
         def step(sequence):

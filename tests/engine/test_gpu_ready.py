@@ -22,11 +22,10 @@ from startrail.compile.problem import Boundaries, Split
 from startrail.diagnostics import doctor
 from startrail.diagnostics.exactness import Case, check_cases
 from startrail.engine import buffers, wire
+from startrail.engine.arguments import AttentionCall, Shapes, describe_tensor, read_call
 from startrail.engine.attention import AttentionRequest
 from startrail.engine.buffers import BufferPool
-from startrail.engine.call import AttentionCall
 from startrail.engine.runner import PassRunner
-from startrail.engine.validate import Shapes, describe_tensor, read_call
 from startrail.engine.wire import Wire
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda, kernel_for

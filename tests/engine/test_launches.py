@@ -14,9 +14,8 @@ import startrail
 from startrail.cli import main
 from startrail.compile.problem import Boundaries
 from startrail.engine import attention
+from startrail.engine.arguments import AttentionCall, Shapes
 from startrail.engine.attention import AttentionKernel, AttentionRequest
-from startrail.engine.call import AttentionCall
-from startrail.engine.validate import Shapes
 from startrail.geometry.mask import Mask
 from startrail.kernels import accumulate, base, cuda, rearrange
 from startrail.schedule.program import build_program

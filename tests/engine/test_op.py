@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import startrail
+from startrail.engine.arguments import AttentionCall
 from startrail.engine.buffers import KEPT_PASSES, BufferPool
-from startrail.engine.call import AttentionCall
 from startrail.engine.session import RECENT_BATCHES as RECENT_SEQUENCES
 from startrail.geometry.mask import Mask
 from startrail.launch.local import run_local

@@ -18,25 +18,28 @@ direct (196608, 393216) (10752, 21504)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from startrail.compile.call import ByLevel, Part
 from startrail.compile.problem import Boundaries, Problem, Split
-from startrail.geometry.bands import bands_of
+from startrail.geometry.blocks import BlockTiles
 from startrail.geometry.layout import Layout, Runs, Zone
 from startrail.geometry.mask import Mask
 from startrail.geometry.needs import needed_keys
-from startrail.geometry.tiles import Costs, Tile, segments_of, tiles_of
+from startrail.geometry.tiles import Costs
 from startrail.schedule.demand import NARROW, Demand
-from startrail.schedule.places import Place
 from startrail.schedule.plan import Plan, on_demand
 from startrail.schedule.program import Program, build_program, closed_form
 from startrail.schedule.proof import Contents, ScheduleError
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import BACKWARD, PASSES, Pass, Piece
+
+if TYPE_CHECKING:
+    from startrail.schedule.places import Place
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element
 
@@ -263,26 +266,3 @@ class AttentionPart(Part):
 
 def _tokens(runs: Runs) -> list[int]:
     return [token for start, count in runs for token in range(start, start + count)]
-
-
-class BlockTiles:
-    """The visible tiles of each block under one mask, computed on first use. ``runs_of`` gives the tokens of a shard or
-    bundle, sorted by position."""
-
-    def __init__(self, runs_of: Callable[[int], Runs], mask: Mask, costs: Costs) -> None:
-        self.mask, self.costs = mask, costs
-        self._runs_of = lru_cache(maxsize=None)(runs_of)
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
-
-    def __call__(self, row: int, column: int) -> tuple[Tile, ...]:
-        tiles = self._tiles.get((row, column))
-        if tiles is None:
-            rows, keys = self._runs_of(row), self._runs_of(column)
-            tiles = ()
-            for staircase in self.mask.staircases:  # over disjoint pairs, so that their tiles simply follow each other
-                if self.costs.bands:
-                    tiles += tuple(bands_of(segments_of(staircase, rows, keys)))
-                else:
-                    tiles += tiles_of(staircase, rows, keys, self.costs.call)
-            self._tiles[row, column] = tiles
-        return tiles

@@ -27,10 +27,11 @@ from startrail.compile.problem import Problem, Split
 from startrail.geometry.layout import Layout, Runs, Zone
 from startrail.schedule.parts import run_order
 from startrail.schedule.places import Place
-from startrail.schedule.program import Program
+from startrail.schedule.program import Program, build_program
 from startrail.schedule.proof import Contents
-from startrail.schedule.sizes import PieceSizes, aligned
-from startrail.schedule.values import Pass, Piece
+from startrail.schedule.sizes import ALIGN, PieceSizes, Sizes, aligned
+from startrail.schedule.values import FORWARD, Pass, Piece
+from startrail.schedule.walk import MAX_PARTS
 
 ByLevel = tuple[int, ...]  # bytes sent over each level's links
 
@@ -156,6 +157,13 @@ class CompiledCall:
     @cached_property
     def digest(self) -> int:
         return zlib.crc32(str(self).encode())
+
+
+def most_kept_bytes(split: Split, rank: int, sizes: Sizes) -> int:
+    """What a forward pass keeps at most, whatever the documents: what the plan keeps if all ranks share all tokens, and
+    some room. ``sizes`` are the plan's for all tokens."""
+    pieces = build_program(split.plan, split.world, rank, FORWARD).kept
+    return sizes.kept_bytes(pieces) + MAX_PARTS * len(pieces) * ALIGN
 
 
 def compile_call(problem: Problem, split: Split, rank: int, layout: Layout | None = None) -> CompiledCall:

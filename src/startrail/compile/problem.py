@@ -16,8 +16,9 @@ from startrail.geometry.layout import Layout, Zone
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import ZoneLevel, make_layout
 from startrail.schedule.plan import Plan
+from startrail.schedule.program import Program, programs_inside
 from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import Pass
+from startrail.schedule.values import PASSES, Pass
 
 if TYPE_CHECKING:
     from startrail.compile.call import Part
@@ -98,6 +99,10 @@ class Split:
     def layout_of(self, boundaries: Boundaries) -> Layout:
         documents = boundaries.placement or boundaries.documents
         return make_layout(self.layout, self._levels, documents, boundaries.shares or None)
+
+    def programs(self, rank: int) -> list[Program]:
+        """All programs that the rank may run, but for those that follow from a demand for keys."""
+        return [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, rank, pass_)]
 
     def __str__(self) -> str:
         """What all ranks must have in common."""

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from startrail._compat import tree_leaves
 from startrail.agreement.digest import digest
-from startrail.engine.validate import read_call
+from startrail.engine.arguments import read_call
 from startrail.geometry.layout import Layout
 from startrail.integrations.splitting.calls import argument_names
 from startrail.parallel import SequenceParallel

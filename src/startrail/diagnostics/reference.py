@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.diagnostics.rounding import ROUNDING, Attention, Floor, floor_of
-from startrail.engine.validate import MAX_HEAD_DIM
+from startrail.engine.arguments import MAX_HEAD_DIM
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
 from startrail.kernels import accumulator

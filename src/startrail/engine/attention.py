@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.agreement.consensus import rejoining
-from startrail.compile.attention import Attention, AttentionPart, BlockTiles
-from startrail.compile.call import CompiledCall, compile_call
+from startrail.compile.attention import Attention, AttentionPart
+from startrail.compile.call import CompiledCall, compile_call, most_kept_bytes
+from startrail.engine.arguments import AttentionCall, Shapes
 from startrail.engine.batch import Batch
-from startrail.engine.call import AttentionCall
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
 from startrail.engine.session import Session, Settings
-from startrail.engine.validate import Shapes
 from startrail.engine.wire import Wire
+from startrail.geometry.blocks import BlockTiles
 from startrail.kernels import (
     Kernel,
     Partial,
@@ -29,10 +29,8 @@ from startrail.kernels import (
     row_sums,
     surrogate_out,
 )
-from startrail.schedule.program import build_program
-from startrail.schedule.sizes import ALIGN, Sizes
+from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Block, Pass
-from startrail.schedule.walk import MAX_PARTS
 from startrail.transport.process_groups import channels_under_compute
 
 
@@ -78,7 +76,7 @@ class AttentionRequest:
         tiles = tuple(part.tiles(kernel.costs) for part in parts)
         alike = shapes.with_tokens(batch.layout.largest)  # ranks may hold different numbers of tokens
         detail = f"{alike}, {call.without_gradients()}, {batch.boundaries}, {session.settings}"
-        kept = max(value.kept_bytes, most_kept_bytes(session, shapes))
+        kept = max(value.kept_bytes, kept_bytes(session, shapes))
         scale = call.scale_for(shapes.head_dim)
         return PreparedAttention(detail, parts, passes, kernels, tiles, scale, kept)
 
@@ -123,15 +121,12 @@ def sizes_of(settings: Settings, shapes: Shapes) -> Sizes:
     return Sizes(settings.split.plan, *shape, shapes.dtype.itemsize, wire.itemsize, shapes.value_dim)
 
 
-def most_kept_bytes(session: Session, shapes: Shapes) -> int:
-    """What a forward pass keeps at most, as its tensors' shapes tell: what the plan keeps if all ranks share all
-    tokens, and some room. Other ranks' pieces are larger if their shares are."""
-    split = session.settings.split
-    pieces = build_program(split.plan, split.world, session.rank, FORWARD).kept
-    room = MAX_PARTS * len(pieces) * ALIGN
+def kept_bytes(session: Session, shapes: Shapes) -> int:
+    """What a forward pass keeps at most, as its tensors' shapes tell. Other ranks' pieces are larger if their shares
+    are."""
     if session.largest_share > 1:
         shapes = shapes.with_tokens(int(1.05 * session.largest_share * shapes.tokens))
-    return sizes_of(session.settings, shapes).kept_bytes(pieces) + room
+    return most_kept_bytes(session.settings.split, session.rank, sizes_of(session.settings, shapes))
 
 
 # --- blocks

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from startrail._compat import find_group, gather_shards, sum_to_shards
 from startrail.agreement.errors import peer_errors
+from startrail.engine.arguments import describe_tensor
 from startrail.engine.op import UNSAFE, find_session
-from startrail.engine.validate import describe_tensor
 
 
 def agree(x: object, op_key: Tensor, session: str, operation: str, arguments: str, gradients: bool) -> None:

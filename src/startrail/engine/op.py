@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from startrail.engine import attention as attention_call
-from startrail.engine.attention import most_kept_bytes
-from startrail.engine.call import AttentionCall
+from startrail.engine.arguments import AttentionCall, Shapes
+from startrail.engine.attention import kept_bytes
 from startrail.engine.session import Session
-from startrail.engine.validate import Shapes
 
 _sessions: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -63,7 +62,7 @@ def _(
     return (
         torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
-        torch.empty(most_kept_bytes(owner, shapes), dtype=torch.uint8, device=q.device),
+        torch.empty(kept_bytes(owner, shapes), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
         torch.empty(max_logits, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
     )

@@ -28,8 +28,7 @@ from startrail.compile.problem import Boundaries, Split
 from startrail.engine.batch import Batch
 from startrail.engine.op_key import DigestRecorder, OpKey, SequenceNumbers, SequenceState
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PassRunner, PreparedPass
-from startrail.schedule.program import programs_inside
-from startrail.schedule.values import PASSES, Pass
+from startrail.schedule.values import Pass
 from startrail.transport.base import Compare
 from startrail.transport.counters import Counters
 from startrail.transport.opening import open_transport, transport_class
@@ -288,8 +287,7 @@ class Session:
         """The runner for this device, with its lanes. Another type of device gets a new one."""
         if self._runner is None or self._runner.transport.device.type != device.type:
             name = f"{self.consensus.enter()}/lanes {self.consensus.epoch} {device.type}"
-            plan = self.settings.split.plan
-            programs = [p for pass_ in PASSES for p in programs_inside(plan, self.world, self.rank, pass_)]
+            programs = self.settings.split.programs(self.rank)
             timeout, counters = self.settings.timeout, self.counters
             transport = open_transport(self.consensus, counters, self.place, name, timeout, device, programs)
             self._runner = PassRunner(transport, counters)

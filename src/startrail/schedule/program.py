@@ -112,8 +112,9 @@ def build_program(
 def programs_inside(plan: Plan, world: int, rank: int, pass_: Pass) -> Iterator[Program]:
     """The programs of ``rank`` for all tokens, and for those that it shares with the ranks inside each level."""
     for level, slots in plan.zone_levels(world):
-        first = rank // len(slots) * len(slots)
-        yield build_program(plan.inside(level), len(slots), rank - first, pass_, first)
+        if not (inner := plan.inside(level)).family.by_demand:  # those have lanes of their own
+            first = rank // len(slots) * len(slots)
+            yield build_program(inner, len(slots), rank - first, pass_, first)
 
 
 def _pieces_of(plan: Plan, shard: int, kinds: Sequence[str]) -> list[Piece]:
