@@ -66,7 +66,7 @@ ENTRANCES = {
 }
 
 # Class names that several modules use on purpose.
-DELIBERATE: dict[str, set[str]] = {}
+DELIBERATE = {"Piece": {"schedule.values", "training.checkpoints.pieces"}}
 
 
 def modules():

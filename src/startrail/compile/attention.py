@@ -30,7 +30,6 @@ from startrail.geometry.blocks import BlockTiles
 from startrail.geometry.layout import Layout, Runs, Zone
 from startrail.geometry.mask import Mask
 from startrail.geometry.needs import needed_keys
-from startrail.geometry.tiles import Costs
 from startrail.schedule.demand import NARROW, Demand
 from startrail.schedule.plan import Plan, on_demand
 from startrail.schedule.program import Program, build_program, closed_form
@@ -39,6 +38,7 @@ from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import BACKWARD, PASSES, Pass, Piece
 
 if TYPE_CHECKING:
+    from startrail.geometry.tiles import Costs
     from startrail.schedule.places import Place
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element

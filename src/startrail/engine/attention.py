@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from startrail.engine.batch import Batch
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
 from startrail.engine.session import Session, Settings
 from startrail.engine.wire import Wire
-from startrail.geometry.blocks import BlockTiles
 from startrail.kernels import (
     Kernel,
     Partial,
@@ -32,6 +32,9 @@ from startrail.kernels import (
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Block, Pass
 from startrail.transport.process_groups import channels_under_compute
+
+if TYPE_CHECKING:
+    from startrail.geometry.blocks import BlockTiles
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,12 @@ from startrail.agreement.timing import TIMING
 from startrail.agreement.watchdog import watch
 from startrail.kernels.device import on_device, record_event
 from startrail.schedule.program import Program
-from startrail.schedule.walk import Message
 from startrail.transport import process_groups
 from startrail.transport.base import Compare, MessageSet, Together
 from startrail.transport.lanes import Lanes, PendingTransfer
+
+if TYPE_CHECKING:
+    from startrail.schedule.walk import Message
 
 
 class InFlight(Protocol):
