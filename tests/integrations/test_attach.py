@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     masking_utils,
 )
 
@@ -28,7 +30,7 @@ from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.integrations.versions import is_checkpointing
 from startrail.kernels import kernel_for
 from tests.helpers import ROOT, error_of
-from tests.integrations.tiny import SMALL, families, tiny, tokens
+from tests.integrations.tiny import SMALL, families, packed, tiny, tokens
 
 
 def test_what_cannot_be_run_is_refused_when_it_is_attached():
@@ -94,6 +96,24 @@ def test_what_cannot_be_run_is_refused_when_it_is_attached():
     assert "its loss is not the sum over shift_labels" in error_of(lambda: attach(model, sp))
     assert "already" in error_of(lambda: attach(attach(tiny("llama"), sp), sp))
     assert "needs a transformers model" in error_of(lambda: attach(torch.nn.Linear(2, 2), sp))
+
+
+def test_a_model_whose_positions_begin_elsewhere_needs_positions():
+    """In RoBERTa they begin behind the id of padding, which other models do not do."""
+    sp, batch = startrail.SequenceParallel("1x1"), packed(9, 4)
+    torch.manual_seed(0)
+    options = dict(is_decoder=True, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    model = RobertaForCausalLM(RobertaConfig(**SMALL | options))
+    ids = batch["input_ids"].clamp(min=1)
+    whole = dict(input_ids=ids, labels=ids)
+    expected = model(**whole).loss.item()
+    attach(model, sp)
+    text = error_of(lambda: model(**shard_batch(sp, **whole)))
+    assert text.startswith("ValueError: RobertaForCausalLM does not count positions from 0: pass position_ids= to")
+    counted = torch.arange(1, 14).unsqueeze(0)  # padding has id 0
+    ours = model(**shard_batch(sp, **whole, position_ids=counted)).loss.item()
+    assert ours == pytest.approx(expected, rel=1e-6)
+    assert model(**shard_batch(sp, **batch)).loss.isfinite()
 
 
 def test_two_models_with_two_plans_and_generation_afterwards():

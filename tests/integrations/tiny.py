@@ -24,14 +24,15 @@ EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 
 @cache
 def families() -> dict[str, tuple[type, Any]]:
-    """Model class and config: plain and grouped heads, windows, alternating windows, softcaps, learned positions,
-    sinks, chunks, experts, and values of another width than keys."""
+    """Model class and config: plain and grouped heads, windows, alternating windows, softcaps, learned positions (in
+    OPT counted from the attention mask), sinks, chunks, experts, and values of another width than keys."""
     kinds = ["sliding_attention", "full_attention"]
     latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     latent |= dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
     gpt2 = hf.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
     )
+    opt = dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, attention_dropout=0.0)
     chunks = dict(attention_chunk_size=16, intermediate_size_mlp=48, num_local_experts=2, no_rope_layers=[1, 0])
     return {
         "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL)),
@@ -46,6 +47,7 @@ def families() -> dict[str, tuple[type, Any]]:
             hf.Gemma2Config(**SMALL, head_dim=8, sliding_window=7, layer_types=kinds, attn_logit_softcapping=0.5),
         ),
         "gpt2": (hf.GPT2LMHeadModel, gpt2),
+        "opt": (hf.OPTForCausalLM, hf.OPTConfig(**SMALL, **opt, enable_bias=False)),  # biases of keys have no gradient
         "gpt-oss": (
             hf.GptOssForCausalLM,
             hf.GptOssConfig(**SMALL, head_dim=8, sliding_window=7, num_local_experts=4, num_experts_per_tok=2),

@@ -44,12 +44,16 @@ class Whole(NamedTuple):
 class BatchContext:
     """What all layers share about a batch. ``chunk_positions``: the position of each token that chunks are counted by,
     if not its index in the sequence. ``fully_masked``: True for those of this rank's tokens that are padding and see no
-    keys. ``whole``: set if only the language model's inputs are split."""
+    keys. ``whole``: set if only the language model's inputs are split. ``has_positions``: the batch came with
+    positions. ``unpadded_positions``: those of this rank's tokens counted from each row's first token, if the batch
+    came without positions and has padding on the left."""
 
     sequence: Sequence
     chunk_positions: Tensor | None
     fully_masked: Tensor | None = None
     whole: Whole | None = None
+    has_positions: bool = True
+    unpadded_positions: Tensor | None = None
     _by_chunk: dict[int, Sequence] = field(default_factory=dict)
 
     def split(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
@@ -186,7 +190,11 @@ def shard_batch(
         arguments["num_items_in_batch"] = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     unchanged = {name: x for name, x in others.items() if name not in arguments}
     masked = None if masked is None else sequence.shard(masked, 0)
-    return {**unchanged, **arguments, "startrail": BatchContext(sequence, chunk_positions, masked, whole)}
+    unpadded = None
+    if position_ids is None and not bool(real[:, 0].all()):
+        unpadded = sequence.shard(_joined(row_index, kept, -1), -1)
+    context = BatchContext(sequence, chunk_positions, masked, whole, position_ids is not None, unpadded)
+    return {**unchanged, **arguments, "startrail": context}
 
 
 def _joined(x: Tensor, kept: Tensor | None, dim: int) -> Tensor:

@@ -4,8 +4,9 @@ layer shows its mask, scale, sinks and other arguments while attention returns z
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from startrail.integrations.batch import IGNORE
 from startrail.integrations.layer_masks import MaskUseError
 from startrail.integrations.token_mixing import find_token_mixing
 from startrail.integrations.vision import text_model
+from startrail.integrations.without_logits import finding_layers
 
 if TYPE_CHECKING:
     from startrail.integrations.transformers import Attached
@@ -26,6 +28,14 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", None)  
 MIXING = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")  # words in layer types with a state or a convolution
 ROUTER_LOSS = "the routers' auxiliary loss would see only this rank's tokens; set config.output_router_logits=False"
 SHOWN = 8  # layers that an error lists
+
+
+class PositionRule(Enum):
+    """How a model counts positions if it is given none."""
+
+    INDEX = "index in the row"
+    MASK = "index among the tokens that the attention mask keeps"
+    OWN = "otherwise"
 
 
 def check_config(model: PreTrainedModel) -> None:
@@ -70,10 +80,10 @@ def probe(model: PreTrainedModel, attached: Attached) -> None:
     options = dict(labels=labels, shift_labels=labels, num_items_in_batch=7)
 
     def run(ids: Tensor, **options: Any) -> Any:
-        mask, positions = torch.ones_like(ids), torch.full_like(ids, 3)
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **options)
+        options = dict(attention_mask=torch.ones_like(ids), position_ids=torch.full_like(ids, 3)) | options
+        return model(input_ids=ids, use_cache=False, **options)
 
-    with _probing(model, attached):
+    with _probing(model, attached), finding_layers(model, attached):
         model.train()
         attached.wants_logits = True
         output = run(ids, **options)
@@ -95,6 +105,10 @@ def probe(model: PreTrainedModel, attached: Attached) -> None:
             f"{module}: a token's result depends on other tokens outside attention (a recurrence, a convolution or a "
             f"token shift), in {len(alike)} {kind.__name__}: {_some(alike)}. {_whole_cost(model)}"
         )
+    if device.type != "meta" and text_model(model) is model:
+        with _probing(model, attached):
+            model.eval()
+            attached.positions = _position_rule(run, ids)
     if device.type != "meta" and getattr(output, "loss", None) is not None:
         logits = output.logits.float().reshape(-1, output.logits.shape[-1])
         loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") / 7
@@ -115,6 +129,22 @@ def probe(model: PreTrainedModel, attached: Attached) -> None:
                 f"{loss.item():.4f}, so logits are computed whole",
                 stacklevel=4,
             )
+
+
+def _position_rule(run: Callable[..., Any], ids: Tensor) -> PositionRule:
+    """By the model's results with and without positions. Rotary embeddings, which act in attention only, do not show:
+    models that have them count from 0."""
+    index = torch.arange(PROBE_TOKENS, device=ids.device).unsqueeze(0)
+    ones = torch.ones_like(ids)
+    padded = ones.index_fill(1, index[0, :1], 0)
+
+    def differ(mask: Tensor) -> bool:
+        given, counted = (run(ids, attention_mask=mask, position_ids=x)[0][:, 1:] for x in (index, None))
+        return not torch.allclose(given.float(), counted.float(), rtol=1e-3, atol=1e-5)
+
+    if differ(ones):
+        return PositionRule.OWN
+    return PositionRule.MASK if differ(padded) else PositionRule.INDEX
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def _outputs(model: Any, run: Callable[[Tensor], Tensor], ids: Tensor) -> _Outpu
 
     def embed(module: nn.Module, arguments: object, output: Tensor) -> Tensor:
         embeddings.append(output.detach().requires_grad_())
-        return embeddings[-1]
+        return embeddings[-1].clone()  # some models scale it in place
 
     sharded = any(hasattr(x, "device_mesh") for x in model.parameters())  # FSDP communicates in the backward pass
     with ExitStack() as hooks:

@@ -35,7 +35,7 @@ from startrail.checkpoint import checkpoint_context
 from startrail.integrations import layer_masks, probe, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
-from startrail.integrations.probe import ROUTER_LOSS
+from startrail.integrations.probe import ROUTER_LOSS, PositionRule
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
 from startrail.offload import HostOffload
@@ -68,7 +68,9 @@ class Attached:
         self.context: BatchContext | None = None
         self.probed: list[tuple[str, str | None]] | None = None
         self.original_attention: dict[str, str | None] = {}
+        self.positions = PositionRule.INDEX
         self.logits = self.wants_logits = False  # by default, and in this call
+        self.layers: str | None = None  # the part of the model that computes what its head gets
         self.loss_chunk: int | None = None  # tokens whose logits are computed at a time; None: by the vocabulary
         self.announced = False  # what that saves
         self.offload = False
@@ -159,6 +161,8 @@ class Attached:
                 "the model is attached to startrail: call model(**shard_batch(sp, input_ids=..., labels=...)), or "
                 "detach(model) first"
             )
+        if self.context is not None:
+            self._set_positions(model, self.context, options)
         if self.context is not None and self.context.whole is not None and vision.language_model_name(model) is None:
             raise ValueError(f"{type(model).__name__} takes no images: leave pixel_values out of shard_batch")
         if torch.compiler.is_compiling() and self.context is not None and self.context.whole is not None:
@@ -175,6 +179,16 @@ class Attached:
             if self.steps == 1:
                 check_fsdp_meshes(model, self.sp.group)
         return arguments, options
+
+    def _set_positions(self, model: nn.Module, context: BatchContext, options: dict[str, Any]) -> None:
+        """Give a batch that came without positions those that the model would have counted."""
+        if self.positions is PositionRule.OWN and not context.has_positions:
+            raise ValueError(
+                f"{type(model).__name__} does not count positions from 0: pass position_ids= to shard_batch, as one "
+                "process would count them"
+            )
+        if self.positions is PositionRule.MASK and context.unpadded_positions is not None:
+            options["position_ids"] = context.unpadded_positions
 
     def after_forward(self, model: nn.Module, arguments: object, output: object) -> None:
         """Forget the batch: a part of the model that is called later would run on its tokens."""

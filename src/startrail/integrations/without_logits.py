@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -42,7 +42,7 @@ class StandIn(nn.Module):
 
 def install(model: PreTrainedModel) -> None:
     """Replace ``model.forward``. ``remove`` undoes it."""
-    if layers_name(model) is None or model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None:
         return
     model._startrail_forward = model.__dict__.get("forward")  # another wrapper's
     wrapper = wraps(type(model).forward)(forward_without_logits)
@@ -66,12 +66,11 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
         bound = inspect.signature(type(model).forward).bind_partial(model, *arguments).arguments
         options |= {name: given for name, given in bound.items() if given is not model}
     labels = options.get("shift_labels")
-    if attached is None or attached.wants_logits or labels is None or _asks_for_logits(model, options):
+    name = None if attached is None else attached.layers
+    if name is None or attached.wants_logits or labels is None or _asks_for_logits(model, options):
         return original(**options)
 
-    name = layers_name(model)
-    assert name is not None
-    layers = model._modules[name]
+    layers = model.get_submodule(name)
     results: list[Any] = []
 
     def run_layers(*arguments: Any, **options: Any) -> Any:
@@ -92,10 +91,19 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
     return type(output)(**{**output, "loss": loss, "logits": None})
 
 
-def layers_name(model: PreTrainedModel) -> str | None:
-    """The name of the part of a model that computes what its head gets, or None if it has no head."""
-    parts = (name for name, part in model.named_children() if isinstance(part, PreTrainedModel | StandIn))
-    return model.base_model_prefix if model.base_model_prefix in model._modules else next(parts, None)
+@contextmanager
+def finding_layers(model: PreTrainedModel, attached: Any) -> Iterator[None]:
+    """Inside, a call of ``model`` shows which of its parts computes what its head gets: the first model inside it that
+    runs. In OPT, that is not its base model, but a part of it."""
+
+    def note(name: str, *_: object) -> None:
+        attached.layers = attached.layers or name
+
+    with ExitStack() as hooks:
+        for name, part in model.named_modules():
+            if isinstance(part, PreTrainedModel) and part is not model:
+                hooks.enter_context(part.register_forward_pre_hook(partial(note, name)))
+        yield
 
 
 def _asks_for_logits(model: PreTrainedModel, options: dict[str, Any]) -> bool:
@@ -143,9 +151,12 @@ def _with_hidden(results: Any, hidden: Tensor) -> Any:
 
 @contextmanager
 def _replaced(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    layers = model._modules[name]
-    model._modules[name] = StandIn(layers, function)
+    parent, _, own = name.rpartition(".")
+    modules = model.get_submodule(parent)._modules
+    layers = modules[own]
+    assert layers is not None
+    modules[own] = StandIn(layers, function)
     try:
         yield
     finally:
-        model._modules[name] = layers
+        modules[own] = layers

@@ -1,0 +1,59 @@
+"""Rows of few tokens, ranks with padding only, and batches without labels, where new memory holds NaN."""
+
+import random
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+
+import torch
+
+import startrail
+from startrail.integrations.transformers import attach
+from startrail.launch.local import run_local
+from tests.helpers import FULL
+from tests.integrations.one_process import many_ranks, one_process
+from tests.integrations.tiny import padded, tiny
+
+NAMES = ("gemma2", "gpt-oss", "opt", "llama4")  # a softcap, sinks, learned positions, chunks; experts in two
+CASES = 80 if FULL else 20
+
+
+def random_batch(chance, name):
+    longest = chance.choice((1, 2, 4, 12, 40))
+    lengths = [chance.randint(1, longest) for _ in range(chance.randint(1, 3))]
+    batch = padded(lengths, chance.choice(("right", "left")))
+    share = chance.choice((0, 0.5, 1, 1))
+    learnt = torch.tensor([[chance.random() < share for _ in row] for row in batch["labels"]])
+    if name == "gemma2":  # eager attention, in which padding on the left sees all keys
+        learnt &= batch["attention_mask"].cumsum(1) > 1
+    return dict(batch, labels=batch["labels"].masked_fill(~learnt, -100))
+
+
+def mistakes(ours, truth):
+    """The gradients that are off. One process has NaN where a batch has no labels."""
+    truth = {name: x.nan_to_num() for name, x in truth.items()}
+    norm = torch.stack([x.norm() for x in truth.values()]).norm()
+    return [name for name, x in truth.items() if not (ours[name] - x).norm() <= 1e-5 * norm]
+
+
+@pytest.mark.parametrize("plan", ["1x5", "u2/1x2"])
+def test_gradients_are_those_of_one_process(plan):
+    chance = random.Random(0)
+    cases = []
+    for name in chance.choices(NAMES, k=CASES):
+        tile = chance.choice((None, 1, 5)) if name != "opt" else None  # whose MLP is no module
+        cases.append((name, random_batch(chance, name), dict(tile_mlp=tile, offload=chance.random() < 0.5)))
+    truths = [one_process(name, batch)[1] for name, batch, _ in cases]
+
+    def on_rank(rank):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        sp, wrong = startrail.SequenceParallel(plan), []
+        for (name, batch, options), truth in zip(cases, truths, strict=True):
+            _, found = many_ranks(attach(tiny(name), sp, **options), sp, batch)
+            lengths = batch["attention_mask"].sum(1).tolist()
+            wrong += [f"{name} {lengths} {options}: {line}" for line in mistakes(found, truth)]
+        return wrong
+
+    assert run_local(on_rank, startrail.Plan.parse(plan).size) == [[]] * startrail.Plan.parse(plan).size
