@@ -60,14 +60,14 @@ def test_a_buffer_is_reused_on_its_own_stream_only(monkeypatch):
     stream = 1
     monkeypatch.setattr(buffers, "current_stream_id", lambda device: stream)
     pool = BufferPool()
-    buffer = pool.get(64, torch.device("cpu"))
-    pool.put(buffer)
+    buffer = pool.on(torch.device("cpu")).get(64)
+    pool.on(torch.device("cpu")).put(buffer)
     stream = 2
-    other = pool.get(64, torch.device("cpu"))
+    other = pool.on(torch.device("cpu")).get(64)
     assert other is not buffer
-    assert pool.get(48, torch.device("cpu")).flat.data_ptr() != buffer.flat.data_ptr(), "nor the beginning of it"
+    assert pool.on(torch.device("cpu")).get(48).flat.data_ptr() != buffer.flat.data_ptr(), "nor the beginning of it"
     stream = 1
-    assert pool.get(64, torch.device("cpu")) is buffer
+    assert pool.on(torch.device("cpu")).get(64) is buffer
 
 
 def test_ints_on_a_gpu_are_cached_per_stream(monkeypatch):

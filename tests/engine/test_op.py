@@ -336,22 +336,22 @@ def test_pytorchs_own_ring_agrees(causal, kv_heads):
 
 
 def test_buffers_are_reused_for_smaller_pieces_but_not_before_they_are_sent():
-    pool, sent = BufferPool(), []
-    first = pool.get(100, torch.device("cpu"))
-    first.sends.append(SimpleNamespace(wait=lambda: sent.append(True)))
+    pool, sent = BufferPool().on(torch.device("cpu")), []
+    first = pool.get(100)
+    first.sends.append(SimpleNamespace(is_waited_for=False, wait=lambda: sent.append(True)))
     pool.put(first)
-    again = pool.get(60, torch.device("cpu"))
+    again = pool.get(60)
     assert (again.flat.data_ptr(), again.flat.numel(), sent, pool.allocated) == (first.flat.data_ptr(), 60, [True], 100)
     pool.put(again)
-    assert pool.get(100, torch.device("cpu")) is first
+    assert pool.get(100) is first
     pool.put(first)
-    pool.get(49, torch.device("cpu"))
+    pool.get(49)
     assert pool.allocated == 149, "a buffer of more than twice the size stays free"
     for _ in range(KEPT_PASSES - 1):
         pool.drop_unused()
-    assert pool._free, "a buffer is kept for some passes"
+    assert pool.free, "a buffer is kept for some passes"
     pool.drop_unused()
-    assert not pool._free, "but not for ever"
+    assert not pool.free, "but not for ever"
 
 
 def test_forked_ranks_do_not_collect_what_their_parent_made():

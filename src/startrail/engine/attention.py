@@ -170,7 +170,7 @@ class AttentionKernel(BlockKernel):
             self.kernel.forward(q, k, v, visible, self.scale, out)
             if self.max_logits.numel():
                 made = part.program.pass_.makes(block)[0]
-                mine = part.wire.shares(self.max_logits, made)[part.place.head]
+                mine = part.wire.share(self.max_logits, made, part.place.head)
                 mine.copy_(torch.maximum(mine, block_max_logits(q, k, visible, self.scale)))
             return
         ((q,), (dout, out_like, lse), (k, v)), (by_row, by_key) = inputs, results

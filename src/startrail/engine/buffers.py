@@ -22,12 +22,11 @@ class Buffer:
     """Bytes, and the transfers to wait for before they may be read (``arrivals``) or overwritten (``sends``).
 
     Views of the bytes are cached, because a buffer is reused for the same kind of piece. If the pool had no
-    buffer of this size, ``whole`` is the larger one that these bytes are the start of. ``stream`` is the stream that
-    reads and writes them.
+    buffer of this size, ``whole`` is the larger one that these bytes are the start of.
     """
 
-    def __init__(self, flat: Tensor, whole: Buffer | None = None, stream: int = 0) -> None:
-        self.flat, self.whole, self.stream = flat, whole, stream
+    def __init__(self, flat: Tensor, whole: Buffer | None = None) -> None:
+        self.flat, self.whole, self.nbytes = flat, whole, flat.numel()
         self.arrivals: list[Pending] = []
         self.sends: list[Pending] = []
         self.last_pass = 0  # the pass that returned it to the pool
@@ -43,9 +42,12 @@ class Buffer:
         return views
 
     def arrive(self) -> None:
+        if not self.arrivals:
+            return
         arrivals, self.arrivals = self.arrivals, []
         for transfer in arrivals:
-            transfer.wait()
+            if not transfer.is_waited_for:
+                transfer.wait()
 
 
 class InputPiece:
@@ -68,54 +70,70 @@ class InputPiece:
             join()
 
 
-Key = tuple[int, torch.device, int]
+class StreamBuffers:
+    """Flat byte buffers of one stream, reused within a pass and by later ones. A buffer whose send is pending is handed
+    out only once the send has completed. A buffer that was not used in the last ``KEPT_PASSES`` passes is dropped."""
 
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self.device, self.stream = device, stream
+        self.free: dict[int, list[Buffer]] = {}  # by size
+        self.allocated = self.num_passes = 0
 
-class BufferPool:
-    """Flat byte buffers, reused within a pass and by later ones. A buffer whose send is pending is handed out only once
-    the send has completed. A buffer that was not used in the last ``KEPT_PASSES`` passes is dropped.
-
-    Only the stream that waited for a send is ordered after it, so a buffer is reused only on its own stream.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[Key, list[Buffer]] = {}
-        self._pass = 0
-        self.allocated = 0
-
-    def get(self, nbytes: int, device: torch.device) -> Buffer:
+    def get(self, nbytes: int) -> Buffer:
         """The smallest free buffer of 1 to 2 times ``nbytes`` (of equals, the one returned first), or a new one."""
-        stream = current_stream_id(device)
-        free = self._free.get((nbytes, device, stream)) or self._larger(nbytes, device, stream)
+        free = self.free.get(nbytes) or self._larger(nbytes)
         if not free:
             self.allocated += nbytes
-            return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=device), stream=stream)
+            return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         buffer = free.pop(0)
         for transfer in buffer.sends:
-            transfer.wait()
+            if not transfer.is_waited_for:
+                transfer.wait()
         buffer.sends = []
-        return buffer if buffer.flat.numel() == nbytes else Buffer(buffer.flat[:nbytes], buffer, stream)
+        return buffer if buffer.nbytes == nbytes else Buffer(buffer.flat[:nbytes], buffer)
 
-    def _larger(self, nbytes: int, device: torch.device, stream: int) -> list[Buffer] | None:
-        sizes = [size for (size, *where), free in self._free.items() if free and where == [device, stream]]
-        size = min((size for size in sizes if nbytes < size <= 2 * nbytes), default=0)
-        return self._free.get((size, device, stream))
+    def _larger(self, nbytes: int) -> list[Buffer] | None:
+        fits = [size for size, free in self.free.items() if free and nbytes < size <= 2 * nbytes]
+        return self.free[min(fits)] if fits else None
 
     def put(self, buffer: Buffer) -> None:
         whole = buffer.whole or buffer
-        whole.sends, whole.last_pass = buffer.sends, self._pass
-        self._free.setdefault((whole.flat.numel(), whole.flat.device, whole.stream), []).append(whole)
+        whole.sends, whole.last_pass = buffer.sends, self.num_passes
+        self.free.setdefault(whole.nbytes, []).append(whole)
 
     def drop_unused(self) -> None:
         """Drop buffers that no pass uses any more. Call this after a pass, once all its sends have completed."""
-        self._pass += 1
-        for key, free in list(self._free.items()):
-            kept = [buffer for buffer in free if buffer.last_pass > self._pass - KEPT_PASSES]
+        self.num_passes += 1
+        for size, free in list(self.free.items()):
+            kept = [buffer for buffer in free if buffer.last_pass > self.num_passes - KEPT_PASSES]
             for buffer in kept:
                 buffer.sends = []
-            self._free[key] = kept
+            self.free[size] = kept
             if not kept:
-                del self._free[key]
+                del self.free[size]
+
+
+class BufferPool:
+    """The buffers of all streams. Only the stream that waited for a send is ordered after it, so a buffer is reused
+    only on its own stream."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], StreamBuffers] = {}
+
+    def on(self, device: torch.device) -> StreamBuffers:
+        """Those of the current stream of a device."""
+        key = device, current_stream_id(device)
+        if key not in self._streams:
+            self._streams[key] = StreamBuffers(*key)
+        return self._streams[key]
+
+    @property
+    def allocated(self) -> int:
+        return sum(stream.allocated for stream in self._streams.values())
+
+    def drop_unused(self) -> None:
+        for stream in self._streams.values():
+            stream.drop_unused()
 
 
 class BundleCopies:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from startrail.engine.buffers import Buffer, BufferPool
+from startrail.engine.buffers import Buffer, StreamBuffers
 from startrail.engine.wire import Wire
 from startrail.kernels.rearrange import copy_parts, join_tokens, split_tokens
 from startrail.schedule.sizes import aligned
@@ -43,10 +42,8 @@ class HeadParts:
 class Exchange:
     """``all_to_all``: the lane can exchange all parts in one call, including our own, if they are dense."""
 
-    def __init__(
-        self, wire: Wire, pieces: Sequence[Piece], pool: BufferPool, device: torch.device, head: int, all_to_all: bool
-    ) -> None:
-        self.wire, self.pool, self.head, self.device = wire, pool, head, device
+    def __init__(self, wire: Wire, pieces: Sequence[Piece], pool: StreamBuffers, head: int, all_to_all: bool) -> None:
+        self.wire, self.pool, self.head, self.device = wire, pool, head, pool.device
         self.kinds = tuple(piece.kind for piece in pieces)
         self.pieces = pieces
         self.nbytes = sum(wire.part_bytes(kind) for kind in self.kinds)
@@ -56,7 +53,7 @@ class Exchange:
         self.inputs: Numbered = ()  # whole pieces, to be filled
 
     def _parts(self) -> tuple[Buffer, HeadParts]:
-        buffer = self.pool.get(self.wire.sizes.plan.heads * aligned(self.nbytes), self.device)
+        buffer = self.pool.get(self.wire.sizes.plan.heads * aligned(self.nbytes))
         key = "parts", self.kinds, self.wire.format
         return buffer, buffer.views(key, lambda flat: HeadParts.cut(flat, self.wire, self.kinds, self.nbytes))
 

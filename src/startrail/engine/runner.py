@@ -111,7 +111,9 @@ class PreparedPost:
         self, step: WalkStep, plain: Sequence[PlainMessage], exchanged: ExchangedPieces | None,
         early: ExchangedPieces | None,
     ) -> None:  # fmt: skip
-        self.step, self.plain, self.exchanged, self.early = step, plain, exchanged, early
+        self.step, self.exchanged, self.early = step, exchanged, early
+        self.receives = [each for each in plain if not each.message.send]
+        self.sends = [each for each in plain if each.message.send]
         self._sets: dict[tuple[bool, bool], MessageSet] = {}
 
     def messages(self, sends_only: bool, with_early: bool) -> MessageSet:
@@ -125,7 +127,7 @@ class PreparedPost:
                 parts += [(self.exchanged.sends, self.exchanged.nbytes)]
             if with_early and self.early is not None:
                 parts += [(self.early.receives, self.early.nbytes)]
-            parts += [((plain.message,), plain.slot.nbytes) for plain in self.plain]
+            parts += [((plain.message,), plain.slot.nbytes) for plain in (*self.receives, *self.sends)]
             parts = [(messages, nbytes) for messages, nbytes in parts if messages]
             self._sets[key] = MessageSet(
                 [message for messages, _ in parts for message in messages],
@@ -239,7 +241,8 @@ class PartRun:
 
     def __init__(self, runner: PassRunner, part: PreparedPart, kernel: BlockKernel, kept: Tensor) -> None:
         self.runner, self.part, self.kernel, self.kept = runner, part, kernel, kept
-        self.program, self.wire, self.pool, self.device = part.program, part.wire, runner.pool, kept.device
+        self.program, self.wire, self.device = part.program, part.wire, kept.device
+        self.pool = runner.pool.on(kept.device)
         self.inputs: PartInputs = {}
         self.pieces: list[InputPiece | None] = [None] * part.num_slots
         self.results: list[Partial | Sums | None] = [None] * part.num_slots
@@ -248,7 +251,7 @@ class PartRun:
         # those that bring the results of our own tokens from the ranks of all heads
         self.exchanges: list[tuple[Exchange, Sequence[tuple[int, Slot]]]] = []
         self.early: dict[tuple[Piece, ...], Exchange] = {}  # those whose receives are posted already
-        self.open_sends: list[Pending] = []
+        self.open_transfers: list[Pending] = []
         self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
         self.step = 0
 
@@ -263,7 +266,7 @@ class PartRun:
             elif self.part.over_heads:
                 self.pieces[slot.number] = self._new_piece(slot)
             else:
-                tensors = tuple(self.wire.shares(x, slot.piece)[0] for x in inputs[slot.piece.kind])
+                tensors = tuple(self.wire.share(x, slot.piece) for x in inputs[slot.piece.kind])
                 held = InputPiece(tensors)
                 if slot.kept is not None:
                     held = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
@@ -306,9 +309,10 @@ class PartRun:
             exchange.take_results([(at, results[slot.piece.kind]) for at, slot in of_exchange])
         for slot in self.part.results:
             for target, source in zip(results[slot.piece.kind], self._final(slot), strict=True):
-                self.wire.shares(target, slot.piece)[0].copy_(source)
-        for transfer in self.open_sends:
-            transfer.wait()
+                self.wire.share(target, slot.piece).copy_(source)
+        for transfer in self.open_transfers:
+            if not transfer.is_waited_for:
+                transfer.wait()
         if (hook := self.runner.counters.on_event) is not None:
             home = Finish(self.part.walk.home)
             hook(self.program, len(self.part.steps), home, start, time.perf_counter())
@@ -327,7 +331,7 @@ class PartRun:
         return held
 
     def _new_buffer(self, slot: Slot) -> Buffer:
-        return self.pool.get(slot.nbytes, self.device)
+        return self.pool.get(slot.nbytes)
 
     def _in_buffer(self, slot: Slot, buffer: Buffer, pooled: bool = False) -> InputPiece:
         return InputPiece(buffer.views(*slot.views), buffer, pooled)
@@ -381,25 +385,22 @@ class PartRun:
                 self.early[early.pieces] = coming
                 payloads += coming.receiving(early.receives)
                 buffers.append(coming.coming_bytes)
-        sent = [self._payload(plain) if plain.message.send else None for plain in post.plain]
-        for plain, payload in zip(post.plain, sent, strict=True):
-            buffers.append(self._receive_buffer(plain) if payload is None else payload)
-            payloads.append(buffers[-1].flat)
+        sent = [self._payload(plain) for plain in post.sends]
+        whole = [self._receive_buffer(plain) for plain in post.receives] + sent
+        buffers += whole
+        payloads += [buffer.flat for buffer in whole]
         at_once = None
         if exchange is not None and exchange.at_once:
             at_once = exchange.coming_bytes.flat, exchange.leaving_bytes.flat
         messages = post.messages(sends_only, with_early)
         pending = transport.post(post.step, self.part.number, messages, payloads, at_once)
         for buffer, (is_sent, groups) in zip(buffers, transport.together(messages).of_buffer, strict=True):
-            transfers = [pending[group] for group in groups]
-            if is_sent:
-                buffer.sends += transfers
-                self.open_sends += transfers  # receives are awaited when their pieces are needed
-            else:
-                buffer.arrivals += transfers
-        for plain, payload in zip(post.plain, sent, strict=True):  # the pool waits for their sends
-            if payload is not None and plain.is_result:
-                self.pool.put(payload)
+            for group in groups:
+                (buffer.sends if is_sent else buffer.arrivals).append(pending[group])
+        self.open_transfers += pending
+        for plain, payload in zip(post.sends, sent, strict=True):
+            if plain.is_result:
+                self.pool.put(payload)  # which waits for its send
         if exchange is not None:
             self.pool.put(exchange.leaving_bytes)
 
@@ -418,7 +419,7 @@ class PartRun:
 
     def _new_exchange(self, exchanged: ExchangedPieces) -> Exchange:
         at_once = self.runner.transport.has_all_to_all and self.part.place.all_to_all_lane is not None
-        return Exchange(self.wire, exchanged.pieces, self.pool, self.device, self.part.place.head, at_once)
+        return Exchange(self.wire, exchanged.pieces, self.pool, self.part.place.head, at_once)
 
     def _payload(self, plain: PlainMessage) -> Buffer:
         """The bytes to send: an input piece, or a result, which is no longer ours afterwards."""

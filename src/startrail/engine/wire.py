@@ -97,6 +97,11 @@ class Wire:
         batch = self.sizes.batch // groups
         return x[group * batch : (group + 1) * batch].unflatten(1, (ranks, -1)).movedim(1, 0)
 
+    def share(self, x: Tensor, piece: Piece, head: int = 0) -> Tensor:
+        """The part of one head rank, (batch, heads, tokens, ...)."""
+        plan = self.sizes.plan
+        return x if plan.heads == plan.groups == 1 else self.shares(x, piece)[head]
+
     def chunks_on(self, device: torch.device) -> Chunks:
         """Where the tokens of all head ranks stand in a whole piece."""
         key = device, current_stream_id(device)

@@ -12,8 +12,6 @@ with a softcap, which the op does not support.
 
 from __future__ import annotations
 
-from weakref import ref
-
 import torch
 from torch import Tensor
 
@@ -23,30 +21,18 @@ from startrail.kernels.base import BackwardTile, ForwardTile, Kernel, TileMask
 from startrail.kernels.diagonal import backward_causal, forward_causal
 from startrail.kernels.reference import ReferenceKernel
 
-MAX_CACHED_CHECKS = 256
+UNKNOWN = "unknown"
 
 
-class FiniteCache:
-    """Whether all numbers of prepared tensors are finite, checked once per tensor. Holds no tensor alive. A dictionary
-    by id, because torch's ``WeakTensorKeyDictionary`` costs as much as a small kernel."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[ref[Tensor], bool | None]] = {}
-
-    def add(self, x: Tensor) -> None:
-        if len(self._known) >= MAX_CACHED_CHECKS:
-            self._known = {key: entry for key, entry in self._known.items() if entry[0]() is not None}
-        self._known[id(x)] = ref(x), None
-
-    def check(self, x: Tensor) -> bool:
-        """Tensors that were not added are checked each time: their numbers may change."""
-        weak, known = self._known.get(id(x), (None, None))
-        if weak is None or weak() is not x:
-            return _is_finite(x)
-        if known is None:
-            known = _is_finite(x)
-            self._known[id(x)] = weak, known
-        return known
+def _check_finite(x: Tensor) -> bool:
+    """True if all numbers are finite. A prepared tensor remembers that, for all blocks that use it; the numbers of
+    others may change."""
+    known = getattr(x, "is_known_finite", None)
+    if known is None:
+        return _is_finite(x)
+    if known is UNKNOWN:
+        known = x.is_known_finite = _is_finite(x)  # type: ignore[attr-defined]
+    return bool(known)
 
 
 def _is_finite(x: Tensor) -> bool:
@@ -63,23 +49,22 @@ class CpuKernel(Kernel):
         self.reason = f"{op}, in {str(self.dtype).removeprefix('torch.')}"
         if softcap is not None:
             self.reason = f"softcap={softcap}: plain math in float64; {op} does not support it"
-        self._finite = FiniteCache()
 
     def prepare(self, x: Tensor) -> Tensor:
         x = x if x.dtype == self.dtype else x.to(self.dtype)
         x = x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
-        x = x.view_as(x)  # a new object, whose numbers do not change: its blocks share one check for finite numbers
-        self._finite.add(x)
+        x = x.view_as(x)  # a new object, whose numbers do not change
+        x.is_known_finite = UNKNOWN  # type: ignore[attr-defined]
         return x
 
     def select_forward(self, q: Tensor, k: Tensor) -> ForwardTile:
-        finite = self.softcap is None and self._finite.check(q) and self._finite.check(k)
+        finite = self.softcap is None and _check_finite(q) and _check_finite(k)
         return self.forward_tile if finite else self._plain_math
 
     def select_backward(self, out: Tensor, lse: Tensor) -> BackwardTile:
         """A query or visible key that is not finite shows in lse; a value or gradient shows in the sum of dout * out.
         So keys and values need no second check, except keys of which every visible logit is -inf under a mask."""
-        finite = self.softcap is None and self._finite.check(out) and _is_finite(lse.clamp(min=0))  # padding: -inf
+        finite = self.softcap is None and _check_finite(out) and _is_finite(lse.clamp(min=0))  # padding: -inf
         return self.backward_tile if finite else self._plain_math_backward
 
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,8 @@ class MessageSet:
 class Pending(Protocol):
     """Posted messages that complete together."""
 
+    is_waited_for: bool
+
     def wait(self) -> None:
         """Wait once, and count the time. Raises ``PeerError`` if they can never complete."""
 

@@ -199,7 +199,7 @@ class PendingTransfer:
     ) -> None:  # fmt: skip
         self.transport, self.step, self.messages, self.group, self.works = transport, step, messages, group, works
         self.posted = time.monotonic()
-        self._is_waited_for = False
+        self.is_waited_for = False
         self._current = 0  # the work that ``wait()`` waits for
 
     @property
@@ -222,9 +222,9 @@ class PendingTransfer:
         self.transport.abort("aborted after an error on another rank")
 
     def wait(self) -> None:
-        if self._is_waited_for:
+        if self.is_waited_for:
             return
-        self._is_waited_for = True
+        self.is_waited_for = True
         transport, consensus, waiting = self.transport, self.transport.consensus, self.transport.counters.waiting
         start, failed = waiting.start(transport.device), True
         consensus.begin_wait(self, self._abort)
