@@ -146,21 +146,17 @@ def shard_batch(
     by_position = CHUNKS_FOLLOW_POSITIONS and bool(starts.any())
     row_index = torch.arange(length, device=real.device) - real.int().argmax(1, keepdim=True)
     counted = _text_axis(positions) if by_position else row_index
-    chunk_positions = counted[0] if by_position else None
     images = _image_tokens(others, blocks) if has_images else None
-    masked = kept = None
+    kept = masked = None
+    chunk_positions = counted[0] if by_position else None
     if not bool(real.all()) or any(bool((x != x[:1]).any()) for x in (starts, counted, images) if x is not None):
         if documents is not None or blocks is not None:
             raise ValueError(
                 "documents and blocks need rows with the same documents and positions, and no padding: pass one row"
             )
-        masked = _learnt_padding(real, shift_labels)
-        kept = (real | masked).flatten().nonzero().squeeze(1)
-        starts = F.pad(starts[:, 1:] | masked[:, :-1], (1, 0), value=True) | masked  # at least one document per row
-        documents = _cu_seqlens(_move_to_kept(starts, real | masked).flatten()[kept])
+        documents, kept, masked = _join_rows(starts, real, shift_labels)
         tensors = {name: None if x is None else _joined(x, kept, 1) for name, x in tensors.items()}
         chunk_positions = counted.flatten()[kept]
-        masked = masked.flatten()[kept] if bool(masked.any()) else None
     elif documents is None:
         documents = _cu_seqlens(starts[0])
     if images is not None:
@@ -175,14 +171,12 @@ def shard_batch(
     # a shard's positions for packed documents.
     rows = batch if kept is None else 1
     ones = sequence.shard(torch.ones(rows, sequence.length, dtype=torch.long, device=given.device), 1)
+    whole = None
     if has_images:
-        own = sequence.shard(torch.arange(sequence.length, device=given.device), 0, -1)
-        whole = Whole(kept, own, _text_axis(positions), ones)
-        arguments["attention_mask"] = real.long()
-        arguments |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        arguments = {name: x for name, x in arguments.items() if x is not None}
+        given_whole = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        whole, more = _whole_batch(sequence, kept, positions, ones, attention_mask=real.long(), **given_whole)
+        arguments |= more
     else:
-        whole = None
         arguments |= {"attention_mask": ones, "position_ids": sequence.shard(_joined(positions, kept, -1), -1)}
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
@@ -195,6 +189,25 @@ def shard_batch(
         unpadded = sequence.shard(_joined(row_index, kept, -1), -1)
     context = BatchContext(sequence, chunk_positions, masked, whole, position_ids is not None, unpadded)
     return {**unchanged, **arguments, "startrail": context}
+
+
+def _join_rows(starts: Tensor, real: Tensor, shift_labels: Tensor | None) -> tuple[list[int], Tensor, Tensor | None]:
+    """Rows as one sequence, each at least one document: its cu_seqlens; the tokens that are kept, ``real`` ones and
+    padding with labels; and which of them are such padding, which sees no keys, if there is any."""
+    masked = _learnt_padding(real, shift_labels)
+    kept = (real | masked).flatten().nonzero().squeeze(1)
+    starts = F.pad(starts[:, 1:] | masked[:, :-1], (1, 0), value=True) | masked
+    documents = _cu_seqlens(_move_to_kept(starts, real | masked).flatten()[kept])
+    return documents, kept, masked.flatten()[kept] if bool(masked.any()) else None
+
+
+def _whole_batch(
+    sequence: Sequence, kept: Tensor | None, positions: Tensor, ones: Tensor, **given: Tensor | None
+) -> tuple[Whole, dict[str, Tensor]]:
+    """What a batch with images needs to be split later, and the ``given`` arguments, which reach the model whole."""
+    own = sequence.shard(torch.arange(sequence.length, device=positions.device), 0, -1)
+    arguments = {name: x for name, x in given.items() if x is not None}
+    return Whole(kept, own, _text_axis(positions), ones), arguments
 
 
 def _joined(x: Tensor, kept: Tensor | None, dim: int) -> Tensor:
