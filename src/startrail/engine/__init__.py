@@ -1,5 +1,5 @@
-"""Everything behind the attention op: one ``Session`` per ``SequenceParallel`` identifies a call's batch, makes sure that
-all ranks agree on the call, and has a ``PassRunner`` run its compiled form.
+"""Everything behind the attention op. One ``Session`` per ``SequenceParallel`` identifies a call's batch, makes sure
+that all ranks agree on the call, and has a ``PassRunner`` run its compiled form.
 
 May import `schedule`, `geometry`, `compile`, `kernels`, `agreement` and `transport`. Start reading at `op`, then
 `attention`, `session` and `runner`.

@@ -189,7 +189,7 @@ def first_calls(slices: Iterable[dict[str, Any]]) -> dict[str, list[list[dict[st
 
 
 def compare(predicted: TraceFile, measured: TraceFile) -> str:
-    """Where two traces of the same program differ: per pass, per level and per step. Times of a trace with several calls
+    """Where two traces of one program differ: per pass, per level and per step. Times of a trace with several calls
     of a pass are means over the calls, and all times are means over the ranks."""
     if predicted.slices.keys() != measured.slices.keys():
         raise ValueError(f"one trace has {len(predicted.slices)} ranks, the other {len(measured.slices)}")
