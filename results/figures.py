@@ -31,7 +31,8 @@ ROOT = FOLDER.parent
 VALIDATION = ROOT / "validation"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"<!-- figures: (\w+)(?:, at most (\d+) commits old)? -->\n(.*?)<!-- end of figures -->", re.DOTALL)
-MEASURED = [f"src/startrail/{package}" for package in ("comm", "engine", "geometry", "kernels", "routing", "schedule")]
+PACKAGES = ("agreement", "compile", "engine", "geometry", "kernels", "schedule", "transport")
+MEASURED = [f"src/startrail/{package}" for package in PACKAGES]
 
 VALIDATED = {
     "lab": [*MEASURED, "src/startrail/planner/simulator.py", "src/startrail/planner/pricing.py"],

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Saved:
-    """A tensor in pinned host memory, and on the GPU while it is on its way."""
+    """A tensor in pinned host memory, and on the GPU from the start of its copy to its last use."""
 
     def __init__(self, x: Tensor, stream: torch.cuda.Stream, block: _SavedBlock) -> None:
         self.device, self.stream, self.block = x.device, stream, block
@@ -33,7 +33,7 @@ class _Saved:
         return self.back
 
     def take(self) -> Tensor:
-        """The tensor for work on the current stream. Those of the block before start on their way."""
+        """The tensor for work on the current stream. Starts to copy those of the block before."""
         back, current = self.fetch(), torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)  # not for what is fetched next
         _used_on(back, current)

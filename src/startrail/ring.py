@@ -1,7 +1,7 @@
 """Plain Ring Attention on one page: read this first. The engine does the same with fewer bytes on slow links.
 
 Every rank owns one shard: queries, keys and values of some tokens. Queries stay; keys and values move around a ring.
-While a rank attends to the keys that it has, the next ones are on their way. On 3 ranks::
+While a rank attends to the keys that it has, the next ones are in flight. On 3 ranks::
 
     hop   rank 0   rank 1   rank 2
     0     q0 kv0   q1 kv1   q2 kv2    meanwhile every rank sends its kv to the next

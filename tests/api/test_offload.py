@@ -170,7 +170,7 @@ def llama(offload):
 @pytest.mark.parametrize("make", [gpt, llama])
 def test_layer_inputs_leave_the_device_as_the_planner_estimates(make, log):
     """No layer's input is on the device between the passes, and two are at the peak of the backward pass: the one in
-    use, and the one on its way. A reference that is kept would show in both."""
+    use, and the one that is being copied. A reference that is kept would show in both."""
 
     def measure(offload):
         torch.manual_seed(0)

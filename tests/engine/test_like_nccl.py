@@ -169,14 +169,14 @@ def test_a_failed_transfer_raises(monkeypatch, has_python_errors, reason):
 
 def test_a_local_error_aborts_and_frees_the_lanes_immediately():
     """A kernel raises in the middle of a pass. Shutting down the lanes would wait forever for pending transfers. If
-    these referred to the executor, the lanes would stay open until garbage collection."""
+    these referred to the runner, the lanes would stay open until garbage collection."""
 
     def on_rank(rank):
         sp = startrail.SequenceParallel("1x3", timeout=30)
         sequence, inputs = sp.sequence(48), qkv()
         before = sequence.attention(*inputs, causal=True)
         gc.disable()
-        executor, made = weakref.ref(sp._session._runner), list(like_nccl.GROUPS)
+        runner, made = weakref.ref(sp._session._runner), list(like_nccl.GROUPS)
 
         def forward(kernel, *arguments):
             if rank == 1:  # so it does not pass on what it has received
@@ -190,7 +190,7 @@ def test_a_local_error_aborts_and_frees_the_lanes_immediately():
         except (MemoryError, startrail.PeerError) as error:
             text = f"{type(error).__name__}: {error}"
         CpuKernel.forward = plain
-        found = text, executor() is None, are_closed(made)
+        found = text, runner() is None, are_closed(made)
         gc.enable()
         return *found, torch.equal(sequence.attention(*inputs, causal=True), before)
 

@@ -238,8 +238,8 @@ def test_repeated_calls_reuse_buffers_and_keep_no_state():
             return [out, *torch.autograd.grad(out, (q, k, v), sequence.shard(data[3], 2))]
 
         before = call(first)
-        executor = sp._session.runner_on(torch.device("cpu"))
-        allocated = executor.pool.allocated
+        runner = sp._session.runner_on(torch.device("cpu"))
+        allocated = runner.pool.allocated
         # two calls under way at once, backward in either order: saved tensors are each call's own
         inputs = [[sequence.shard(x, 2).requires_grad_() for x in data[:3]] for data in (first, second)]
         outs = [sequence.attention(*qkv, causal=True) for qkv in inputs]
@@ -249,7 +249,7 @@ def test_repeated_calls_reuse_buffers_and_keep_no_state():
         ]
         for _ in range(3):
             call(second)
-        assert executor.pool.allocated == allocated, "steady state allocates no new buffers"
+        assert runner.pool.allocated == allocated, "steady state allocates no new buffers"
         after = call(first)
         same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
         return all(same) and all(torch.equal(a, b) for a, b in zip(before, [outs[0], *grads[0]], strict=True))

@@ -1,4 +1,4 @@
-"""Windows and documents: recorded zones, choices, bytes and times are those of routing and the planner."""
+"""Windows and documents: recorded zones, choices, bytes and times are those of the compiled call and the planner."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Byte counts of the programs that the executor runs, split into collectives, placement and ring."""
+"""Byte counts of the programs that the engine runs, split into collectives, placement and ring."""
 
 from dataclasses import dataclass
 

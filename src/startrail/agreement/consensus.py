@@ -118,7 +118,7 @@ class Consensus:
     """The calls of one ``SequenceParallel`` on one rank.
 
     ``ranks`` are the global ranks of its group, called ``group`` in the store, and ``rank`` is this one's place among
-    them. Without a ``group`` there is nobody to agree with. ``explain`` makes an error's text of records that differ.
+    them. Without a ``group`` there is no other rank. ``explain`` makes an error's text of records that differ.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Every waiting time of ``comm``, ``engine`` and ``launch``, in seconds.
+"""Every waiting time of ``agreement``, ``transport`` and ``launch``, in seconds.
 
 Code reads ``TIMING.name`` when it waits. A test therefore changes one attribute of ``TIMING``, and the ranks that it
 forks inherit the change.

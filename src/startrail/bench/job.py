@@ -28,7 +28,7 @@ from startrail.schedule.plan import Plan
 
 JOIN_SECONDS = 600.0
 WARM_UP, CALLS = 3, 10
-LOCAL, LONGEST = 4096, 2**19  # tokens per rank and in all, where nobody chose them
+LOCAL, LONGEST = 4096, 2**19  # tokens per rank and in all, unless the options say otherwise
 
 
 def run(options: argparse.Namespace, plans: Sequence[str]) -> int:

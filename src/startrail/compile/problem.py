@@ -101,7 +101,7 @@ class Split:
         return make_layout(self.layout, self._levels, documents, boundaries.shares or None)
 
     def programs(self, rank: int) -> list[Program]:
-        """All programs that the rank may run, but for those that follow from a demand for keys."""
+        """All programs that the rank may run, except those that follow from a demand for keys."""
         return [p for pass_ in PASSES for p in programs_inside(self.plan, self.world, rank, pass_)]
 
     def __str__(self) -> str:

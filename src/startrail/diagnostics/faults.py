@@ -84,7 +84,8 @@ def _calls_on_ranks(alone: Observed, ranks: Observed) -> list[AttentionRecord]:
 
 
 def _is_alike(ours: AttentionRecord, theirs: AttentionRecord) -> bool:
-    """True if it is known who sees whom, among equally many tokens: rows of a batch may be joined on ranks."""
+    """True if both records say which keys each query sees, among equally many tokens. Rows of a batch may be joined on
+    ranks."""
     return (
         ours.visible is not None and theirs.visible is not None and ours.visible.shape[1:] == theirs.visible.shape[1:]
     )

@@ -1,12 +1,13 @@
-"""Everything behind the attention op: one ``Runtime`` per ``SequenceParallel`` checks a call, makes sure that all ranks
-agree on it, and hands each pass to the executor, which walks this rank's program.
+"""Everything behind the attention op. One ``Session`` per ``SequenceParallel`` identifies a call's batch, makes sure
+that all ranks agree on the call, and has a ``PassRunner`` run its compiled form.
 
-May import `schedule`, `geometry`, `routing`, `kernels` and `comm`. Start reading at `op`, then `runtime`, then
-`executor`.
+May import `schedule`, `geometry`, `compile`, `kernels`, `agreement` and `transport`. Start reading at `op`, then
+`attention`, `session` and `runner`.
 
-- `op`: the custom ops for autograd and torch.compile; `op_key`: how they refer to a sequence
-- `call`: what a layer asks for; `validate`: checks of its arguments; `batch`: what all layers of a batch share
-- `settings`: those of a ``SequenceParallel``; `data_digest`: the identity of a batch's data
-- `runtime`: from a call to a pass; `parts`: a call by zones; `executor`, `part_run`: handle the events of their walks
-- `exchange`: the all-to-all over heads; `wire`, `bundles`: pieces as bytes; `buffers`: bytes that are reused
+- `op`, `gather_op`: the custom ops for autograd and torch.compile; `op_key`: how they refer to a sequence
+- `arguments`: what a layer asks for, and the checks of its arguments
+- `attention`: the torch side of one kind of call: its request, its kernel for blocks, its two passes
+- `session`: from a request to a pass that all ranks are about to run; `batch`: what all layers of a batch share
+- `runner`: the events of compiled programs as buffers, messages and calls of a kernel
+- `exchange`: the all-to-all over heads; `wire`: pieces as bytes; `buffers`: bytes that are reused, and bundles
 """

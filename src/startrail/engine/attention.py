@@ -86,7 +86,7 @@ class AttentionRequest:
 
 def _kernel_for(shapes: Shapes, softcap: float | None, parts: Sequence[AttentionPart], pass_: Pass) -> Kernel:
     """The backend for one pass. It leaves multiprocessors to the transfers that run under its blocks. Lanes for keys on
-    demand are not counted: what they carry is small, and on its way at the start of a pass."""
+    demand are not counted: what they carry is small, and is sent at the start of a pass."""
     kernel = kernel_for(shapes.device, shapes.dtype, max(shapes.head_dim, shapes.value_dim), softcap)
     kernel.sm_margin = channels_under_compute([part.program(pass_) for part in parts if part.demand_level is None])
     return kernel

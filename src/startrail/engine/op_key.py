@@ -71,9 +71,9 @@ class DataDigest:
 class SequenceState:
     """A sequence as its ``Session`` knows it. ``op_key`` is its key as the op takes it.
 
-    ``loaded`` is the digest of what loaders' threads have sharded, ``own`` of what the thread that makes the calls has
-    sharded since its last forward call, of which there were ``digested_at``. ``maker`` is the thread that made this
-    sequence for one batch only, if it is known to.
+    ``loaded`` is the digest of what data loaders' threads have sharded. ``own`` is that of what the calling thread has
+    sharded since its last forward call; ``digested_at`` counts the forward calls until then. ``maker`` is the thread
+    that made this sequence, if it is known to be for one batch only.
     """
 
     def __init__(self, batch: Batch, number: int, ticket: int, maker: int | None) -> None:

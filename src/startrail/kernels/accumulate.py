@@ -36,12 +36,12 @@ class Accumulator(ABC, Generic[Result]):
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
         self._waiting: dict[tuple[int, int], list[Result]] = {}  # by their rows
 
-    def _wait(self, result: Result, rows: slice, patient: bool) -> None:
-        """Add a result with those that wait, as soon as there are enough; at once if it is not ``patient``."""
+    def _wait(self, result: Result, rows: slice, may_wait: bool) -> None:
+        """Add a result with those that wait, as soon as there are enough; at once unless it ``may_wait``."""
         start, stop, _ = rows.indices(self.shape[2])
         waiting = self._waiting.setdefault((start, stop), [])
         waiting.append(result)
-        if not patient or len(waiting) == MAX_MERGED:
+        if not may_wait or len(waiting) == MAX_MERGED:
             self._add_waiting((start, stop))
 
     def _only_result(self) -> Result | None:
@@ -130,7 +130,7 @@ class Partial(Accumulator[tuple[Tensor, Tensor]]):
             self._out, self._lse = out.to(self.dtype), lse.double()
             return
         if fused is not None:
-            self._wait((out, lse), rows, patient=donated and not wide)
+            self._wait((out, lse), rows, may_wait=donated and not wide)
             return
         merge_rows(_rows(self.out, rows), _rows(self.lse, rows), out, lse)
 
@@ -189,9 +189,9 @@ class Sum(Accumulator[Tensor]):
         if donated and self._is_new and grad.shape == self.shape and (wide or fused is None):
             self._value = grad.to(self.dtype)
         elif fused is not None:
-            self._wait(grad, rows, patient=donated and not wide)
+            self._wait(grad, rows, may_wait=donated and not wide)
         elif donated and self._is_new and not self._waiting:
-            self._wait(grad, rows, patient=True)  # added to a peer's sum perhaps, which needs no zeros
+            self._wait(grad, rows, may_wait=True)  # added to a peer's sum perhaps, which needs no zeros
         else:
             _add_to(_rows(self.value, rows), [grad])
 

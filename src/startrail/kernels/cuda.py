@@ -100,12 +100,12 @@ def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return "which is disabled: torch.backends.cuda.enable_cudnn_sdp(True)"
     if torch.are_deterministic_algorithms_enabled():
         return "whose gradients are not deterministic"
-    if not _lets_cudnn_attend(device, dtype, head_dim):
+    if not _torch_allows_cudnn(device, dtype, head_dim):
         return f"whose version {torch.backends.cudnn.version()} torch does not let attend here"
     return None
 
 
-def _lets_cudnn_attend(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def _torch_allows_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if torch gives a plain block to cuDNN: else all tiles would go to FlashAttention 2, under cuDNN's name."""
     x = torch.empty(1, 1, 128, head_dim + -head_dim % _HEAD_DIM_MULTIPLE, device=device, dtype=dtype)
     return _compat.can_use_cudnn(x, x, x, False)

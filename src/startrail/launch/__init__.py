@@ -1,4 +1,4 @@
-"""Starts and joins ranks, watches their heartbeats and handles signals. Imports ``comm`` only.
+"""Starts and joins ranks, watches their heartbeats and handles signals. Imports ``agreement`` only.
 
 Start reading at ``local``: it forks ranks on this machine and collects their results.
 

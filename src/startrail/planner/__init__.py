@@ -1,7 +1,8 @@
 """The planner: the best plan for a model on a cluster, with a predicted time and memory. No torch outside ``live``.
 
-It may import ``schedule``, ``geometry`` and ``routing``; ``live`` also uses ``comm`` and ``kernels`` to measure the
-cluster it runs on. Start with ``answer.plan``, which ``startrail plan`` prints, and follow it to ``search.search``.
+It may import ``schedule``, ``geometry`` and ``compile``; ``live`` also uses ``agreement``, ``transport`` and
+``kernels`` to measure the cluster it runs on. Start with ``answer.plan``, which ``startrail plan`` prints, and follow
+it to ``search.search``.
 
 ``units`` reads description files, in which numbers carry units. ``cluster`` and ``workload`` are what they describe,
 ``topology`` their nodes and ranks. ``pricing``, ``simulator`` and ``predict`` time one attention call,

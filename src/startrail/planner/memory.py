@@ -21,7 +21,7 @@ FLOAT_BYTES = 4  # per number of parameters, gradients, the optimizer's two mome
 SAVED_BY_WIDTH, IN_FLIGHT_BY_WIDTH = 5, 5
 SAVED_BY_HIDDEN, IN_FLIGHT_BY_HIDDEN = 2, 1.5  # saved: per matrix of the MLP that reads the block's input
 LOGITS_COPIES = 3  # of one chunk
-OFFLOADED_LAYERS = 2  # whose inputs are on the device at a time, on their way to or from the host
+OFFLOADED_LAYERS = 2  # whose inputs are on the device at a time, being copied to or from the host
 LIBRARY_BYTES = 30 * 2**20  # of a CPU process: libraries, threads and connections once they are used; measured
 
 

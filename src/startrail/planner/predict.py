@@ -141,7 +141,7 @@ Hooks = Callable[[int], EventHook]  # the hook of each rank
 
 
 def trace_prediction(cluster: ClusterSpec, plan: Plan, call: AttentionShape, hooks: Hooks) -> Prediction:
-    """Predict both passes with every rank simulated, and tell each rank's hook about its events, as the executor
+    """Predict both passes with every rank simulated, and tell each rank's hook about its events, as the engine
     does. The backward pass begins when the forward pass has ended."""
     prices, start, passes = _prices(cluster, plan, call, STARTRAIL), 0.0, []
     for pass_ in PASSES:

@@ -1,7 +1,7 @@
 """Turns a rank's program into tasks for the simulator: post messages, wait for messages, compute for some seconds.
 
-The executor runs the same program; here each of its steps gets a price. The order of waits, copies and merges follows
-the executor line by line.
+The engine's runner runs the same program; here each of its steps gets a price. The order of waits, copies and merges
+follows the runner line by line.
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.cluster import find_cluster

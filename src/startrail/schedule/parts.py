@@ -44,8 +44,8 @@ def run_order(programs: Sequence[Program]) -> list[tuple[int, int]]:
 
 
 def num_first_steps(program: Program) -> int:
-    """How many steps begin a program: all that wait for nothing, up to the first that computes, which does so while
-    its transfers are on their way."""
+    """How many steps begin a program: those that wait for nothing, up to and including the first that computes. It
+    computes while the transfers of all of them run."""
     for number, step in enumerate(program.steps):
         if step.after:
             return number

@@ -1,6 +1,6 @@
 """A program as a flat list of events, in the order in which its rank handles them.
 
-The executor and the planner's pricing both handle these events, so the planner times exactly what runs: the same
+The engine's runner and the planner's pricing both handle these events, so the planner times exactly what runs: the same
 messages, waits and copies at the same points. A walk encodes the rules that both follow: the parts of all pieces that
 a step exchanges over heads form one message per peer, a rank's own piece is packed before its first send, and a piece
 is awaited and prepared when it is first needed.

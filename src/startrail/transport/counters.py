@@ -60,7 +60,7 @@ def _event(device: torch.device) -> torch.Event:
 @dataclass
 class Counters:
     """Traffic per lane, the total time in attention, and the part of it spent waiting for transfers. ``on_event`` is
-    told every event that the executor has handled, with its times on the host's clock; see `startrail.view.trace`."""
+    called with every event that the runner has handled, and its times on the host's clock (`startrail.view.trace`)."""
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     waiting: Stopwatch = field(default_factory=Stopwatch)

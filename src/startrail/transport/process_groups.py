@@ -75,7 +75,7 @@ def hidden_lanes(programs: Sequence[Program]) -> set[int]:
     """The lanes that carry a message while a block is computed that does not need it."""
     hidden: set[int] = set()
     for program in programs:
-        coming: dict[Piece, int] = {}  # pieces on their way, with their lanes
+        coming: dict[Piece, int] = {}  # pieces in flight, with their lanes
         for step in program.steps:
             for piece in step.after:
                 coming.pop(piece, None)

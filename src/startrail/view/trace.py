@@ -1,8 +1,8 @@
 """Traces of attention for Perfetto and chrome://tracing: one file with all ranks, and arrows for transfers.
 
-The executor and the simulator walk the same programs and tell a ``EventRecorder`` about the same events, so a measured
+The engine and the simulator walk the same programs and tell a ``EventRecorder`` about the same events, so a measured
 trace and a predicted one have the same labels in the same order on every rank; ``compare`` shows where their times
-part. Times are seconds in records, and microseconds in the file, as its format demands.
+differ. Times are seconds in records, and microseconds in the file, as its format demands.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.schedule.plan import Plan
@@ -189,7 +189,7 @@ def first_calls(slices: Iterable[dict[str, Any]]) -> dict[str, list[list[dict[st
 
 
 def compare(predicted: TraceFile, measured: TraceFile) -> str:
-    """Where two traces of the same program part: per pass, per level and per step. Times of a trace with several calls
+    """Where two traces of one program differ: per pass, per level and per step. Times of a trace with several calls
     of a pass are means over the calls, and all times are means over the ranks."""
     if predicted.slices.keys() != measured.slices.keys():
         raise ValueError(f"one trace has {len(predicted.slices)} ranks, the other {len(measured.slices)}")

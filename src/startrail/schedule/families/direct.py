@@ -1,7 +1,7 @@
 """``direct``: each rank fetches just the keys that its queries see, straight from their owners, and returns their
 gradients. For windows, chunks and other narrow masks, and for short documents.
 
-The rank computes its own block while the tokens are on their way (`demand` has this example):
+The rank computes its own block during these transfers (`demand` has this example):
 
 >>> owned, needed = [((4 * rank, 4),) for rank in range(4)], [(), ((2, 2),), ((2, 2), (6, 2)), ((10, 2),)]
 >>> from startrail.schedule.values import FORWARD

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run. May import ``comm`` and ``training``'s recipes and collectives.
+"""Checkpoints of a training run. May import ``agreement``, ``launch`` and ``training``'s recipes and collectives.
 
 Start reading at ``saving``: its docstring shows the folder of a checkpoint.
 
