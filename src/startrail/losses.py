@@ -44,6 +44,7 @@ from startrail.step_checks import (
 from startrail.transport.collectives import agree
 
 BUCKET_BYTES = 32 * 2**20
+MEAN = 1  # torch's number for reduction="mean"
 
 
 def chunked_cross_entropy(
@@ -232,7 +233,8 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     (``sum_gradients``) to get those of one process. Ranks without tokens contribute zero; if no rank has any, the
     loss is 0. ``group=None`` is the whole world, or this process alone if there is no process group.
 
-    In the first two steps, raises ``ValueError`` if the optimizer gets gradients that were averaged or not summed.
+    In the first steps, raises ``ValueError`` if ``loss_sum`` is a mean, if the optimizer gets gradients that were
+    averaged or not summed, or if ranks have different weights.
 
     >>> w = torch.tensor(2.0, requires_grad=True)
     >>> losses = w * torch.tensor([1.0, 2.0, 3.0])
@@ -247,7 +249,7 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     if loss_sum.dim():
         raise ValueError(f"loss_sum must be one number, the sum over this rank's tokens: got {tuple(loss_sum.shape)}")
     new = [] if single else unchecked_parameters(loss_sum)
-    numbers = (loss_sum, count, bool(new))
+    numbers = (loss_sum, count, bool(new), _is_mean(loss_sum))
     totals = torch.stack([torch.as_tensor(x, device=loss_sum.device).detach().double() for x in numbers])
     if not single:
         with peer_errors("global_mean", group):
@@ -255,9 +257,22 @@ def global_mean(loss_sum: Tensor, count: Tensor | int, group: dist.ProcessGroup 
     everywhere, counted = totals[0], totals[1].clamp(min=1)
     share = loss_sum / counted.to(loss_sum.dtype)
     mean = share + ((everywhere / counted).to(share.dtype) - share).detach()
+    if new and totals[3] > 0 and totals[1] > dist.get_world_size(group):
+        raise ValueError(
+            "loss_sum is a mean over this rank's tokens, which global_mean divides by their number once more: pass "
+            "their sum, such as F.cross_entropy(logits, labels, reduction='sum')"
+        )
     if not single and mean.requires_grad:
         check_gradients(mean, new, bool(new) and int(totals[2]) == dist.get_world_size(group), group, group)
     return mean
+
+
+def _is_mean(loss: Tensor) -> bool:
+    """True if a mean over several numbers was the last operation."""
+    node: Any = loss.grad_fn
+    if type(node).__name__ in ("MeanBackward0", "MeanBackward1"):
+        return int(node._saved_self_sym_numel) > 1
+    return getattr(node, "_saved_reduction", None) == MEAN
 
 
 def gradient_factor(model: torch.nn.Module) -> int:

@@ -24,6 +24,7 @@ from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.schedule.program import lane_names
 from startrail.schedule.values import PASSES
+from startrail.step_checks import check_shifted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -108,13 +109,15 @@ class Sequence:
 
     def shard(self, x: Tensor, dim: int, pad_value: float = 0) -> Tensor:
         """This rank's part of a tensor that every rank has in full, padded with ``pad_value`` if necessary. Zero is
-        right for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100.
+        right for ids, since padding is never attended. For labels use ``shard_labels``, which pads with -100. Warns
+        about labels (padded with -100) that are not shifted.
 
         Differentiable: the gradient is this rank's share and zero elsewhere. Sum it over the group for the full one.
         """
         dim = self._whole_dim("shard", x, dim)
         if not torch.compiler.is_compiling():
             self.sp._session.record_digest(self._state, x)
+            check_shifted(self.sp, self._state, x, dim, pad_value)
         places = self._places(x.device)
         own = x.index_select(dim, places.clamp(max=self.length - 1))
         return own.masked_fill(_along(dim, places >= self.length, own), pad_value)

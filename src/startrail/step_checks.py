@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from startrail.agreement.gather import gather_tensors
 from startrail.transport.collectives import agree
 
 CHECKED_STEPS = 2
+IGNORED_LABEL = -100
 UNEQUAL = 1e-3  # relative difference between ranks of a gradient that is not reduced over them
 
 
@@ -49,6 +51,30 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: dist.Proce
 
 def is_sharded(x: object) -> bool:
     return hasattr(x, "device_mesh")
+
+
+def check_shifted(owner: object, sequence: object, x: Tensor, dim: int, pad_value: float) -> None:
+    """Warns if ``x`` are labels that are not shifted: where they are not ignored, they are the ids that were sharded
+    before, and not those of the next tokens. Only the first labels of an ``owner`` are checked."""
+    if x.is_floating_point() or x.is_complex() or x.device.type == "meta":
+        return
+    if pad_value != IGNORED_LABEL:
+        _ids.setdefault(sequence, weakref.ref(x))
+        return
+    ids = _ids[sequence]() if sequence in _ids else None
+    if ids is None or ids.shape != x.shape or ids.device != x.device:
+        return
+    if _num_label_checks.setdefault(owner, 0) == CHECKED_STEPS:
+        return
+    _num_label_checks[owner] += 1
+    ignored = x == IGNORED_LABEL
+    own, following = (bool(((x == y) | ignored).all()) for y in (ids, ids.roll(-1, dim)))
+    if own and not following:
+        warnings.warn(
+            "labels are the ids of the same tokens, not of the next ones: shard them with sequence.shard_labels(labels)"
+            ", which shifts them before the sequence is split. Shifted afterwards, every shard loses labels at its end",
+            stacklevel=3,
+        )
 
 
 def check_fsdp_meshes(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -156,14 +182,33 @@ class GradientCheck:
         candidates = [probe] if id(probe) in optimized else self._sharded(probe, optimized)
         ready = local is not None and not is_sharded(local) and len(set(scales)) == 1 and scales[0] != 0
         ready = ready and bool(candidates) and all(x.grad is not None for x in candidates)
+        unsharded = [x for x in optimized.values() if not is_sharded(x)]
         # Every rank takes part: the others would wait for a rank that lacks a gradient.
-        size = float(probe.numel())
-        least = torch.tensor([float(ready), size, -size], dtype=torch.float64, device=probe.device)
+        size, count = float(probe.numel()), float(len(unsharded))
+        least = torch.tensor([float(ready), size, -size, count, -count], dtype=torch.float64, device=probe.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        if unsharded and least[3] == -least[4]:
+            self._compare_weights(unsharded, probe.device)
         if least[0] == 0 or least[1] != -least[2]:
             return
         assert local is not None
         self._compare(local, scales, candidates, probe is candidates[0])
+
+    def _compare_weights(self, weights: list[Any], device: torch.device) -> None:
+        """Raises ``ValueError`` if ranks have the same gradient for different weights. Weights that differ by design,
+        such as experts, have gradients of their own."""
+        none = torch.zeros((), dtype=torch.long, device=device)
+        own = [[digest(x).to(device), none if x.grad is None else digest(x.grad).to(device)] for x in weights]
+        ranks = gather_tensors(torch.stack([torch.stack(pair) for pair in own]), self._group, "comparing parameters")
+        for index, x in enumerate(weights):
+            digests = [tuple(of_rank[index].tolist()) for of_rank in ranks]
+            different = [rank for rank, (weight, _) in enumerate(digests) if weight != digests[0][0]]
+            if different and digests[0][1] and len({gradient for _, gradient in digests}) == 1:
+                raise ValueError(
+                    f"parameter {index} {tuple(x.shape)} of the optimizer is not the same on all ranks (rank "
+                    f"{different[0]} differs from rank 0), but gets the same gradient: load the same weights, or set "
+                    "the same seed on every rank before the model is built"
+                )
 
     def _compare(self, local: Tensor, scales: list[float], candidates: list[Any], unsharded: bool) -> None:
         world, losses = dist.get_world_size(self._group), len(scales)
@@ -228,6 +273,9 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 # over its hooks, and a model may be collected just then.
 _active_checks: list[GradientCheck] = []
 _hooks: list[Any] = []
+# The first integers that were sharded, by their sequence, and how often the labels of an instance were checked.
+_ids: WeakKeyDictionary[object, weakref.ref[Tensor]] = WeakKeyDictionary()
+_num_label_checks: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 # The check of each model, by the parameter nearest to its loss; None if it cannot be checked.
 _checks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

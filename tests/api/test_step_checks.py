@@ -1,6 +1,7 @@
 """Checks in the first steps of a plain training loop: averaged and unsummed gradients raise, correct loops do not."""
 
 import gc
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,17 @@ def on_rank(rank):
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     errors = {}
 
-    def train(name, wrap=lambda model: model, scale=1.0, parts=1, after=lambda model: None, rare=False, steps=3):
+    def train(
+        name,
+        wrap=lambda model: model,
+        scale=1.0,
+        parts=1,
+        after=lambda model: None,
+        rare=False,
+        steps=3,
+        loss=lambda out: out.square().sum(),
+        count=None,
+    ):
         model = Model()
         wrapped = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -43,8 +54,8 @@ def on_rank(rank):
             for part in range(parts):
                 sequence = sp.sequence(14)
                 out = wrapped(sequence.shard(data + part, 1), sequence, rare)
-                loss = startrail.global_mean(out.square().sum(), out[..., 0].numel())
-                (scale * loss).backward()
+                mean = startrail.global_mean(loss(out), out[..., 0].numel() if count is None else count)
+                (scale * mean).backward()
             after(model)
             optimizer.step()
 
@@ -69,6 +80,23 @@ def on_rank(rank):
     def ddp(model):
         return DistributedDataParallel(model, find_unused_parameters=True)
 
+    def change(model):
+        for x in model.parameters():
+            x.data += rank
+        return model
+
+    def change_one(model):
+        model.outside.weight.data += rank
+        return model
+
+    def summed_by_hand(model, skip=None):
+        for x in model.parameters():
+            if x.grad is not None and x is not skip:
+                dist.all_reduce(x.grad)
+
+    def summed_without_the_last(model):
+        summed_by_hand(model, skip=model.outside.weight)
+
     train("ddp averaged", ddp)
     train("ddp", ddp, scale=2.0)
     train("ddp, two parts per step", ddp, scale=1.0, parts=2)  # 2 ranks / 2 parts
@@ -82,6 +110,14 @@ def on_rank(rank):
     train("summed, partly by ddp", ddp_of_one_rank, after=summed)
     train("a parameter that one rank does not use", after=summed, rare=rank == 0)
     train("dropped after one step", after=summed, steps=1)
+    train("other weights, summed by hand", change, after=summed_by_hand)
+    train("other weights of one parameter, summed by hand", change_one, after=summed_by_hand)
+    mean = lambda out: out.square().mean()  # noqa: E731
+    train("a mean for a sum", after=summed, loss=mean)
+    train("a mean for a sum, by mse_loss", after=summed, loss=lambda out: nn.functional.mse_loss(out, torch.zeros(())))
+    train("a mean over ranks", after=summed, loss=mean, count=1)
+    train("a mean times its count", after=summed, loss=lambda out: mean(out) * out[..., 0].numel())
+    train("experts", change_one, after=summed_without_the_last)
     gc.collect()
     return errors, len(_active_checks)
 
@@ -91,6 +127,11 @@ def test_wrong_loops_raise_at_the_first_step_and_correct_loops_do_not():
     averaged += "(startrail.gradient_factor(model) * loss).backward()"
     ddp, fsdp = (f"ValueError: {averaged.format(wrapper)}" for wrapper in ("DDP", "FSDP"))
     for errors, remaining in run_local(on_rank, 2):
+        for which, shape in (("", "1 (24, 8)"), (" of one parameter", "3 (8, 8)")):
+            texts = errors.pop(f"other weights{which}, summed by hand")
+            assert all(f"parameter {shape} of the optimizer is not the same on all ranks" in text for text in texts[:2])
+        for name in ("a mean for a sum", "a mean for a sum, by mse_loss"):
+            assert errors.pop(name)[0].startswith("ValueError: loss_sum is a mean over this rank's tokens"), name
         unsummed = errors.pop("unsummed")
         assert all("each rank still has only its own part of the gradients" in text for text in unsummed[:2])
         for name in ("ddp averaged", "ddp averaged, three parts"):
@@ -98,3 +139,28 @@ def test_wrong_loops_raise_at_the_first_step_and_correct_loops_do_not():
         assert errors.pop("fsdp averaged") == [fsdp, fsdp, "no error"]
         assert errors == {name: ["no error"] * len(texts) for name, texts in errors.items()}
         assert remaining == 0, "checks end with their models"
+
+
+def test_labels_that_are_not_shifted_warn():
+    """Wherever some tokens have no label; but not if the next tokens are the same, and not if they are shifted."""
+    ids = torch.randint(9, (2, 14), generator=torch.Generator().manual_seed(0))
+
+    def warnings_of(labels, ids=ids, pad_value=-100, batches=1, shard=None):
+        sp = startrail.SequenceParallel("1x1")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(batches):
+                sequence = sp.sequence(14)
+                sequence.shard(ids, 1)
+                sequence.shard(labels, 1, pad_value) if shard is None else shard(sequence, labels)
+        return [str(each.message)[:39] for each in found]
+
+    text = "labels are the ids of the same tokens, "
+    masked = ids.masked_fill(torch.arange(14) < 5, -100)
+    assert warnings_of(ids) == warnings_of(ids.clone()) == warnings_of(masked) == [text]
+    assert warnings_of(ids, batches=5) == [text] * 2
+    constant = torch.full_like(ids, 3)
+    others = [ids.roll(-1, 1), masked.roll(-1, 1), constant, torch.full_like(ids, -100), ids + 1, ids[:1]]
+    assert [warnings_of(labels, ids=constant if labels is constant else ids) for labels in others] == [[]] * 6
+    assert warnings_of(ids, shard=startrail.Sequence.shard_labels) == []
+    assert warnings_of(ids, pad_value=0) == warnings_of(ids.double(), ids=ids.double()) == []
