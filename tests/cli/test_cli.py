@@ -58,7 +58,10 @@ def test_check_reports_errors_bytes_and_waiting(capsys):
             ["8x8", "--causal", "--window", "9", "--length", "999"],
             "8x8 (as direct) on 64 ranks, 999 tokens, causal, window",
         ),
-        (["1x4/1x8", "--causal", "--documents", "0,7,450,512", "--length", "512"], "32 ranks, 512 tokens, causal, 3 documents"),
+        (
+            ["1x4/1x8", "--causal", "--documents", "0,7,450,512", "--length", "512"],
+            "32 ranks, 512 tokens, causal, 3 documents",
+        ),
     ],
 )
 def test_check_proves_any_number_of_ranks_without_starting_one(argv, text, capsys, monkeypatch):

@@ -135,8 +135,9 @@ class Case:
         """The call without its tensors."""
         mask = Mask(self.causal, self.window, chunk=self.chunk, steps=self.mask.steps)
         boundaries = Boundaries(self.documents or (0, self.length), self.blocks)
-        dtype, wire = (str(x or self.dtype).removeprefix("torch.") for x in (self.dtype, self.wire_dtype))
-        shape = self.q_heads, self.kv_heads, self.head_dim, self.value_dim
+        sent = self.dtype if self.world == 1 else self.wire_dtype or self.dtype
+        dtype, wire = (str(x).removeprefix("torch.") for x in (self.dtype, sent))
+        shape = self.q_heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
         return compiled.Attention(boundaries, self.batch, dtype, wire, mask, *shape)
 
     @property
