@@ -18,7 +18,7 @@ from torch import Tensor
 
 from startrail.compile import attention as compiled
 from startrail.compile.problem import Boundaries, Split
-from startrail.diagnostics.rounding import ROUNDING, Attention, Floor, floor_of
+from startrail.diagnostics.rounding import ROUNDING, AttentionErrors, Floor, floor_of
 from startrail.engine.arguments import MAX_HEAD_DIM
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import check_layout
@@ -341,7 +341,7 @@ def _rounding_floors(
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks, case.softcap)
     parts = 2 * case.world  # two runs of keys per rank; worlds that share a reference count no more
-    call = Attention(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
+    call = AttentionErrors(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
     coarse, wide = limiting_dtype(case), accumulator(limiting_dtype(case))
     unit = torch.finfo(wide).eps / 2
     if wide == torch.float64:
