@@ -6,6 +6,7 @@ import pytest
 import startrail
 from startrail.cli import main
 from startrail.cli.app import COMMANDS
+from startrail.schedule.demand import Demand
 from tests.helpers import refusal
 
 BEYOND_LIMIT = "2,000 ranks need a process each, and one machine runs at most 256"
@@ -26,6 +27,7 @@ BEYOND_LIMIT = "2,000 ranks need a process each, and one machine runs at most 25
         (["check", "1x2", "--head-dim", "512"], "head dim 512 is more than 256"),
         (["check", "1x2", "--length", "0"], "length 0 must be at least 1"),
         (["check", "auto"], "plan auto needs --ranks"),
+        (["check", "auto", "--ranks", "2", "--prove"], "--prove needs a plan"),
         (["check", "40x50"], BEYOND_LIMIT),
         (["train", "--ranks", "2000", "--plan", "1x2000"], BEYOND_LIMIT),
         (["verify", "no.such:thing", "--ranks", "2000"], BEYOND_LIMIT),
@@ -45,6 +47,49 @@ def test_check_reports_errors_bytes_and_waiting(capsys):
     text = capsys.readouterr().out
     for part in ("plan 2x1 on 2 ranks, 100 tokens, causal", "dv ", "level 0", "waiting for transfers", "ok: exact"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["2x2/u2", "--causal", "--length", "1000"], "2x2/u2 on 8 ranks, 1000 tokens, causal"),
+        (["star4", "--ranks", "64", "--length", "600"], "star4 on 64 ranks, 600 tokens, full"),
+        (
+            ["8x8", "--causal", "--window", "9", "--length", "999"],
+            "8x8 (as direct) on 64 ranks, 999 tokens, causal, window",
+        ),
+        (
+            ["1x4/1x8", "--causal", "--documents", "0,7,450,512", "--length", "512"],
+            "32 ranks, 512 tokens, causal, 3 documents",
+        ),
+    ],
+)
+def test_check_proves_any_number_of_ranks_without_starting_one(argv, text, capsys, monkeypatch):
+    monkeypatch.setattr("startrail.launch.local.run_local", None)
+    assert main(["check", *argv, "--prove"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("proven: ") and text in out
+
+
+def test_check_proves_what_it_runs_and_does_not_run_what_is_wrong(capsys, monkeypatch):
+    argv = ["check", "1x2/1x2", "--causal", "--window", "9", "--length", "64", "--heads", "2", "--head-dim", "8"]
+    assert main(argv) == 0
+    assert (
+        "proven: 1x2/1x2 (as direct) on 4 ranks, 64 tokens, causal, window 9\nplan 1x2/1x2" in capsys.readouterr().out
+    )
+    right = Demand.of
+
+    def without_one(*arguments):
+        demand = right(*arguments)
+        del demand.pieces[max(demand.pieces)]
+        return demand
+
+    monkeypatch.setattr(Demand, "of", without_one)
+    monkeypatch.setattr("startrail.diagnostics.exactness.run_local", None)
+    for more in ([], ["--prove"]):
+        assert main([*argv, *more]) == 1
+        out, error = capsys.readouterr()
+        assert out == "" and error.startswith("startrail check: the schedule is wrong: rank ") and "misses one" in error
 
 
 def test_check_takes_every_mask_at_once(capsys):

@@ -8,7 +8,7 @@ import torch
 from startrail.diagnostics import reference
 from startrail.diagnostics.exactness import check_cases
 from startrail.diagnostics.reference import Case, Error, make_data
-from startrail.engine import runtime
+from startrail.engine import attention
 from startrail.kernels import Partial, Sum, accumulate, max_logits
 from startrail.kernels.base import Kernel
 from startrail.kernels.cpu import CpuKernel
@@ -80,8 +80,8 @@ def forget_the_sum_of_weights(patch):
 
 
 def round_delta(patch):
-    rounded = runtime.row_sums
-    patch(runtime, "row_sums", lambda *arguments: narrow(rounded(*arguments)))
+    rounded = attention.row_sums
+    patch(attention, "row_sums", lambda *arguments: narrow(rounded(*arguments)))
 
 
 def round_logits_of_the_backward_pass(patch):

@@ -33,7 +33,7 @@ from startrail.geometry.needs import needed_keys
 from startrail.schedule.demand import NARROW, Demand
 from startrail.schedule.plan import Plan, on_demand
 from startrail.schedule.program import Program, build_program, closed_form
-from startrail.schedule.proof import Contents, ScheduleError
+from startrail.schedule.proof import Contents, ScheduleError, check_memory
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import BACKWARD, PASSES, Pass, Piece
 
@@ -241,8 +241,10 @@ class AttentionPart(Part):
             raise ScheduleError(f"rank {rank} fetches a key that it does not see, or misses one: {sorted(wrong)[:8]}")
 
     def prove_results(self, rank: int, results: Mapping[Pass, Mapping[Piece, Contents]]) -> None:
-        """Every own key got the gradients of all members that see it."""
+        """Every own key got the gradients of all members that see it; a plan holds no more pieces than it states."""
         if self.demand is None:
+            for pass_ in results:
+                check_memory(self.program(pass_))
             return
         own = _tokens(self.zone.runs_of((self.member,), self.length))
         expected = dict.fromkeys(range(len(own)), 0)
@@ -259,9 +261,15 @@ class AttentionPart(Part):
 
     def _seen(self, member: int) -> set[int]:
         """The keys that a member's queries see."""
-        queries = _tokens(self.zone.runs_of((member,), self.length))
-        staircases = self.mask.staircases
-        return {key for each in staircases for query in queries for key in range(*each.visible(query, self.length))}
+        queries = sorted(_tokens(self.zone.runs_of((member,), self.length)))
+        seen: set[int] = set()
+        for staircase in self.mask.staircases:
+            end = 0
+            for query in queries:  # neither end of what a query sees ever decreases: only what is new is added
+                first, stop = staircase.visible(query, self.length)
+                seen.update(range(max(first, end), stop))
+                end = max(end, stop)
+        return seen
 
 
 def _tokens(runs: Runs) -> list[int]:

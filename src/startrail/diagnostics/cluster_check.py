@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,6 +172,12 @@ def record(cases: Sequence[Case], reports: Sequence[Report], device: torch.devic
         "cases": found,
         "unfinished": [_fields_of(case) for case in missing],
     }
+
+
+def write(out: Path | None, cases: Sequence[Case], reports: Sequence[Report], device: torch.device) -> None:
+    """Write the record to a file, if there is one."""
+    if out is not None:
+        out.write_text(json.dumps(record(cases, reports, device), indent=1) + "\n")
 
 
 def _fields_of(case: Case) -> dict[str, Any]:

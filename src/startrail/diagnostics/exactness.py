@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from startrail.compile.proof import prove_call
 from startrail.diagnostics.reference import CPU, TWO_CALL_STYLES, Case, CaseData, Error, make_data
 from startrail.diagnostics.rounding import Floor
 from startrail.geometry.mask import Mask
@@ -39,6 +40,18 @@ def check_memory(case: Case) -> None:
     # float64: weights, their gradients, and what softmax saves for both
     reference = 4 * 8 * case.batch * case.q_heads * case.length**2
     check_ranks(case.world, reference, f"the float64 reference of {case.length:,} tokens")
+
+
+def prove(case: Case) -> str:
+    """Prove the programs that all ranks run for a case, without ranks and without data; in one line, what was proven.
+    Raises ``ScheduleError`` if a program is wrong.
+
+    >>> print(prove(Case("1x2/1x2", 4, length=100, causal=True, window=5)))
+    proven: 1x2/1x2 (as direct) on 4 ranks, 100 tokens, causal, window 5
+    """
+    plans = prove_call(case.problem, case.split)
+    runs = "" if set(plans) == {case.plan} else f" (as {', '.join(dict.fromkeys(plans))})"
+    return f"proven: {case.plan}{runs} on {case.world} ranks, {case.length} tokens, {case.mask}"
 
 
 @dataclass

@@ -6,6 +6,7 @@ It shares no code with the engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -15,14 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from startrail.diagnostics.rounding import ROUNDING, Attention, Floor, floor_of
+from startrail.compile import attention as compiled
+from startrail.compile.problem import Boundaries, Split
+from startrail.diagnostics.rounding import ROUNDING, AttentionErrors, Floor, floor_of
 from startrail.engine.arguments import MAX_HEAD_DIM
 from startrail.geometry.mask import Mask
-from startrail.geometry.zones import ZoneLevel, check_layout, make_layout
+from startrail.geometry.zones import check_layout
 from startrail.kernels import accumulator
 from startrail.parallel import SequenceParallel
+from startrail.planner.sparse.rule import rule_for
 from startrail.schedule.plan import Plan
-from startrail.schedule.sizes import Sizes
 
 # How a case calls attention: on plain tensors; on strided views, as projections to (batch, tokens, heads, dim) give;
 # with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; recomputed in the
@@ -124,10 +127,24 @@ class Case:
         self.mask.check_length(self.length)
         check_layout(self.layout)
         if self.plan != "auto":
-            plan = Plan.parse(self.plan)
-            levels = [ZoneLevel(*level) for level in plan.zone_levels(self.world)]
-            layout = make_layout(self.layout, levels, self.documents or (0, self.length))
-            Sizes(plan, layout.largest, self.batch, self.q_heads, self.kv_heads, self.head_dim)
+            problem, split = self.problem, self.split
+            problem.sizes(split.plan, split.layout_of(problem.boundaries).largest)
+
+    @property
+    def problem(self) -> compiled.Attention:
+        """The call without its tensors."""
+        mask = Mask(self.causal, self.window, chunk=self.chunk, steps=self.mask.steps)
+        boundaries = Boundaries(self.documents or (0, self.length), self.blocks)
+        sent = self.dtype if self.world == 1 else self.wire_dtype or self.dtype
+        dtype, wire = (str(x).removeprefix("torch.") for x in (self.dtype, sent))
+        shape = self.q_heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
+        return compiled.Attention(boundaries, self.batch, dtype, wire, mask, *shape)
+
+    @property
+    def split(self) -> Split:
+        """How ranks split the sequence, as ``parallel`` does. The plan must not be "auto"."""
+        rule = rule_for(os.environ.get("STARTRAIL_CLUSTER", ""), self.world)
+        return Split(Plan.parse(self.plan), self.world, self.layout, rule, self.windows)
 
     @property
     def mask(self) -> Mask:
@@ -324,7 +341,7 @@ def _rounding_floors(
     k, v = (x.repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
     weights, lse = _softmax(q, k, mask, scale, sinks, case.softcap)
     parts = 2 * case.world  # two runs of keys per rank; worlds that share a reference count no more
-    call = Attention(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
+    call = AttentionErrors(q, k, v, dout, sinks, dlse, mask, scale, weights, lse, case.kv_heads, parts)
     coarse, wide = limiting_dtype(case), accumulator(limiting_dtype(case))
     unit = torch.finfo(wide).eps / 2
     if wide == torch.float64:

@@ -16,6 +16,7 @@ single-process attention may be exact by luck.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import log, sqrt
 from typing import NamedTuple
 
@@ -46,9 +47,20 @@ def of_sum(total: Tensor, squares: Tensor | float, terms: Tensor | float, produc
 
 
 @dataclass(frozen=True)
-class Attention:
-    """An attention call and its results: ``weights`` of the keys and ``lse``, with sinks. k and v have as many heads as
-    q, ``kv_heads`` of them different. At most ``parts`` partial results are merged."""
+class AttentionErrors:
+    """An attention call: its inputs, the ``weights`` of its keys and its ``lse``, with sinks. k and v have as many
+    heads as q, ``kv_heads`` of them different. At most ``parts`` partial results are merged.
+
+    In a row with keys j and logits s_j, where l and o are lse and out of the keys alone, without the sink::
+
+        l = log sum_j exp(s_j)        share = sigmoid(l - sink)     what the sink leaves to the keys
+        p_j = exp(s_j - l)            w_j = share p_j               weights without and with the sink
+        o = sum_j p_j v_j             delta = sum dout o
+        ds_j = w_j (dout v_j - share delta + dlse) scale            dq = sum_j ds_j k_j, and so on
+
+    ``e_x`` is the variance of the error of x: that of all that x is computed from, times the square of the derivative,
+    and 1 x² each time that x is rounded. ``e_p`` and ``e_share`` are relative.
+    """
 
     q: Tensor
     k: Tensor
@@ -69,92 +81,182 @@ class Attention:
         One token, v = 3: the weight is 1, and 3 is multiplied by it, divided by the sum of weights, merged.
 
         >>> one = torch.ones(1, 1, 1, 1)
-        >>> call = Attention(one, one, 3 * one, one, None, None, one.bool(), 1.0, one, one[..., 0], 1, 1)
+        >>> call = AttentionErrors(one, one, 3 * one, one, None, None, one.bool(), 1.0, one, one[..., 0], 1, 1)
         >>> call.variances()["out"].item() / 3**2
         3.0
         """
-        q, k, v, dout, scale = self.q, self.k, self.v, self.dout, self.scale
-        dim, width = q.shape[3], v.shape[3]
-        seen, seeing = (self.mask.sum(side).to(q.dtype) for side in (1, 0))
-        lse = self.lse.nan_to_num(neginf=0.0)
-        # the sink's share of a row, and the row without it: the sink is merged last
-        sink = torch.zeros_like(lse) if self.sinks is None else self.sinks.to(q.dtype).view(1, -1, 1).expand_as(lse)
-        rest = torch.zeros_like(lse) if self.sinks is None else (sink - lse).exp()
-        share = self.weights.sum(-1)
-        share = share.where(share > 0, 1.0)  # a row that sees no keys has no weights and no errors
-        alone = lse + share.log()
-        squares = self.weights.square()
-        inner = squares / share.square().unsqueeze(-1)
-        out = self.weights @ v / share.unsqueeze(-1)
-
-        # logits: a product of q and k, scaled
-        scores = q @ k.mT * scale
-        logits = of_sum(scores, q.square() @ k.square().mT * scale**2, dim) + scores.square()
-        # a weight, relative to itself: a logit less the row's lse, and exp
-        weight = logits + (scores - alone.unsqueeze(-1)).square() + EXP
-        # lse, which the backward pass takes from the forward pass: the errors of all logits, and two more roundings
-        of_lse = (inner * logits).sum(-1) + 2 * alone.square() + EXP
-        # the share that the sink leaves: exp of logsigmoid of the distance
-        of_share = of_lse + (alone - sink).square() + share.log().square() + 2 * EXP
+        found = {"out": self.e_out, **self._gradients(), "lse": self.e_lse_of_keys}
         if self.sinks is None:
-            of_share = torch.zeros_like(lse)
-
-        # out: an error common to all weights cancels
-        errs = inner * weight
-        of_out = errs @ v.square() - 2 * out * (errs @ v) + out.square() * errs.sum(-1, keepdim=True)
-        of_out = of_out.clamp(min=0.0) + self._summed(out, inner @ v.square(), seen.unsqueeze(-1), is_merge=True)
-        of_norm = of_sum(torch.ones_like(lse), inner.sum(-1), seen, products=False)
-        of_out = of_out + out.square() * (of_norm.unsqueeze(-1) + 2)
-        if self.parts > 1:
-            # a merge weighs two parts by w and 1 - w, and one of these is rounded near 1, whatever the other is: an
-            # error times the parts' distance, whose square falls with the number of keys in each part
-            visible, keys = self.mask.to(q.dtype), seen.unsqueeze(-1).clamp(min=1.0)
-            distances = visible @ v.square() - 2 * out * (visible @ v) + keys * out.square()
-            of_out = of_out + 4 * keys.clamp(max=self.parts) / keys.square() * distances.clamp(min=0.0)
-
-        # delta: the sum of dout * out in a row minus dlse, and the extra terms with sinks
-        whole = (dout * out).sum(-1)
-        products = (dout * out).square().sum(-1)
-        of_whole = (dout.square() * of_out).sum(-1)
-        summed = of_sum(whole, products, width)
-        of_delta = of_whole + 3 * whole.square()
-        if self.sinks is not None:
-            of_delta = of_delta + products + rest.square() * (summed + whole.square() * of_share)
-        dlse = torch.zeros_like(lse) if self.dlse is None else self.dlse.to(q.dtype)
-        of_delta = of_delta + 3 * dlse.square()
-        of_row = of_lse + rest.square() * of_share  # the error common to all weights of a row
-
-        # gradients
-        dweights = dout @ v.mT
-        of_dweights = of_sum(dweights, dout.square() @ v.square().mT, width)
-        if self.sinks is not None:  # dout is multiplied by the share that the sink leaves
-            of_dweights = of_dweights + dout.square() @ v.square().mT
-        steep = dweights - (whole * share - dlse).unsqueeze(-1)
-        dscores = self.weights * steep * scale
-        of_pair = scale**2 * squares * ((weight + 3) * steep.square() + of_dweights)
-        of_rows = scale**2 * squares * (of_row.unsqueeze(-1) * steep.square() + of_delta.unsqueeze(-1))
-        dq = dscores @ k
-        mean = scale * (self.weights @ k)
-        of_dq = of_pair @ k.square() + of_row.unsqueeze(-1) * dq.square() + of_delta.unsqueeze(-1) * mean.square()
-        of_dq = of_dq + self._summed(dq, dscores.square() @ k.square(), seen.unsqueeze(-1))
-        of_dk = self._for_keys((of_pair + of_rows).mT @ q.square())
-        of_dv = self._for_keys((squares * (weight + of_row.unsqueeze(-1))).mT @ dout.square())
-        rows = seeing.unsqueeze(-1) * (q.shape[1] // self.kv_heads)
-        for_dk = self._for_keys(dscores.mT @ q), self._for_keys(dscores.square().mT @ q.square())
-        for_dv = self._for_keys(self.weights.mT @ dout), self._for_keys(squares.mT @ dout.square())
-        found = {"out": of_out, "dq": of_dq, "dk": of_dk + self._summed(*for_dk, rows)}
-        found |= {"dv": of_dv + self._summed(*for_dv, rows), "lse": of_lse}
-        if self.sinks is not None:
-            kept = share.unsqueeze(-1).square()
-            found["out"] = kept * (of_out + out.square() * (3 + (rest.square() * of_share).unsqueeze(-1)))
-            found["lse"] = share.square() * of_lse + (rest * (alone - sink)).square() + 2 * lse.square() + 2 * EXP
-            parts = rest * (whole * share - dlse)
-            errors = rest.square() * (
-                ((whole * share).square() + dlse.square()) * (of_share + 3) + share.square() * (of_whole + summed)
-            )
-            many = q.shape[0] * q.shape[2]
-            found["dsinks"] = errors.sum((0, 2)) + of_sum(parts.sum((0, 2)), parts.square().sum((0, 2)), many, False)
+            return found
+        by_sink = (self.sink_weight.square() * self.e_share).unsqueeze(-1)
+        out = self.e_out + self.out.square() * (3 + by_sink)  # out times share, which is rounded three times
+        found["out"] = self.share.unsqueeze(-1).square() * out
+        # lse = l + log(1 + exp(sink - l)), whose derivatives are share and the sink's weight
+        lse = self.share.square() * self.e_lse_of_keys + (self.sink_weight * (self.lse_of_keys - self.sink)).square()
+        found["lse"] = lse + 2 * self.finite_lse.square() + 2 * EXP
+        found["dsinks"] = self._of_sinks()
         return found
+
+    # --- a row's weights
+
+    @cached_property
+    def finite_lse(self) -> Tensor:
+        return self.lse.nan_to_num(neginf=0.0)
+
+    @cached_property
+    def sink(self) -> Tensor:
+        zero = torch.zeros_like(self.finite_lse)
+        return zero if self.sinks is None else zero + self.sinks.to(zero).view(1, -1, 1)
+
+    @cached_property
+    def sink_weight(self) -> Tensor:
+        return torch.zeros_like(self.sink) if self.sinks is None else (self.sink - self.finite_lse).exp()
+
+    @cached_property
+    def share(self) -> Tensor:
+        share = self.weights.sum(-1)
+        return share.where(share > 0, 1.0)  # a row that sees no keys has no weights and no errors
+
+    @cached_property
+    def lse_of_keys(self) -> Tensor:
+        return self.finite_lse + self.share.log()
+
+    @cached_property
+    def p_squared(self) -> Tensor:
+        return self.weights.square() / self.share.square().unsqueeze(-1)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """The number of keys of each row."""
+        return self.mask.sum(1).to(self.q.dtype).unsqueeze(-1)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self.q @ self.k.mT * self.scale
+
+    @cached_property
+    def e_logits(self) -> Tensor:
+        """A sum of products, scaled."""
+        squares = self.q.square() @ self.k.square().mT * self.scale**2
+        return of_sum(self.logits, squares, self.q.shape[3]) + self.logits.square()
+
+    @cached_property
+    def e_p(self) -> Tensor:
+        """Of exp(s - l): the exponent's error is relative to its result. The error of l is the same for all keys, and
+        is counted apart (``e_row``)."""
+        return self.e_logits + (self.logits - self.lse_of_keys.unsqueeze(-1)).square() + EXP
+
+    @cached_property
+    def e_lse_of_keys(self) -> Tensor:
+        """dl / ds_j = p_j; the sum of exponentials and its logarithm are rounded."""
+        return (self.p_squared * self.e_logits).sum(-1) + 2 * self.lse_of_keys.square() + EXP
+
+    @cached_property
+    def e_share(self) -> Tensor:
+        """Of exp(logsigmoid(l - sink)), in units of the sink's weight, which is its derivative."""
+        if self.sinks is None:
+            return torch.zeros_like(self.lse_of_keys)
+        return self.e_lse_of_keys + (self.lse_of_keys - self.sink).square() + self.share.log().square() + 2 * EXP
+
+    @cached_property
+    def e_row(self) -> Tensor:
+        """The error that all weights of a row have in common when the backward pass computes them again from lse."""
+        return self.e_lse_of_keys + self.sink_weight.square() * self.e_share
+
+    # --- out and delta
+
+    @cached_property
+    def out(self) -> Tensor:
+        return self.weights @ self.v / self.share.unsqueeze(-1)
+
+    @cached_property
+    def e_out(self) -> Tensor:
+        """do = sum_j p_j (error of p_j) (v_j - o), since a common error cancels. Then the sum over keys, and the
+        division by the sum of weights, with two more roundings."""
+        errors = self.p_squared * self.e_p
+        of_weights = errors @ self.v.square() - 2 * self.out * (errors @ self.v)
+        of_weights = of_weights + self.out.square() * errors.sum(-1, keepdim=True)
+        total = of_weights.clamp(min=0.0)
+        total = total + self._summed(self.out, self.p_squared @ self.v.square(), self.keys, is_merge=True)
+        of_division = of_sum(
+            torch.ones_like(self.lse_of_keys), self.p_squared.sum(-1), self.keys.squeeze(-1), products=False
+        )
+        return total + self.out.square() * (of_division.unsqueeze(-1) + 2) + self._of_merging()
+
+    def _of_merging(self) -> Tensor | float:
+        """A merge weighs two parts by w and 1 - w, and one of these is rounded near 1, whatever the other is: an error
+        times the parts' distance, whose square falls with the number of keys in each part."""
+        if self.parts == 1:
+            return 0.0
+        visible, keys = self.mask.to(self.q.dtype), self.keys.clamp(min=1.0)
+        distances = visible @ self.v.square() - 2 * self.out * (visible @ self.v) + keys * self.out.square()
+        return 4 * keys.clamp(max=self.parts) / keys.square() * distances.clamp(min=0.0)
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """Without the cotangent of lse."""
+        return (self.dout * self.out).sum(-1)
+
+    @cached_property
+    def cotangent_of_lse(self) -> Tensor:
+        return torch.zeros_like(self.lse_of_keys) if self.dlse is None else self.dlse.to(self.q.dtype)
+
+    @cached_property
+    def e_delta_by_out(self) -> Tensor:
+        return (self.dout.square() * self.e_out).sum(-1)
+
+    @cached_property
+    def e_delta_by_sum(self) -> Tensor:
+        return of_sum(self.delta, (self.dout * self.out).square().sum(-1), self.v.shape[3])
+
+    @cached_property
+    def e_delta(self) -> Tensor:
+        """With sinks, delta is added up from out times share, so that the sink's errors come back."""
+        total = self.e_delta_by_out + 3 * self.delta.square() + 3 * self.cotangent_of_lse.square()
+        if self.sinks is None:
+            return total
+        by_sink = self.e_delta_by_sum + self.delta.square() * self.e_share
+        return total + (self.dout * self.out).square().sum(-1) + self.sink_weight.square() * by_sink
+
+    # --- gradients
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Errors of ds are independent between pairs, except those of a row's l and delta: in dq they add up before
+        they are squared, in dk each row has its own."""
+        dp = self.dout @ self.v.mT
+        squares = self.dout.square() @ self.v.square().mT
+        e_dp = of_sum(dp, squares, self.v.shape[3])
+        if self.sinks is not None:
+            e_dp = e_dp + squares  # dout is multiplied by share
+        w_squared, e_row, e_delta = self.weights.square(), self.e_row.unsqueeze(-1), self.e_delta.unsqueeze(-1)
+        steep = dp - (self.delta * self.share - self.cotangent_of_lse).unsqueeze(-1)
+        ds = self.weights * steep * self.scale
+        e_pair = self.scale**2 * w_squared * ((self.e_p + 3) * steep.square() + e_dp)
+        e_in_row = self.scale**2 * w_squared * (e_row * steep.square() + e_delta)
+        dq, dq_by_delta = ds @ self.k, self.scale * (self.weights @ self.k)
+        e_dq = e_pair @ self.k.square() + e_row * dq.square() + e_delta * dq_by_delta.square()
+        e_dk = self._for_keys((e_pair + e_in_row).mT @ self.q.square())
+        e_dv = self._for_keys((w_squared * (self.e_p + e_row)).mT @ self.dout.square())
+        rows = self.mask.sum(0).to(self.q.dtype).unsqueeze(-1) * (self.q.shape[1] // self.kv_heads)
+        terms_of_dk = self._for_keys(ds.mT @ self.q), self._for_keys(ds.square().mT @ self.q.square())
+        terms_of_dv = (
+            self._for_keys(self.weights.mT @ self.dout),
+            self._for_keys(w_squared.mT @ self.dout.square()),
+        )
+        return {
+            "dq": e_dq + self._summed(dq, ds.square() @ self.k.square(), self.keys),
+            "dk": e_dk + self._summed(*terms_of_dk, rows),
+            "dv": e_dv + self._summed(*terms_of_dv, rows),
+        }
+
+    def _of_sinks(self) -> Tensor:
+        """dsink = - sum over rows of the sink's weight times (share delta - the cotangent of lse)."""
+        by_out, dlse = self.delta * self.share, self.cotangent_of_lse
+        terms = self.sink_weight * (by_out - dlse)
+        e_delta = self.share.square() * (self.e_delta_by_out + self.e_delta_by_sum)
+        e_terms = self.sink_weight.square() * ((by_out.square() + dlse.square()) * (self.e_share + 3) + e_delta)
+        rows = self.q.shape[0] * self.q.shape[2]
+        return e_terms.sum((0, 2)) + of_sum(terms.sum((0, 2)), terms.square().sum((0, 2)), rows, products=False)
 
     def sizes(self) -> dict[str, Tensor]:
         """For each gradient, the sum of its terms' absolute values: a bound for all its partial sums together."""
@@ -180,7 +282,7 @@ class Attention:
 
         >>> one, half = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 2), 0.5)
         >>> v, mask = torch.tensor([[[[3.0], [-3.0]]]]), torch.ones(1, 2).bool()
-        >>> call = Attention(one, v, v, one, None, None, mask, 1.0, half, one[..., 0], 1, 2)
+        >>> call = AttentionErrors(one, v, v, one, None, None, mask, 1.0, half, one[..., 0], 1, 2)
         >>> [x.item() for x in call.sent_outputs()]      # 1.5² + 1.5², 1.5 + 1.5
         [4.5, 3.0]
         """
@@ -195,7 +297,7 @@ class Attention:
         One key of 2 with half the weight, v = 3: out is 1.5 and so is delta; dq has an error of 1.5 x 0.5 x 2.
 
         >>> one, half = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), 0.5)
-        >>> call = Attention(one, 2 * one, 3 * one, one, None, None, one.bool(), 1.0, half, one[..., 0], 1, 1)
+        >>> call = AttentionErrors(one, 2 * one, 3 * one, one, None, None, one.bool(), 1.0, half, one[..., 0], 1, 1)
         >>> call.from_rounded_out()["dq"].item() == 1.5**2
         True
         """

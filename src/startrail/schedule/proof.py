@@ -36,7 +36,7 @@ def prove_plan(plan: Plan, world: int, passes: Sequence[Pass] = PASSES) -> None:
         prove_programs(programs)
         for program in programs:
             _check_traffic(program)
-            _check_memory(program)
+            check_memory(program)
 
 
 def prove_programs(programs: list[Program]) -> None:
@@ -59,7 +59,8 @@ def _check_traffic(program: Program) -> None:
         raise ScheduleError(f"{program}: sends {sent} by level, but the closed form is {expected}")
 
 
-def _check_memory(program: Program) -> None:
+def check_memory(program: Program) -> None:
+    """Raise ``ScheduleError`` if a rank holds more pieces at once than its plan states."""
     stated = stated_pieces(program.plan, program.pass_)
     for kind, number in peak_pieces(program).items():
         if number > stated[kind]:
