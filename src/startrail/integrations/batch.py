@@ -182,13 +182,12 @@ def shard_batch(
         arguments["labels"] = arguments["shift_labels"]
         count = (tensors["shift_labels"] != IGNORE).sum()
         arguments["num_items_in_batch"] = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    unchanged = {name: x for name, x in others.items() if name not in arguments}
     masked = None if masked is None else sequence.shard(masked, 0)
     unpadded = None
     if position_ids is None and not bool(real[:, 0].all()):
         unpadded = sequence.shard(_joined(row_index, kept, -1), -1)
     context = BatchContext(sequence, chunk_positions, masked, whole, position_ids is not None, unpadded)
-    return {**unchanged, **arguments, "startrail": context}
+    return {**others, **arguments, "startrail": context}
 
 
 def _join_rows(starts: Tensor, real: Tensor, shift_labels: Tensor | None) -> tuple[list[int], Tensor, Tensor | None]:

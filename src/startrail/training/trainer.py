@@ -150,27 +150,31 @@ class Trainer:
         if done > self.begin:
             self.checkpoints.save(done, self.model, self.optimizer)
         self.checkpoints.wait()
+        return self._finish(done, stopped, seconds_spent, waited, held_out)
+
+    def _finish(self, done: int, stopped: bool, seconds: float, waited: float, held_out: dict[int, float]) -> bool:
+        """Report how the run ended. Returns True if all steps are done."""
+        recipe, steps = self.recipe, done - self.begin
         peak = max_over_ranks(memory.peak_bytes(self.device) - self.baseline)
         finished = done == recipe.steps
         sample = self._sample() if finished and not stopped and recipe.sample else ""
         if self.lead:
             self._write_page(peak, sample, "finished" if finished else "stopped")
-        self.display.finish(
-            Summary(
-                done=done,
-                steps=done - self.begin,
-                tokens=(done - self.begin) * recipe.tokens_per_step,
-                seconds=seconds_spent,
-                waiting=waited / seconds_spent if seconds_spent else 0.0,
-                held_out=held_out,
-                traffic=self.traffic,
-                peak=peak,
-                baseline=self.baseline,
-                expected=self.expected.total,
-                sample=sample,
-                stopped=not finished,
-            )
+        summary = Summary(
+            done=done,
+            steps=steps,
+            tokens=steps * recipe.tokens_per_step,
+            seconds=seconds,
+            waiting=waited / seconds if seconds else 0.0,
+            held_out=held_out,
+            traffic=self.traffic,
+            peak=peak,
+            baseline=self.baseline,
+            expected=self.expected.total,
+            sample=sample,
+            stopped=not finished,
         )
+        self.display.finish(summary)
         return finished
 
     def _write_page(self, peak: float, sample: str = "", state: str = "running") -> None:
