@@ -24,7 +24,7 @@ from startrail._compat import tree_leaves
 from startrail.agreement.digest import digest
 from startrail.engine.arguments import read_call
 from startrail.geometry.layout import Layout
-from startrail.integrations.splitting.calls import argument_names
+from startrail.integrations.splitting.calls import TorchCall, argument_names
 from startrail.parallel import SequenceParallel
 from startrail.schedule.program import closed_form
 from startrail.schedule.values import PASSES
@@ -217,67 +217,50 @@ class _CallRecorder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is F.scaled_dot_product_attention:
-            call = TorchAttention.of(*args, **(kwargs or {}))
+            call = TorchCall.of(*args, **(kwargs or {}))
             if self._one_process:
-                self._observed.attention.append(call.record())
-                self._observed.dropout |= call.dropout_p > 0
-            elif call.query.shape[-2] == call.key.shape[-2]:
+                self._observed.attention.append(_record_of(call))
+                self._observed.dropout |= call.dropout > 0
+            elif call.q.shape[-2] == call.k.shape[-2]:
                 self._observed.attention.append(self._unsplit(call))
         elif self._one_process and function is F.dropout:
             rate, training = [*args[1:], *(kwargs or {}).values()][:2]
             self._observed.dropout |= training and rate > 0
         return result
 
-    def _unsplit(self, call: TorchAttention) -> AttentionRecord:
+    def _unsplit(self, call: TorchCall) -> AttentionRecord:
         frame: Any = sys._getframe(2)
         while frame is not None and id(frame.f_locals.get("self")) not in self._names:
             frame = frame.f_back
         layer = "the model" if frame is None else self._names[id(frame.f_locals["self"])] or "the model"
         promised = 0
-        if self._sp is not None and call.query.dim() == 4:
-            sizes, plan = self._sp.sizes(call.query, call.key, call.value), self._sp.plan
+        if self._sp is not None and call.q.dim() == 4:
+            sizes, plan = self._sp.sizes(call.q, call.k, call.v), self._sp.plan
             sent = [closed_form(plan, self._sp.world, self._sp.rank, pass_, sizes.by_kind) for pass_ in PASSES]
             promised = round(sum(map(sum, sent)))
-        return call.record()._replace(visible=None, unsplit=layer, tokens=call.query.shape[-2], bytes=promised)
+        return _record_of(call)._replace(visible=None, unsplit=layer, tokens=call.q.shape[-2], bytes=promised)
 
 
-class TorchAttention(NamedTuple):
-    """The arguments of a call of ``scaled_dot_product_attention``."""
+def _record_of(call: TorchCall) -> AttentionRecord:
+    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    return AttentionRecord(_visible_in(call), scale, None, False, call.q.dtype)
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
 
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> TorchAttention:  # fmt: skip
-        return cls(query, key, value, attn_mask, dropout_p, is_causal, scale)
-
-    def record(self) -> AttentionRecord:
-        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return AttentionRecord(self._visible(), scale, None, False, self.query.dtype)
-
-    def _visible(self) -> Tensor | None:
-        rows, columns = self.query.shape[-2], self.key.shape[-2]
-        if rows != columns or rows > MAX_LENGTH:
-            return None
-        whole = torch.ones(1, rows, columns, dtype=torch.bool)
-        if self.is_causal:
-            return whole.tril()
-        if self.attn_mask is None:
-            return whole
-        mask = self.attn_mask.detach().cpu()
-        if mask.is_floating_point():
-            low = torch.finfo(mask.dtype).min / 2
-            if bool(((mask != 0) & (mask > low)).any()):
-                return None  # a bias, not a mask
-            mask = mask > low
-        mask = mask[(None,) * (4 - mask.dim())]
-        mask = mask.expand(*mask.shape[:2], rows, columns)
-        return mask[:, 0] if bool((mask == mask[:, :1]).all()) else None
+def _visible_in(call: TorchCall) -> Tensor | None:
+    rows, columns = call.q.shape[-2], call.k.shape[-2]
+    if rows != columns or rows > MAX_LENGTH:
+        return None
+    whole = torch.ones(1, rows, columns, dtype=torch.bool)
+    if call.causal:
+        return whole.tril()
+    if call.mask is None:
+        return whole
+    mask = call.mask.detach().cpu()
+    if mask.is_floating_point():
+        low = torch.finfo(mask.dtype).min / 2
+        if bool(((mask != 0) & (mask > low)).any()):
+            return None  # a bias, not a mask
+        mask = mask > low
+    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask.expand(*mask.shape[:2], rows, columns)
+    return mask[:, 0] if bool((mask == mask[:, :1]).all()) else None

@@ -24,10 +24,9 @@ from startrail.agreement.digest import digest
 from startrail.agreement.gather import gather_tensors
 from startrail.agreement.waits import rank_names
 from startrail.diagnostics.compare import FLOAT32_LIMIT, Comparison, factor_of, lost_or_scaled, unexplained
-from startrail.diagnostics.faults import attention_text, factor_text, predictions
+from startrail.diagnostics.faults import attention_text, differing_arguments, factor_text, predictions, unsplit_text
 from startrail.diagnostics.observe import Gradients, Observed, RankResults, Results, observe
 from startrail.diagnostics.setups import Setup, batch_tensors, map_tensors
-from startrail.diagnostics.shard_faults import differing_arguments, unsplit_text
 from startrail.launch.local import RankError, run_local
 from startrail.parallel import SequenceParallel
 
