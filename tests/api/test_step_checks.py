@@ -28,23 +28,57 @@ class Model(nn.Module):
         return out * self.rare.prod() if rare else out
 
 
-def on_rank(rank):
-    sp = startrail.SequenceParallel("1x2")
-    data = torch.randn(1, 14, 8, generator=torch.Generator().manual_seed(1))
-    alone = [dist.new_group([0]), dist.new_group([1])][rank]
-    errors = {}
+def ddp(model, group=None):
+    return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+
+
+def sharded(model):
+    fully_shard(model.inside)
+    return fully_shard(model)
+
+
+def sharded_that_sums(model):
+    for module in (model.inside, sharded(model)):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+    return model
+
+
+def summed(model):
+    startrail.sum_gradients(model.parameters())
+
+
+def summed_by_hand(model, skip=None):
+    for x in model.parameters():
+        if x.grad is not None and x is not skip:
+            dist.all_reduce(x.grad)
+
+
+def changed(model, by, parameters=None):
+    for x in parameters or model.parameters():
+        x.data += by
+    return model
+
+
+def square(out):
+    return out.square().sum()
+
+
+def mean(out):
+    return out.square().mean()
+
+
+class Loops:
+    """Runs training loops, right and wrong ones, and keeps their ``errors`` by name: one text per step."""
+
+    def __init__(self):
+        self.sp, self.errors = startrail.SequenceParallel("1x2"), {}
+        self.data = torch.randn(1, 14, 8, generator=torch.Generator().manual_seed(1))
 
     def train(
-        name,
-        wrap=lambda model: model,
-        scale=1.0,
-        parts=1,
-        after=lambda model: None,
-        rare=False,
-        steps=3,
-        loss=lambda out: out.square().sum(),
-        count=None,
-    ):
+        self, name, wrap=lambda model: model, *, scale=1.0, parts=1, after=lambda model: None, rare=False, steps=3,
+        loss=square, count=None,
+    ):  # fmt: skip
         model = Model()
         wrapped = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,51 +86,20 @@ def on_rank(rank):
         def step():
             optimizer.zero_grad()
             for part in range(parts):
-                sequence = sp.sequence(14)
-                out = wrapped(sequence.shard(data + part, 1), sequence, rare)
-                mean = startrail.global_mean(loss(out), out[..., 0].numel() if count is None else count)
-                (scale * mean).backward()
+                sequence = self.sp.sequence(14)
+                out = wrapped(sequence.shard(self.data + part, 1), sequence, rare)
+                average = startrail.global_mean(loss(out), out[..., 0].numel() if count is None else count)
+                (scale * average).backward()
             after(model)
             optimizer.step()
 
-        errors[name] = [error_of(step) for _ in range(steps)]
+        self.errors[name] = [error_of(step) for _ in range(steps)]
 
-    def sharded(model):
-        fully_shard(model.inside)
-        return fully_shard(model)
 
-    def sharded_that_sums(model):
-        for module in (model.inside, sharded(model)):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
-        return model
-
-    def summed(model):
-        startrail.sum_gradients(model.parameters())
-
-    def ddp_of_one_rank(model):  # the sum over the other ranks is separate
-        return DistributedDataParallel(model, process_group=alone, find_unused_parameters=True)
-
-    def ddp(model):
-        return DistributedDataParallel(model, find_unused_parameters=True)
-
-    def change(model):
-        for x in model.parameters():
-            x.data += rank
-        return model
-
-    def change_one(model):
-        model.outside.weight.data += rank
-        return model
-
-    def summed_by_hand(model, skip=None):
-        for x in model.parameters():
-            if x.grad is not None and x is not skip:
-                dist.all_reduce(x.grad)
-
-    def summed_without_the_last(model):
-        summed_by_hand(model, skip=model.outside.weight)
-
+def on_rank(rank):
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    loops = Loops()
+    train = loops.train
     train("ddp averaged", ddp)
     train("ddp", ddp, scale=2.0)
     train("ddp, two parts per step", ddp, scale=1.0, parts=2)  # 2 ranks / 2 parts
@@ -107,19 +110,19 @@ def on_rank(rank):
     train("unsummed")
     train("summed", after=summed)
     train("summed, clipped", after=lambda model: (summed(model), nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-    train("summed, partly by ddp", ddp_of_one_rank, after=summed)
+    train("summed, partly by ddp", lambda model: ddp(model, alone), after=summed)  # the sum over the rest is separate
     train("a parameter that one rank does not use", after=summed, rare=rank == 0)
     train("dropped after one step", after=summed, steps=1)
-    train("other weights, summed by hand", change, after=summed_by_hand)
-    train("other weights of one parameter, summed by hand", change_one, after=summed_by_hand)
-    mean = lambda out: out.square().mean()  # noqa: E731
-    train("a mean for a sum", after=summed, loss=mean)
-    train("a mean for a sum, by mse_loss", after=summed, loss=lambda out: nn.functional.mse_loss(out, torch.zeros(())))
+    train("other weights", lambda model: changed(model, rank), after=summed_by_hand)
+    other_matrix = lambda model: changed(model, rank, [model.outside.weight])  # noqa: E731
+    train("another matrix", other_matrix, after=summed_by_hand)
+    train("experts", other_matrix, after=lambda model: summed_by_hand(model, skip=model.outside.weight))
+    train("a mean", after=summed, loss=mean)
+    train("a mean by mse_loss", after=summed, loss=lambda out: nn.functional.mse_loss(out, torch.zeros(())))
     train("a mean over ranks", after=summed, loss=mean, count=1)
     train("a mean times its count", after=summed, loss=lambda out: mean(out) * out[..., 0].numel())
-    train("experts", change_one, after=summed_without_the_last)
     gc.collect()
-    return errors, len(_active_checks)
+    return loops.errors, len(_active_checks)
 
 
 def test_wrong_loops_raise_at_the_first_step_and_correct_loops_do_not():
@@ -127,10 +130,10 @@ def test_wrong_loops_raise_at_the_first_step_and_correct_loops_do_not():
     averaged += "(startrail.gradient_factor(model) * loss).backward()"
     ddp, fsdp = (f"ValueError: {averaged.format(wrapper)}" for wrapper in ("DDP", "FSDP"))
     for errors, remaining in run_local(on_rank, 2):
-        for which, shape in (("", "1 (24, 8)"), (" of one parameter", "3 (8, 8)")):
-            texts = errors.pop(f"other weights{which}, summed by hand")
-            assert all(f"parameter {shape} of the optimizer is not the same on all ranks" in text for text in texts[:2])
-        for name in ("a mean for a sum", "a mean for a sum, by mse_loss"):
+        for name, shown in (("other weights", "1 (24, 8)"), ("another matrix", "3 (8, 8)")):
+            texts = errors.pop(name)[:2]
+            assert all(f"parameter {shown} of the optimizer is not the same on all ranks" in text for text in texts)
+        for name in ("a mean", "a mean by mse_loss"):
             assert errors.pop(name)[0].startswith("ValueError: loss_sum is a mean over this rank's tokens"), name
         unsummed = errors.pop("unsummed")
         assert all("each rank still has only its own part of the gradients" in text for text in unsummed[:2])
