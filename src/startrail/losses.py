@@ -41,7 +41,7 @@ from startrail.step_checks import (
     is_sharded,
     unchecked_parameters,
 )
-from startrail.transport.collectives import agree
+from startrail.transport.torch_collectives import agree
 
 BUCKET_BYTES = 32 * 2**20
 MEAN = 1  # torch's number for reduction="mean"

@@ -23,7 +23,7 @@ from startrail._compat import fsdp_meshes
 from startrail.agreement.digest import digest
 from startrail.agreement.errors import peer_errors
 from startrail.agreement.gather import gather_tensors
-from startrail.transport.collectives import agree
+from startrail.transport.torch_collectives import agree
 
 CHECKED_STEPS = 2
 IGNORED_LABEL = -100

@@ -13,12 +13,13 @@ from torch import nn
 import startrail
 from startrail._compat import default_store
 from startrail.agreement.consensus import Consensus
+from startrail.agreement.gather import gather_texts
 from startrail.engine import op_key
 from startrail.launch.local import run_local
-from startrail.transport import collectives
 from startrail.transport import process_groups as groups
-from startrail.transport.base import Compare
+from startrail.transport import torch_collectives
 from startrail.transport.gloo import Gloo
+from startrail.transport.interface import Compare
 from tests import like_nccl
 from tests.helpers import error_of, qkv
 
@@ -224,7 +225,7 @@ def test_a_timeout_says_what_every_rank_waits_for():
             sequence.attention(*qkv(8))
         dist.barrier()
         if rank == 1:  # skips unshard, and waits for the others elsewhere
-            skipped = error_of(lambda: startrail.global_mean(x.sum(), 8))
+            skipped = error_of(lambda: gather_texts("here"))
         else:
             skipped = error_of(lambda: a.unshard(x, 0))
             time.sleep(1.5)  # until rank 1 has timed out
@@ -234,12 +235,38 @@ def test_a_timeout_says_what_every_rank_waits_for():
     for rank, (skipped, order) in enumerate(run_local(on_rank, 3, deadline=60, timeout=3)):
         assert skipped.startswith("PeerError: ") and order.startswith("PeerError: "), (skipped, order)
         if rank == 1:
-            assert "global_mean: a rank is gone or late" in skipped
+            assert "gathering texts: a rank is gone or late" in skipped
             assert "ranks 0, 2: no longer waiting in unshard 2 (unshard of (8,) float32 cpu, dim=0" in skipped
             assert "ranks 0, 2: " in order and "waiting in attention call 1 (forward" in order, order
         else:
-            assert "rank 1 did not start unshard 2 (" in skipped and "rank 1: waiting in global_mean" in skipped
+            assert "rank 1 did not start unshard 2 (" in skipped and "rank 1: waiting in gathering texts" in skipped
             assert "rank 1: " in order and "waiting in attention call 2 (forward" in order, order
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_ranks_that_wait_for_all_others_in_different_calls_raise(known):
+    """Long before the timeout: each waits for ranks that wait for it. ``known``: all calls were made before, so they
+    are not compared through the store."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=60)
+        sequence, x = sp.sequence(24), torch.ones(8)
+        for _ in range(1 + known):
+            sequence.attention(*qkv(8))
+            sequence.unshard(x, 0)
+            startrail.global_mean(x.sum(), 8) if known else None
+        start = time.monotonic()
+        text = error_of(lambda: startrail.global_mean(x.sum(), 8) if rank == 1 else sequence.unshard(x, 0))
+        seconds = time.monotonic() - start
+        after = [error_of(lambda: sequence.unshard(x, 0)), error_of(lambda: startrail.global_mean(x.sum(), 8))]
+        return text, seconds, after
+
+    results = run_local(on_rank, 3, deadline=100, timeout=60)
+    assert any(text.startswith("ValueError: rank ") for text, _, _ in results), results
+    for text, seconds, after in results:
+        assert " waits for all ranks at global_mean 0." in text or " at global_mean 0." in text, text
+        assert "unshard 0." in text and " of number 1 of their SequenceParallels" in text, text
+        assert seconds < 20 and after == ["no error"] * 2, after
 
 
 def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
@@ -369,10 +396,10 @@ def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):
         monkeypatch.setattr(Gloo, "compare_call", counted(Gloo.compare_call))
         gpu = SimpleNamespace(type="cuda")
         for _ in range(3):
-            collectives.agree("sum_gradients", ["(2, 2)"], None, gpu)
+            torch_collectives.agree("sum_gradients", ["(2, 2)"], None, gpu)
         on_gpu = len(asked)
         for _ in range(3):
-            collectives.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
+            torch_collectives.agree("sum_gradients", ["(2, 2)"], None, SimpleNamespace(type="cpu"))
         return on_gpu, len(asked) - on_gpu
 
     assert run_local(on_rank, 2, deadline=60) == [(1, 3)] * 2

@@ -36,8 +36,8 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
 from startrail.transport import process_groups as groups
-from startrail.transport.base import Compare, MessageSet, Transport
 from startrail.transport.counters import Counters, Stopwatch
+from startrail.transport.interface import Compare, MessageSet, Transport
 from startrail.transport.lanes import Lane
 from startrail.transport.nccl import Nccl
 from tests.engine.test_launches import fake_world

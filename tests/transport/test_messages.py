@@ -57,9 +57,9 @@ def test_an_exchange_over_heads_has_one_group_and_posts_receives_early(monkeypat
     """gloo has a polling thread for each group, and sends nothing before the receive is posted."""
     posted, post = [], Gloo._post
 
-    def noting(transport, postings, *others):
-        posted.append({m.pieces[0].kind for m, _, _ in postings if not m.send})
-        return post(transport, postings, *others)
+    def noting(transport, posted_now, *others):
+        posted.append({message.pieces[0].kind for message in posted_now.messages if not message.send})
+        return post(transport, posted_now, *others)
 
     monkeypatch.setattr(Gloo, "_post", noting)
 

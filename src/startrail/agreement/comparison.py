@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from startrail.agreement.timing import TIMING
 
 
 class DigestComparison:
@@ -34,10 +37,20 @@ class DigestComparison:
         low, high = self.extremes.tolist()
         return bool(low + high == 0)
 
-    def finish(self) -> bool:
-        """Wait for the result, on the host. True if all ranks have the same digest."""
-        self.work.wait()
+    def finish(self, is_aborted: Callable[[], object]) -> bool:
+        """Wait for the result, on the host. True if all ranks have the same digest. Raises ``RuntimeError`` soon after
+        ``is_aborted``: gloo does not end a send that begins just after its peer has closed the connection."""
+        self._wait(is_aborted)
         while self._groups:
             self.work = self._start()
-            self.work.wait()
+            self._wait(is_aborted)
         return self.is_same()
+
+    def _wait(self, is_aborted: Callable[[], object]) -> None:
+        while True:
+            try:
+                self.work.wait(timedelta(seconds=TIMING.watch_interval))
+                return
+            except RuntimeError:
+                if self.work.is_completed() or is_aborted():
+                    raise

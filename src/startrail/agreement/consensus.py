@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import os
 import threading
@@ -118,15 +119,14 @@ class Consensus:
     """The calls of one ``SequenceParallel`` on one rank.
 
     ``ranks`` are the global ranks of its group, called ``group`` in the store, and ``rank`` is this one's place among
-    them. Without a ``group`` there is no other rank. ``explain`` makes an error's text of records that differ.
+    them. Without a ``group`` there is no other rank.
     """
 
     def __init__(
-        self, group: str | None, ranks: tuple[int, ...], rank: int, timeout: timedelta, every_call: bool = False,
-        explain: Callable[[Mapping[int, CallRecord]], str] = explain_mismatch,
-    ) -> None:  # fmt: skip
+        self, group: str | None, ranks: tuple[int, ...], rank: int, timeout: timedelta, every_call: bool = False
+    ) -> None:
         self.ledger = None if group is None else CallLedger(group, rank, len(ranks), timeout)
-        self.ranks, self.every_call, self.explain = ranks, every_call, explain
+        self.ranks, self.every_call = ranks, every_call
         self.epoch = 0
         self.current = StartedCall(0, 0, CallRecord())
         self.recovering = False  # ranks have not agreed on a call since the last error
@@ -330,6 +330,8 @@ class Consensus:
         for other in list(_instances):
             if other is self or other.ledger is None or not other.ledger.is_numbered:
                 continue
+            if other.ledger.may_rejoin(other._known_epoch):
+                continue
             failure = other._notice_failure()
             if failure is not None and not _has_raised(failure, other):
                 self._blame(failure)
@@ -368,6 +370,10 @@ class Consensus:
         waits = describe_waits(self.ranks, self._started)
         return f" ({waits})" if waits else ""
 
+    def explain(self, records: Mapping[int, CallRecord]) -> str:
+        """The error's text if ranks have different records."""
+        return explain_mismatch(records)
+
     def missing_ranks(self) -> str:
         """The ranks that have not started the current call, after one that involves all ranks has failed on all."""
         missing: list[int] = []
@@ -403,7 +409,8 @@ class Consensus:
         if seconds < TIMING.slow_wait:
             return
         if self._published is None:
-            self._published = published = PublishedWait(str(self.current), meeting=wait.meeting)
+            meeting = f"{self.ledger.ranks}: {wait.meeting}" if wait.meeting else ""
+            self._published = published = PublishedWait(str(self.current), meeting=meeting)
             published.publish()
             if self._wait is not wait:  # it ended meanwhile
                 published.end()
@@ -433,24 +440,45 @@ class Consensus:
         earlier = [data for data in self._batches if data != record.data]
         ledger.write(key, Entry(record, earlier, self.recovering), compared)
 
+    # --- ranks that wait for each other at different calls
+
+    def meeting(self) -> str:
+        """Where all ranks have to come for the current call."""
+        number = 1 + int(self.ledger.name.rpartition("/")[2]) if self.ledger else 1
+        call = f"{self.current.record.kind} {self.current.epoch}.{self.current.number}"
+        return f"{call} of number {number} of their SequenceParallels"
+
     def _find_conflict(self, ledger: CallLedger, meeting: str) -> Exception | None:
-        """Two ranks that wait for all ranks at different calls wait for each other. That happens if one makes a new
-        instance and another does not. The first rank at a call looks for such a rank, twice, and tells all at both."""
-        told, seen = f"conflict at {meeting}", self._conflict
-        if ledger.numbers.check([told]):
-            text = ledger.numbers.get(told).decode()
-            return ValueError(f"{text}: make a new SequenceParallel on all of these ranks, or on none")
-        missing = ledger.missing_ranks(self.current.key)[:MAX_SHOWN] if ledger.came_first else []
-        elsewhere = {rank: read_wait(self.ranks[rank])[1] for rank in missing}
-        rank = next((rank for rank, other in elsewhere.items() if other.startswith(ledger.group)), None)
-        if rank is None:
-            return None
-        places = [meeting.partition(": ")[2] for meeting in (elsewhere[rank], meeting)]
-        self._conflict = f"rank {rank} waits for all ranks at {places[0]}, and rank {ledger.rank} at {places[1]}"
-        if self._conflict == seen:
-            for place in (meeting, elsewhere[rank]):
-                ledger.numbers.set(f"conflict at {place}", self._conflict)
-        return None
+        """Two ranks that wait for all ranks at different calls wait for each other: one has made an instance that
+        another has not, or has raised in its own code. The first rank at each of the calls looks for the other call.
+        If both have seen the other, twice, they tell all ranks at both."""
+        store, told = ledger.meetings, f"conflict at {meeting}"
+        if not store.check([told]):
+            elsewhere, there = self._ranks_elsewhere(ledger, meeting) if ledger.came_first else ("", [])
+            seen, self._conflict = self._conflict, elsewhere
+            if not elsewhere or elsewhere != seen:
+                return None
+            store.set(f"{meeting} sees {elsewhere}", "1")
+            if not store.check([f"{elsewhere} sees {meeting}"]):  # a wait that has just ended sees nothing
+                return None
+            text = f"rank {there[0]} waits for all ranks at {elsewhere}, and rank {ledger.rank} at {meeting}"
+            if "SequenceParallels" in elsewhere and "SequenceParallels" in meeting:
+                text += ": make a new SequenceParallel on all of these ranks, or on none"
+            here = sorted(ledger.read(self.current.key))
+            for place, others in ((meeting, there), (elsewhere, here)):
+                store.set(f"conflict at {place}", json.dumps((text, others)))
+        text, self._may_rejoin = json.loads(store.get(told))
+        return ValueError(text)
+
+    def _ranks_elsewhere(self, ledger: CallLedger, meeting: str) -> tuple[str, list[int]]:
+        """Another place where all of these ranks have to come, and those that are missing here because they wait
+        there."""
+        found: dict[str, list[int]] = {}
+        for rank in ledger.missing_ranks(self.current.key)[:MAX_SHOWN]:
+            ranks, _, elsewhere = read_wait(self.ranks[rank])[1].partition(": ")
+            if ranks == ledger.ranks and elsewhere != meeting:
+                found.setdefault(elsewhere, []).append(rank)
+        return next(iter(found.items()), ("", []))
 
 
 _instances: WeakSet[Consensus] = WeakSet()  # of this process
@@ -481,9 +509,8 @@ class _LedgerComparison:
         consensus, ledger, record, key = self.consensus, self.ledger, self.call.record, self.call.key
         consensus.write(ledger, key, record, compared=True)
         delete_dropped_keys()  # the other ranks take a moment as well
-        number, failed = ledger.name.rpartition("/")[2], True
-        meeting = f"{ledger.group}: call {key} of number {int(number) + 1} of their SequenceParallels"
-        consensus.begin_wait(self, self.cancelled.set, meeting)
+        failed = True
+        consensus.begin_wait(self, self.cancelled.set, consensus.meeting())
         try:
             self._wait()
             self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours

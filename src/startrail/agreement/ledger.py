@@ -134,16 +134,18 @@ class CallLedger:
     One counter per call holds the number of its records and the sum of their digests: whether a call is complete, and
     whether it matches, costs one request for any number of ranks.
 
-    Instances of the same ranks, the ``group``, are numbered in the order in which all ranks have first agreed on a call
-    of theirs. Until then an instance uses the next number, which it shares with others that have none yet. So ranks may
-    make different numbers of instances, if they use the same ones.
+    Instances of the same ranks (``group`` names both) are numbered in the order in which all ranks have first agreed on
+    a call of theirs. Until then an instance uses the next number, which it shares with others that have none yet. So
+    ranks may make different numbers of instances, if they use the same ones.
     """
 
     def __init__(self, group: str, rank: int, world: int, timeout: timedelta) -> None:
         self.group, self.rank, self.world, self.timeout = group, rank, world, timeout
         self.name = ""  # of this instance, which comes before all its keys
         self.is_numbered = False  # for good
+        self.ranks = group.rpartition("/")[2]
         self.numbers: Store = PrefixStore(group, default_store())
+        self.meetings: Store = PrefixStore(f"startrail/meetings/{self.ranks}", default_store())
         self.store = self.numbers
         self.came_first = False  # with the latest record
         self._entries: dict[str, bool] = {}  # our records in the store: key -> is it compared by all ranks

@@ -36,7 +36,7 @@ from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
 from startrail.training import memory
-from startrail.transport.base import MessageSet
+from startrail.transport.interface import MessageSet
 from startrail.transport.nccl import Fake
 
 SPARSE_FACTOR = 4  # how many times as long sparse sequences are

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from startrail.kernels.device import current_stream_id, ints_on
 from startrail.schedule.values import Bundle
-from startrail.transport.base import Pending
+from startrail.transport.interface import Pending
 
 Views = TypeVar("Views")
 

@@ -38,8 +38,8 @@ from startrail.schedule.walk import (
     WalkStep,
     walk_of,
 )
-from startrail.transport.base import Compare, MessageSet, Pending, Transport
 from startrail.transport.counters import Counters
+from startrail.transport.interface import Compare, MessageSet, Pending, Transport
 
 Tensors = tuple[Tensor, ...]
 PartInputs = Mapping[str, Tensors]  # a part's tensors by kind, of this rank's tokens

@@ -29,8 +29,8 @@ from startrail.engine.batch import Batch
 from startrail.engine.op_key import DigestRecorder, OpKey, SequenceNumbers, SequenceState
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PassRunner, PreparedPass
 from startrail.schedule.values import Pass
-from startrail.transport.base import Compare
 from startrail.transport.counters import Counters
+from startrail.transport.interface import Compare
 from startrail.transport.opening import open_transport, transport_class
 from startrail.transport.process_groups import sends_nothing
 

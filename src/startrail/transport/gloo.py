@@ -7,6 +7,7 @@ message is sent only once its receive is posted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from startrail.agreement.comparison import DigestComparison
 from startrail.agreement.errors import PeerError
+from startrail.agreement.watchdog import start_thread
 from startrail.schedule.program import Program
-from startrail.transport.base import Compare, MessageSet, Together
+from startrail.transport.interface import Compare, MessageSet, Together
 from startrail.transport.lanes import Lanes
 
 
@@ -60,8 +62,10 @@ class Gloo(Lanes):
         self._compare(Compare.BEFORE)
 
     def abandon(self, error: BaseException) -> None:
-        if self._comparison is not None:  # closing the lanes would wait for it
+        if (comparison := self._comparison) is not None:
             self.abort("aborted after an error on this or another rank")
+            if not comparison.work.is_completed():  # closing its group, here or in garbage collection, waits for that
+                start_thread(partial(_outlive, comparison.work, list(self.opened.groups)), "startrail-closing")
 
     # --- comparing the current call with all ranks: an all-reduce over every level's lane
 
@@ -77,9 +81,10 @@ class Gloo(Lanes):
             return
         consensus, failed = self.consensus, True
         what = f"comparing {consensus.current} with all ranks"
-        consensus.begin_wait(what, partial(self.abort, "aborted after an error on this or another rank"))
+        abort = partial(self.abort, "aborted after an error on this or another rank")
+        consensus.begin_wait(what, abort, consensus.meeting())
         try:
-            is_same = self._comparison.finish()
+            is_same = self._comparison.finish(lambda: self.aborted)
             if self.aborted:
                 raise RuntimeError(self.aborted)
             failed = False
@@ -94,3 +99,9 @@ class Gloo(Lanes):
         if not is_same:
             consensus.compare()
             raise ValueError(f"ranks disagree about {consensus.current}")
+
+
+def _outlive(work: dist.Work, groups: list[dist.ProcessGroup]) -> None:
+    """Keep ``groups`` until ``work`` has ended."""
+    with suppress(RuntimeError):
+        work.wait()

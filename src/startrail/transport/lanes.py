@@ -21,8 +21,8 @@ from startrail.schedule.places import Place
 from startrail.schedule.program import Program, lane_names
 from startrail.schedule.walk import TAGS_PER_PAIR, TAGS_PER_PART, Message, WalkStep
 from startrail.transport import process_groups
-from startrail.transport.base import MessageSet, Transport
 from startrail.transport.counters import Counters
+from startrail.transport.interface import MessageSet, Transport
 
 
 def call_tag(signature: str) -> int:

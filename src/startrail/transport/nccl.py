@@ -29,7 +29,7 @@ from startrail.agreement.watchdog import watch
 from startrail.kernels.device import on_device, record_event
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
-from startrail.transport.base import Compare, MessageSet, Together
+from startrail.transport.interface import Compare, MessageSet, Together
 from startrail.transport.lanes import Lanes, PendingTransfer
 
 if TYPE_CHECKING:

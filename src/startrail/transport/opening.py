@@ -11,9 +11,9 @@ from startrail.agreement.consensus import Consensus
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
-from startrail.transport.base import Transport
 from startrail.transport.counters import Counters
 from startrail.transport.gloo import Gloo
+from startrail.transport.interface import Transport
 from startrail.transport.lanes import Lanes
 from startrail.transport.nccl import Fake, Nccl
 

@@ -120,11 +120,9 @@ def _abort(group: dist.ProcessGroup) -> None:
         if dist.get_backend(group) != "gloo":
             group.abort()
             return
-        # gloo has no abort, but a receive that times out closes all its connections. It cannot be posted from a peer
-        # that has closed its own end already.
-        for peer in set(range(group.size())) - {group.rank()}:
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        # gloo has no abort, but a receive that times out closes all connections. One from any peer can be posted even
+        # if peers have closed their ends.
+        group.recv_anysource([torch.empty(1)], UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class OpenGroups:

@@ -13,7 +13,7 @@ from startrail.integrations.splitting.calls import users_hooks
 from startrail.integrations.splitting.refusals import RefusedError
 from startrail.parallel import SequenceParallel
 from startrail.step_checks import CHECKED_STEPS, check_same_parameters
-from startrail.transport.collectives import agree
+from startrail.transport.torch_collectives import agree
 
 UNEQUAL = 1e-3  # relative difference between ranks of a result's gradient
 

@@ -43,7 +43,7 @@ from startrail.integrations.splitting.trial import (
     try_length,
 )
 from startrail.parallel import SequenceParallel
-from startrail.transport.collectives import agree
+from startrail.transport.torch_collectives import agree
 
 _Key = tuple[object, ...]  # what a block's plan depends on
 

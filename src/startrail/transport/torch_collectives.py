@@ -39,42 +39,43 @@ def agree(operation: str, details: list[str], group: dist.ProcessGroup | None, d
         raise PeerError(f"{operation}: a rank is gone or late: {error}") from error
 
 
-class Collectives:
-    """The collectives of one group that this rank has agreed on."""
+class Collectives(Consensus):
+    """The collectives of one group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        ranks, self.rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
-        name = f"startrail/collectives/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
+        ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
         self.timeout = default_timeout(group or dist.group.WORLD)
-        self.consensus = Consensus(name, ranks, self.rank, self.timeout, explain=explain_difference)
+        name = f"startrail/collectives/{ranks[0]}-{zlib.crc32(repr(ranks).encode()):x}"
+        super().__init__(name, ranks, rank, self.timeout)
+        self.place = Place(rank, (len(ranks),), (False,))
         self.transport: Gloo | None = None
 
     @rejoining
     def agree(self, operation: str, details: list[str], on_host: bool) -> None:
-        consensus = self.consensus
-        consensus.check_process()
+        self.check_process()
         try:
-            consensus.start(CallRecord("; ".join(details), kind=operation))
+            self.start(CallRecord("; ".join(details), kind=operation))
             kind = operation if on_host else (operation, *details)
-            if not consensus.has_agreed(kind):
-                consensus.compare([kind])
-                if on_host:
-                    self._open_transport()  # now, as all ranks are here: a rank that fails later would not come
+            if not self.has_agreed(kind):
+                self.compare([kind])
+                if on_host and self.transport is None:  # all ranks are here: one that fails later would not come
+                    name, cpu = f"{self.enter()}/{self.epoch}", torch.device("cpu")
+                    self.transport = Gloo(self, Counters(), self.place, name, self.timeout, cpu, ())
             elif self.transport is not None and on_host:
                 self.transport.compare_call()
         except BaseException as error:
-            consensus.abandon(error, 0)
+            self.abandon(error, 0)
             if self.transport is not None:
                 self.transport.abandon(error)
             self.transport = None
             raise
 
-    def _open_transport(self) -> None:
-        if self.transport is None:
-            place = Place(self.rank, (len(self.consensus.ranks),), (False,))
-            name = f"{self.consensus.enter()}/{self.consensus.epoch}"
-            cpu = torch.device("cpu")
-            self.transport = Gloo(self.consensus, Counters(), place, name, self.timeout, cpu, ())
+    def meeting(self) -> str:
+        return f"{self.current.record.kind} {self.current.epoch}.{self.current.number}"
+
+    def explain(self, records: Mapping[int, CallRecord]) -> str:
+        """The first difference between what ranks call."""
+        return explain_difference(records)
 
 
 # Of each default process group, by the ranks of a group.
