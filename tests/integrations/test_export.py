@@ -21,7 +21,7 @@ def test_transformers_computes_the_same_logits(tied, tmp_path):
     model = GPT(recipe.config).double()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)  # norms that are not 1
-    (tmp_path / "config.json").write_text(json.dumps(llama_config(recipe.as_dict())))
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(recipe)))
     tensors = {llama_name(name): tensor.detach() for name, tensor in model.named_parameters()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -34,4 +34,4 @@ def test_transformers_computes_the_same_logits(tied, tmp_path):
 
 def test_a_dit_is_not_a_llama():
     with pytest.raises(ValueError, match=r"dit-tiny is not a GPT: export it to a file that ends in .safetensors"):
-        llama_config(find("dit-tiny").as_dict())
+        llama_config(find("dit-tiny"))

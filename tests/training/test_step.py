@@ -66,7 +66,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     the CPU (on a GPU they read nothing: test_launches.py, test_agreement.py)."""
     from startrail.agreement import comparison
     from startrail.engine import batch as engine_batch
-    from startrail.engine import op_key, runtime
+    from startrail.engine import attention, op_key, runner, session
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
     from startrail.launch.signals import Stop
@@ -75,7 +75,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     from startrail.training.display import Display
     from startrail.transport import nccl
 
-    engine = {module.__file__ for module in (cpu, runtime, engine_batch, op_key, comparison, nccl)}
+    engine = {module.__file__ for module in (cpu, session, runner, attention, engine_batch, op_key, comparison, nccl)}
 
     def on_rank(rank):
         trainer = Trainer(recipe, CPU, Display(), Stop())
