@@ -65,8 +65,8 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     """Not counted: host tensors of gloo's sums, and what the engine and comparisons between ranks read from tensors on
     the CPU (on a GPU they read nothing: test_launches.py, test_agreement.py)."""
     from startrail.agreement import comparison
-    from startrail.engine import batch as engine_batch
     from startrail.engine import attention, op_key, runner, session
+    from startrail.engine import batch as engine_batch
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
     from startrail.launch.signals import Stop
