@@ -243,6 +243,30 @@ def test_a_timeout_says_what_every_rank_waits_for():
             assert "rank 1: " in order and "waiting in attention call 2 (forward" in order, order
 
 
+def test_compiled_collectives_also_agree():
+    """If the graph ran the collective without comparing, gloo would end the process. Results and gradients are those
+    of eager mode."""
+
+    def on_rank(rank):
+        sequence = startrail.SequenceParallel("1x2", timeout=30).sequence(16, (0, 9, 16))
+        x, odd = torch.randn(2, 8, 3, requires_grad=True), torch.ones(2, 8, 3 + rank)
+        same, texts = [], []
+        for move in (lambda x: sequence.unshard(x, 1), lambda x: sequence.roll(x, -1, 1)):
+            compiled = torch.compile(move, backend="aot_eager")
+            outs = compiled(x), move(x)
+            grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
+            same += [torch.equal(*outs), torch.equal(*grads)]
+            texts.append(error_of(lambda: compiled(odd)))  # noqa: B023
+            same.append(torch.equal(compiled(x), outs[1]))
+        return same, texts
+
+    for same, texts in run_local(on_rank, 2, deadline=120):
+        assert same == [True] * 6, same
+        for text, name in zip(texts, ("unshard", "roll"), strict=True):
+            assert text.startswith(f"ValueError: ranks disagree about one {name}"), text
+            assert "(2, 8, 3) float32" in text and "(2, 8, 4) float32" in text, text
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_ranks_that_wait_for_all_others_in_different_calls_raise(known):
     """Long before the timeout: each waits for ranks that wait for it. ``known``: all calls were made before, so they
