@@ -7,6 +7,7 @@ May import `geometry`. Start reading at `base`, then `reference`, the plainest b
 - `cpu`, `cuda`, `reference`: the backends; `flash_ops` and `fa4` adapt the flash-attn packages for `cuda`
 - `fused`, `triton_kernels`, `rearrange`: small kernels and copies that save launches on GPUs
 - `diagonal`: causal squares cut into smaller ones
+- `recurrences`, `elementwise`: linear attention and other recurrences, on `runs` of tokens; `convolution`, before them
 - `max_logits`: the largest logits, for QK-clip; `device`: CUDA's current device and stream
 """
 
