@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import startrail
-from startrail._compat import default_store
 from startrail.agreement.consensus import Consensus
 from startrail.agreement.gather import gather_texts
+from startrail.agreement.waits import Meeting, PublishedWait, read_wait
 from startrail.engine import op_key
 from startrail.launch.local import run_local
 from startrail.transport import process_groups as groups
@@ -293,6 +293,29 @@ def test_ranks_that_wait_for_all_others_in_different_calls_raise(known):
         assert seconds < 20 and after == ["no error"] * 2, after
 
 
+def test_a_rank_that_went_on_to_another_call_is_not_what_one_waits_for():
+    """It has been where the other one still waits, for messages that are on their way."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=30)
+        sp.sequence(16).attention(*qkv(8))
+        consensus, found = sp._session.consensus, []
+        ledger, current = consensus.ledger, consensus.current
+        consensus.current = current._replace(number=current.number + 1)  # about which no rank has written
+        for latest in (current.number + 1, current.number):
+            if rank == 1:
+                started = {ledger.name: (current.epoch, latest)}
+                meeting = Meeting("elsewhere", ledger.ranks, 1, "another", 0, 1, started)
+                PublishedWait("another call", meeting=meeting).publish()
+            dist.barrier()
+            found.append(consensus._meeting_elsewhere(ledger, "here"))
+            dist.barrier()
+        return found
+
+    (passed, missing), _ = run_local(on_rank, 2, deadline=60)
+    assert passed is None and missing.place == "elsewhere"
+
+
 def test_ranks_that_exchange_no_messages_also_detect_a_mismatch():
     """Whichever rank differs, at whichever level: packed documents may need no message between some ranks."""
 
@@ -392,7 +415,7 @@ def test_ranks_that_wait_for_one_whose_shard_raised_say_so():
             dist.barrier()
             sequence = sp.sequence(16)
             texts += [error_of(lambda s=sequence: s.attention(*inputs)) for _ in range(2)]
-            noted = default_store().get("startrail/waits/1")
+            noted = read_wait(1)
         return *texts, noted
 
     ranks = run_local(on_rank, 2, deadline=60)
@@ -404,7 +427,7 @@ def test_ranks_that_wait_for_one_whose_shard_raised_say_so():
     assert f" (rank 1: raised in shard_labels: {labels}): " in ranks[0][3], ranks[0][3]
     for texts in ranks:
         assert {*texts[1:3], *texts[4:6]} == {"no error"}
-        assert texts[-1] == b"", "the next call withdraws the note"
+        assert texts[-1] == ("", None), "the next call withdraws the note"
 
 
 def test_a_known_collective_on_a_gpu_is_not_compared_by_the_host(monkeypatch):

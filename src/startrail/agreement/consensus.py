@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import threading
@@ -47,12 +46,13 @@ from startrail.agreement.ledger import (
     CallRecord,
     Entry,
     Failure,
+    abandon_epoch,
     delete_dropped_keys,
     explain_mismatch,
     shortened,
 )
 from startrail.agreement.timing import TIMING
-from startrail.agreement.waits import MAX_SHOWN, PublishedWait, describe_waits, rank_names, read_wait
+from startrail.agreement.waits import MAX_SHOWN, Meeting, PublishedWait, describe_waits, rank_names, read_wait
 from startrail.agreement.watchdog import run_within, watch
 
 MAX_AGREED = 1024  # kinds of calls that are remembered as agreed on
@@ -67,13 +67,13 @@ _alone = itertools.count()
 
 
 class PendingWait(NamedTuple):
-    """What the program waits for (``str()`` describes it), since when, how to end that, and ``meeting``: where all
+    """What the program waits for (``str()`` describes it), since when, how to end that, and the ``place`` where all
     ranks have to come, if it waits for all of them."""
 
     what: object
     since: float
     abort: Callable[[], None]
-    meeting: str
+    place: str
 
 
 class RejoinError(Exception):
@@ -106,6 +106,7 @@ class StartedCall(NamedTuple):
     number: int
     record: CallRecord
     device_digest: Tensor | None = None
+    num_sequences: int = 0  # that calls have used since the last error
 
     @property
     def key(self) -> str:
@@ -181,8 +182,8 @@ class Consensus:
             last = ledger.read_failure(epoch - 1)
             raise RejoinError(epoch, last.sequence if last else None)
 
-    def start(self, record: CallRecord, device_digest: Tensor | None = None) -> None:
-        """Start a call."""
+    def start(self, record: CallRecord, device_digest: Tensor | None = None, num_sequences: int = 0) -> None:
+        """Start a call. ``num_sequences``: that calls have used since the last error."""
         if self._mistake is not None:
             self._mistake.end()
             self._mistake = None
@@ -192,7 +193,7 @@ class Consensus:
         self.enter()
         if record.data and (not self._batches or record.data != self._batches[-1]):
             self._batches.append(record.data)
-        self.current = StartedCall(self.epoch, self.current.number + 1, record, device_digest)
+        self.current = StartedCall(self.epoch, self.current.number + 1, record, device_digest, num_sequences)
         self._started = time.monotonic()
 
     def has_agreed(self, kind: object) -> bool:
@@ -295,6 +296,11 @@ class Consensus:
         if (newest := ledger.newest_epoch()) <= epoch:
             return None
         failure = ledger.read_failure(epoch)
+        if (
+            failure and failure.partner
+        ):  # before this rank raises: it would go on to the partner's call, and complete it
+            instance, other_epoch, num_sequences = failure.partner
+            abandon_epoch(instance, other_epoch, failure._replace(sequence=num_sequences, partner=None))
         has_just_come = time.monotonic() - self._started < ledger.timeout.total_seconds() / 2
         if (failure and _has_raised(failure)) or (has_just_come and ledger.may_rejoin(epoch)):
             last = ledger.read_failure(newest - 1)
@@ -354,9 +360,9 @@ class Consensus:
 
     # --- waiting
 
-    def begin_wait(self, what: object, abort: Callable[[], None], meeting: str = "") -> None:
+    def begin_wait(self, what: object, abort: Callable[[], None], place: str = "") -> None:
         """The program begins to wait for ``what``. ``abort`` ends that, if it turns out that it would never end."""
-        self._wait = PendingWait(what, time.monotonic(), abort, meeting)
+        self._wait = PendingWait(what, time.monotonic(), abort, place)
 
     def end_wait(self, failed: bool) -> None:
         self._wait = self._reminded = None
@@ -409,21 +415,21 @@ class Consensus:
         if seconds < TIMING.slow_wait:
             return
         if self._published is None:
-            meeting = f"{self.ledger.ranks}: {wait.meeting}" if wait.meeting else ""
+            meeting = self._meeting(self.ledger, wait.place) if wait.place else None
             self._published = published = PublishedWait(str(self.current), meeting=meeting)
             published.publish()
             if self._wait is not wait:  # it ended meanwhile
                 published.end()
-        self._read_reason(self.ledger, wait.meeting)
+        self._read_reason(self.ledger, wait.place)
         if self._reason is not None and self._wait is not None:  # it may have ended meanwhile
             wait.abort()
 
-    def _read_reason(self, ledger: CallLedger, meeting: str = "") -> None:
+    def _read_reason(self, ledger: CallLedger, place: str = "") -> None:
         """Called by the watchdog and by helper threads."""
         with self._reading:
-            self._reason = self._reason or self._new_reason(ledger, meeting)
+            self._reason = self._reason or self._new_reason(ledger, place)
 
-    def _new_reason(self, ledger: CallLedger, meeting: str) -> Exception | None:
+    def _new_reason(self, ledger: CallLedger, place: str) -> Exception | None:
         if reason := self.abandoned(ledger, self.epoch):
             return reason
         key, record = self.current.key, self.current.record
@@ -434,7 +440,7 @@ class Consensus:
         self.write(ledger, key, record, compared=False)
         if not ledger.matches(key, record):
             return self._disagreement(ledger, key)
-        return self._failure_elsewhere() or (self._find_conflict(ledger, meeting) if meeting else None)
+        return self._failure_elsewhere() or (self._find_conflict(ledger, place) if place else None)
 
     def write(self, ledger: CallLedger, key: str, record: CallRecord, compared: bool) -> None:
         earlier = [data for data in self._batches if data != record.data]
@@ -442,43 +448,51 @@ class Consensus:
 
     # --- ranks that wait for each other at different calls
 
-    def meeting(self) -> str:
+    def place_of_call(self) -> str:
         """Where all ranks have to come for the current call."""
         number = 1 + int(self.ledger.name.rpartition("/")[2]) if self.ledger else 1
         call = f"{self.current.record.kind} {self.current.epoch}.{self.current.number}"
         return f"{call} of number {number} of their SequenceParallels"
 
-    def _find_conflict(self, ledger: CallLedger, meeting: str) -> Exception | None:
+    def _meeting(self, ledger: CallLedger, place: str) -> Meeting:
+        started = {
+            each.ledger.name: (each.current.epoch, each.current.number)
+            for each in list(_instances)
+            if each.ledger is not None and each.ledger.name
+        }
+        return Meeting(place, ledger.ranks, ledger.rank, ledger.name, self.epoch, self.current.num_sequences, started)
+
+    def _find_conflict(self, ledger: CallLedger, place: str) -> Exception | None:
         """Two ranks that wait for all ranks at different calls wait for each other: one has made an instance that
         another has not, or has raised in its own code. The first rank at each of the calls looks for the other call.
-        If both have seen the other, twice, they tell all ranks at both."""
-        store, told = ledger.meetings, f"conflict at {meeting}"
-        if not store.check([told]):
-            elsewhere, there = self._ranks_elsewhere(ledger, meeting) if ledger.came_first else ("", [])
-            seen, self._conflict = self._conflict, elsewhere
-            if not elsewhere or elsewhere != seen:
-                return None
-            store.set(f"{meeting} sees {elsewhere}", "1")
-            if not store.check([f"{elsewhere} sees {meeting}"]):  # a wait that has just ended sees nothing
-                return None
-            text = f"rank {there[0]} waits for all ranks at {elsewhere}, and rank {ledger.rank} at {meeting}"
-            if "SequenceParallels" in elsewhere and "SequenceParallels" in meeting:
-                text += ": make a new SequenceParallel on all of these ranks, or on none"
-            here = sorted(ledger.read(self.current.key))
-            for place, others in ((meeting, there), (elsewhere, here)):
-                store.set(f"conflict at {place}", json.dumps((text, others)))
-        text, self._may_rejoin = json.loads(store.get(told))
-        return ValueError(text)
+        If both have seen the other, twice, they abandon both, and all ranks raise."""
+        elsewhere = self._meeting_elsewhere(ledger, place) if ledger.came_first else None
+        seen, self._conflict = self._conflict, elsewhere.place if elsewhere else ""
+        if elsewhere is None or elsewhere.place != seen:
+            return None
+        ledger.meetings.set(f"{place} sees {elsewhere.place}", "1")
+        if not ledger.meetings.check([f"{elsewhere.place} sees {place}"]):  # a wait that has just ended sees nothing
+            return None
+        here = self._meeting(ledger, place)
+        text = f"rank {elsewhere.rank} waits for all ranks at {elsewhere.place}, and rank {here.rank} at {place}"
+        if "SequenceParallels" in elsewhere.place and "SequenceParallels" in place:
+            text += ": make a new SequenceParallel on all of these ranks, or on none"
+        source, epoch = min((here.instance, here.epoch), (elsewhere.instance, elsewhere.epoch))  # the same at both
+        partner = elsewhere.instance, elsewhere.epoch, elsewhere.num_sequences
+        failure = Failure(True, text, here.num_sequences, source, epoch, partner)
+        ledger.abandon(self.epoch, failure, ())
+        return self.abandoned(ledger, self.epoch)
 
-    def _ranks_elsewhere(self, ledger: CallLedger, meeting: str) -> tuple[str, list[int]]:
-        """Another place where all of these ranks have to come, and those that are missing here because they wait
-        there."""
-        found: dict[str, list[int]] = {}
+    def _meeting_elsewhere(self, ledger: CallLedger, place: str) -> Meeting | None:
+        """Another place where all of these ranks have to come, and where one waits that has not been here."""
+        here = self.current.epoch, self.current.number
         for rank in ledger.missing_ranks(self.current.key)[:MAX_SHOWN]:
-            ranks, _, elsewhere = read_wait(self.ranks[rank])[1].partition(": ")
-            if ranks == ledger.ranks and elsewhere != meeting:
-                found.setdefault(elsewhere, []).append(rank)
-        return next(iter(found.items()), ("", []))
+            found = read_wait(self.ranks[rank])[1]
+            if found is None or found.ranks != ledger.ranks or found.place == place:
+                continue
+            if tuple(found.started.get(ledger.name, (0, 0))) < here:
+                return found
+        return None
 
 
 _instances: WeakSet[Consensus] = WeakSet()  # of this process
@@ -510,7 +524,7 @@ class _LedgerComparison:
         consensus.write(ledger, key, record, compared=True)
         delete_dropped_keys()  # the other ranks take a moment as well
         failed = True
-        consensus.begin_wait(self, self.cancelled.set, consensus.meeting())
+        consensus.begin_wait(self, self.cancelled.set, consensus.place_of_call())
         try:
             self._wait()
             self._raise_if_abandoned()  # maybe by a rank that wrote its record, but did not wait for ours
@@ -536,5 +550,7 @@ class _LedgerComparison:
             raise self.consensus._reason
 
     def _raise_if_abandoned(self) -> None:
-        if reason := self.consensus.abandoned(self.ledger, self.call.epoch):
+        with self.consensus._reading:  # the watchdog may have found the same, and noted it as raised
+            reason = self.consensus._reason or self.consensus.abandoned(self.ledger, self.call.epoch)
+        if reason:
             raise reason

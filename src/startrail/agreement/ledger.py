@@ -107,13 +107,15 @@ def explain_mismatch(records_of: Mapping[int, CallRecord]) -> str:
 class Failure(NamedTuple):
     """Why a rank abandoned its calls. ``is_mistake``: with wrong arguments, which is a ``ValueError`` on all ranks.
     ``sequence``: how many sequences its calls had used since the error before. ``source`` and ``source_epoch``: the
-    instance in which a rank failed first, if this is what became of that failure elsewhere."""
+    instance in which a rank failed first, if this is what became of that failure elsewhere. ``partner``: the instance,
+    epoch and sequences of another call that has to be abandoned together with this one."""
 
     is_mistake: bool
     message: str
     sequence: int
     source: str
     source_epoch: int
+    partner: tuple[str, int, int] | None = None
 
     def as_error(self) -> Exception:
         return ValueError(self.message) if self.is_mistake else PeerError(self.message)
@@ -236,16 +238,7 @@ class CallLedger:
     def abandon(self, epoch: int, failure: Failure, may_rejoin: Iterable[int]) -> int:
         """Tell all ranks why this one abandons an epoch, and return the newest one; the first failure counts. Ranks
         that ``may_rejoin``, because this one has given up on them, go on with the others without an error."""
-        if (newest := self.newest_epoch()) > epoch:
-            return newest
-        if self.store.add(f"{epoch}/failures", 1) == 1:
-            for rank in may_rejoin:
-                self.store.set(f"may rejoin/{rank}", str(epoch))
-            self.store.set(f"{epoch}/failure", json.dumps(failure))
-            self.store.add("epoch", 1)
-            for old in ("failures", "failure"):
-                self.store.delete_key(f"{epoch - 2}/{old}")
-        return epoch + 1
+        return abandon_epoch(self.name, epoch, failure, may_rejoin)
 
     def read_failure(self, epoch: int) -> Failure | None:
         key = f"{epoch}/failure"
@@ -255,6 +248,21 @@ class CallLedger:
         """True if the others gave up on this rank, in ``epoch`` or later."""
         key = f"may rejoin/{self.rank}"
         return self.store.check([key]) and int(self.store.get(key)) >= epoch
+
+
+def abandon_epoch(instance: str, epoch: int, failure: Failure, may_rejoin: Iterable[int] = ()) -> int:
+    """``CallLedger.abandon`` for an instance of this name, which this process may not have made."""
+    store = PrefixStore(instance, default_store())
+    if (newest := store.add("epoch", 0)) > epoch:
+        return newest
+    if store.add(f"{epoch}/failures", 1) == 1:
+        for rank in may_rejoin:
+            store.set(f"may rejoin/{rank}", str(epoch))
+        store.set(f"{epoch}/failure", json.dumps(failure))
+        store.add("epoch", 1)
+        for old in ("failures", "failure"):
+            store.delete_key(f"{epoch - 2}/{old}")
+    return epoch + 1
 
 
 def _digest(record: CallRecord) -> int:

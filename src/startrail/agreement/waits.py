@@ -7,9 +7,11 @@ A rank that raised on its own, in a helper that sends nothing, writes its error 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -25,11 +27,24 @@ def _store() -> Store:
     return PrefixStore("startrail/waits", default_store())
 
 
+class Meeting(NamedTuple):
+    """A wait of one ``rank`` for all ``ranks``: the ``place`` is a call of an ``instance`` in its ``epoch``, which has
+    used ``num_sequences``. ``started``: the epoch and number of the latest call of each instance of that rank."""
+
+    place: str
+    ranks: str
+    rank: int
+    instance: str
+    epoch: int
+    num_sequences: int
+    started: dict[str, tuple[int, int]]
+
+
 class PublishedWait:
     """One long wait of this process that the other ranks can read. ``what`` names the call, such as "unshard"; it may
-    be another ``state`` than a wait. ``meeting``: where all ranks have to come, if it waits for all of them."""
+    be another ``state`` than a wait. ``meeting``: if it waits for all ranks."""
 
-    def __init__(self, what: str, state: str = "waiting in", meeting: str = "") -> None:
+    def __init__(self, what: str, state: str = "waiting in", meeting: Meeting | None = None) -> None:
         self.what, self.state, self.meeting = what, state, meeting
         self._lock = threading.Lock()
         self._is_published = self._has_ended = False
@@ -49,10 +64,10 @@ class PublishedWait:
 
     def _withdraw(self, failed: bool) -> None:
         with self._lock:  # after a ``publish`` that has begun
-            self._write(f"no longer {self.state} {self.what}" if failed else "", "")
+            self._write(f"no longer {self.state} {self.what}" if failed else "", None)
 
-    def _write(self, text: str, meeting: str) -> None:
-        _store().set(str(dist.get_rank()), f"{text}\n{meeting}" if text else "")
+    def _write(self, text: str, meeting: Meeting | None) -> None:
+        _store().set(str(dist.get_rank()), json.dumps((text, meeting)))
 
 
 class _WatchedWait(PublishedWait):
@@ -81,11 +96,11 @@ def published_wait(what: str) -> Iterator[None]:
     wait.end()
 
 
-def read_wait(rank: int) -> tuple[str, str]:
-    """What a global rank waits for, and where all ranks have to come for that."""
+def read_wait(rank: int) -> tuple[str, Meeting | None]:
+    """What a global rank waits for, and the meeting if it waits for all ranks."""
     store, key = _store(), str(rank)
-    text, _, meeting = store.get(key).decode().rpartition("\n") if store.check([key]) else ("", "", "")
-    return text, meeting
+    text, meeting = json.loads(store.get(key)) if store.check([key]) else ("", None)
+    return text, Meeting(*meeting) if meeting else None
 
 
 def describe_waits(ranks: Sequence[int], since: float) -> str:

@@ -211,7 +211,7 @@ class Session:
         detail = f"{request.pass_}: {prepared.detail}"
         after_error = None if data else self._after_error
         record = CallRecord(detail, sequence.number, data, backward_of, after_error, gradients=gradients)
-        self.consensus.start(record, device_digest)
+        self.consensus.start(record, device_digest, self._num_started)
         is_new = is_forward and self.consensus.is_new(sequence)
         has_new_boundaries = is_new and self.consensus.is_new(batch.boundaries)
         compare = Compare.NEVER
@@ -261,7 +261,7 @@ class Session:
             call = f"{operation} of {arguments}, {batch.boundaries}, {self.settings}"
             after_error = None if sequence.digest else self._after_error
             record = CallRecord(call, sequence.number, sequence.digest, "", after_error, kind=operation)
-            self.consensus.start(record._replace(gradients=gradients))
+            self.consensus.start(record._replace(gradients=gradients), num_sequences=self._num_started)
             if self._has_to_compare(kind, True) and self._runner is not None:
                 self._runner.transport.compare_call()
 

@@ -82,7 +82,7 @@ class Gloo(Lanes):
         consensus, failed = self.consensus, True
         what = f"comparing {consensus.current} with all ranks"
         abort = partial(self.abort, "aborted after an error on this or another rank")
-        consensus.begin_wait(what, abort, consensus.meeting())
+        consensus.begin_wait(what, abort, consensus.place_of_call())
         try:
             is_same = self._comparison.finish(lambda: self.aborted)
             if self.aborted:

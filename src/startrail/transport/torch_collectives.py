@@ -70,7 +70,7 @@ class Collectives(Consensus):
             self.transport = None
             raise
 
-    def meeting(self) -> str:
+    def place_of_call(self) -> str:
         return f"{self.current.record.kind} {self.current.epoch}.{self.current.number}"
 
     def explain(self, records: Mapping[int, CallRecord]) -> str:
