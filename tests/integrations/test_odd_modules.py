@@ -132,7 +132,7 @@ def outcomes(cases: list[Case], plan: str = "1x2") -> list[tuple[str, ...]]:
         sp = startrail.SequenceParallel(plan, timeout=60)
         return [outcome(case, sp) for case in cases]
 
-    ranks = run_local(on_rank, startrail.Plan.parse(plan).size, deadline=3000 if FULL else 300)
+    ranks = run_local(on_rank, startrail.Plan.parse(plan).size, deadline=6000 if FULL else 600)
     return list(zip(*ranks, strict=True))
 
 
