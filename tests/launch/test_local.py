@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import startrail
 from startrail.cli import main
-from startrail.launch import loopback
+from startrail.launch import local
 from startrail.launch.local import run_local
-from startrail.training import trainer  # noqa: F401, once here rather than in every command
+from startrail.training import loop  # noqa: F401, once here rather than in every command
 from tests.helpers import free_port, write_words
 
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc writes it
@@ -127,11 +127,11 @@ def test_groups_of_one_node_use_loopback_and_those_of_several_do_not(monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert loopback.store_of_one_node(0, None) is None and not any(name in os.environ for name in names)
+    assert local.store_of_one_node(0, None) is None and not any(name in os.environ for name in names)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")  # the user's choice
-    assert loopback.store_of_one_node(0, None) is None
+    assert local.store_of_one_node(0, None) is None
     assert [os.environ.pop(name) for name in names] == ["lo", "eth7"]
 
 

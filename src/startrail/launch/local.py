@@ -1,6 +1,7 @@
 """Forks ranks on this machine, joins them with gloo over loopback and collects their results.
 
-The parent must not have used its OpenMP threads before it forks; ``torch.set_num_threads(1)`` there ensures that.
+No other machine can reach ranks that communicate over loopback. The parent must not have used its OpenMP threads before
+it forks; ``torch.set_num_threads(1)`` there ensures that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,13 +26,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from startrail._compat import load_dynamo
+from startrail._compat import Store, TCPStore, load_dynamo
 from startrail.agreement.timing import TIMING
-from startrail.launch.loopback import join_loopback_store, loopback_store
 
 load_dynamo()
 
 Result = TypeVar("Result")
+HOST = "127.0.0.1"
 MAX_RANKS = 256
 RANK_BYTES = 48 * 2**20  # private memory of a forked rank, without its tensors
 
@@ -189,3 +191,38 @@ def run_rank(
         with suppress(OSError):  # stdout may be closed
             sys.stdout.flush()
         os._exit(0)  # a forked child must not run the parent's exit handlers
+
+
+# --- loopback
+
+
+def loopback_store(world: int, port: int = 0) -> TCPStore:
+    """A store that only this machine can reach; ``port`` 0 picks a free one. Given a host, torch's store listens on all
+    interfaces; given a socket that is bound already, it uses that."""
+    listener = socket.create_server((HOST, port), backlog=world)
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, world, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def join_loopback_store(world: int, port: int, limit: timedelta) -> TCPStore:
+    return TCPStore(HOST, port, world, False, limit, wait_for_workers=False)
+
+
+def use_loopback() -> None:
+    """Have the process groups that this process makes listen on loopback only, unless the user has chosen otherwise.
+    (NCCL: not run on hardware.)"""
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+
+
+def store_of_one_node(rank: int, limit: timedelta) -> Store | None:
+    """The store in which the ranks of a torchrun-like launcher meet, if all are on this machine and rank 0 must make
+    it. None if there are several nodes, or if the launcher has made it."""
+    world = int(os.environ["WORLD_SIZE"])
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != world:
+        return None
+    use_loopback()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "MASTER_PORT" not in os.environ:
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    return loopback_store(world, port) if rank == 0 else join_loopback_store(world, port, limit)

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from startrail._compat import PrefixStore, Store
 from startrail.agreement.timing import TIMING
 from startrail.launch.heartbeat import RankStatus, WaitLimit, rank_names
-from startrail.launch.loopback import store_of_one_node
+from startrail.launch.local import store_of_one_node
 
 
 class JoinError(RuntimeError):
