@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from startrail.training import trainer  # noqa: F401, once, rather than in every launcher
+from startrail.training import loop  # noqa: F401, once, rather than in every launcher
 from startrail.training.checkpoints.saving import checkpoint_path, steps_in
 from tests import chaos_inside
 from tests.chaos_runs import HANG_MINUTES, NODES, RANKS, ChaosRun, LabRun, LocalRun

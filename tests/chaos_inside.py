@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import startrail
-from startrail.training.trainer import Trainer
+from startrail.training.loop import Trainer
 
 AHEAD = 4  # steps between an order and its fault: all ranks must have read it
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from startrail.cli import main as startrail
-from startrail.training import trainer  # noqa: F401, once here rather than in every launcher
+from startrail.training import loop  # noqa: F401, once here rather than in every launcher
 from startrail.training.recipes import RECIPES
 from tests.helpers import eventually, write_words
 from workshop import lab

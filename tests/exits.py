@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from startrail._compat import load_dynamo
 from startrail.cli import main as cli
-from startrail.training import trainer  # noqa: F401, for the ranks
+from startrail.training import loop  # noqa: F401, for the ranks
 from tests.helpers import ROOT, fork_ranks, write_words
 
 RANKS = 4

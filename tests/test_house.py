@@ -66,7 +66,7 @@ ENTRANCES = {
 }
 
 # Class names that several modules use on purpose.
-DELIBERATE = {"Piece": {"schedule.values", "training.checkpoints.pieces"}}
+DELIBERATE = {"Piece": {"schedule.values", "training.checkpoints.contents"}}
 
 
 def modules():

@@ -14,9 +14,9 @@ import startrail
 from startrail import offload
 from startrail.offload import HostOffload
 from startrail.planner.memory import estimate_memory
-from startrail.training.memory import recompute_blocks
 from startrail.training.models.configs import GPTConfig
 from startrail.training.recipes import Recipe
+from startrail.training.sharding import recompute_blocks
 from startrail.training.tasks import make_model
 from tests.helpers import LiveBytes
 

@@ -167,9 +167,9 @@ def test_a_signal_ends_any_read(trained, tmp_path):  # noqa: F811
 
 
 def is_open(path: Path) -> bool:
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(descriptor) == str(path):
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if any(os.readlink(descriptor) == str(path) for descriptor in (process / "fd").iterdir()):
                 return True
     return False
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from startrail.cli import main
-from startrail.training.checkpoints.reading import read_state
+from startrail.training.checkpoints.contents import read_state
 from startrail.training.recipes import RECIPES, find
 from tests.helpers import ROOT, refusal
 
@@ -171,7 +171,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_start(text, tmp_path, monk
     from startrail.training.checkpoints import saving
 
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage)
-    assert "has 0.00 GB left, a checkpoint needs about" in refusal(
+    assert "has 10.0 B left, a checkpoint needs about 66.0 KiB" in refusal(
         ["train", *TINY, "--data", str(text), "--out", str(tmp_path / "run")], capfd
     )
 

@@ -15,10 +15,10 @@ from startrail.planner.auto import fit_cluster, plan_for_job
 from startrail.planner.cluster import find_cluster
 from startrail.planner.topology import Machine
 from startrail.training.display import Display
+from startrail.training.loop import BETAS, Trainer
 from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
 from startrail.training.tasks import ImageTask, TextTask, make_model
-from startrail.training.trainer import BETAS, Trainer
 from tests.helpers import causal_mask, gradient_mistakes
 
 DEADLINE = 900  # seconds, on a machine that is busy with other work
@@ -69,7 +69,7 @@ def reference(recipe):
 
 def initialize(model, recipe):
     """Give ``model`` the parameters that a run starts with."""
-    from startrail.training.data.seeds import generator_of
+    from startrail.training.data.sources import generator_of
 
     for name, parameter in model.named_parameters():
         torch.manual_seed(generator_of(recipe.seed, name).initial_seed())
@@ -94,8 +94,8 @@ class RecordingDisplay(Display):
     def __init__(self):
         self.metrics, self.notes, self.summary, self.plan = [], [], None, ""
 
-    def start(self, recipe, begin, data, plan, world, expected):
-        self.plan = plan
+    def start(self, recipe, begin, forecast):
+        self.plan = str(forecast.plan)
 
     def step(self, metrics):
         self.metrics.append(metrics)

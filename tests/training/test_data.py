@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import startrail
 from startrail.schedule.plan import Plan
-from startrail.training.data import streams, tokenizing
+from startrail.training.data import texts
 from startrail.training.data.sources import find_files
-from startrail.training.data.text import TextData
+from startrail.training.data.texts import TextData
 from tests.helpers import as_rank, write_bytes, write_tokenizer
 
 ONE = startrail.SequenceParallel("1x1")
@@ -143,8 +143,8 @@ def test_ranks_have_the_shards_of_one_process(folder, plan, length, layout, pack
 
 
 def test_a_rank_reads_its_own_tokens_and_the_next_one_of_each_run(folder, monkeypatch):
-    read, original = [], streams._read
-    monkeypatch.setattr(streams, "_read", lambda *request: (read.append(request[2]), original(*request))[1])
+    read, original = [], texts._read
+    monkeypatch.setattr(texts, "_read", lambda *request: (read.append(request[2]), original(*request))[1])
     data = text_data(folder, sp=as_rank(1, 4), length=160)
     assert not read
     data.batch(0)
@@ -311,7 +311,7 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
     assert data.decode([3, 15, 6]).split() == ["the", "ring"]
     assert "tokens, unigram entropy" in data.describe() and "nats/token" in data.describe()
 
-    monkeypatch.setattr(tokenizing, "_encode", None)  # must not be called again
+    monkeypatch.setattr(texts, "_encode", None)  # must not be called again
     again = text_data(str(source), sp=as_rank(1, 2), length=14, tokenizer=tokenizer).batch(3)
     assert torch.equal(again.tokens, again.sequence.shard(data.batch(3).tokens, 1))
     monkeypatch.undo()
@@ -323,8 +323,8 @@ def test_a_tokenizer_gives_all_its_tokens_from_a_cache_that_is_made_once(tmp_pat
 
 def test_long_files_are_tokenised_in_pieces_cut_after_lines(tmp_path, cache, tokenizer, monkeypatch):
     (tmp_path / "text").write_text(TEXT)
-    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 30)
-    monkeypatch.setattr(tokenizing, "BATCH_PIECES", 3)
+    monkeypatch.setattr(texts, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(texts, "BATCH_PIECES", 3)
     data = text_data(str(tmp_path / "text"), length=14 * 38, tokenizer=tokenizer)
     assert data.batch(0).tokens[0].tolist() == [3, 15, 6, 15, 9, 18, 3, 15, 6, 15, 9, 15, 12, 18] * 38
 
@@ -357,7 +357,7 @@ def test_an_unusable_cache_a_held_lock_and_a_damaged_file_are_reported(tmp_path,
         with pytest.raises(ValueError, match=f"the tokens in {path} are damaged: delete the file"):
             text_data(**arguments)
     path.unlink()
-    monkeypatch.setattr(tokenizing, "CACHE_DEADLINE_SECONDS", 0.2)
+    monkeypatch.setattr(texts, "CACHE_DEADLINE_SECONDS", 0.2)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"another process has held .*lock for 0 s"):

@@ -5,9 +5,9 @@ import torch
 
 import startrail
 from startrail.launch.local import run_local
-from startrail.training.data import tokenizing
+from startrail.training.data import texts
 from startrail.training.data.images import ImageData
-from startrail.training.data.text import TextData
+from startrail.training.data.texts import TextData
 from tests.helpers import write_tokenizer
 
 WORLD = 4
@@ -46,8 +46,8 @@ def test_one_rank_tokenises_while_the_others_wait(tmp_path, monkeypatch):
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"?": 0, "ring": 1, "team": 2, " ": 3})
     (tmp_path / "text").write_text("ring team star " * 20_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    calls, original = [], tokenizing._encode
-    monkeypatch.setattr(tokenizing, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
+    calls, original = [], texts._encode
+    monkeypatch.setattr(texts, "_encode", lambda *arguments: (calls.append(1), original(*arguments)))
 
     def on_rank(rank):
         sequence = startrail.SequenceParallel("1x4").sequence(999)

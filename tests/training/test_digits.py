@@ -4,8 +4,7 @@ import torch
 
 from startrail import SequenceParallel
 from startrail.cli import main
-from startrail.training.data.digits import NUM_DIGITS, draw_digit
-from startrail.training.data.images import ImageData, read_grid, save_grid
+from startrail.training.data.images import NUM_DIGITS, ImageData, draw_digit, read_grid, save_grid
 from startrail.training.models.configs import DIT_CONFIGS
 from startrail.training.models.dit import DiT, sample
 

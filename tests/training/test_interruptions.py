@@ -17,9 +17,9 @@ import torch
 from startrail.cli import main
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
-from startrail.training.collectives import check_same_data
 from startrail.training.display import Display
-from startrail.training.trainer import Trainer
+from startrail.training.loop import Trainer
+from startrail.training.ranks import check_same_data
 from tests.helpers import FULL, eventually, start, torchrun
 from tests.training.runs import CPU, DEADLINE, RecordingDisplay, expected_plan, gpt, reference
 
@@ -137,7 +137,7 @@ def test_all_ranks_raise_when_their_data_differ():
 
 def test_unreadable_data_on_one_rank_ends_the_run_on_all_and_keeps_the_checkpoint(data, tmp_path):
     def on_rank(rank):
-        from startrail.training.checkpoints.saving import TrainingError
+        from startrail.training.ranks import TrainingError
 
         trainer = Trainer(
             gpt(data, tmp_path / "run", plan="1x2", steps=4, save_every=2, zero=2), CPU, Display(), Stop()
@@ -194,7 +194,7 @@ def test_sigterm_interrupts_an_evaluation(data, tmp_path):
 
 def test_good_parameters_are_saved_when_a_step_is_not_finite(data, tmp_path):
     def on_rank(rank):
-        from startrail.training.checkpoints.saving import TrainingError
+        from startrail.training.ranks import TrainingError
 
         trainer = Trainer(gpt(data, tmp_path / "run", plan="1x2", steps=4, zero=2), CPU, Display(), Stop())
         loss_sum, calls = trainer.task.loss_sum, []
@@ -213,7 +213,7 @@ def test_good_parameters_are_saved_when_a_step_is_not_finite(data, tmp_path):
 
 def test_a_step_that_is_not_finite_stops_or_is_skipped(data, tmp_path):
     def on_rank(rank):
-        from startrail.training.checkpoints.saving import TrainingError
+        from startrail.training.ranks import TrainingError
 
         outcomes = []
         for on_nan in ("stop", "skip"):

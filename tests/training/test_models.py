@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import startrail
-from startrail.training.data.text import TextData
+from startrail.training.data.texts import TextData
 from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS
 from startrail.training.models.dit import DiT, flow_matching_loss, patchify, sample, unpatchify
 from startrail.training.models.gpt import GPT

@@ -2,13 +2,17 @@
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from startrail.cli.app import build_parser
+from startrail.planner.memory import Memory
 from startrail.schedule.plan import Plan
+from startrail.training.display import Display, Summary
+from startrail.training.forecast import Forecast
 from startrail.training.recipes import RECIPES, find
-from startrail.training.report import RunPage, command_of, read_metrics
+from startrail.training.record import RunRecord, command_of, read_metrics, run_page
 from startrail.view.plots import Bar, Series, bar_chart, line_chart, ticks
 
 
@@ -39,20 +43,32 @@ def test_the_page_shows_what_was_measured(tmp_path):
     lines[3]["held_out"] = 1.75
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [5.0, None, 5.0 / 3]
-    page = RunPage(recipe, Plan.parse("2x2/u2"), 8, "some <data>", 2.0**20)
-    assert not page.is_due
-    page.write(2.0**19, "a prompt|and its <continuation>", "finished")
-    text = (tmp_path / "run.html").read_text()
+    forecast = Forecast(Plan.parse("2x2/u2"), 8, "some <data>", Memory(2.0**20, 0, 0, 0, 0, 0, inf), {}, {})
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    text = run_page(recipe, forecast, steps, 2.0**19, "a prompt|and its <continuation>", "finished")
     for part in (
         "finished, step 3 of 4", "some &lt;data&gt;", "startrail train gpt-tiny --steps 4", "loss (nats per token)",
         "tokens per second", "exposed communication (%)", "held-out loss, 1.75 at step 3", "512.0 KiB", "1.0 MiB",
         "and its &lt;continuation&gt;", "data:image/svg+xml", "training loss",
     ):  # fmt: skip
         assert part in text, part
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and page.problem == ""
-    page.folder = tmp_path / "nowhere"
-    page.write(0.0)
-    assert "could not be written" in page.problem
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", '{"step": "x"}', '{"step": 1, "loss": "high"}', '{"step": 1, "loss": 1e999}', "{"]
+)
+def test_a_page_that_cannot_be_written_does_not_end_the_run(line, tmp_path):
+    notes = []
+    display = Display()
+    display.note = notes.append
+    forecast = Forecast(Plan.parse("1x1"), 1, "", Memory(0, 0, 0, 0, 0, 0, inf), {}, {})
+    record = RunRecord(replace(RECIPES["gpt-tiny"], out=str(tmp_path)), display, forecast)
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    record.open(0)
+    record.finish(Summary(0, 0, 0, 0.0, 0.0, {}, 0.0, 0.0, "", False, forecast))
+    assert all("run.html could not be written" in note for note in notes)
+    assert bool(notes) != (tmp_path / "run.html").exists()
 
 
 def test_plots_label_their_axes_and_survive_odd_data():

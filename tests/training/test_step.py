@@ -10,11 +10,11 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import startrail
-from startrail.training.memory import recompute_blocks
+from startrail.training.loop import Trainer
 from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.recipes import Recipe
+from startrail.training.sharding import recompute_blocks
 from startrail.training.tasks import ImageTask, TextTask, make_model
-from startrail.training.trainer import Trainer
 from tests.helpers import error_of, write_words
 
 CPU = torch.device("cpu")
@@ -70,8 +70,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
     from startrail.kernels import cpu
     from startrail.launch.local import run_local
     from startrail.launch.signals import Stop
-    from startrail.training import collectives
-    from startrail.training import trainer as loop
+    from startrail.training import loop, ranks
     from startrail.training.display import Display
     from startrail.transport import nccl
 
@@ -92,7 +91,7 @@ def test_a_step_synchronizes_once(tmp_path, monkeypatch):
 
         def sums(numbers):
             before = len(reads)
-            totals = collectives.sum_over_ranks(numbers)
+            totals = ranks.sum_over_ranks(numbers)
             del reads[before:]
             return totals
 

@@ -16,7 +16,7 @@ from startrail.planner.cluster import find_cluster
 from startrail.planner.predict import AttentionShape, trace_prediction
 from startrail.schedule.plan import Plan
 from startrail.training.display import Display
-from startrail.training.trainer import Trainer
+from startrail.training.loop import Trainer
 from startrail.view.trace import EventRecorder, chrome_trace, compare, read_trace
 from tests.helpers import FULL
 from tests.training.runs import CPU, DEADLINE, RecordingDisplay, dit, expected_plan, gpt, mismatches, reference, run
@@ -78,7 +78,7 @@ def test_a_step_sends_the_predicted_bytes_on_every_level(data, tmp_path):
         results = {}
         for plan, recipe in recipes.items():
             display, _ = run(recipe)
-            results[plan] = display.plan, display.metrics[0]["sent"], display.summary.traffic["plan"]
+            results[plan] = display.plan, display.metrics[0]["sent"], display.summary.forecast.traffic
         return results
 
     for plan, (shown, sent, predicted) in run_local(on_rank, 4)[0].items():

@@ -30,10 +30,10 @@ from startrail.parallel import SequenceParallel
 from startrail.planner.memory import LIBRARY_BYTES, estimate_memory
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
-from startrail.training import memory, sharding
-from startrail.training.metrics import Metrics
+from startrail.training import footprint, sharding
+from startrail.training.display import Metrics
+from startrail.training.loop import Trainer
 from startrail.training.recipes import Recipe, find
-from startrail.training.trainer import Trainer
 
 ALLOWED = 0.10  # difference as a share of the measured peak
 ALLOWED_ELSEWHERE = 0.20  # where the formula was not fitted: all activations kept, exchange=twice, and ZeRO-2
@@ -246,9 +246,9 @@ def _make_llama(length: int, tile: int | None, whole: bool) -> tuple[nn.Module, 
 
 def _step(make: Callable[[], tuple[nn.Module, Callable[[], None]]]) -> Peak:
     """One step of AdamW in this process: of the model and the backward pass that ``make`` returns."""
-    memory.return_large_blocks()
-    device, baseline = torch.device("cpu"), memory.resident_bytes()
-    memory.reset_peak(device)
+    footprint.return_large_blocks()
+    device, baseline = torch.device("cpu"), footprint.resident_bytes()
+    footprint.reset_peak(device)
     model, backward = make()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():  # a later step: gradients and moments exist
@@ -257,7 +257,7 @@ def _step(make: Callable[[], tuple[nn.Module, Callable[[], None]]]) -> Peak:
     started = time.process_time()
     backward()
     optimizer.step()
-    return Peak(memory.peak_bytes(device) - baseline, time.process_time() - started)
+    return Peak(footprint.peak_bytes(device) - baseline, time.process_time() - started)
 
 
 def _fullest(peaks: list[Peak | None]) -> Peak:

@@ -35,7 +35,7 @@ from startrail.geometry.distributions import document_lengths
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
-from startrail.training import memory
+from startrail.training import footprint
 from startrail.transport.interface import MessageSet
 from startrail.transport.nccl import Fake
 
@@ -97,8 +97,8 @@ def time_plan(work: Workload, plan: str, ranks: int) -> EngineTiming:
         # memory of libraries and connections is not attention's
         warm_up = partial(few.attention, causal=work.causal)
         with_gradients(warm_up, q[:, :, :16], k[:, :, :16], v[:, :, :16], dout[:, :, :16])
-        resident = memory.resident_bytes()
-        memory.reset_peak(dout.device)
+        resident = footprint.resident_bytes()
+        footprint.reset_peak(dout.device)
         times, shares = [], []
         for _ in range(3):
             dist.barrier()
@@ -109,7 +109,7 @@ def time_plan(work: Workload, plan: str, ranks: int) -> EngineTiming:
             times.append(time.perf_counter() - start)
             shares.append(sp.timings()["waiting"] / sp.timings()["total"])
         formula = max(sizes.peak_bytes(pass_, sp.world) for pass_ in PASSES)
-        return EngineTiming(min(times[1:]), min(shares[1:]), memory.peak_bytes(dout.device) - resident, formula)
+        return EngineTiming(min(times[1:]), min(shares[1:]), footprint.peak_bytes(dout.device) - resident, formula)
 
     results = [result for result in run_local(on_rank, ranks) if result is not None]
     seconds, shares, added, formula = zip(*results, strict=True)

@@ -19,10 +19,9 @@ from startrail.planner.predict import predict
 from startrail.planner.step import Training
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
-from startrail.training.display import Display, Summary
-from startrail.training.metrics import Metrics
+from startrail.training.display import Display, Metrics, Summary
+from startrail.training.loop import Trainer
 from startrail.training.recipes import Recipe, find
-from startrail.training.trainer import Trainer
 
 
 class RecordingDisplay(Display):
@@ -48,7 +47,7 @@ def measure(name: str, plan: str, options: argparse.Namespace) -> tuple[list[flo
             display = RecordingDisplay()
             Trainer(recipe, torch.device("cpu"), display, Stop()).run()
             steps = display.metrics[1:]  # the first step connects the ranks
-            sent = sum(display.summary.traffic["plan"].values())
+            sent = sum(display.summary.forecast.traffic.values())
             return [s["tokens_per_second"] for s in steps], [s["waiting"] for s in steps], sent
 
         result = run_local(on_rank, recipe.ranks, deadline=1800)[0]

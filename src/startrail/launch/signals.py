@@ -36,11 +36,6 @@ class Stop:
         orphaned = os.getppid() != (self._parent if os.getpid() == self._owner else self._owner)
         return self._signalled or orphaned
 
-    def check(self) -> None:
-        """Raise ``StoppedError`` if a stop is requested."""
-        if self.requested:
-            raise StoppedError
-
     def _handle(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and os.getpid() == self._owner:
             if self.interrupted:

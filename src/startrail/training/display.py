@@ -7,18 +7,20 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from startrail.training.metrics import Metrics
+from startrail.training.files import size_text
+from startrail.training.forecast import Forecast, Traffic
 from startrail.training.recipes import Recipe
 
 LINE_SECONDS = 5.0  # between two plain lines
+Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run. ``held_out`` has losses by step. ``traffic`` has the bytes that attention sends per step and
-    level on the average rank, with this plan and with Ring Attention. ``peak`` is the memory that training added on the
-    fullest rank, ``expected`` its estimate, and ``baseline`` the memory of the program without a model."""
+    """The result of a run. ``held_out`` has losses by step. ``peak`` is the memory that training added on the fullest
+    rank, ``baseline`` the memory of the program without a model. ``waiting`` is a share of ``seconds``."""
 
     done: int
     steps: int
@@ -26,14 +28,13 @@ class Summary:
     seconds: float
     waiting: float
     held_out: dict[int, float]
-    traffic: dict[str, dict[str, float]]
     peak: float
     baseline: float
-    expected: float
     sample: str
     stopped: bool
+    forecast: Forecast
 
-    def lines(self, data: str) -> list[str]:
+    def lines(self) -> list[str]:
         lines = []
         if self.steps:
             lines.append(
@@ -42,19 +43,19 @@ class Summary:
             )
         if self.held_out:
             (first, start), (last, end) = min(self.held_out.items()), max(self.held_out.items())
-            lines.append(f"held-out loss {start:.3f} at step {first}, {end:.3f} at step {last}; {data}")
-        sent, ring = (sum(self.traffic[name].values()) for name in ("plan", "ring"))
+            losses = f"held-out loss {start:.3f} at step {first}, {end:.3f} at step {last}"
+            lines.append(f"{losses}; {self.forecast.data}")
+        sent, ring = sum(self.forecast.traffic.values()), sum(self.forecast.ring.values())
         if ring:
             difference = f"{abs(1 - sent / ring):.0%} {'less' if sent <= ring else 'more'}"
             lines.append(
-                f"attention sends {size_text(sent)} per rank and step ({by_level(self.traffic['plan'])}), "
+                f"attention sends {size_text(sent)} per rank and step ({by_level(self.forecast.traffic)}), "
                 f"{difference} than Ring Attention with {size_text(ring)}"
             )
         if self.peak:
-            lines.append(
-                f"peak memory per rank {size_text(self.peak)} (estimate {size_text(self.expected)})"
-                + (f", plus {size_text(self.baseline)} for the program itself" if self.baseline else "")
-            )
+            program = f", plus {size_text(self.baseline)} for the program itself" if self.baseline else ""
+            estimate = size_text(self.forecast.memory.total)
+            lines.append(f"peak memory per rank {size_text(self.peak)} (estimate {estimate}){program}")
         if self.sample:
             lines.append(self.sample)
         if self.stopped:
@@ -63,20 +64,7 @@ class Summary:
         return lines
 
 
-def size_text(size: float) -> str:
-    """Bytes in a suitable unit.
-
-    >>> size_text(3 * 2**20), size_text(1536)
-    ('3.0 MiB', '1.5 KiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.1f} {unit}"
-
-
-def by_level(sent: dict[str, float]) -> str:
+def by_level(sent: Traffic) -> str:
     """
     >>> by_level({"level 0": 4096, "level 1": 1536, "level 2": 0})
     'level 0: 4.0 KiB, level 1: 1.5 KiB'
@@ -87,7 +75,7 @@ def by_level(sent: dict[str, float]) -> str:
 class Display:
     """Shows nothing: for all ranks except rank 0."""
 
-    def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None: ...
+    def start(self, recipe: Recipe, begin: int, forecast: Forecast) -> None: ...
 
     def step(self, metrics: Metrics) -> None: ...
 
@@ -102,16 +90,16 @@ class Display:
 class LineDisplay(Display):
     """Plain lines, at most one every few seconds."""
 
-    def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
-        self._recipe, self._data = recipe, data
-        self._begin, self._started_at, self._shown_at = begin, time.monotonic(), 0.0
-        split = f"{recipe.data_parallel} x " if recipe.data_parallel > 1 else ""
+    def start(self, recipe: Recipe, begin: int, forecast: Forecast) -> None:
+        self._recipe, self._begin = recipe, begin
+        self._started_at, self._shown_at = time.monotonic(), 0.0
+        groups = f"{recipe.data_parallel} x " if recipe.data_parallel > 1 else ""
         self.note(
             f"{recipe.name}: {recipe.tokens:,} tokens per sequence, {recipe.tokens_per_step:,} per step, "
-            f"on {world} ranks as {split}{plan}"
+            f"on {forecast.world} ranks as {groups}{forecast.plan}"
         )
-        self.note(f"data: {data}")
-        self.note(f"estimated memory: {expected}")
+        self.note(f"data: {forecast.data}")
+        self.note(f"estimated memory: {forecast.memory}")
         if begin >= recipe.steps:
             self.note(f"{recipe.out} already has all {recipe.steps} steps: raise --steps, or choose another --out")
         elif begin:
@@ -123,12 +111,7 @@ class LineDisplay(Display):
             return
         self._shown_at = now
         left = (steps - step) * (now - self._started_at) / max(1, step - self._begin)
-        held_out = f" | held-out {metrics['held_out']:.3f}" if "held_out" in metrics else ""
-        self.note(
-            f"step {step}/{steps} | loss {metrics['loss']:.3f}{held_out} | "
-            f"{metrics['tokens_per_second']:,.0f} tokens/s | exposed {metrics['waiting']:.1%} | "
-            f"sent {by_level(metrics['sent'])} | {left:.0f} s left"
-        )
+        self.note(f"step {step}/{steps} | {_status(metrics)} | {left:.0f} s left")
 
     def note(self, text: str) -> None:
         try:
@@ -140,7 +123,7 @@ class LineDisplay(Display):
 
     def finish(self, summary: Summary) -> None:
         self.close()
-        for line in summary.lines(self._data):
+        for line in summary.lines():
             self.note(line)
 
 
@@ -163,17 +146,13 @@ class LiveDisplay(LineDisplay):
         )
         self._bar = Progress(*columns, console=self._console)
 
-    def start(self, recipe: Recipe, begin: int, data: str, plan: str, world: int, expected: object) -> None:
-        super().start(recipe, begin, data, plan, world, expected)
+    def start(self, recipe: Recipe, begin: int, forecast: Forecast) -> None:
+        super().start(recipe, begin, forecast)
         self._task = self._bar.add_task("", total=recipe.steps, completed=begin, status="")
         self._bar.start()
 
     def step(self, metrics: Metrics) -> None:
-        status = (
-            f"loss {metrics['loss']:.3f} | {metrics['tokens_per_second']:,.0f} tokens/s | "
-            f"exposed {metrics['waiting']:.1%} | sent {by_level(metrics['sent'])}"
-        )
-        self._bar.update(self._task, completed=metrics["step"], status=status)
+        self._bar.update(self._task, completed=metrics["step"], status=_status(metrics))
         if "held_out" in metrics:
             self.note(f"step {metrics['step']}: held-out loss {metrics['held_out']:.3f}")
 
@@ -182,6 +161,14 @@ class LiveDisplay(LineDisplay):
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def _status(metrics: Metrics) -> str:
+    held_out = f"held-out {metrics['held_out']:.3f} | " if "held_out" in metrics else ""
+    return (
+        f"loss {metrics['loss']:.3f} | {held_out}{metrics['tokens_per_second']:,.0f} tokens/s | "
+        f"exposed {metrics['waiting']:.1%} | sent {by_level(metrics['sent'])}"
+    )
 
 
 def make_display(lead: bool) -> Display:

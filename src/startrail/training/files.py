@@ -132,6 +132,19 @@ def _problems_of(name: str) -> Iterator[None]:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from None
 
 
+def size_text(size: float) -> str:
+    """Bytes in a suitable unit.
+
+    >>> size_text(3 * 2**20), size_text(1536)
+    ('3.0 MiB', '1.5 KiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.1f} {unit}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text. What a file says may be part of it, so it is cut after 300 characters, and
     control characters, which would change a terminal's state, are replaced.

@@ -152,19 +152,15 @@ class Recipe:
 
     def with_(self, changes: Mapping[str, object]) -> Recipe:
         """A copy with changed fields, given as texts or values. An unknown field raises, with the nearest name."""
-        of_run = {item.name: item for item in fields(self) if item.name not in ("name", "config")}
-        of_config = {item.name: item for item in fields(self.config)}
-        run: dict[str, Any] = {}
-        config: dict[str, Any] = {}
-        for name, value in changes.items():
-            name = name.replace("-", "_")
-            if name not in of_run and name not in of_config:
-                names = [*of_run, *of_config]
+        values = self.as_dict()
+        names = [name for name in values if name != "name"]
+        for given, value in changes.items():
+            name = given.replace("-", "_")
+            if name not in names:
                 near = difflib.get_close_matches(name, names, n=1) or [n for n in names if n.startswith(name)]
                 raise ValueError(f"no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-            target, item = (run, of_run[name]) if name in of_run else (config, of_config[name])
-            target[name] = _read(name, str(item.type), value)
-        return replace(self, config=replace(self.config, **config), **run)
+            values[name] = value
+        return self.of_dict(values)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, including the model's; ``find(name).with_`` and ``of_dict`` accept them."""

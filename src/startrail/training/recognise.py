@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from startrail.training.data.digits import NUM_DIGITS, draw_digit
-from startrail.training.data.images import read_grid
+from startrail.training.data.images import NUM_DIGITS, draw_digit, read_grid
 from startrail.training.tasks import GRID_COLUMNS
 
 SIZE = 16

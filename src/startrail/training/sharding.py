@@ -7,7 +7,10 @@ parameters, gradients and optimizer state are sharded over all eight, since ever
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
+from startrail.checkpoint import checkpoint_context
 from startrail.losses import sum_gradients
-from startrail.training.data.seeds import generator_of
-from startrail.training.memory import recompute_blocks
+from startrail.offload import HostOffload
+from startrail.training.data.sources import generator_of
 from startrail.training.models.dit import DiT
 from startrail.training.models.gpt import GPT
 from startrail.training.recipes import Recipe
@@ -61,6 +66,20 @@ def build_model(recipe: Recipe, device: torch.device) -> GPT | DiT:
                 full = distribute_tensor(full.to(device), *shards, src_data_rank=None)
             parameter.copy_(full)
     return model
+
+
+def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
+    """Make every block keep only its input and its attention output, and recompute the rest in the backward pass.
+    Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs are kept in
+    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations."""
+    context = HostOffload() if offload else nullcontext()
+    for block in model.blocks:
+        block.forward = partial(_recompute, block.forward, context)
+
+
+def _recompute(forward: Callable[..., Tensor], context: AbstractContextManager[None], *args: Any) -> Tensor:
+    with context:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False)
 
 
 def backward(model: nn.Module, share: Tensor) -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from startrail.losses import chunked_cross_entropy
 from startrail.parallel import SequenceParallel
-from startrail.sequence import Sequence
-from startrail.training.data.images import ImageData, draw_noise, save_grid
-from startrail.training.data.seeds import generator_of
-from startrail.training.data.text import TextBatch, TextData
+from startrail.training.data.images import ImageBatch, ImageData, draw_noise, save_grid
+from startrail.training.data.sources import generator_of
+from startrail.training.data.texts import TextBatch, TextData
 from startrail.training.files import printable, replace_file
 from startrail.training.models.configs import DiTConfig, GPTConfig
 from startrail.training.models.dit import DiT, flow_matching_loss, sample, unpatchify
@@ -116,16 +115,12 @@ class TextTask(Task):
 
 
 @dataclass(frozen=True)
-class NoisyImages:
-    """This rank's patches of a batch of images, with their noise and times."""
+class NoisyImages(ImageBatch):
+    """Images with their noise and times; ``counted`` numbers of them are not padding."""
 
-    patches: Tensor
     noise: Tensor
     time: Tensor
-    labels: Tensor
-    real: Tensor
     counted: int
-    sequence: Sequence
 
 
 class ImageTask(Task):
@@ -146,9 +141,9 @@ class ImageTask(Task):
         noise, time = self._noise("held-out" if held_out else "train", batch.first, len(batch.labels))
         counted = int(batch.real.sum()) * batch.patches.shape[0] * batch.patches.shape[2]
         labels = batch.labels if held_out else self._with_hidden_classes(batch.labels, batch.first)
-        tensors = batch.patches, noise, time, labels, batch.real
-        patches, noise, time, labels, real = (tensor.to(self.device) for tensor in tensors)
-        return NoisyImages(patches, noise, time, labels, real, counted, batch.sequence)
+        tensors = dict(patches=batch.patches, labels=labels, real=batch.real, noise=noise, time=time)
+        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        return NoisyImages(**on_device, sequence=batch.sequence, first=batch.first, counted=counted)
 
     def _with_hidden_classes(self, labels: Tensor, first: int) -> Tensor:
         """The class ``config.classes`` means none."""

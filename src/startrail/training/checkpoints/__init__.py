@@ -3,7 +3,6 @@
 Start reading at ``saving``: its docstring shows the folder of a checkpoint.
 
 - ``saving``: writes checkpoints in the background and resumes from the newest good one.
-- ``reading``: verifies a checkpoint, which may be damaged or crafted, before anything is loaded.
-- ``pieces``: tensors as bytes in files, written and read by different numbers of ranks.
+- ``contents``: tensors as bytes in files, for any number of ranks; verified before anything is loaded.
 - ``export``: a checkpoint's model as one safetensors file.
 """

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from startrail.training.checkpoints.pieces import empty_tensors, read_into
-from startrail.training.checkpoints.reading import OWN_NAMES, SavedState, checkpoint_path, read_state, steps_in
-from startrail.training.files import Folder, first_line
+from startrail.training.checkpoints.contents import (
+    OWN_NAMES,
+    SavedState,
+    checkpoint_path,
+    empty_tensors,
+    read_state,
+    steps_in,
+)
+from startrail.training.files import first_line
 from startrail.training.models.configs import GPTConfig
 from startrail.training.models.gpt import NORM_EPS
 from startrail.training.recipes import Recipe
@@ -43,20 +49,18 @@ def export(checkpoint: Path, target: Path) -> str:
         from safetensors.torch import save_file
     except ModuleNotFoundError:
         raise ValueError("export needs safetensors: pip install 'startrail[train]'") from None
-    found = _newest_good(checkpoint)
-    recipe = found.state.recipe
+    state, skipped = _newest_good(checkpoint)
     if target.exists():
         raise ValueError(f"{target} already exists")
     as_file = target.suffix == ".safetensors"
-    config = None if as_file else llama_config(recipe)
+    config = None if as_file else llama_config(state.recipe)
     partial = target.with_name(f".{target.name}.writing")
     try:
-        tensors = empty_tensors(found.state.tensors, MODEL_PREFIX)
-        with Folder(found.path, found.own) as folder:
-            read_into(tensors, found.state.tensors, folder)
+        tensors = empty_tensors(state.tensors, MODEL_PREFIX)
+        state.read_into(tensors)
         named = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
         if as_file:
-            save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(recipe.as_dict())})
+            save_file(named, partial, metadata={"format": "pt", "recipe": json.dumps(state.recipe.as_dict())})
         else:
             partial.mkdir()
             (partial / "config.json").write_text(json.dumps(config, indent=2))
@@ -65,10 +69,10 @@ def export(checkpoint: Path, target: Path) -> str:
         partial.rename(target)
     except Exception as error:  # safetensors has its own exceptions
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
-        raise ValueError(f"cannot export {found.path} to {target}: {first_line(error)}") from error
+        raise ValueError(f"cannot export {state.path} to {target}: {first_line(error)}") from error
     size = sum(path.stat().st_size for path in [target, *target.glob("*")] if path.is_file())
-    done = f"{target}: {len(tensors)} tensors of step {found.state.step}, {size / 2**20:.1f} MiB"
-    return "\n".join([*found.skipped, done])
+    done = f"{target}: {len(tensors)} tensors of step {state.step}, {size / 2**20:.1f} MiB"
+    return "\n".join([*skipped, done])
 
 
 def llama_name(name: str) -> str:
@@ -102,22 +106,14 @@ def llama_config(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-class Found(NamedTuple):
-    """A good checkpoint, and why newer ones were ``skipped``. For ``own`` see `Folder`."""
-
-    path: Path
-    own: int
-    state: SavedState
-    skipped: list[str]
-
-
-def _newest_good(checkpoint: Path) -> Found:
+def _newest_good(checkpoint: Path) -> tuple[SavedState, list[str]]:
+    """The state of a good checkpoint, and why newer ones were skipped."""
     folder = checkpoint / "checkpoints"
     paths = [(checkpoint_path(folder, step), OWN_NAMES) for step in reversed(steps_in(folder))]
     problems: list[str] = []
     for path, own in paths or [(checkpoint, 0)]:
         try:
-            return Found(path, own, read_state(path, own), [f"{text}; used the one before it" for text in problems])
+            return read_state(path, own), [f"{problem}; used the one before it" for problem in problems]
         except ValueError as error:
             problems.append(str(error))
     raise ValueError(problems[0])

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -33,26 +32,22 @@ from torch.optim import Optimizer
 from startrail.agreement.gather import gather_texts
 from startrail.agreement.watchdog import start_thread
 from startrail.launch.signals import Stop, StoppedError
-from startrail.training.checkpoints.pieces import Index, merge_indices, pack, read_into
-from startrail.training.checkpoints.reading import (
+from startrail.training.checkpoints.contents import (
     FORMAT,
     OWN_NAMES,
     STATE,
     SUMS,
+    Index,
     SavedState,
     checkpoint_path,
+    merge_indices,
+    pack,
     read_state,
     steps_in,
 )
-from startrail.training.collectives import broadcast_text, raise_together
-from startrail.training.files import Folder, first_line, make_folder, open_regular
+from startrail.training.files import first_line, make_folder, open_regular, size_text
+from startrail.training.ranks import TrainingError, broadcast_text, log, together
 from startrail.training.recipes import Recipe
-
-STOPPED = "stopped while it was reading checkpoints, before the first step"
-
-
-class TrainingError(RuntimeError):
-    """The run cannot continue, although its arguments are right; the text is one line."""
 
 
 class Checkpoints:
@@ -73,15 +68,9 @@ class Checkpoints:
         """Return the step to resume from, 0 for a fresh start; ``size`` is about the bytes of one checkpoint. Removes
         incomplete checkpoints of killed runs, and sets damaged ones aside if there is a good one. A signal raises
         ``StoppedError``."""
-        problem = None
-        if self._lead:
-            try:
+        with together():
+            if self._lead:
                 self._open_folder(size)
-            except ValueError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"cannot write to out {self.recipe.out!r}: {first_line(error)}; choose another --out"
-        raise_together(problem)
         steps: list[int] = json.loads(broadcast_text(json.dumps(steps_in(self.folder))))
         if steps and not self.recipe.resume:
             raise ValueError(
@@ -90,9 +79,11 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in reversed(steps):
             problem = self._find_damage(step)
-            if problem is None:
-                self._set_aside(damaged, step)
-                raise_together(self._compare() if self._lead else None)
+            if not problem:
+                with together():
+                    if self._lead:
+                        self._set_aside(damaged, step)
+                        self._compare()
                 return step
             damaged[step] = problem
         if damaged:
@@ -101,15 +92,18 @@ class Checkpoints:
         return 0
 
     def _open_folder(self, size: int) -> None:
-        make_folder(self.folder, own=1)
-        self._take_lock()
-        for path in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
-            _remove(path)
-        free = shutil.disk_usage(self.folder).free
-        if free < size:
+        try:
+            make_folder(self.folder, own=1)
+            self._take_lock()
+            for path in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
+                _remove(path)
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
             raise ValueError(
-                f"{self.folder} has {free / 1e9:.2f} GB left, a checkpoint needs about {size / 1e9:.2f} GB"
-            )
+                f"cannot write to out {self.recipe.out!r}: {first_line(error)}; choose another --out"
+            ) from None
+        if free < size:
+            raise ValueError(f"{self.folder} has {size_text(free)} left, a checkpoint needs about {size_text(size)}")
 
     def _take_lock(self) -> None:
         """Two runs in one folder would remove each other's files. The lock is released when its process ends."""
@@ -127,60 +121,49 @@ class Checkpoints:
         if self._lock is not None:
             self._lock.close()
 
-    def _find_damage(self, step: int) -> str | None:
-        """The first problem that any rank finds with a checkpoint, the same on all ranks."""
-        problem, stopped = "", None
+    def _check_stop(self) -> None:
+        if self._stop.requested:
+            raise StoppedError("stopped while it was reading checkpoints, before the first step")
+
+    def _find_damage(self, step: int) -> str:
+        """The first problem that any rank finds with a checkpoint, the same on all ranks, or nothing."""
+        problem = ""
         share = slice(self._rank, None, self._world)
-        try:
-            self._state = read_state(checkpoint_path(self.folder, step), OWN_NAMES, share, self._stop.check)
-        except ValueError as error:
-            problem = str(error)
-        except StoppedError:
-            stopped = STOPPED
-        raise_together(stopped, StoppedError)
-        return next((text for text in gather_texts(problem) if text), None)
+        with together():
+            try:
+                self._state = read_state(checkpoint_path(self.folder, step), OWN_NAMES, share, self._check_stop)
+            except ValueError as error:
+                problem = str(error)
+        return next(filter(None, gather_texts(problem)), "")
 
     def _set_aside(self, damaged: dict[int, str], good: int) -> None:
-        if not self._lead:
-            return
         for step, problem in damaged.items():
             aside = self.folder / f"unusable-{step:08d}"
             _remove(aside)
             checkpoint_path(self.folder, step).rename(aside)
-            _log(f"{problem}; renamed it to {aside.name}; the run continues from step {good}")
+            log(f"{problem}; renamed it to {aside.name}; the run continues from step {good}")
 
-    def _compare(self) -> str | None:
-        """Return the reason that this recipe cannot resume the checkpoint, or None; log what changes."""
+    def _compare(self) -> None:
+        """Raise ``ValueError`` if this recipe cannot resume the checkpoint; log what changes."""
         saved = self._state
         assert saved is not None
-        path = checkpoint_path(self.folder, saved.step)
         for name, value in vars(self.recipe.config).items():
             before = getattr(saved.recipe.config, name, None)
             if before != value:
-                return f"checkpoint {path} has a model with {name} {before}, not {value}"
+                raise ValueError(f"checkpoint {saved.path} has a model with {name} {before}, not {value}")
         before, now = _order_of_samples(saved.recipe, saved.data_size), _order_of_samples(self.recipe, self.data_size)
         for name, value in now.items():
             if before[name] != value:
-                _log(f"{name} was {before[name]}, is {value}: the samples differ from here on")
+                log(f"{name} was {before[name]}, is {value}: the samples differ from here on")
         if text := self.recipe.curve_change(saved.recipe, saved.step):
-            _log(text)
-        return None
+            log(text)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Load the checkpoint that ``prepare`` found. A signal raises ``StoppedError``."""
         assert self._state is not None
-        problem = stopped = None
-        path = checkpoint_path(self.folder, self._state.step)
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        try:
-            with torch.no_grad(), Folder(path, OWN_NAMES, self._stop.check) as folder:
-                read_into(_named_tensors(model_state, optimizer_state), self._state.tensors, folder)
-        except (OSError, ValueError, RuntimeError) as error:
-            problem = f"checkpoint {path} cannot be read: {first_line(error)}"
-        except StoppedError:
-            stopped = STOPPED
-        raise_together(stopped, StoppedError)
-        raise_together(problem)
+        with together(), torch.no_grad():
+            self._state.read_into(_named_tensors(model_state, optimizer_state), self._check_stop)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
     # --- writing
@@ -235,21 +218,26 @@ class Checkpoints:
         """True if this rank's last checkpoint could not be written; ``wait`` then raises."""
         return self._writing is not None and self._writing[1].done() and self._writing[1].exception() is not None
 
+    def has(self, step: int) -> bool:
+        return step in steps_in(self.folder)
+
     def wait(self) -> None:
         """Wait until the pending checkpoint is written; raise ``TrainingError`` on all ranks if it cannot be."""
         if self._writing is None:
             return
         step, finished = self._writing
         self._writing = None
-        error, problem = finished.exception(), None
-        if error is not None:
-            if self._lead:
-                with suppress(OSError):
-                    _remove(self.folder / f".writing-{step:08d}")
-            steps = steps_in(self.folder)
-            kept = f"the one of step {steps[-1]} is kept" if steps else "there is no earlier one"
-            problem = f"the checkpoint of step {step} could not be written: {first_line(error)}; {kept}"
-        raise_together(problem, TrainingError)
+        with together():
+            error = finished.exception()
+            if error is not None:
+                if self._lead:
+                    with suppress(OSError):
+                        _remove(self.folder / f".writing-{step:08d}")
+                steps = steps_in(self.folder)
+                kept = f"the one of step {steps[-1]} is kept" if steps else "there is no earlier one"
+                raise TrainingError(
+                    f"the checkpoint of step {step} could not be written: {first_line(error)}; {kept}"
+                ) from None
 
 
 def _write_file(path: Path, contents: bytes | bytearray) -> str:
@@ -282,7 +270,3 @@ def _remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
-
-
-def _log(text: str) -> None:
-    print(f"startrail train: {text}", file=sys.stderr, flush=True)

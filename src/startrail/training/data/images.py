@@ -30,9 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.sequence import Sequence
-from startrail.training.data.digits import NUM_DIGITS, draw_digit
-from startrail.training.data.seeds import generator_of
-from startrail.training.data.sources import check_count, check_split, find_files, held_out, names_of
+from startrail.training.data.sources import check_count, check_split, find_files, generator_of, held_out, names_of
 from startrail.training.files import replace_file
 from startrail.training.models.dit import patchify
 
@@ -50,6 +48,24 @@ HELD_OUT_STRIP = 4  # the right quarter of every image is held out if there are 
 CACHED_IMAGES = 32  # all photos of both splits, shrunk to the size that the smallest crop needs
 DRAWN_SAMPLES = {"train": 50_000, "held-out": 5_000}
 GAP = 2  # pixels between the images of a grid
+
+NUM_DIGITS = 10
+# One row of a glyph per number; the highest of five bits is the leftmost pixel.
+GLYPHS = (
+    (14, 17, 17, 17, 17, 17, 14),
+    (4, 12, 4, 4, 4, 4, 14),
+    (14, 17, 1, 6, 8, 16, 31),
+    (14, 17, 1, 6, 1, 17, 14),
+    (2, 6, 10, 18, 31, 2, 2),
+    (31, 16, 30, 1, 1, 17, 14),
+    (6, 8, 16, 30, 17, 17, 14),
+    (31, 1, 2, 4, 8, 8, 8),
+    (14, 17, 17, 14, 17, 17, 14),
+    (14, 17, 17, 15, 1, 2, 12),
+)
+HEIGHTS = (0.66, 0.84)  # of the image
+SHIFT = 0.06  # of the image, each way
+GROUND = -0.85
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ class ImageData:
 
     ``source`` is a folder whose subfolders are the classes; a folder without subfolders, a file or a glob, which is one
     class; ``"photos"``: ten photographs from the package scikit-image, each one class; or ``"digits"``: drawn digits
-    (see `digits`), neither cropped nor flipped. Every epoch uses every image once, in a new order.
+    (see `draw_digit`), neither cropped nor flipped. Every epoch uses every image once, in a new order.
 
     ``split`` is ``"train"`` or ``"held-out"``: a twentieth of the images, or if there are fewer than 20, the right
     quarter of each.
@@ -271,3 +287,30 @@ def _pixels(image: Image) -> Tensor:
     """(3, height, width), 0 to 255."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+
+
+# --- drawn digits
+
+
+def draw_digit(seed: int, split: str, number: int, size: int) -> tuple[Tensor, int]:
+    """Sample ``number`` of a split, (3, size, size) in [-1, 1], and its digit; digits take turns."""
+    label = number % NUM_DIGITS
+    random = torch.rand(4, generator=generator_of(seed, "digit", split, number))
+    scale, x, y, hue = random.tolist()
+    height = round(size * (HEIGHTS[0] + scale * (HEIGHTS[1] - HEIGHTS[0])))
+    width = max(round(height * 5 / 7), 1)
+    rows = torch.tensor([[row >> bit & 1 for bit in (4, 3, 2, 1, 0)] for row in GLYPHS[label]], dtype=torch.float32)
+    ink = F.interpolate(rows[None, None], (height, width), mode="bilinear")[0, 0]
+    ink = ((ink - 0.25) * 2).clamp(0, 1)  # sharper edges
+    top, left = ((size - side) / 2 + (2 * at - 1) * SHIFT * size for side, at in ((height, y), (width, x)))
+    canvas = torch.zeros(size, size)
+    top, left = (min(max(round(at), 0), size - side) for at, side in ((top, height), (left, width)))
+    canvas[top : top + height, left : left + width] = ink
+    colour = _bright(hue).view(3, 1, 1)
+    return GROUND + canvas * (colour - GROUND), label
+
+
+def _bright(hue: float) -> Tensor:
+    """A saturated colour in [-1, 1]."""
+    channels = torch.tensor([0.0, 1 / 3, 2 / 3])
+    return (1.2 * (2 * torch.pi * (channels - hue)).cos() + 0.4).clamp(-1, 1)

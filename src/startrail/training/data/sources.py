@@ -1,4 +1,4 @@
-"""Sources of text and images: finding files, holding some out, checking arguments."""
+"""What text and images share: finding files, holding some out, random numbers by key, checked arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 SPLITS = ("train", "held-out")
 HELD_OUT = 20  # one in 20 tokens or images is held out
@@ -83,6 +85,13 @@ def held_out(names: Sequence[str], sizes: Sequence[int]) -> set[int]:
             chosen.add(i)
             total += sizes[i]
     return chosen if 2 * total >= budget else set()
+
+
+def generator_of(*key: int | str) -> torch.Generator:
+    """A generator seeded by a hash of ``key``, so that neighbouring keys give unrelated numbers. (With ``seed +
+    epoch``, the second epoch of seed 0 would repeat the first epoch of seed 1.)"""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:

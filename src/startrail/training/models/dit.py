@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from startrail.training.models.configs import DiTConfig
-from startrail.training.models.transformer import Attention, angles, merge_heads, split_heads
+from startrail.training.models.transformer import Attention, Transformer, angles, merge_heads, split_heads
 
 TIME_FREQUENCIES = 128
 
 
-class DiT(nn.Module):
+class DiT(Transformer):
     """Maps noisy patches to the velocity from image to noise."""
 
     def __init__(self, config: DiTConfig) -> None:
@@ -37,14 +37,8 @@ class DiT(nn.Module):
         self.patches_out = nn.Linear(width, config.patch_dim)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialize all parameters, also of a model that was built on the meta device."""
-        for name, parameter in self.named_parameters():
-            self.reset_parameter(name, parameter)
-
     def reset_parameter(self, name: str, parameter: Tensor) -> None:
-        """Initialize one parameter, so that a sharded model can be filled one parameter at a time. adaLN-zero:
-        modulations and the last projection start at zero, so every block starts as the identity."""
+        """adaLN-zero: modulations and the last projection start at zero, so every block starts as the identity."""
         if parameter.dim() == 1 or "modulation" in name or "patches_out" in name:
             nn.init.zeros_(parameter)
         elif "label" in name:

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from startrail.training.models.configs import GPTConfig
-from startrail.training.models.transformer import Attention, angles, merge_heads, split_heads
+from startrail.training.models.transformer import Attention, Transformer, angles, merge_heads, split_heads
 
 NORM_EPS = 1e-5
 
 
-class GPT(nn.Module):
+class GPT(Transformer):
     """Maps tokens to hidden states; the loss takes them and ``output_weight``, to avoid holding all logits."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -37,13 +37,7 @@ class GPT(nn.Module):
         self.head = None if config.tied else nn.Linear(config.width, config.vocab, bias=False)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialize all parameters, also of a model that was built on the meta device."""
-        for name, parameter in self.named_parameters():
-            self.reset_parameter(name, parameter)
-
     def reset_parameter(self, name: str, parameter: Tensor) -> None:
-        """Initialize one parameter, so that a sharded model can be filled one parameter at a time."""
         if parameter.dim() == 1:
             nn.init.ones_(parameter)
         else:

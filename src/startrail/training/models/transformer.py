@@ -1,17 +1,29 @@
-"""Shared by both transformers: the type of attention functions, angles of positions, splitting of heads."""
+"""Shared by both transformers: initial values, the type of attention functions, angles of positions, heads."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # (q, k, v) -> out, all (batch, heads, tokens, head dim), k and v possibly with fewer heads. On one process it is
 #   partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 # and sequence-parallel, with this rank's tokens,
 #   partial(sequence.attention, causal=True)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Transformer(nn.Module, ABC):
+    @abstractmethod
+    def reset_parameter(self, name: str, parameter: Tensor) -> None:
+        """Initialize one parameter, so that a sharded model can be filled one parameter at a time."""
+
+    def reset_parameters(self) -> None:
+        """Initialize all parameters, also of a model that was built on the meta device."""
+        for name, parameter in self.named_parameters():
+            self.reset_parameter(name, parameter)
 
 
 def angles(positions: Tensor, count: int, base: float) -> Tensor:

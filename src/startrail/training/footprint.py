@@ -1,37 +1,13 @@
-"""Memory of a rank: recomputed and offloaded activations, and what the process holds now and at its peak."""
+"""The memory of this process: what it holds, its peak, and what it gives back."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
-from typing import Any
+from contextlib import suppress
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from startrail.checkpoint import checkpoint_context
-from startrail.offload import HostOffload
-from startrail.training.models.dit import DiT
-from startrail.training.models.gpt import GPT
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
-
-
-def recompute_blocks(model: GPT | DiT, offload: bool) -> None:
-    """Make every block keep only its input and its attention output, and recompute the rest in the backward pass.
-    Distributed attention is never repeated (``startrail.checkpoint_context``). With ``offload``, the inputs are kept in
-    host memory. Call it before the blocks are sharded: parameters are then gathered once for both computations."""
-    context = HostOffload() if offload else nullcontext()
-    for block in model.blocks:
-        block.forward = partial(_recompute, block.forward, context)
-
-
-def _recompute(forward: Callable[..., Tensor], context: AbstractContextManager[None], *args: Any) -> Tensor:
-    with context:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_context, preserve_rng_state=False)
 
 
 def return_large_blocks() -> None:
