@@ -297,6 +297,7 @@ def _joined(prepared: PreparedAttention, results: Sequence[Tensors]) -> Tensors:
 def _poison_hidden_rows(part: AttentionPart, out: Tensor, lse: Tensor) -> None:
     """Fill rows without any weight with NaN, as softmax does in one process. Every token sees itself, so all logits of
     such a row were -inf. Only on CPUs, where reading ``lse`` costs nothing."""
-    real = sum(count for _, count in part.zone.runs_of((part.member,), part.length))
-    if lse.device.type == "cpu" and (hidden := lse[:, :, :real].isneginf()).any():
-        out[:, :, :real].masked_fill_(hidden.unsqueeze(-1), float("nan"))
+    if lse.device.type != "cpu" or not (hidden := lse.isneginf()).any():
+        return
+    real = sum(count for _, count in part.zone.runs_of((part.member,), part.length))  # without padding
+    out[:, :, :real].masked_fill_(hidden[:, :, :real].unsqueeze(-1), float("nan"))
