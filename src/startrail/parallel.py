@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.walk import EventHook
 from startrail.sequence import Sequence
+
+if TYPE_CHECKING:
+    from startrail.engine.op_key import SequenceState
 
 MAX_TIMEOUT_SECONDS = 10**9  # timedelta overflows at a few times that
 
@@ -153,22 +157,25 @@ class SequenceParallel:
             weights = read_shares(shares, self.world)
         except ValueError as error:
             self._session.refuse(str(error))
-        return self._sequence(length, documents, blocks, (), weights)
+        return self._sequence(length, documents, blocks, weights)
 
     def _sequence(
         self, length: int | None, documents: Tensor | SequenceOf[int] | None,
-        blocks: Tensor | SequenceOf[tuple[int, int]] | None, placement: tuple[int, ...], shares: tuple[int, ...],
+        blocks: Tensor | SequenceOf[tuple[int, int]] | None, shares: tuple[int, ...],
+        parent: SequenceState | None = None,
     ) -> Sequence:  # fmt: skip
-        """A sequence that is laid out for the documents ``placement``, if they are given."""
+        """A sequence with its own layout, or with the tokens of ``parent`` on the same ranks."""
         if self._session.closed:
             raise ValueError("this SequenceParallel is closed")
         if length is None or not is_int(length) or length < 1:
             self._session.refuse(_wrong_length(length))
+        placed = None if parent is None else parent.batch.boundaries
+        placement = () if placed is None else placed.placement or placed.documents
         try:
             boundaries = read_boundaries(length, documents, blocks, placement, shares)
         except ValueError as error:
             self._session.refuse(str(error))
-        return Sequence(self, self._session.make_sequence(boundaries))
+        return Sequence(self, self._session.make_sequence(boundaries, parent))
 
     def expect_windows(self) -> None:
         """Lay out sequences as with ``windows=True``. All ranks must call it, before the first sequence is made; after

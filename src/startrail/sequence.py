@@ -101,9 +101,9 @@ class Sequence:
 
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
-        sequence can be cut further, but not joined, because their tokens can be on different ranks."""
-        own = self._state.batch.boundaries
-        return self.sp._sequence(self.length, documents, self.blocks, own.placement or own.documents, own.shares)
+        sequence can be cut further, but not joined, because their tokens can be on different ranks. Both are about one
+        batch: ranks that have sharded different data for either raise at their next call with the new one."""
+        return self.sp._sequence(self.length, documents, self.blocks, self._state.batch.boundaries.shares, self._state)
 
     # --- tokens
 

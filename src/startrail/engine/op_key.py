@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class DataDigest:
         if is_on_host(x):
             self.host = fold(self.host, int(latest))
         else:
-            self.device = latest if self.device is None else fold(self.device.to(x.device, non_blocking=True), latest)
+            self.device = _folded(self.device, latest)
 
 
 class SequenceState:
@@ -73,29 +74,56 @@ class SequenceState:
 
     ``loaded`` is the digest of what data loaders' threads have sharded. ``own`` is that of what the calling thread has
     sharded since its last forward call; ``digested_at`` counts the forward calls until then. ``maker`` is the thread
-    that made this sequence, if it is known to be for one batch only.
+    that made this sequence, if it is known to be for one batch only. ``parent`` is the sequence whose tokens these are,
+    with other documents: what it has sharded counts here as well. The reverse does not hold, since each of several
+    batches can cut one parent in its own way.
     """
 
-    def __init__(self, batch: Batch, number: int, ticket: int, maker: int | None) -> None:
-        self.batch, self.ticket, self.maker = batch, ticket, maker
+    def __init__(
+        self, batch: Batch, number: int, ticket: int, maker: int | None, parent: SequenceState | None = None
+    ) -> None:
+        self.batch, self.ticket, self.maker, self._parent = batch, ticket, maker, parent
         self.digested_at = -1
         self.loaded, self.own = DataDigest(), DataDigest()
+        self._children: WeakSet[SequenceState] = WeakSet()
         self.op_key = OpKey(number, 0, 0, batch.boundaries).to_tensor()
+        if parent is not None:
+            parent._children.add(self)
+            self._write_digests()
+
+    @property
+    def host_digest(self) -> int:
+        """The digest of data on CPUs; 0 if there is none. A sequence that has sharded nothing itself has its parent's:
+        both belong to one batch."""
+        sharded = fold(self.loaded.host, self.own.host)
+        if self._parent is None:
+            return sharded
+        return fold(self._parent.host_digest, sharded) if sharded else self._parent.host_digest
 
     @property
     def device_digest(self) -> Tensor | None:
         """The digest of data on devices."""
-        loaded, own = self.loaded.device, self.own.device
-        if loaded is None or own is None:
-            return own if loaded is None else loaded
-        return fold(loaded.to(own.device, non_blocking=True), own)
+        of_parent = None if self._parent is None else self._parent.device_digest
+        return _folded(_folded(of_parent, self.loaded.device), self.own.device)
 
     def update_key(self) -> None:
-        """Put the digests into the key. Makes a new tensor: pending backward passes still hold the old one."""
-        key = self.op_key.clone()
-        key[1] = fold(self.loaded.host, self.own.host)
-        key[2] = 0 if self.device_digest is None else self.ticket
-        self.op_key = mark_weakly_dynamic(key, 0)
+        """Put the digests into the key, and into those of the sequences with the same tokens. Makes new tensors:
+        pending backward passes still hold the old ones."""
+        self.op_key = self.op_key.clone()
+        self._write_digests()
+        for child in self._children:
+            child.update_key()
+
+    def _write_digests(self) -> None:
+        self.op_key[1] = self.host_digest
+        self.op_key[2] = 0 if self.device_digest is None else self.ticket
+        mark_weakly_dynamic(self.op_key, 0)
+
+
+def _folded(so_far: Tensor | None, another: Tensor | None) -> Tensor | None:
+    if so_far is None or another is None:
+        return another if so_far is None else so_far
+    return fold(so_far.to(another.device, non_blocking=True), another)
 
 
 class DigestRecorder:
@@ -114,11 +142,12 @@ class DigestRecorder:
     def count_forward(self) -> None:
         self._num_forwards += 1
 
-    def maker(self) -> int | None:
-        """The thread that makes a sequence just now, if it makes one for each batch."""
-        maker = threading.get_ident() if getattr(self._loader, "has_sharded", False) else None
-        self._loader.has_sharded = False
-        return maker
+    def maker(self, is_packed: bool) -> int | None:
+        """The thread that makes a sequence just now, if it makes one for each batch. One that ``is_packed`` has its
+        batch's tokens on the same ranks as another."""
+        has_sharded = getattr(self._loader, "has_sharded", False)
+        self._loader.has_sharded = has_sharded and is_packed
+        return threading.get_ident() if has_sharded else None
 
     def record(self, sequence: SequenceState, x: Tensor) -> None:
         thread = threading.get_ident()

@@ -127,12 +127,14 @@ class Session:
         if not self._num_made:
             self.settings = replace(self.settings, split=replace(self.settings.split, in_rank_order=True))
 
-    def make_sequence(self, boundaries: Boundaries) -> SequenceState:
+    def make_sequence(self, boundaries: Boundaries, parent: SequenceState | None = None) -> SequenceState:
+        """``parent``: the sequence whose tokens these are, if it is cut into other documents."""
         batch = self._batch(boundaries)
         with self._lock:  # data loaders make sequences in their own threads
             self._num_made += 1
             number, ticket = self._numbers.next(boundaries), self._num_made
-            state = SequenceState(batch, number, ticket, self._digests.maker())
+            maker = self._digests.maker(parent is not None)
+            state = SequenceState(batch, number, ticket, maker, parent)
             self._states[ticket] = state
             if shares := boundaries.shares:
                 self.largest_share = max(self.largest_share, max(shares) / shares[self.rank])
@@ -141,7 +143,8 @@ class Session:
     def record_digest(self, sequence: SequenceState, x: Tensor) -> None:
         """Add a digest of a tensor that is sharded to its sequence's key."""
         if self.consensus.ledger is not None and x.device.type != "meta" and x.numel():
-            self._digests.record(sequence, x)
+            with self._lock:  # other threads cut sequences into documents meanwhile
+                self._digests.record(sequence, x)
 
     def _batch(self, boundaries: Boundaries) -> Batch:
         """The batch with these boundaries. Those in use and the most recent ones are kept."""
