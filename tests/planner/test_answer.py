@@ -97,7 +97,6 @@ def test_the_function_and_the_command_give_the_same_answer(capsys):
         (["--top", "0"], "top = 0 is not a whole number of at least 1"),
         (["--memory", "2 GB"], "does not fit cluster a100-4x8"),
         (["--cluster", "/dev/zero"], "/dev/zero: longer than the 1048576 characters"),
-        (["--cluster", "h100-8x8@8191x8"], "8191 nodes have the prime factor 8191"),
         (["--kernel", "fa4"], "kernel fa4 has no speeds for chip 'A100'; it has B200"),
         (["--kernel", "fa9"], "no kernel 'fa9'"),
         (["--tensor", "3"], "tensor = 3 must divide 32 query and 32 key/value heads and 8 GPUs"),

@@ -143,6 +143,7 @@ SLIDING = LLAMA | dict(
         ("h100-8x8", "sliding", "512k", 1.0),
         ("nvl72", "llama3-8b", "1M", 2.0),  # 288 GPUs, and many ways to divide 72
         ("h100-8x8@2048x8", "llama3-70b", "1M", 10.0),
+        ("h100-8x8@2047x8", "llama3-70b", "1M", 10.0),
         *([("nvl72@228x72", "llama3-70b", "1M", 10.0), ("h100-8x8@2048x8", "sliding", "1M", 10.0)] if FULL else []),
     ],
 )

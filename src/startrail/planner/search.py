@@ -37,7 +37,6 @@ from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
 YOURS = "yours"  # the role of plans that the user asks about
-MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
 MOST_WITH_HEADS = 4  # plans with heads outermost that are simulated if none is among those
 _INPUTS = dict(recompute=True, repeat_attention=True, offload=True)
@@ -74,7 +73,6 @@ def search(
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
-    _check_primes(cluster)
     state = _Search(cluster, model, run, top, keep)
     for training in _trainings(cluster, model, run, data_parallel):
         state.bound_all(training)
@@ -107,19 +105,6 @@ def search_attention(
     model = Model("attention", *sizes, tied=True, causal=call.causal, windows=(call.window,) * layers)
     run = Run(call.length, call.batch, call.dtype, zero=0)
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
-
-
-def _check_primes(cluster: ClusterSpec) -> None:
-    outer = cluster.levels[0]
-    prime = next((size for size in divisors(outer.size)[1:] if len(divisors(size)) == 2 and size > MAX_PRIME), None)
-    if cluster.world > LARGE_WORLD and prime is not None:
-        near = next(
-            n for n in range(outer.size, 0, -1) if all(p <= MAX_PRIME for p in divisors(n) if len(divisors(p)) == 2)
-        )
-        raise ValueError(
-            f"cluster {cluster}: {outer.size} {plural(outer.label)} have the prime factor {prime}, and rings that long "
-            f"cannot be simulated in parts; plan for {near} of them"
-        )
 
 
 def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
@@ -159,9 +144,9 @@ class _Search:
         self.too_large: list[Row] = []
         self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
-    def add(self, plan: Plan, training: Training, both: Bounded, ready: bool) -> None:
+    def add(self, plan: Plan, training: Training, bound: float, ready: bool) -> None:
         self.queued += 1
-        heapq.heappush(self.queue, (_least_step(training, both), self.queued, plan, training, ready))
+        heapq.heappush(self.queue, (bound, self.queued, plan, training, ready))
 
     def bound_all(self, training: Training) -> None:
         """Bound all combinations of levels. Options are tried only for levels that may be among the best."""
@@ -173,24 +158,27 @@ class _Search:
             self.bounded += 1
             variants = least_traffic(plan)
             both = {call: bound.of_levels(plan, variants, GROUPS[-1]) for call, bound in bounds.items()}
-            self.add(plan, training, both, ready=False)
+            self.add(plan, training, _least_step(training, both), ready=False)
 
-    def add_options(self, plan: Plan, training: Training) -> None:
-        """Queue a plan with each of its options, where they fit."""
+    def add_options(self, plan: Plan, training: Training, of_levels: float) -> None:
+        """Queue a plan with each of its options, where they fit. ``of_levels`` bounds all of them."""
         options = list(options_of(plan, self.keep))
         for at, variant in enumerate(options):
             try:
-                both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
+                memory = training.memory(variant)
             except ValueError:
                 self.dropped["groups divide neither the heads per rank nor the batch"] += 1
                 continue
-            memory = training.memory(variant)
-            if memory.total <= memory.limit:
-                self.add(variant, training, both, ready=True)
+            fits = memory.total <= memory.limit
+            if fits or self.closest is None or of_levels < self.closest[0]:
+                both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
+                bound = _least_step(training, both)
+                if fits:
+                    self.add(variant, training, bound, ready=True)
+                elif self.closest is None or bound < self.closest[0]:
+                    self.closest = bound, variant, memory.total - memory.limit
+            if fits:
                 continue
-            bound = _least_step(training, both)
-            if self.closest is None or bound < self.closest[0]:
-                self.closest = bound, variant, memory.total - memory.limit
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
             # what options cannot save: without it the rest would be checked one by one
@@ -212,7 +200,7 @@ class _Search:
                 self.possible_gain = max(0.0, 1 - bound / -max(worst_kept))
                 break
             if not ready:
-                self.add_options(plan, training)
+                self.add_options(plan, training, bound)
                 continue
             row = self.simulate(plan, training)
             self.rows.append(row)
@@ -246,7 +234,7 @@ class _Search:
             if bound >= fastest:
                 break
             if not ready:
-                self.add_options(plan, training)
+                self.add_options(plan, training, bound)
                 continue
             self.rows.append(self.simulate(plan, training))
             fastest, simulated = min(fastest, self.rows[-1].seconds), simulated + 1

@@ -123,6 +123,11 @@ class StarFamily(Family):
     def hop_width(self, plan: Plan) -> int | None:
         return team_of(plan)
 
+    def shorter(self, plan: Plan, shards: int, part: int, whole: int, least: int) -> Plan | None:
+        hops, rest = divmod(shards * part, whole * self.unit(plan))
+        # each of the C team groups keeps several of the nodes, so that most hops stay inside one
+        return None if rest or min(hops, part // team_of(plan)) < least else plan
+
 
 STAR = StarFamily()
 
