@@ -112,7 +112,7 @@ def cost_per_million(row: Row, price: float) -> float:
     return price * row.training.cluster.world / 3600 / row.tokens_per_second * 1e6
 
 
-def settle(
+def complete_question(
     cluster: ClusterSpec, model: Model, run: Run, memory: float | None, length: bool, devices: bool, batch: bool
 ) -> tuple[ClusterSpec, Run, tuple[str, ...]]:
     """The cluster and the run with the longest length, the fewest devices and the batch that is worth it, where these

@@ -19,6 +19,7 @@ from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import (
     GROUPS,
     LARGE_WORLD,
+    RING,
     WellKnown,
     heads_outermost,
     least_traffic,
@@ -31,7 +32,7 @@ from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.rows import TIE_SHARE, DoesNotFitError, Row, SearchResult, ranked_rows, with_heads_outermost
 from startrail.planner.step import HEADROOM, Training
-from startrail.planner.units import count_text, plural
+from startrail.planner.units import bytes_text, count_text, plural
 from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
@@ -183,7 +184,7 @@ class _Search:
                 self.least = memory.total, variant, training
             # what options cannot save: without it the rest would be checked one by one
             hopeless = at == 0 and memory.total - memory.attention - memory.kept > memory.limit
-            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if hopeless else 1
+            self.dropped[f"more than {bytes_text(memory.limit)} per device"] += len(options) if hopeless else 1
             if hopeless:
                 return
 
@@ -241,7 +242,7 @@ class _Search:
 
     def add_peers(self, training: Training) -> None:
         """Ring Attention as others run it, if ours fits."""
-        for ring in [row for row in self.rows if row.role == "ring"]:
+        for ring in [row for row in self.rows if row.role == RING]:
             for engine in RINGS:
 
                 def predicted(
@@ -265,8 +266,8 @@ class _Search:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
-                    reason = f"needs {memory.total / 1e9:.1f} GB, more than the limit of {memory.limit / 1e9:.1f} GB"
-                    if known.role.startswith("star"):
+                    reason = f"needs {bytes_text(memory.total)}, more than the limit of {bytes_text(memory.limit)}"
+                    if plan.family.is_papers:
                         self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
                 reason = error.problem.removeprefix(f"plan {plan}: ") if isinstance(error, PlanError) else str(error)
@@ -277,7 +278,7 @@ class _Search:
         for row in same:
             self.rows.remove(row)
         found = same[0] if same else self.simulate(plan, training)
-        role = f"{found.role} ({YOURS})" if found.role and known.role == YOURS else known.role
+        role = f"{found.role}, {YOURS}" if found.role and known.role == YOURS else known.role
         self.rows.append(replace(found, role=role))
 
     def simulate(self, plan: Plan, training: Training) -> Row:
@@ -315,7 +316,7 @@ class _Search:
             return ValueError(f"{problem}: {reasons or 'none can be made'}")
         total, plan, training = self.least
         limit = training.memory(plan).limit
-        needs = f"{plan} needs {total / 1e9:.1f} GB per device, {total / limit:.2f}x the {limit / 1e9:.1f} GB available"
+        needs = f"{plan} needs {bytes_text(total)} per device, {total / limit:.2f}x the {bytes_text(limit)} available"
         problem = f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {needs}"
         return DoesNotFitError(problem, self.what_would_fit(training), plan, needs)
 

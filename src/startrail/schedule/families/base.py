@@ -57,7 +57,8 @@ class Family(ABC):
     ``level`` is the class of its levels and ``backwards`` lists its backward forms, the default first. An
     ``open_ended`` family fits several world sizes. The programs of a ``by_demand`` family follow from the ``demand`` of
     each rank for keys, and use lanes of their own; without a demand, every rank needs all keys. All other families move
-    everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of bytes.
+    everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of bytes. ``is_papers``:
+    the schedule of the StarTrail paper.
     """
 
     level: ClassVar[type[Level]]
@@ -65,6 +66,7 @@ class Family(ABC):
     open_ended: ClassVar[bool] = False
     by_demand: ClassVar[bool] = False
     by_rank: ClassVar[bool] = False
+    is_papers: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, text: str) -> Level | None:
@@ -147,6 +149,11 @@ class Family(ABC):
         """The plan on ``part`` of ``whole`` nodes, and as small a part of its ``shards``, with a shorter ring over
         them, for extrapolation. None if the ring would have fewer than ``least`` hops, or cross other links."""
         return None
+
+    def known_levels(self, shards: int) -> Iterator[tuple[Level, str]]:
+        """The levels by which people know this family, each with the reason why it does not fit ``shards`` shards, or
+        ``""``."""
+        return iter(())
 
     def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]] | None:
         """The rows and columns whose blocks a rank computes, if they tell which rank has the most work."""

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from startrail.agreement.gather import gather_texts
 from startrail.agreement.watchdog import start_thread
 from startrail.launch.signals import Stop, StoppedError
+from startrail.planner.units import bytes_text
 from startrail.training.checkpoints.pieces import Index, merge_indices, pack, read_into
 from startrail.training.checkpoints.reading import (
     FORMAT,
@@ -107,9 +108,7 @@ class Checkpoints:
             _remove(path)
         free = shutil.disk_usage(self.folder).free
         if free < size:
-            raise ValueError(
-                f"{self.folder} has {free / 1e9:.2f} GB left, a checkpoint needs about {size / 1e9:.2f} GB"
-            )
+            raise ValueError(f"{self.folder} has {bytes_text(free)} left, a checkpoint needs about {bytes_text(size)}")
 
     def _take_lock(self) -> None:
         """Two runs in one folder would remove each other's files. The lock is released when its process ends."""
