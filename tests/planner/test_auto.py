@@ -37,7 +37,7 @@ def test_auto_for_a_job_that_may_not_fit_warns_and_chooses_the_smallest():
     plan, reason = plan_for_job(find_cluster("a100-4x8"), Job(find_model("gpt-7b"), Run(2**24)))
     plan.check_world(32)
     assert plan.keep == "none"
-    assert re.search(r"may not fit, and this plan needs the least memory \(\S+ needs \d+\.\d GB per device", reason)
+    assert re.search(r"may not fit, and this plan needs the least memory \(\S+ needs [\d.]+ GB per device", reason)
     _, reason = plan_for_heads(find_cluster("a100-4x8"), 32, 32, 128, 2**24)
     assert "may not fit" in reason
 

@@ -83,7 +83,7 @@ def test_doctor_writes_a_cluster_that_plan_reads(tmp_path, capfd):
         assert part in text
     argv = ["plan", "--cluster", file, "--model", "gpt-tiny", "--length", "4k", "--dtype", "float32"]
     assert main(argv) == 0
-    assert "on here: 2 x one thread of" in capfd.readouterr().out
+    assert "on here: 2 x one thread of" in " ".join(capfd.readouterr().out.split())
 
 
 def test_doctor_under_torchrun_measures_all_ranks(tmp_path):

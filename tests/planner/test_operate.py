@@ -7,6 +7,7 @@ from startrail.planner.answer import plan as ask
 from startrail.planner.cluster import find_cluster
 from startrail.planner.operate import cost_per_million, fits, longest_length, smallest_cluster, worthwhile_batch
 from startrail.planner.search import search
+from startrail.planner.step import Training
 from startrail.planner.workload import Run, find_model
 from startrail.view.plan_plot import parts_of, plot_answer, shown_rows
 from tests.helpers import refusal
@@ -21,6 +22,15 @@ def test_the_longest_length_fits_and_the_next_does_not():
     assert ask(A100, MODEL, max_length=True, top=1).result.run.length == length
     with pytest.raises(ValueError, match="gpt-3b does not fit cluster a100-4x8@2x4 even with 1024 tokens"):
         longest_length(A100, MODEL, Run(1), memory=3e9)
+
+
+def test_the_longest_length_asks_few_plans_more_than_once(monkeypatch):
+    """On thousands of nodes there are tens of thousands of plans."""
+    cluster, asked = find_cluster("h100-8x8@256x8"), []
+    memory = Training.memory
+    monkeypatch.setattr(Training, "memory", lambda self, plan: asked.append(plan) or memory(self, plan))
+    longest_length(cluster, MODEL, Run(1))
+    assert len(set(asked)) > 10_000 and len(asked) < 1.05 * len(set(asked))
 
 
 def test_the_smallest_cluster_fits_and_the_next_smaller_does_not():

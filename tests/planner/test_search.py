@@ -47,7 +47,8 @@ def test_a_well_known_plan_that_cannot_be_used_is_a_row_with_its_reason(cluster,
     for role, reason in reasons.items():
         assert reason in rows[role]["why_not"]
         assert rows[role]["seconds"] is None and rows[role]["memory"] is None
-        assert re.search(rf"{re.escape(rows[role]['plan'])} +{role} +cannot be used: ", answer.table)
+        title = rows[role]["plan"] if rows[role]["plan"] == role else f"{rows[role]['plan']} ({role})"
+        assert f"{title}: {rows[role]['why_not']}" in " ".join(str(answer).split())
     assert {row["role"] for row in answer.rows} >= {"ring", "star2", "star4", "USP", "double ring", "Ulysses"}
     assert set(answer.rows[0]) == set(answer.rows[-1])
     assert answer.rows[0]["why_not"] is None
@@ -74,7 +75,7 @@ def test_plans_that_do_not_fit_are_dropped_with_reason_and_count():
     assert sum(answer.result.dropped.values()) > 100
     (star4,) = (row for row in answer.rows if row["role"] == "star4")
     assert re.search(r"needs \d+\.\d GB, more than the limit of 33.3 GB", star4["why_not"])
-    assert "dropped: " in str(answer)
+    assert "Dropped: " in str(answer)
 
 
 def test_a_batch_may_be_split_over_groups():
@@ -143,6 +144,7 @@ SLIDING = LLAMA | dict(
         ("h100-8x8", "sliding", "512k", 1.0),
         ("nvl72", "llama3-8b", "1M", 2.0),  # 288 GPUs, and many ways to divide 72
         ("h100-8x8@2048x8", "llama3-70b", "1M", 10.0),
+        ("h100-8x8@2047x8", "llama3-70b", "1M", 10.0),
         *([("nvl72@228x72", "llama3-70b", "1M", 10.0), ("h100-8x8@2048x8", "sliding", "1M", 10.0)] if FULL else []),
     ],
 )

@@ -93,7 +93,7 @@ def test_one_rank_represents_all_where_an_exchange_spans_nodes(cluster):
 def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
     cluster, plan, call = find_cluster("h100-8x8@4x16"), Plan.parse(text), replace(CALL, length=2**16)
     whole = predict(cluster, plan, call)
-    monkeypatch.setattr(attention, "MAX_UNSAMPLED_WORLD", 1)
+    monkeypatch.setattr(attention, "MAX_UNSAMPLED", 1)
     few = predict(cluster, plan, call)
     assert few.seconds == pytest.approx(whole.seconds, rel=0.001)
     # star4: 15 ranks of the node place their keys elsewhere, 12 in other nodes; the ranks read stand for 12 of 16
@@ -125,15 +125,37 @@ def test_one_rank_stands_for_all_on_shared_cores():
         assert one.seconds == pytest.approx(all_.seconds, rel=0.1), text
 
 
-@pytest.mark.parametrize("window", [None, 2000, 40000])
-@pytest.mark.parametrize("text", ["1x64", "1x8/1x8", "2x4/1x8", "4x2/u8"])
+LONG = [
+    *((text, None) for text in ("1x512", "1x64/1x8", "2x32/1x8", "2x32/u8", "u2/1x256", "u2/2x128", "star2", "star4")),
+    *((text, window) for text in ("1x512", "1x64/1x8") for window in (2000, 40000)),
+]
+
+
+@pytest.mark.parametrize("text, window", LONG)
 def test_a_long_ring_goes_on_as_it_begins(text, window, monkeypatch):
-    cluster, plan, call = find_cluster("h100-8x8"), Plan.parse(text), replace(CALL, length=2**16, window=window)
+    cluster, plan = find_cluster("h100-8x8@64x8"), Plan.parse(text)
+    call = replace(CALL, length=2**19, window=window)
+    monkeypatch.setattr(attention, "MAX_SHARDS", 512)
     whole = predict(cluster, plan, call)
-    monkeypatch.setattr("startrail.planner.topology.MAX_SHARDS", 16)
+    monkeypatch.setattr(attention, "MAX_SHARDS", 16)
+    monkeypatch.setattr(attention, "LEAST_HOPS", 2)
+    assert attention.shorter_rings(cluster, plan, call) is not None
     short = predict(cluster, plan, call)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01 if window is None else 0.05)
     assert short.sent == pytest.approx(whole.sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("nodes", [1021, 2047, 2048])
+@pytest.mark.parametrize("text", ["1x{ranks}", "1x{nodes}/1x8", "1x{nodes}/u8", "star2"])
+def test_rings_of_any_number_of_nodes_are_shortened(nodes, text):
+    """Also where that number is a prime. Each of a ring's hops takes as long, whatever the length."""
+    predictions = []
+    for number in (nodes, 4 * nodes):
+        cluster = find_cluster(f"h100-8x8@{number}x8")
+        plan, call = Plan.parse(text.format(nodes=number, ranks=8 * number)), replace(CALL, length=1024 * cluster.world)
+        assert max(attention.shorter_rings(cluster, plan, call)) <= 512
+        predictions.append(predict(cluster, plan, call))
+    assert predictions[1].seconds == pytest.approx(4 * predictions[0].seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("text", PLANS.split())

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 
 from startrail.schedule.families.nested import Rings
@@ -30,6 +32,15 @@ def test_every_plan_round_trips():
             for variant in variants_of(plan):
                 assert Plan.parse(str(variant)) == variant
                 variant.check_world(world)
+
+
+def test_the_pieces_that_a_plan_keeps_are_counted_as_listed():
+    for world in (8, 12, 16):
+        for plan in plans_for(world, max_levels=2):
+            for variant in variants_of(plan):
+                place = variant.place(world, world - 1)
+                listed = Counter(piece.kind for piece in variant.family.kept(variant, place, 0))
+                assert Counter(variant.family.num_kept(variant, place)) == listed, str(variant)
 
 
 def test_defaults_are_not_written():

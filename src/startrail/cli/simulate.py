@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
-from startrail.planner.answer import seconds_text
 from startrail.planner.auto import ASSUMED_HEAD_DIM, ASSUMED_TOKENS_PER_RANK, fit_cluster
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
 from startrail.planner.predict import AttentionShape, Prediction, trace_prediction
+from startrail.planner.units import seconds_text
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
 from startrail.view.trace import EventRecorder, chrome_trace

@@ -19,11 +19,11 @@ from startrail.kernels import kernel_for
 from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.local import RankError, check_ranks, run_local
 from startrail.launch.torchrun import JoinError, device_of_rank, join
-from startrail.planner.answer import seconds_text
 from startrail.planner.cluster import cluster_text
 from startrail.planner.live.measure import cpu_name, measure, no_progress, own_device
 from startrail.planner.live.summary import Measured
 from startrail.planner.topology import Machine
+from startrail.planner.units import seconds_text
 
 TIMEOUT_SECONDS = 120.0  # of any one wait
 KERNELS = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton")

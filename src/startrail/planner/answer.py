@@ -1,41 +1,46 @@
-"""The planner's answer as a table, a paragraph or JSON, and ``plan``, the planner as a function.
+"""The planner's answer as text or JSON, and ``plan``, the planner as a function.
 
 >>> answer = plan(cluster="a100-4x8", model="gpt-3b", length="128k")
 >>> row = answer.rows[0]
 >>> sorted(row)[:6]
 ['bytes', 'cost', 'data_parallel', 'exposed', 'high', 'low']
->>> "ring" in str(answer) and "would change the answer" in answer.why
-True
+>>> answer.choice.startswith(f"Use {answer.best}: "), "Ring Attention" in answer.why
+(True, True)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from startrail.planner.candidates import LARGE_WORLD
+from startrail.planner.candidates import LARGE_WORLD, RING
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
-from startrail.planner.operate import cost_per_million, settle
+from startrail.planner.operate import complete_question, cost_per_million
 from startrail.planner.rows import HEADS_OUTERMOST, TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error
 from startrail.planner.search import YOURS, search
 from startrail.planner.sparse.advice import LEAST_PRICED, price_row, price_sparse
-from startrail.planner.units import Fields, count_text, plural, read_file
+from startrail.planner.units import Fields, bytes_text, count_text, plural, read_file, seconds_text
 from startrail.planner.workload import Model, Run, find_model, read_run
 from startrail.schedule.plan import Plan
 
+COLUMNS, INDENT = 100, 11  # of a screen
+NO_BREAK = "\xa0"
 COMPARED = 3  # of the best plans, if each takes long to price
 SUSPICIOUS_RATE = 150e9  # bytes/s per device between nodes: three times the fastest adapters
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``rows`` are the plans as plain data, fastest first, then Ring Attention as others run it. The well-known plans
-    that cannot be used come last, with the reason as ``why_not`` and None for every figure. ``str(answer)`` is a table
-    and a paragraph."""
+    """``rows`` are the plans as plain data, the choice first, then Ring Attention as others run it. The well-known
+    plans that cannot be used come last, with the reason as ``why_not`` and None for every figure. ``choice`` says in a
+    sentence which plan to use, ``reasons`` why, what it costs and what would change it. ``str(answer)`` is all of it.
+    """
 
     result: SearchResult
     price: float | None = None  # per device and hour
@@ -59,58 +64,49 @@ class Answer:
         return json.dumps(self.rows, indent=1)
 
     @property
-    def table(self) -> str:
-        sent = [f"{level.label} GB/rank" for level in self.result.cluster.levels if level.size > 1]
-        head = ["plan", "", "step", "interval", "tokens/s", "MFU", "exposed", *sent, "memory/rank"]
-        head += [] if self.price is None else ["cost/M tokens"]
-        lines = [head, *(_cells(row, self.price) for row in (*self.result.rows, *self.result.peers))]
-        missing = [(known.plan, known.role, f"cannot be used: {known.reason}") for known in self.result.missing]
-        # the reasons may be longer than their columns
-        name, role = (max(len(line[at]) for line in [*lines, *missing]) for at in range(2))
-        widths = [max(len(line[at]) for line in lines) for at in range(2, len(head))]
-        text = []
-        for line in lines:
-            figures = (cell.rjust(width) for cell, width in zip(line[2:], widths, strict=True))
-            text.append("  ".join([line[0].ljust(name), line[1].ljust(role), *figures]).rstrip())
-        return "\n".join(text + [f"{line[0]:{name}s}  {line[1]:{role}s}  {line[2]}" for line in missing])
+    def choice(self) -> str:
+        """The best plan in one sentence."""
+        return _choice(self.result)
 
     @cached_property
+    def reasons(self) -> tuple[tuple[str, str], ...]:
+        """Sentences about the choice, each with what it is about: Plan, Why, Cost, Runner-up, What if, How sure."""
+        return tuple(_reasons(self.result, self.price))
+
+    @property
     def why(self) -> str:
-        return " ".join(_why(self.result))
+        return "\n".join([self.choice, *(f"{about}: {sentence}" for about, sentence in self.reasons)])
+
+    @property
+    def table(self) -> str:
+        return "\n".join(_table(self.result, self.price))
 
     def __str__(self) -> str:
-        result = self.result
-        head = f"{_model_text(result.model)}, {_run_text(result.model, result.run)}, on {result.cluster}: "
-        head += f"{result.cluster.world} x {result.cluster.device.name}"
-        notes = list(self.asked)
-        notes += [f"what runs: {'; '.join(result.runs)}"] if result.runs else []
-        notes += [f"note: {text}" for text in _warnings(result)]
-        notes += [f"dropped: {count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items()]
-        if result.closest is not None:
-            plan, excess = result.closest
-            notes.append(f"the fastest plan that needs too much memory is {plan}: {excess / 1e9:.1f} GB over the limit")
-        notes.append(
-            f"plans within {TIE_SHARE:.0%} of the fastest count as equal; among them, those that send less over the "
-            "outermost links come first, unless transfers are hidden, then smaller teams and fewer groups"
-        )
-        effort = f"{result.bounded} combinations of levels bounded, {count_text(result.simulated, 'plan')} simulated"
-        if result.runs:
-            effort += "; the best of them without documents and windows were simulated again with them"
-        if result.possible_gain > 0.005:
-            effort += f"; no other plan can be more than {result.possible_gain:.1%} faster than the best"
-        return "\n".join([head, "", self.table, "", *notes, effort, "", self.why])
+        lines = [*_wrapped(_question(self.result)), *self.asked, "", *_wrapped(self.choice), ""]
+        above = ""
+        for about, sentence in self.reasons:
+            lines += _wrapped(f"{'' if about == above else about:{INDENT}s}{sentence}", INDENT)
+            above = about
+        lines += ["", self.table, ""]
+        for note in _notes(self.result):
+            lines += _wrapped(note, 2)
+        return "\n".join(lines)
 
 
-def _model_text(model: Model) -> str:
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    """Lines that fit a screen. Neither plans nor numbers with their units are broken."""
+    text = re.sub(r"(?<=\d) (?=[kMGTP]?B\b|[mu]?s\b)", NO_BREAK, text)
+    lines = wrap(text, COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(NO_BREAK, " ") for line in lines]
+
+
+def _question(result: SearchResult) -> str:
+    """The model, the run with every setting that is not a default, and the cluster."""
+    model, run, cluster = result.model, result.run, result.cluster
     active = f", {model.active_parameters / 1e9:.1f}B active" if model.experts else ""
-    return f"{model.name} ({model.parameters / 1e9:.1f}B parameters{active})"
-
-
-def _run_text(model: Model, run: Run) -> str:
-    """The run with every setting that is not a default."""
     recomputed = "all but attention" if not run.repeat_attention else "everything"
-    parts = [f"{run.batch} x {run.length} tokens", run.dtype, f"ZeRO-{run.zero}"]
-    parts.append(f"{recomputed if run.recompute else 'nothing'} recomputed")
+    parts = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters{active})", f"{run.batch} x {run.length} tokens"]
+    parts += [run.dtype, f"ZeRO-{run.zero}", f"{recomputed if run.recompute else 'nothing'} recomputed"]
     if run.tensor > 1:
         heads = model.heads // run.tensor
         parts.append(f"tensor parallelism over {run.tensor} ({heads} of {count_text(model.heads, 'head')} each)")
@@ -121,21 +117,8 @@ def _run_text(model: Model, run: Run) -> str:
         "offload": "layer inputs on the host",
         "offload_states": "states on the host",
     }
-    return ", ".join(parts + [text for name, text in told.items() if getattr(run, name)])
-
-
-def _warnings(result: SearchResult) -> Iterator[str]:
-    """What in the question may be a mistake, or would help."""
-    cluster, run, best = result.cluster, result.run, result.best
-    for level in cluster.levels[:-1]:
-        if level.bandwidth / (cluster.spans[0] if level.shared else 1) > SUSPICIOUS_RATE:
-            rate = level.bandwidth / 1e9
-            yield f"{rate:.0f} GB/s between {plural(level.label)} is more than adapters have; is it {rate:.0f} Gbit/s?"
-    if run.gather == "float32" and run.itemsize < DTYPES["float32"]:
-        narrow = replace(best.training, run=replace(run, gather=run.dtype))
-        faster = price_row(replace(best, training=narrow)).seconds
-        if faster < 0.99 * best.seconds:
-            yield f"with --gather {run.dtype}, {best.name} would take {seconds_text(faster)}"
+    parts += [text for name, text in told.items() if getattr(run, name)]
+    return f"{', '.join(parts)}, on {cluster}: {cluster.world} x {cluster.device.name}"
 
 
 def _as_data(row: Row, price: float | None) -> dict[str, Any]:
@@ -157,23 +140,52 @@ def _as_data(row: Row, price: float | None) -> dict[str, Any]:
     }
 
 
-def seconds_text(seconds: float) -> str:
-    """
-    >>> seconds_text(12.345), seconds_text(0.0123), seconds_text(0.00045)
-    ('12.35 s', '12.3 ms', '450.0 us')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds / 1e-3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+# --- the choice and its reasons
 
 
-def _cells(row: Row, price: float | None) -> list[str]:
-    times = seconds_text(row.seconds), f"{seconds_text(row.low)} - {seconds_text(row.high)}"
-    speed = f"{row.tokens_per_second:,.0f}", f"{row.mfu:.1%}", f"{row.exposed:.1%}"
-    levels = row.training.cluster.levels
-    sent = (f"{nbytes / 1e9:.3g}" for level, nbytes in zip(levels, row.step.sent, strict=True) if level.size > 1)
-    cost = [] if price is None else [f"{cost_per_million(row, price):.3g}"]
-    return [row.name, row.role, *times, *speed, *sent, f"{row.step.memory.total / 1e9:.1f} GB", *cost]
+def _choice(result: SearchResult) -> str:
+    best, ring = result.best, _ring(result)
+    text = f"Use {best.name}: {seconds_text(best.seconds)} per step"
+    if ring is None:
+        return f"{text}."
+    if ring is best:
+        return f"{text}. It is Ring Attention."
+    ratio = ring.seconds / best.seconds
+    return f"{text}, {f'{ratio:.2f}x' if ratio > 1.01 else 'about'} as fast as Ring Attention."
+
+
+def _reasons(result: SearchResult, price: float | None) -> Iterator[tuple[str, str]]:
+    best = result.best
+    fastest = min(result.rows, key=lambda row: row.seconds)
+    other = next((row for row in result.rows if row.plan.levels != best.plan.levels), None)
+    groups: dict[str, Iterable[str]] = {
+        "Plan": _shape(best),
+        "Runs": (f"{line[0].upper()}{line[1:]}." for line in result.runs),
+        "Why": _why(result, fastest),
+        "Cost": _cost(best, price),
+        "Heads": (_about_heads(row, fastest, result) for row in result.rows[1:] if row.role == HEADS_OUTERMOST),
+        "Yours": (f"{row.name} {_compare(row, best)}." for row in result.rows[1:] if YOURS in row.role),
+        "Runner-up": [f"{other.name} {_compare(other, best)}."] if other is not None else [],
+        "Slow": [_about_slow_members(result)] if result.cluster.slow else [],
+        "What if": _what_if(result),
+        "How sure": _how_sure(result),
+    }
+    return ((about, sentence) for about, sentences in groups.items() for sentence in sentences)
+
+
+def _ring(result: SearchResult) -> Row | None:
+    """Ring Attention with as many groups as the choice."""
+    groups = result.best.training.data_parallel
+    rings = (row for row in result.rows if row.training.data_parallel == groups and row.role.startswith(RING))
+    return next(rings, None)
+
+
+def _papers(result: SearchResult) -> Row | None:
+    """The best of the paper's own schedules, with as many groups as the choice, if that is another plan."""
+    groups = result.best.training.data_parallel
+    rows = [row for row in result.rows if row.training.data_parallel == groups and row is not result.best]
+    known = [row for row in (*rows, *result.too_large) if row.role and row.plan.family.is_papers]
+    return min(known, key=lambda row: row.seconds, default=None)
 
 
 def _outermost(cluster: ClusterSpec) -> int:
@@ -181,110 +193,95 @@ def _outermost(cluster: ClusterSpec) -> int:
     return next((at for at, level in enumerate(cluster.levels) if level.size > 1), len(cluster.levels) - 1)
 
 
-def _why(result: SearchResult) -> Iterator[str]:
-    """The sentences of the paragraph."""
-    best, cluster = result.best, result.cluster
-    outer = _outermost(cluster)
-    sent, links = best.step.sent[outer], plural(cluster.levels[outer].label)
-    yield f"{best.name} wins: {_shape(best)}."
-    fastest = min(result.rows, key=lambda row: row.seconds)
+def _shape(row: Row) -> Iterator[str]:
+    """The plan in words, level by level, and what its options do."""
+    plan = row.plan
+    levels = ", then ".join(level.describe() for level in plan.levels)
+    if row.training.group.world == 1:
+        levels = "each rank computes sequences of its own"
+    yield f"{levels[0].upper()}{levels[1:]}{' (outermost first)' if len(plan.levels) > 1 else ''}."
+    if plan.keep != "none":
+        yield f"keep={plan.keep}: the backward pass saves transfers that the forward pass already made."
+    if plan.heads > 1 and not plan.keeps_exchanged:
+        yield "exchange=twice: to save memory, inputs are exchanged again in the backward pass."
+    if plan.groups > 1:
+        yield f"groups={plan.groups}: transfers of one group overlap with compute of another."
+
+
+def _why(result: SearchResult, fastest: Row) -> Iterator[str]:
+    best, ring, papers = result.best, _ring(result), _papers(result)
+    outer = _outermost(result.cluster)
+    sent, links = best.step.sent[outer], plural(result.cluster.levels[outer].label)
+    if sent:
+        rings = f", with Ring Attention {bytes_text(ring.step.sent[outer])}" if ring not in (None, best) else ""
+        yield f"Each rank sends {bytes_text(sent)} per step between {links}{rings}."
+    if papers is not None:
+        is_too_large = papers in result.too_large
+        takes = f"{'would take' if is_too_large else 'takes'} {papers.seconds / best.seconds:.2f}x as long"
+        yield f"The paper's schedule, {papers.role}, {takes}{', and does not fit' if is_too_large else ''}."
     if fastest.seconds < 0.999 * best.seconds:
-        faster = 1 - fastest.seconds / best.seconds
-        yield f"{fastest.name} is predicted {faster:.1%} faster, which counts as equal, {_than(fastest, best)}."
-    alike = [row for row in result.rows if row.training.data_parallel == best.training.data_parallel]
-    ring = next((row for row in alike if row.role.startswith("ring")), None)
-    if ring is not None and ring is not best and sent:
-        yield (
-            f"Each rank sends {sent / 1e9:.3g} GB per step between {links}; Ring Attention sends "
-            f"{ring.step.sent[outer] / 1e9:.3g} GB and takes {ring.seconds / best.seconds:.2f}x as long."
-        )
-    stars = [row for row in (*alike, *result.too_large) if row.role.startswith("star") and row is not best]
-    star = min(stars, key=lambda row: row.seconds, default=None)
-    if star is not None:
-        would = "would take" if star in result.too_large else "takes"
-        fits = ", and does not fit" if star in result.too_large else ""
-        yield f"The paper's schedule, {star.role}, {would} {star.seconds / best.seconds:.2f}x as long{fits}."
-    yield f"Ranks wait for transfers {best.exposed:.1%} of the step."
-    for row in result.rows[1:]:
-        if row.role == HEADS_OUTERMOST:
-            yield _about_heads(row, fastest, [each for each in (ring, star) if each is not None])
-    for row in result.rows:
-        if YOURS in row.role and row is not best:
-            yield f"Yours, {row.name}, {_compare(row, best)}."
-    other = next((row for row in result.rows if row.plan.levels != best.plan.levels), None)
-    if other is not None:
-        yield f"The runner-up, {other.name}, {_compare(other, best)}."
-    if cluster.slow:
-        yield _about_slow_members(result)
-    yield f"What would change the answer? {_what_if(result)}."
-    error = expected_error(best.training)
-    yield f"Times may be off by {error.share:.0%}: {error.reason}."
-    if result.runs:
-        yield "None of those had packed documents or windows."
-    if (kernel := cluster.device.of(result.run.dtype).kernel) is not None:
-        yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
+        faster = f"{1 - fastest.seconds / best.seconds:.1%} faster, which counts as equal"
+        yield f"{fastest.name} is predicted {faster}, {_why_not_first(fastest, best)}."
 
 
-def _about_heads(heads: Row, fastest: Row, known: Sequence[Row]) -> str:
+def _cost(best: Row, price: float | None) -> Iterator[str]:
+    memory, device = best.step.memory, best.training.cluster.levels[-1].label
+    cost = "" if price is None else f" A million tokens cost {cost_per_million(best, price):.3g}."
+    yield f"{best.tokens_per_second:,.0f} tokens/s. Ranks wait for transfers {best.exposed:.1%} of the step.{cost}"
+    yield f"Each {device} needs {bytes_text(memory.total)} of {bytes_text(memory.limit)}."
+
+
+def _about_heads(heads: Row, fastest: Row, result: SearchResult) -> str:
     """How good the best plan with heads over the nodes is, and why it does not come first."""
     cluster, outer = heads.training.cluster, _outermost(heads.training.cluster)
-    links, sent = plural(cluster.levels[outer].label), heads.step.sent[outer] / 1e9
-    memory = heads.step.memory.total / 1e9
-    text = f"The best plan with heads over the {links}, {heads.name}, sends {sent:.3g} GB between {links}, needs "
-    text += f"{memory:.1f} GB per {cluster.levels[-1].label}"
-    if known:
-        faster = (f"{row.seconds / heads.seconds:.2f}x as fast as {row.role.split()[0]}" for row in known)
-        text += f", and is {' and '.join(faster)}"
-    reason = f"{heads.seconds / fastest.seconds - 1:.1%} slower than the fastest"
-    if heads.exposed > fastest.exposed:
-        reason += f" (ranks wait {heads.exposed:.1%} of the step: nothing hides its first and last exchange)"
-    return f"{text}; it does not come first because it is {reason}."
+    links = plural(cluster.levels[outer].label)
+    text = f"With heads over the {links}, the best is {heads.name}: "
+    for row in (_ring(result), _papers(result)):
+        text += f"{row.seconds / heads.seconds:.2f}x as fast as {row.role.split()[0]}, " if row is not None else ""
+    text += f"{bytes_text(heads.step.sent[outer])} between {links}, {bytes_text(heads.step.memory.total)} per "
+    text += f"{cluster.levels[-1].label}. It is {heads.seconds / fastest.seconds - 1:.1%} slower than the fastest"
+    hides = ", because nothing hides its first and last exchange" if heads.exposed > fastest.exposed else ""
+    return f"{text}{hides}."
 
 
-def _shape(row: Row) -> str:
-    """The plan in words, level by level."""
-    levels = ", then ".join(level.describe() for level in row.plan.levels)
-    levels = "each rank computes sequences of its own" if row.training.group.world == 1 else levels
-    parts = [f"{levels} (outermost first)" if len(row.plan.levels) > 1 else levels]
-    if row.plan.keep != "none":
-        parts.append(f"keep={row.plan.keep} saves the backward pass transfers that the forward pass already made")
-    if row.plan.heads > 1 and not row.plan.keeps_exchanged:
-        parts.append("exchange=twice saves memory: queries, keys and values are exchanged again in the backward pass")
-    if row.plan.groups > 1:
-        parts.append(f"with {row.plan.groups} groups, transfers of one overlap with compute of another")
-    return "; ".join(parts)
-
-
-def _than(fastest: Row, best: Row) -> str:
+def _why_not_first(fastest: Row, best: Row) -> str:
     """Why a plan that is slightly faster does not come first."""
-    for level, least, sent in zip(best.training.cluster.levels, best.step.sent, fastest.step.sent, strict=True):
-        if sent > 1.02 * least and sent > 1e6:
-            return f"but sends {sent / 1e9:.3g} GB between {plural(level.label)}, not {least / 1e9:.3g} GB"
+    more = _sends_more(fastest, best)
+    if more:
+        return f"but {more}"
     if fastest.plan.groups > best.plan.groups:
         return f"but runs {fastest.plan.groups} groups, not {best.plan.groups}"
     return "but has larger teams or more levels"
 
 
+def _sends_more(one: Row, best: Row) -> str:
+    """Over which links a plan sends more than the best one; "" if it does not."""
+    for level, least, sent in zip(best.training.cluster.levels, best.step.sent, one.step.sent, strict=True):
+        if sent > 1.02 * least and sent > 1e6:
+            return f"sends {bytes_text(sent)} between {plural(level.label)}, not {bytes_text(least)}"
+    return ""
+
+
 def _compare(other: Row, best: Row) -> str:
     slower = other.seconds / best.seconds - 1
     text = f"is {slower:.1%} slower: it" if slower >= 0.001 else "is as fast, but"
-    for level, least, sent in zip(best.training.cluster.levels, best.step.sent, other.step.sent, strict=True):
-        if sent > 1.02 * least and sent > 1e6:
-            return f"{text} sends {sent / 1e9:.3g} GB between {plural(level.label)}, not {least / 1e9:.3g} GB"
+    more = _sends_more(other, best)
+    if more:
+        return f"{text} {more}"
     if other.exposed > best.exposed + 0.002:
         return f"{text} waits for transfers {other.exposed:.1%} of the step"
-    if other.step.memory.total > 1.02 * best.step.memory.total:
-        return f"{text} needs {other.step.memory.total / 1e9:.1f} GB, not {best.step.memory.total / 1e9:.1f} GB"
+    needed, least = other.step.memory.total, best.step.memory.total
+    if needed > 1.02 * least:
+        return f"{text} needs {bytes_text(needed)}, not {bytes_text(least)}"
     return f"{text} has more or smaller messages and blocks"
 
 
-def _what_if(result: SearchResult) -> str:
+def _what_if(result: SearchResult) -> Iterator[str]:
     """The best plans with twice and half the bandwidth, and with half the memory."""
     cluster, best = result.cluster, result.best
     outer = _outermost(cluster)
     links = plural(cluster.levels[outer].label)
-    texts = []
-    for factor, change in ((2.0, "With twice the bandwidth"), (0.5, "with half the bandwidth")):
+    for factor, change in ((2.0, f"twice the bandwidth between {links}"), (0.5, "half of it")):
         changed = cluster.faster(outer, factor)
         if result.runs:
             fastest = min((price_row(row, changed) for row in result.rows[:COMPARED]), key=lambda row: row.seconds)
@@ -292,18 +289,19 @@ def _what_if(result: SearchResult) -> str:
             fastest = search(changed, result.model, result.run, top=1, known=False).best
         same = price_row(best, changed).seconds
         tied = same <= (1 + TIE_SHARE) * fastest.seconds
-        verdict = f"{best.name} stays best ({seconds_text(same)})" if tied else _becomes_best(fastest)
-        texts.append(f"{change} between {links}, {verdict}")
-    verdict, half = f"{best.name} stays best", best.step.memory.limit / 2
-    if best.step.memory.total > half and result.runs:
+        yield f"With {change}, {f'it stays best ({seconds_text(same)})' if tied else _becomes_best(fastest)}."
+    half = best.step.memory.limit / 2
+    if best.step.memory.total <= half:
+        verdict = "it stays best"
+    elif result.runs:
         fitting = [row for row in result.rows if row.step.memory.total <= half]
         verdict = _becomes_best(fitting[0]) if fitting else "none of these plans fits"
-    elif best.step.memory.total > half:
+    else:
         try:
             verdict = _becomes_best(search(cluster, result.model, result.run, top=1, memory=half, known=False).best)
         except DoesNotFitError as error:
             verdict = f"no plan fits: {error.needs}"
-    return "; ".join([*texts, f"with half the memory, {verdict}"])
+    yield f"With half the memory, {verdict}."
 
 
 def _becomes_best(row: Row) -> str:
@@ -333,6 +331,91 @@ def _about_slow_members(result: SearchResult) -> str:
     rest = f"the other {outer.size - 1} {plural(outer.label)}"
     others = f"{rest} alone take {seconds_text(without.seconds)} with {without.name}"
     return f"{text}; {others}: {advice}."
+
+
+def _how_sure(result: SearchResult) -> Iterator[str]:
+    error = expected_error(result.best.training)
+    yield f"Times may be off by {error.share:.0%}: {error.reason}."
+    if result.runs:
+        yield "None of those had packed documents or windows."
+    if (kernel := result.cluster.device.of(result.run.dtype).kernel) is not None:
+        yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
+
+
+# --- the table and what else there is to know
+
+
+def _table(result: SearchResult, price: float | None) -> Iterator[str]:
+    """One line per plan, the choice first."""
+    levels = [(at, level) for at, level in enumerate(result.cluster.levels) if level.size > 1]
+    links = [plural(level.label) for _, level in levels]
+    lines = [["", "step", "MFU", "wait", *links, "memory", *([] if price is None else ["cost/M"])]]
+    for row in result.rows:
+        sent = [bytes_text(row.step.sent[at]) for at, _ in levels]
+        cells = [_title(row, result.best), seconds_text(row.seconds), f"{row.mfu:.1%}", f"{row.exposed:.0%}", *sent]
+        cells += [bytes_text(row.step.memory.total)]
+        cells += [] if price is None else [f"{cost_per_million(row, price):.3g}"]
+        lines.append(cells)
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    for title, *figures in lines:
+        yield "  ".join([title.ljust(widths[0]), *map(str.rjust, figures, widths[1:])])
+
+
+def _title(row: Row, best: Row) -> str:
+    """A plan with its role: 'u4/1x8 (the choice)', '1x4/1x8 (double ring)'."""
+    name = str(row.plan) if row.training.data_parallel == best.training.data_parallel else row.name
+    return _with_role(name, ", ".join(filter(None, ("the choice" if row is best else "", row.role))))
+
+
+def _with_role(plan: str, role: str) -> str:
+    return f"{plan} ({role})" if role not in ("", plan) else plan
+
+
+def _notes(result: SearchResult) -> Iterator[str]:
+    links = ", ".join(plural(level.label) for level in result.cluster.levels if level.size > 1)
+    if links:
+        yield f"Wait: how much of the step ranks wait. {links[0].upper()}{links[1:]}: what a rank sends between them."
+    if result.peers:
+        others = ", ".join(f"{seconds_text(row.seconds)} {row.role}" for row in result.peers)
+        yield f"Ring Attention as others run it: {others}."
+    if result.missing:
+        reasons = (f"{_with_role(known.plan, known.role)}: {known.reason}" for known in result.missing)
+        yield f"Cannot be used: {'; '.join(reasons)}."
+    if result.dropped:
+        reasons = (f"{count_text(number, 'plan')}: {reason}" for reason, number in result.dropped.items())
+        yield f"Dropped: {'; '.join(reasons)}."
+    if result.closest is not None:
+        plan, excess = result.closest
+        yield f"The fastest plan that needs too much memory is {plan}: {bytes_text(excess)} over the limit."
+    yield from _warnings(result)
+    yield f"Plans within {TIE_SHARE:.0%} count as equal; of these, fewer bytes over the outermost links come first."
+    effort = f"{count_text(result.bounded, 'combination')} of levels bounded, {count_text(result.simulated, 'plan')} "
+    effort += "simulated"
+    if result.runs:
+        effort += "; the best of them without documents and windows were simulated again with them"
+    if result.possible_gain > 0.005:
+        effort += f"; no other can be more than {result.possible_gain:.1%} faster"
+    yield f"{effort}."
+
+
+def _warnings(result: SearchResult) -> Iterator[str]:
+    """What in the question may be a mistake, or would help."""
+    cluster, run, best = result.cluster, result.run, result.best
+    for level in cluster.levels[:-1]:
+        if level.bandwidth / (cluster.spans[0] if level.shared else 1) > SUSPICIOUS_RATE:
+            rate = level.bandwidth / 1e9
+            yield (
+                f"Note: {rate:.0f} GB/s between {plural(level.label)} is more than adapters have; is it {rate:.0f} "
+                "Gbit/s?"
+            )
+    if run.gather == "float32" and run.itemsize < DTYPES["float32"]:
+        narrow = replace(best.training, run=replace(run, gather=run.dtype))
+        faster = price_row(replace(best, training=narrow)).seconds
+        if faster < 0.99 * best.seconds:
+            yield f"Note: with --gather {run.dtype}, {best.name} would take {seconds_text(faster)}."
+
+
+# --- the planner as a function
 
 
 def plan(
@@ -368,7 +451,7 @@ def plan(
     limit = None if memory is None else Fields({"memory": memory}, "the run").quantity("memory", "bytes")
     if price is not None and not 0 < price < 1e6:
         raise ValueError(f"price = {price!r} is not a price per device and hour, such as 2.5")
-    cluster, described, asked = settle(cluster, model, described, limit, max_length, gpus_for, auto_batch)
+    cluster, described, asked = complete_question(cluster, model, described, limit, max_length, gpus_for, auto_batch)
     plans = tuple(Plan.parse(text) for text in compare)
     sparse = documents or any(model.windows)
     found = search(cluster, model, described, max(top, LEAST_PRICED) if sparse else top, limit, compare=plans)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from startrail.planner.answer import seconds_text
+from startrail.planner.candidates import RING
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.predict import AttentionShape
 from startrail.planner.rows import DoesNotFitError, SearchResult
 from startrail.planner.search import search, search_attention
 from startrail.planner.topology import Machine
-from startrail.planner.units import MAX_COUNT, MAX_SIZE, Fields
+from startrail.planner.units import MAX_COUNT, MAX_SIZE, Fields, bytes_text, seconds_text
 from startrail.planner.workload import Job
 from startrail.schedule.plan import Plan
 
@@ -98,7 +98,7 @@ def plan_for_job(cluster: ClusterSpec, job: Job) -> Choice:
     except DoesNotFitError as error:
         return _smallest(error, about)
     memory = found.best.step.memory
-    what = f"{about}, {memory.total / 1e9:.1f} of {memory.limit / 1e9:.1f} GB per device"
+    what = f"{about}, {bytes_text(memory.total)} of {bytes_text(memory.limit)} per device"
     return _fastest(found, 1, what, f"{run.dtype}, {'causal' if model.causal else 'full'} mask")
 
 
@@ -117,7 +117,7 @@ def _supported_dtype(cluster: ClusterSpec, dtype: str) -> str:
 def _fastest(found: SearchResult, layers: int, what: str, about: str) -> Choice:
     best = found.best
     seconds = f"{seconds_text(best.seconds / layers)} predicted for {what}, {best.exposed:.0%} exposed"
-    ring = next((row for row in found.rows if row.role == "ring"), None)
+    ring = next((row for row in found.rows if row.role == RING), None)
     if ring is not None and ring is not best:
         seconds += f"; ring would take {seconds_text(ring.seconds / layers)}"
     return Choice(best.plan, f"auto chose {best.plan}: {seconds} ({about})")

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.units import count_text
+from startrail.schedule.families import FAMILIES
 from startrail.schedule.families.base import Heads, Level
 from startrail.schedule.plan import Plan, plans_for, variants_of
 
 PLAN_LEVELS = 2  # at each level of the cluster
 GROUPS = (1, 2, 4)
 LARGE_WORLD = 1024  # ranks: above it, programs are long and fewer plans are simulated
-STARS = (2, 4, 8)
+RING = "ring"  # the role of Ring Attention
 
 
 @lru_cache(maxsize=64)
@@ -84,16 +85,10 @@ def well_known(cluster: ClusterSpec, kv_heads: int) -> Iterator[WellKnown]:
     """Ring Attention, Ulysses, the paper's schedule, USP and the double ring."""
     world, inside = cluster.world, cluster.spans[0]
     outside, heads = world // inside, gcd(inside, kv_heads)
-    yield WellKnown("ring", f"1x{world}")
+    yield WellKnown(RING, f"1x{world}")
     yield WellKnown("Ulysses", f"u{world}")
-    fitting = [team for team in STARS if world % team**2 == 0]
-    simulated = fitting[-1:] if world > LARGE_WORLD else fitting  # in large worlds only the largest team
-    yield from (WellKnown(f"star{team}", f"star{team}") for team in simulated)
-    for team in STARS[:2]:
-        if team not in fitting:
-            yield WellKnown(
-                f"star{team}", f"star{team}", f"{team}² = {team**2} does not divide {count_text(world, 'rank')}"
-            )
+    for family in FAMILIES:
+        yield from (WellKnown(str(level), str(level), reason) for level, reason in family.known_levels(world))
     reason = ""
     if outside == 1 or inside == 1:
         levels = ", ".join(count_text(level.size, level.label) for level in cluster.levels)

@@ -247,6 +247,16 @@ class ClusterSpec:
                 raise ValueError(f"cluster {self} with sizes {shape} has no {name}, which is marked as slow")
         return self._with_sizes(sizes, self.slow)
 
+    def with_members(self, number: int) -> ClusterSpec:
+        """A copy with another number of outermost members, of which the first are as slow as any was.
+
+        >>> cluster = replace(find_cluster("a100-4x8"), slow=(SlowMember(1, 30, compute=0.5),))
+        >>> cluster.with_members(2).world, cluster.with_members(2).slow
+        (16, (SlowMember(level=1, member=0, bandwidth=1.0, compute=0.5),))
+        """
+        slow = tuple(replace(one, member=0) for one in self.slow)
+        return self._with_sizes([number, *(level.size for level in self.levels[1:])], slow)
+
     def _with_sizes(self, sizes: Sequence[int], slow: tuple[SlowMember, ...]) -> ClusterSpec:
         pairs = zip(self.levels, sizes, strict=True)
         return replace(self, levels=tuple(replace(level, size=size) for level, size in pairs), slow=slow)

@@ -85,8 +85,8 @@ def estimate_memory(
     # The peak is the block's own backward pass, attention's within it, or the loss.
     by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * width
     held = run.itemsize * (by_width + saved_by_hidden + IN_FLIGHT_BY_HIDDEN * hidden) * tokens
-    pooled = max(sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
-    inside = max(sizes.peak_bytes(pass_, group) - sizes.pooled_bytes(pass_, group) for pass_ in PASSES)
+    pools = {pass_: sizes.pooled_bytes(pass_, group) for pass_ in PASSES}
+    pooled, inside = max(pools.values()), max(sizes.peak_bytes(pass_, group) - pools[pass_] for pass_ in PASSES)
     if gathered:  # keys and values of all ranks and a copy of them, and their gradients in float32 and a copy of those
         pooled, inside = 0, 2 * group * sizes.nbytes("kv") + 2 * group * sizes.wide_bytes("kv")
     during = inside + run.itemsize * by_width * tokens
@@ -94,9 +94,12 @@ def estimate_memory(
     peak = max(held, during, logits)
     in_attention = inside if peak == during else 0.0
     # Attention keeps pieces for the backward pass by ``keep``, and its inputs if heads are sharded.
-    pieces = plan.family.kept(plan, plan.place(group, 0), 0) if plan.keep != "none" else []
-    kinds = [piece.kind for piece in pieces] + (["q", "kv"] if plan.keeps_exchanged else [])
-    kept = 0.0 if run.repeat_attention else model.layers * sum(sizes.nbytes(kind) * plan.groups for kind in kinds)
+    kept = 0.0
+    if not run.repeat_attention:
+        numbers = plan.family.num_kept(plan, plan.place(group, 0)) if plan.keep != "none" else {}
+        own = 1 if plan.keeps_exchanged else 0
+        of_group = sum((numbers.get(kind, 0) + own) * sizes.nbytes(kind) for kind in ("q", "kv"))
+        kept = float(model.layers * plan.groups * of_group)
     return Memory(
         states=0.0 if run.offload_states else 4.0 * DTYPES[run.states] * share,
         gathered=by_zero[run.zero] * DTYPES[run.gather],

@@ -27,37 +27,48 @@ BATCH_GAIN = 0.02  # tokens/s that twice the batch must add
 MAX_BATCH = 1024
 
 
+def _plans(training: Training) -> Iterator[Plan]:
+    """Every plan, with every option."""
+    for plan in plans_on(training.group, training.heads):
+        if isinstance(plan, Plan):
+            yield from options_of(plan)
+
+
+def _plan_fits(training: Training, plan: Plan) -> bool:
+    try:
+        memory = training.memory(plan)
+    except ValueError:  # its groups divide neither heads nor batch
+        return False
+    return memory.total <= memory.limit
+
+
 def fits(cluster: ClusterSpec, model: Model, run: Run) -> bool:
     """True if some plan fits the memory, with one group of all ranks."""
     training = Training(cluster, model, run)
-    for plan in plans_on(training.group, training.heads):
-        for variant in options_of(plan) if isinstance(plan, Plan) else ():
-            try:
-                memory = training.memory(variant)
-            except ValueError:
-                continue  # its groups divide neither heads nor batch
-            if memory.total <= memory.limit:
-                return True
-    return False
+    return any(_plan_fits(training, plan) for plan in _plans(training))
 
 
 def longest_length(cluster: ClusterSpec, model: Model, run: Run, memory: float | None = None) -> int:
     """The most tokens per sequence that fit, in steps of 1024. Raises ``ValueError`` if none do."""
     cluster = limit_memory(cluster, memory)
     least = -(-max(LENGTH_STEP, 2 * cluster.world) // LENGTH_STEP)  # in steps
+    longest = least - 1
 
-    def good(steps: int) -> bool:
-        return fits(cluster, model, replace(run, length=steps * LENGTH_STEP))
+    def fits_plan(plan: Plan, steps: int) -> bool:
+        within = steps * LENGTH_STEP <= MAX_COUNT
+        return within and _plan_fits(Training(cluster, model, replace(run, length=steps * LENGTH_STEP)), plan)
 
-    if not good(least):
+    for plan in _plans(Training(cluster, model, run)):
+        # What a plan needs grows with the length. Few plans beat all before them, and only these are tried again.
+        step = 1
+        while fits_plan(plan, longest + step):
+            longest, step = longest + step, 2 * step
+        while step > 1:
+            step //= 2
+            longest += step if fits_plan(plan, longest + step) else 0
+    if longest < least:
         raise ValueError(f"{model.name} does not fit cluster {cluster} even with {least * LENGTH_STEP} tokens")
-    high = 2 * least
-    while high * LENGTH_STEP < MAX_COUNT and good(high):
-        least, high = high, 2 * high
-    while high - least > 1:
-        middle = (least + high) // 2
-        least, high = (middle, high) if good(middle) else (least, middle)
-    return least * LENGTH_STEP
+    return longest * LENGTH_STEP
 
 
 def sizes_upwards(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
@@ -101,7 +112,7 @@ def cost_per_million(row: Row, price: float) -> float:
     return price * row.training.cluster.world / 3600 / row.tokens_per_second * 1e6
 
 
-def settle(
+def complete_question(
     cluster: ClusterSpec, model: Model, run: Run, memory: float | None, length: bool, devices: bool, batch: bool
 ) -> tuple[ClusterSpec, Run, tuple[str, ...]]:
     """The cluster and the run with the longest length, the fewest devices and the batch that is worth it, where these

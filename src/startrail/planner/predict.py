@@ -12,24 +12,19 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.peers import STARTRAIL, Implementation
-from startrail.planner.pricing import ComputeTask, Mark, PostTask, PricedMessage, Prices, Task, call_tasks, tasks_of
+from startrail.planner.pricing import ComputeTask, Mark, PricedMessage, Prices, Task, call_tasks, tasks_of
 from startrail.planner.simulator import OnTask, OnTransfer, Path, Route, SimulatedPass, Simulator
-from startrail.planner.topology import shorter_rings
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
 from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
-from startrail.schedule.walk import EventHook
-
-if TYPE_CHECKING:
-    from startrail.planner.topology import Scaled
+from startrail.schedule.walk import EventHook, Message, Walker
 
 
 @dataclass(frozen=True)
@@ -101,9 +96,8 @@ def predict(
 ) -> Prediction:
     """Predict both passes. ``all_ranks`` simulates every rank; otherwise one stands for all. ``order``: the rank at
     each place of the plan, if not the identity; it implies ``all_ranks``. ``engine``: who runs it."""
-    aligned = len(_known_lanes(cluster, plan)) == len(plan.levels)
-    if not all_ranks and order is None and (shorter := shorter_rings(cluster, plan, call, aligned)):
-        return _extrapolate(*shorter, engine)
+    if not all_ranks and order is None and (fewer := shorter_rings(cluster, plan, call)):
+        return _extrapolate(cluster, plan, call, engine, fewer)
     prices = _prices(cluster, plan, call, engine)
     if all_ranks or order is not None:
         return Prediction(*(_simulate_all_ranks(cluster, prices, pass_, order) for pass_ in PASSES))
@@ -116,23 +110,53 @@ def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Impl
 
 # --- very long rings
 
-MAX_UNSAMPLED_WORLD = 256  # in larger worlds, only some programs of a member are read
-INNER_SAMPLES = 3  # ranks or teams sampled between the first and the last of a member
+MAX_SHARDS = 256  # longer rings are extrapolated from shorter ones
+LEAST_HOPS = 4  # of those
+WINDOWED = 4  # times as many shards and hops under a window, where the first hops differ from the later ones
 
 
-def _extrapolate(first: Scaled, second: Scaled, times: int, whole: int, engine: Implementation) -> Prediction:
-    """The line through two predictions, the second at ``times`` the first's length, evaluated at ``whole`` times it."""
+def _extrapolate(
+    cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation, fewer: tuple[int, int]
+) -> Prediction:
+    """The line through the predictions for two shorter rings on ``fewer`` nodes, with pieces of the same size: a ring
+    of thousands of hops does the same at each of them."""
+    (first, second), whole = fewer, cluster.levels[0].size
+    # The window stays, so that it reaches as many blocks. One wider than half of the shortest sequence shrinks with it.
+    is_wide = call.window is not None and 2 * call.window * whole > call.length * first
+
+    def predict_on(nodes: int) -> list[SimulatedPass]:
+        smaller = cluster.with_members(nodes)
+        shorter = plan.family.shorter(plan, cluster.world // plan.heads, nodes, whole, LEAST_HOPS)
+        assert shorter is not None
+        window = max(call.window * nodes // whole, 1) if call.window is not None and is_wide else call.window
+        scaled = replace(call, length=call.local(cluster.world) * smaller.world, window=window)
+        prices = _prices(smaller, shorter, scaled, engine)
+        return [simulate_one_rank(smaller, prices, pass_) for pass_ in PASSES]
 
     def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
-        return tuple(x + (y - x) * (whole - 1) / (times - 1) for x, y in zip(xs, ys, strict=True))
+        return tuple(x + (y - x) * (whole - first) / (second - first) for x, y in zip(xs, ys, strict=True))
 
     passes = []
-    priced = [(cluster, _prices(cluster, plan, call, engine)) for cluster, plan, call in (first, second)]
-    for pass_ in PASSES:
-        a, b = (simulate_one_rank(cluster, prices, pass_) for cluster, prices in priced)
-        seconds, waiting = line(a[:2], b[:2])
-        passes.append(SimulatedPass(seconds, waiting, line(a.sent, b.sent), line(a.busy, b.busy)))
+    for one, other in zip(predict_on(first), predict_on(second), strict=True):
+        seconds, waiting = line(one[:2], other[:2])
+        passes.append(SimulatedPass(seconds, waiting, line(one.sent, other.sent), line(one.busy, other.busy)))
     return Prediction(*passes)
+
+
+def shorter_rings(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[int, int] | None:
+    """The numbers of nodes (outermost members) of two clusters with shorter rings, the second at least twice the first.
+    None if the ring cannot be shortened, or if both together are not much shorter."""
+    nodes, shards = cluster.levels[0].size, cluster.world // plan.heads
+    times = 1 if call.window is None else WINDOWED
+    pair, possible = None, []
+    for number in range(2, nodes // 2 if shards > times * MAX_SHARDS else 2):
+        if pair is not None and shards * number > times * MAX_SHARDS * nodes:
+            break
+        if plan.family.shorter(plan, shards, number, nodes, times * LEAST_HOPS) is not None:
+            possible.append(number)
+            half = max((other for other in possible if 2 * other <= number), default=None)
+            pair = (half, number) if half is not None else pair
+    return pair if pair is not None and 2 * sum(pair) <= nodes else None
 
 
 # --- all ranks
@@ -261,6 +285,8 @@ def _speed(cluster: ClusterSpec, rank: int) -> float:
 
 # --- one rank for all
 
+MAX_UNSAMPLED, INNER_SAMPLES = 16, 3  # ranks of a member; of more, so many between the first and the last are read
+
 
 def simulate_one_rank(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> SimulatedPass:
     return play_one_rank(cluster, prices, pass_)[1]
@@ -299,14 +325,14 @@ def _representative(cluster: ClusterSpec, prices: Prices, pass_: Pass) -> tuple[
     chosen, counted = prices.busiest(pass_), {}
     tasks = call_tasks(prices, world, chosen, pass_)
     if len(known) < len(prices.sizes.plan.levels):
-        sampled = _sampled_ranks(cluster, prices.sizes.plan)
-        member = {rank: _sends(call_tasks(prices, world, rank, pass_)) for rank in sampled}
+        plan = prices.sizes.plan
+        sampled = _sampled_ranks(cluster, plan)
+        member = {rank: _sends(plan, world, rank, pass_) for rank in sampled}
         longest = max(map(len, member.values()))
-        sends = _sends(tasks)
+        sends = _sends(plan, world, chosen, pass_)
         if len(sends) != longest:  # in the first and last member, starC places some ranks at their own place
             chosen = next(rank for rank, own in member.items() if len(own) == longest)
-            tasks = call_tasks(prices, world, chosen, pass_)
-            sends = _sends(tasks)
+            tasks, sends = call_tasks(prices, world, chosen, pass_), member[chosen]
         alike = [(rank, own) for rank, own in member.items() if len(own) == longest]
         posts: dict[tuple[int, int], list[int]] = {}  # positions of the messages that a post sends over one lane
         for at, (post, message) in enumerate(sends):
@@ -348,28 +374,31 @@ def _full_path(cluster: ClusterSpec, stride: int) -> LaneRoute:
 
 
 def _sampled_ranks(cluster: ClusterSpec, plan: Plan) -> dict[int, float]:
-    """Ranks of the middle member whose programs are read, each with the number of ranks that it stands for. Small
-    worlds read all ranks of the member. Large ones read one rank per starC team, each time in another seat, because a
-    team passes on side by side, but never the seat that may keep its keys; and only a few of the inner ranks or teams,
-    because only the last send out of the member and only the first receive from outside."""
+    """Ranks of the middle member whose programs are read, each with the number of ranks that it stands for. Of a large
+    member, where ranks or teams pass pieces on side by side, only a few of the inner ones are read: only the last send
+    out of the member, and only the first receive from outside. A team is read in one seat, each time another one, and
+    never the one that may keep its keys."""
     span = cluster.spans[0]
     first = cluster.levels[0].size // 2 * span
-    team = plan.family.hop_width(plan)
-    if team is None or span % team or cluster.world <= MAX_UNSAMPLED_WORLD:
+    width = plan.family.hop_width(plan)
+    if width is None or span % width or span <= MAX_UNSAMPLED or len(cluster.levels) > 2:
         return dict.fromkeys(range(first, first + span), 1.0)
-    units, inside = span // team, span // team - 2
-    weights = dict.fromkeys(range(units), 1.0)
-    if inside > INNER_SAMPLES and len(cluster.levels) <= 2:
-        step = inside / INNER_SAMPLES
-        inner = {1 + inside * (2 * at + 1) // (2 * INNER_SAMPLES): step for at in range(INNER_SAMPLES)}
-        weights = {0: 1.0, **inner, units - 1: 1.0}
-    seats = {unit: at + (at % team == (first // team + unit) % team) for at, unit in enumerate(weights)}
-    return {first + unit * team + seats[unit] % team: weight * team for unit, weight in weights.items()}
+    units = span // width
+    inner = min(INNER_SAMPLES, units - 2)
+    weights = {0: 1.0, units - 1: 1.0}
+    weights |= {1 + (units - 2) * (2 * at + 1) // (2 * inner): (units - 2) / inner for at in range(inner)}
+    ranks = {}
+    for at, (unit, weight) in enumerate(sorted(weights.items())):
+        seat = (at + (at % width == (first // width + unit) % width)) % width
+        ranks[first + unit * width + seat] = weight * width
+    return ranks
 
 
-def _sends(tasks: list[Task]) -> list[tuple[int, PricedMessage]]:
+def _sends(plan: Plan, world: int, rank: int, pass_: Pass) -> list[tuple[int, Message]]:
     """The messages that a rank sends, each with the number of its post."""
-    posts = (task for task in tasks if isinstance(task, PostTask))
+    program = build_program.__wrapped__(plan, world, rank, pass_)
+    walker = Walker(program)
+    posts = (walker.post(step.posts) for step in program.steps if step.posts)
     return [(at, message) for at, post in enumerate(posts) for message in post.messages if message.send]
 
 

@@ -19,6 +19,7 @@ from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import (
     GROUPS,
     LARGE_WORLD,
+    RING,
     WellKnown,
     heads_outermost,
     least_traffic,
@@ -31,13 +32,12 @@ from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import AttentionShape, Prediction, predict
 from startrail.planner.rows import TIE_SHARE, DoesNotFitError, Row, SearchResult, ranked_rows, with_heads_outermost
 from startrail.planner.step import HEADROOM, Training
-from startrail.planner.units import count_text, plural
+from startrail.planner.units import bytes_text, count_text, plural
 from startrail.planner.workload import Model, Run
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
 
 YOURS = "yours"  # the role of plans that the user asks about
-MAX_PRIME = 512  # of the number of nodes in large worlds: longer rings cannot be divided, to be extrapolated
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
 MOST_WITH_HEADS = 4  # plans with heads outermost that are simulated if none is among those
 _INPUTS = dict(recompute=True, repeat_attention=True, offload=True)
@@ -74,7 +74,6 @@ def search(
     if run.length < cluster.world and run.length * run.batch < cluster.world:
         raise ValueError(f"length {run.length} has fewer tokens than cluster {cluster} has ranks, {cluster.world}")
     cluster.device.of(run.dtype)
-    _check_primes(cluster)
     state = _Search(cluster, model, run, top, keep)
     for training in _trainings(cluster, model, run, data_parallel):
         state.bound_all(training)
@@ -107,19 +106,6 @@ def search_attention(
     model = Model("attention", *sizes, tied=True, causal=call.causal, windows=(call.window,) * layers)
     run = Run(call.length, call.batch, call.dtype, zero=0)
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
-
-
-def _check_primes(cluster: ClusterSpec) -> None:
-    outer = cluster.levels[0]
-    prime = next((size for size in divisors(outer.size)[1:] if len(divisors(size)) == 2 and size > MAX_PRIME), None)
-    if cluster.world > LARGE_WORLD and prime is not None:
-        near = next(
-            n for n in range(outer.size, 0, -1) if all(p <= MAX_PRIME for p in divisors(n) if len(divisors(p)) == 2)
-        )
-        raise ValueError(
-            f"cluster {cluster}: {outer.size} {plural(outer.label)} have the prime factor {prime}, and rings that long "
-            f"cannot be simulated in parts; plan for {near} of them"
-        )
 
 
 def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
@@ -159,9 +145,9 @@ class _Search:
         self.too_large: list[Row] = []
         self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
 
-    def add(self, plan: Plan, training: Training, both: Bounded, ready: bool) -> None:
+    def add(self, plan: Plan, training: Training, bound: float, ready: bool) -> None:
         self.queued += 1
-        heapq.heappush(self.queue, (_least_step(training, both), self.queued, plan, training, ready))
+        heapq.heappush(self.queue, (bound, self.queued, plan, training, ready))
 
     def bound_all(self, training: Training) -> None:
         """Bound all combinations of levels. Options are tried only for levels that may be among the best."""
@@ -173,29 +159,32 @@ class _Search:
             self.bounded += 1
             variants = least_traffic(plan)
             both = {call: bound.of_levels(plan, variants, GROUPS[-1]) for call, bound in bounds.items()}
-            self.add(plan, training, both, ready=False)
+            self.add(plan, training, _least_step(training, both), ready=False)
 
-    def add_options(self, plan: Plan, training: Training) -> None:
-        """Queue a plan with each of its options, where they fit."""
+    def add_options(self, plan: Plan, training: Training, of_levels: float) -> None:
+        """Queue a plan with each of its options, where they fit. ``of_levels`` bounds all of them."""
         options = list(options_of(plan, self.keep))
         for at, variant in enumerate(options):
             try:
-                both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
+                memory = training.memory(variant)
             except ValueError:
                 self.dropped["groups divide neither the heads per rank nor the batch"] += 1
                 continue
-            memory = training.memory(variant)
-            if memory.total <= memory.limit:
-                self.add(variant, training, both, ready=True)
+            fits = memory.total <= memory.limit
+            if fits or self.closest is None or of_levels < self.closest[0]:
+                both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
+                bound = _least_step(training, both)
+                if fits:
+                    self.add(variant, training, bound, ready=True)
+                elif self.closest is None or bound < self.closest[0]:
+                    self.closest = bound, variant, memory.total - memory.limit
+            if fits:
                 continue
-            bound = _least_step(training, both)
-            if self.closest is None or bound < self.closest[0]:
-                self.closest = bound, variant, memory.total - memory.limit
             if self.least is None or memory.total < self.least[0]:
                 self.least = memory.total, variant, training
             # what options cannot save: without it the rest would be checked one by one
             hopeless = at == 0 and memory.total - memory.attention - memory.kept > memory.limit
-            self.dropped[f"more than {memory.limit / 1e9:.1f} GB per device"] += len(options) if hopeless else 1
+            self.dropped[f"more than {bytes_text(memory.limit)} per device"] += len(options) if hopeless else 1
             if hopeless:
                 return
 
@@ -212,7 +201,7 @@ class _Search:
                 self.possible_gain = max(0.0, 1 - bound / -max(worst_kept))
                 break
             if not ready:
-                self.add_options(plan, training)
+                self.add_options(plan, training, bound)
                 continue
             row = self.simulate(plan, training)
             self.rows.append(row)
@@ -246,14 +235,14 @@ class _Search:
             if bound >= fastest:
                 break
             if not ready:
-                self.add_options(plan, training)
+                self.add_options(plan, training, bound)
                 continue
             self.rows.append(self.simulate(plan, training))
             fastest, simulated = min(fastest, self.rows[-1].seconds), simulated + 1
 
     def add_peers(self, training: Training) -> None:
         """Ring Attention as others run it, if ours fits."""
-        for ring in [row for row in self.rows if row.role == "ring"]:
+        for ring in [row for row in self.rows if row.role == RING]:
             for engine in RINGS:
 
                 def predicted(
@@ -277,8 +266,8 @@ class _Search:
                 plan.check_world(training.group.world)
                 memory = training.memory(plan)
                 if memory.total > memory.limit:
-                    reason = f"needs {memory.total / 1e9:.1f} GB, more than the limit of {memory.limit / 1e9:.1f} GB"
-                    if known.role.startswith("star"):
+                    reason = f"needs {bytes_text(memory.total)}, more than the limit of {bytes_text(memory.limit)}"
+                    if plan.family.is_papers:
                         self.too_large.append(replace(self.simulate(plan, training), role=known.role))
             except ValueError as error:
                 reason = error.problem.removeprefix(f"plan {plan}: ") if isinstance(error, PlanError) else str(error)
@@ -289,7 +278,7 @@ class _Search:
         for row in same:
             self.rows.remove(row)
         found = same[0] if same else self.simulate(plan, training)
-        role = f"{found.role} ({YOURS})" if found.role and known.role == YOURS else known.role
+        role = f"{found.role}, {YOURS}" if found.role and known.role == YOURS else known.role
         self.rows.append(replace(found, role=role))
 
     def simulate(self, plan: Plan, training: Training) -> Row:
@@ -327,7 +316,7 @@ class _Search:
             return ValueError(f"{problem}: {reasons or 'none can be made'}")
         total, plan, training = self.least
         limit = training.memory(plan).limit
-        needs = f"{plan} needs {total / 1e9:.1f} GB per device, {total / limit:.2f}x the {limit / 1e9:.1f} GB available"
+        needs = f"{plan} needs {bytes_text(total)} per device, {total / limit:.2f}x the {bytes_text(limit)} available"
         problem = f"{self.model.name} with {self.run.length} tokens does not fit cluster {self.cluster}: {needs}"
         return DoesNotFitError(problem, self.what_would_fit(training), plan, needs)
 

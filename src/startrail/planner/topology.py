@@ -1,21 +1,9 @@
-"""Machines as data: nodes and their ranks; and shorter rings that stand for very long ones."""
+"""Machines as data: nodes and their ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from startrail.schedule.places import divisors
-from startrail.schedule.plan import Plan
-
-if TYPE_CHECKING:
-    from startrail.planner.cluster import ClusterSpec
-    from startrail.planner.predict import AttentionShape
-
-    Scaled = tuple[ClusterSpec, Plan, AttentionShape]
-
-MAX_SHARDS = 1024  # longer rings are extrapolated from shorter ones
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -73,41 +61,3 @@ def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
-
-
-def shorter_rings(
-    cluster: ClusterSpec, plan: Plan, call: AttentionShape, aligned: bool
-) -> tuple[Scaled, Scaled, int, int] | None:
-    """Two shorter rings, and the lengths of the second and of the whole ring as multiples of the first.
-
-    A ring of thousands of hops does the same at each hop, so two shorter rings with pieces of the same size define a
-    line to extrapolate. The window stays, so that it reaches as many blocks; one wider than the shorter sequence
-    shrinks with it. None if the ring is short enough, or cannot be shortened."""
-    shards = cluster.world // plan.heads
-    limit = MAX_SHARDS if aligned else MAX_SHARDS // 4  # unaligned lanes need the programs of many ranks
-    rings: tuple[Scaled, Scaled, int, int] | None = None
-    for factor in divisors(cluster.levels[0].size)[1:] if shards > limit else ():
-        for times in (2, 3):
-            part = times * factor
-            wide = call.window is not None and 2 * call.window > call.length // part
-            first, second = (_shorten(cluster, plan, call, n, n if wide else 1) for n in (part, factor))
-            if first is not None and second is not None:
-                rings = first, second, times, part
-                break
-        if rings is not None and shards // factor <= limit:
-            break
-    return rings
-
-
-def _shorten(cluster: ClusterSpec, plan: Plan, call: AttentionShape, factor: int, narrower: int) -> Scaled | None:
-    """Divides the longest ring and the cluster by ``factor`` and the window by ``narrower``. None if not possible."""
-    outer, shorter = cluster.levels[0].size, plan.family.shorter(plan, factor)
-    if outer % factor or outer // factor < 2 or shorter is None:
-        return None
-    smaller = cluster.part(cluster.world // factor)
-    try:
-        shorter.check_world(smaller.world)
-    except ValueError:
-        return None
-    window = None if call.window is None else max(call.window // narrower, 1)
-    return smaller, shorter, replace(call, length=call.local(cluster.world) * smaller.world, window=window)

@@ -82,6 +82,32 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith(("s", "x", "z", "ch", "sh")) else "s")
 
 
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes in three digits and the unit that fits.
+
+    >>> bytes_text(0), bytes_text(512), bytes_text(13.94e9), bytes_text(999.9e6), bytes_text(2.57e16)
+    ('0 B', '512 B', '13.9 GB', '1.00 GB', '25.7 PB')
+    """
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    at = 0
+    while nbytes >= 999.5 and at < len(units) - 1:
+        nbytes, at = nbytes / 1000, at + 1
+    decimals = 0 if at == 0 or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
+    return f"{nbytes:.{decimals}f} {units[at]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """
+    >>> seconds_text(12.345), seconds_text(0.0123), seconds_text(0.00045), seconds_text(123.45), seconds_text(24000)
+    ('12.35 s', '12.3 ms', '450.0 us', '123.5 s', '6.67 h')
+    """
+    if seconds >= 3600:
+        return f"{seconds / 3600:.2f} h"
+    if seconds >= 1:
+        return f"{seconds:.{1 if seconds >= 99.995 else 2}f} s"
+    return f"{seconds / 1e-3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
 def parse_quantity(value: object, unit: str, least: float | None = None) -> float:
     """Parse a text such as ``"100 Gbit/s"`` into ``unit``. ``least`` replaces the lower end of the unit's range."""
     kind = _KINDS[unit]

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from startrail.planner.answer import seconds_text
+from startrail.planner.units import seconds_text
 from startrail.schedule.program import Program
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Message, Post, Prepare
 

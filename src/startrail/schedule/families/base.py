@@ -10,6 +10,7 @@ The planner knows no family by name. It asks the methods below.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -56,7 +57,8 @@ class Family(ABC):
     ``level`` is the class of its levels and ``backwards`` lists its backward forms, the default first. An
     ``open_ended`` family fits several world sizes. The programs of a ``by_demand`` family follow from the ``demand`` of
     each rank for keys, and use lanes of their own; without a demand, every rank needs all keys. All other families move
-    everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of bytes.
+    everything, whatever the demand. In a ``by_rank`` family not all ranks send the same number of bytes. ``is_papers``:
+    the schedule of the StarTrail paper.
     """
 
     level: ClassVar[type[Level]]
@@ -64,6 +66,7 @@ class Family(ABC):
     open_ended: ClassVar[bool] = False
     by_demand: ClassVar[bool] = False
     by_rank: ClassVar[bool] = False
+    is_papers: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, text: str) -> Level | None:
@@ -116,6 +119,10 @@ class Family(ABC):
         pairs = zip(("q", "kv") if plan.keep == "all" else ("q",), self.keepable(plan, place), strict=False)
         return [Piece(kind, shard, group) for kind, shards in pairs for shard in shards if shard != place.shard]
 
+    def num_kept(self, plan: Plan, place: Place) -> dict[str, int]:
+        """How many pieces of each kind ``kept`` lists."""
+        return Counter(piece.kind for piece in self.kept(plan, place, 0))
+
     @abstractmethod
     def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind, demand: Demand | None) -> list[float]:
         """The closed form of what a rank sends over each shard level for one group."""
@@ -138,9 +145,15 @@ class Family(ABC):
         """How many consecutive ranks hop together to the ranks after them: 1 in Ring Attention, a team in ``starC``.
         None if pieces do not travel along the line of ranks."""
 
-    def shorter(self, plan: Plan, factor: int) -> Plan | None:
-        """The plan with its longest ring ``factor`` times shorter, for extrapolation. None if that is impossible."""
+    def shorter(self, plan: Plan, shards: int, part: int, whole: int, least: int) -> Plan | None:
+        """The plan on ``part`` of ``whole`` nodes, and as small a part of its ``shards``, with a shorter ring over
+        them, for extrapolation. None if the ring would have fewer than ``least`` hops, or cross other links."""
         return None
+
+    def known_levels(self, shards: int) -> Iterator[tuple[Level, str]]:
+        """The levels by which people know this family, each with the reason why it does not fit ``shards`` shards, or
+        ``""``."""
+        return iter(())
 
     def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]] | None:
         """The rows and columns whose blocks a rank computes, if they tell which rank has the most work."""

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from startrail.schedule.plan import Plan
 
 Offset = tuple[int, ...]
-SHORTEST_RING = 4  # shorter rings do not show how the time grows with the length
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,11 @@ class Nested(Family):
         builder = _NestedBuilder(plan, place, flow_of(plan, FORWARD), 0)
         return builder.members.values(), builder.columns.values()
 
+    def num_kept(self, plan: Plan, place: Place) -> dict[str, int]:
+        columns = prod(level.ring for level in rings_of(plan))  # counted, because long rings would be listed for long
+        kept = {"q": self.team(plan) - 1, "kv": columns - 1}
+        return {kind: kept[kind] for kind in {"none": (), "queries": ("q",), "all": ("q", "kv")}[plan.keep]}
+
     def traffic(self, plan: Plan, place: Place, pass_: Pass, sizes: ByKind, demand: Demand | None) -> list[float]:
         """An inner level repeats its team traffic for each outer team member and its ring traffic for each outer ring
         step."""
@@ -180,13 +184,15 @@ class Nested(Family):
     def hop_width(self, plan: Plan) -> int | None:
         return 1 if is_plain_ring(plan) else None
 
-    def shorter(self, plan: Plan, factor: int) -> Plan | None:
-        longest = max(rings_of(plan), key=lambda level: level.ring, default=None)
-        if longest is None or longest.ring % factor or longest.ring // factor < SHORTEST_RING:
+    def shorter(self, plan: Plan, shards: int, part: int, whole: int, least: int) -> Plan | None:
+        outermost = plan.shard_levels[0]
+        assert isinstance(outermost, Rings)
+        at = plan.levels.index(outermost)
+        ring, rest = divmod(outermost.ring * part, whole)
+        inside_a_node = part < 2 * prod(heads.size for heads in plan.head_levels[:at])
+        if rest or ring < least or inside_a_node:
             return None
-        levels = list(plan.levels)
-        levels[levels.index(longest)] = Rings(longest.team, longest.ring // factor)
-        return replace(plan, levels=tuple(levels))
+        return replace(plan, levels=(*plan.levels[:at], Rings(outermost.team, ring), *plan.levels[at + 1 :]))
 
     def grid(self, plan: Plan, place: Place) -> tuple[Collection[int], Collection[int]]:
         return self.keepable(plan, place)

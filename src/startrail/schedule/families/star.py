@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from startrail.schedule.demand import Demand
     from startrail.schedule.plan import Plan
 
+KNOWN_TEAMS = (2, 4, 8)
+
 
 @dataclass(frozen=True)
 class Star(Level):
@@ -59,6 +61,7 @@ class StarFamily(Family):
     backwards = ("queries",)
     open_ended = True
     by_rank = True  # some ranks need not move their keys
+    is_papers = True
 
     def read(self, text: str) -> Star | None:
         match = re.fullmatch(r"star(\d+)", text)
@@ -120,8 +123,20 @@ class StarFamily(Family):
     def useful_keeps(self, plan: Plan) -> tuple[str, ...]:
         return ("none", "queries", "all") if team_of(plan) > 1 else ("none", "all")
 
+    def known_levels(self, shards: int) -> Iterator[tuple[Star, str]]:
+        ranks = f"{shards} rank{'s' if shards > 1 else ''}"
+        yield from ((Star(team), "") for team in KNOWN_TEAMS if shards % team**2 == 0)
+        for team in (2, 4):  # nobody misses a larger one
+            if shards % team**2:
+                yield Star(team), f"{team}² = {team**2} does not divide {ranks}"
+
     def hop_width(self, plan: Plan) -> int | None:
         return team_of(plan)
+
+    def shorter(self, plan: Plan, shards: int, part: int, whole: int, least: int) -> Plan | None:
+        hops, rest = divmod(shards * part, whole * self.unit(plan))
+        # each of the C team groups keeps several of the nodes, so that most hops stay inside one
+        return None if rest or min(hops, part // team_of(plan)) < least else plan
 
 
 STAR = StarFamily()
