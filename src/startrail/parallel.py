@@ -198,12 +198,13 @@ class SequenceParallel:
     # --- errors and the end
 
     def check(self) -> None:
-        """Call this on all ranks before ``optimizer.step()``: it returns once everything that attention has computed so
-        far is known to be right on all ranks, and otherwise raises ``PeerError``. In that case, drop the step.
+        """Call this on all ranks before ``optimizer.step()``. With NCCL, it either returns on all ranks, once attention
+        is known to have received everything on all of them, or raises ``PeerError`` on all. Then drop the step.
 
         On a GPU, the host runs ahead of the device and may learn of a lost peer too late. The device does not use what
         was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
-        the current stream. On gloo, every call raises on its own, and ``check`` returns immediately.
+        the current stream. A rank that dies or loses torch.distributed's store does not return, though others may. On
+        gloo, every call raises on its own, and ``check`` returns immediately.
         """
         self._session.check()
 

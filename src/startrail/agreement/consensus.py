@@ -130,6 +130,7 @@ class Consensus:
         self.epoch = 0
         self.current = StartedCall(0, 0, CallRecord())
         self.recovering = False  # ranks have not agreed on a call since the last error
+        self._num_checks = 0  # in this epoch
         self._process = os.getpid()
         self._started = 0.0
         self._agreed: dict[object, None] = {}  # in the order in which ranks agreed, which is the same on all
@@ -233,6 +234,29 @@ class Consensus:
         if not done:
             raise PeerError(f"{what} did not answer within {timeout}")
 
+    # --- checks of what was computed
+
+    def start_check(self) -> str:
+        """A name for the next check of the passes so far, which is the same on all ranks."""
+        self._num_checks += 1
+        return f"check {self._num_checks} after call {self.current.key}"
+
+    def decide(self, is_done: bool) -> bool:
+        """Whether the passes before the started check count: all ranks keep them or all drop them, as the first rank
+        says. Ranks say that they are done only once all ranks have started the check."""
+        if (ledger := self.ledger) is None:
+            return is_done
+        decisions: list[bool] = []
+        key, before = (f"{self.epoch}/check {number}" for number in (self._num_checks, self._num_checks - 1))
+
+        def ask() -> None:
+            decisions.append(ledger.decide(key, is_done))
+            if decisions[0]:
+                ledger.forget(before)  # all ranks have started this check, so they have read it
+
+        self._ask_store(ask, "deciding about a check", threading.Event())
+        return decisions[0]
+
     # --- errors
 
     def abandon(self, error: BaseException, sequence: int) -> None:
@@ -284,7 +308,7 @@ class Consensus:
     def rejoin(self, epoch: int) -> None:
         """Go on in an epoch: nothing has been called there or agreed on."""
         self.epoch, self.current = epoch, StartedCall(epoch, 0, CallRecord())
-        self.recovering = True
+        self.recovering, self._num_checks = True, 0
         self._reason = self._suspect = self._source = None
         self._may_rejoin = []
         self._agreed.clear()

@@ -227,6 +227,17 @@ class CallLedger:
         """Ranks that have not written a record of a call: they have not started it, or wait for nothing in it."""
         return sorted(set(range(self.world)) - self.read(key).keys() - {self.rank})
 
+    # --- decisions
+
+    def decide(self, key: str, is_done: bool) -> bool:
+        """Whether something is done or dropped: for all ranks, as the first of them says."""
+        return self.store.compare_set(key, "", "done" if is_done else "dropped") == b"done"
+
+    def forget(self, key: str) -> None:
+        """No rank reads a decision any more."""
+        if self.rank == 0:
+            self.store.delete_key(key)
+
     # --- epochs
 
     def newest_epoch(self) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail import _compat
-from startrail.agreement.comparison import DigestComparison
+from startrail.agreement.comparison import DIGEST_LIMIT, DigestComparison
 from startrail.agreement.consensus import RejoinError, StartedCall
 from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
@@ -30,7 +30,7 @@ from startrail.kernels.device import on_device, record_event
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
 from startrail.transport.interface import Compare, MessageSet, Together
-from startrail.transport.lanes import Lanes, PendingTransfer
+from startrail.transport.lanes import Lanes, PendingTransfer, call_tag
 
 if TYPE_CHECKING:
     from startrail.schedule.walk import Message
@@ -106,7 +106,7 @@ class DeviceComparison(DigestComparison):
         if self.call is None or self.call.device_digest is None:
             return digests
         data = self.call.device_digest.to(device, non_blocking=True)
-        return digests + torch.stack((-data, data)) * 2**31
+        return digests + torch.stack((-data, data)) * DIGEST_LIMIT
 
     def __str__(self) -> str:
         return "comparing the call with all ranks"
@@ -296,23 +296,52 @@ class Nccl(Batches):
             raise self.explain_wait(what, error) from error
 
     def confirm(self) -> None:
-        """The comparison runs on the device after everything on its current stream, and on no rank before all take
-        part."""
+        """All ranks keep what they have computed, or all drop it.
+
+        Each rank waits for its own device first, and only then takes part in a comparison with all ranks. So the first
+        rank that sees it complete knows that no rank has aborted a pass. The first rank that says in the store whether
+        the comparison was complete decides for all: a rank that gave up on waiting for it keeps its results if another
+        one has seen it complete, and a rank that sees it complete drops them if another one gave up before.
+        """
+        check, has_results, error = self.consensus.start_check(), False, None
         try:
-            comparison = self._compare(1 + self.consensus.current.number, None)
-            while not (is_done(comparison.work) or self.aborted):
-                time.sleep(TIMING.poll)
-            if not self.aborted:
-                comparison.least()  # waits: now the results of all comparisons are known
-                self._read_known()
-            if self.aborted:
-                raise RuntimeError(self.aborted)
-        except RuntimeError as error:
-            what = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
-            explained = self.explain_wait(what, error)
-            if isinstance(explained, RejoinError):  # what this rank has computed without the others is lost
-                explained = PeerError(f"{what}: {explained}")
-            raise explained from error
+            with on_device(self.device):
+                self._wait_for_device()
+                has_results = True
+                self._compare_and_wait(call_tag(check) + 2)  # unlike the digests of calls
+        except RuntimeError as failure:
+            error = failure
+        what = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
+        try:
+            if self.consensus.decide(error is None) and has_results:
+                return
+        except PeerError as unknown:
+            raise PeerError(f"{what}: {error or unknown}") from unknown
+        explained = self.explain_wait(what, error or RuntimeError("another rank has dropped it"))
+        if isinstance(explained, RejoinError):  # what this rank has computed without the others is lost
+            explained = PeerError(f"{what}: {explained}")
+        raise explained from error
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has ended all passes. Raises ``RuntimeError`` if one of them was aborted."""
+        event = record_event(self.device)
+        while not (event is None or event.query() or self.aborted):
+            time.sleep(TIMING.poll)
+        self._read_known()
+        if self.aborted:
+            raise RuntimeError(self.aborted)
+
+    def _compare_and_wait(self, digest: int) -> None:
+        """Compare ``digest`` with all ranks, and wait. Then the results of all earlier comparisons are known as well.
+        Raises ``RuntimeError`` if they differ, or if the wait was aborted."""
+        comparison = self._compare(digest, None)
+        while not (is_done(comparison.work) or self.aborted):
+            time.sleep(TIMING.poll)
+        if not self.aborted:
+            comparison.least()
+            self._read_known()
+        if self.aborted:
+            raise RuntimeError(self.aborted)
 
     def abandon(self, error: BaseException) -> None:
         """This ends transfers that might otherwise never end: those of a pass that broke off, and all transfers if a
