@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -22,7 +21,6 @@ class DigestComparison:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], digest: int, device: torch.device | str = "cpu") -> None:
         self.digest, self.extremes = digest, self._digests(digest, device)
-        self.posted = time.monotonic()
         self._groups = list(groups)
         self.work = self._start()
 

@@ -51,6 +51,7 @@ from startrail.agreement.ledger import (
     explain_mismatch,
     shortened,
 )
+from startrail.agreement.readiness import Readiness
 from startrail.agreement.timing import TIMING
 from startrail.agreement.waits import MAX_SHOWN, PublishedWait, describe_waits, rank_names, read_wait
 from startrail.agreement.watchdog import run_within, watch
@@ -196,8 +197,13 @@ class Consensus:
         self.current = StartedCall(self.epoch, self.current.number + 1, record, device_digest)
         self._started = time.monotonic()
 
+    def knows(self, kind: object) -> bool:
+        """True if ranks have agreed on a call of this kind, since the last error."""
+        return kind in self._agreed
+
     def has_agreed(self, kind: object) -> bool:
-        return not self.every_call and kind in self._agreed
+        """True if ranks need not agree on a call of this kind again."""
+        return not self.every_call and self.knows(kind)
 
     def is_new(self, sequence: object) -> bool:
         """True unless a call on this sequence, with its data, is among the latest. Ranks that make the same calls get
@@ -220,10 +226,19 @@ class Consensus:
         while len(self._agreed) > MAX_AGREED:
             del self._agreed[next(iter(self._agreed))]
 
-    def _ask_store(self, ask: Callable[[], None], purpose: str, cancelled: threading.Event) -> None:
+    def wait_until_all_are_ready(self) -> None:
+        """Wait for all ranks to call this in the current call, which all have started, however long their kernels take
+        to compile. Raises ``PeerError`` after ``TIMING.compiling``, or the timeout if that is longer."""
+        if (ledger := self.ledger) is not None:
+            readiness = Readiness(self, ledger)
+            self._ask_store(readiness.run, "compiling kernels", readiness.cancelled, readiness.limit)
+
+    def _ask_store(
+        self, ask: Callable[[], None], purpose: str, cancelled: threading.Event, limit: timedelta | None = None
+    ) -> None:
         """Use the store from another thread, which hangs if the store's host does."""
         assert self.ledger is not None
-        timeout = self.ledger.timeout
+        timeout = limit or self.ledger.timeout
         what = f"rank {self.ledger.rank}, {purpose}: torch.distributed's store, hosted by rank 0 or the launcher,"
         try:
             done = run_within(timeout.total_seconds() + TIMING.store_answer, ask, cancelled)

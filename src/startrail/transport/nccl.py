@@ -25,7 +25,7 @@ from startrail.agreement.comparison import DIGEST_LIMIT, DigestComparison
 from startrail.agreement.consensus import RejoinError, StartedCall
 from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
-from startrail.agreement.watchdog import watch
+from startrail.agreement.watchdog import Looks, watch
 from startrail.kernels.device import on_device, record_event
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
@@ -39,10 +39,30 @@ if TYPE_CHECKING:
 class InFlight(Protocol):
     """A posted operation. ``str()`` describes it."""
 
-    posted: float
-
     @property
     def work(self) -> dist.Work: ...
+
+
+class Waiting(NamedTuple):
+    """An operation in flight, and when the device comes to it: after everything that was queued on its current stream
+    before. The host may be minutes ahead, which is no one's delay."""
+
+    operation: InFlight
+    begun: DeviceClock
+
+
+class DeviceClock:
+    """How long ago the device came to this point of its current stream, as far as calls of ``seconds`` have seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = record_event(device)
+        self._since = time.monotonic() if self._event is None else None
+
+    def seconds(self) -> float:
+        """0 until the device is there."""
+        if self._since is None and self._event is not None and self._event.query():
+            self._since = time.monotonic()
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
 
 class Link(NamedTuple):
@@ -99,6 +119,7 @@ class DeviceComparison(DigestComparison):
         self.call, self.device = call, device
         self._event: torch.Event | None = None
         self._is_read = False
+        self.begun = DeviceClock(device)
         super().__init__([group], digest, device)
 
     def _digests(self, digest: int, device: torch.device | str) -> Tensor:
@@ -196,8 +217,9 @@ class Nccl(Batches):
     closes_together = True
 
     def __init__(self, *arguments: Any) -> None:
-        self.pending: deque[PendingTransfer] = deque()
+        self.pending: deque[Waiting] = deque()  # transfers
         self.comparisons: deque[DeviceComparison] = deque()
+        self._looks = Looks()
         self.running = False  # a pass has begun and not ended
         super().__init__(*arguments)
         watch(self)
@@ -275,7 +297,8 @@ class Nccl(Batches):
             raise self.explain(program, 0, "starting the pass", error) from error
 
     def _watch(self, transfers: Iterable[PendingTransfer]) -> None:
-        self.pending += transfers
+        begun = DeviceClock(self.device)
+        self.pending += [Waiting(transfer, begun) for transfer in transfers]
 
     def end_pass(self, program: Program, results: Iterable[Tensor]) -> None:
         super().end_pass(program, results)
@@ -372,7 +395,7 @@ class Nccl(Batches):
 
     def _read_known(self) -> None:
         """Forget transfers that have ended, and compare the calls whose comparisons have."""
-        while self.pending and self._is_done(self.pending[0]):
+        while self.pending and self._is_done(self.pending[0].operation):
             self.pending.popleft()
         comparisons = self.comparisons
         while not self.aborted and comparisons and (mismatch := comparisons[0].is_mismatch()) is not None:
@@ -406,14 +429,18 @@ class Nccl(Batches):
             if mismatch := next((each for each in list(self.comparisons) if each.is_mismatch()), None):
                 self._abort_mismatch(mismatch)
                 return
-            now = time.monotonic()
-            posted: list[InFlight] = [*self.pending, *self.comparisons]
-            unfinished = [each for each in posted if not self._is_done(each)]
-            if self.aborted or not unfinished or now - (oldest := unfinished[0]).posted < TIMING.slow_wait:
-                return
-            if now - oldest.posted > self.timeout.total_seconds():
-                self.abort(f"{oldest} did not end within {self.timeout}")
-            elif isinstance(reason := self.consensus.find_reason(), ValueError):
+            posted = [*self.pending, *(Waiting(each, each.begun) for each in self.comparisons)]
+            unfinished = [each for each in posted if not self._is_done(each.operation)]
+            if unfinished and not self.aborted:
+                self._check_wait(unfinished[0])
+
+    def _check_wait(self, oldest: Waiting) -> None:
+        """End a wait that has become too long, or that can never end by itself."""
+        seconds = oldest.begun.seconds()
+        if seconds > self.timeout.total_seconds():
+            self.abort(f"{oldest.operation} did not end within {self.timeout}")
+        elif self._looks.is_due(oldest.operation, seconds):
+            if isinstance(reason := self.consensus.find_reason(), ValueError):
                 self._abort_mismatch()
             elif reason is not None:
                 self.abort(str(reason))
