@@ -14,12 +14,16 @@
   ``get_future_result()`` its kind, and ``wait()`` does not raise.
 - ``shutdown()`` waits for all pending work and then for all members to shut down, both without a limit, unless
   ``abort()`` was called first.
+- ``abort()`` ends the kernel of the group's first pending work, which still passes on what its buffers hold. So the
+  same work of a peer that has not aborted may complete, with stale bytes: of a message, what the receive buffer held
+  before; of an all-reduce, the result of the one before (``LEAKS``).
 - ``abort()`` waits for all work on the GPU: if two groups of a rank hang, aborting one returns only once the other is
   being aborted, too (NVIDIA/nccl#1013). Every operation on an aborted group raises ``DistBackendError``.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -36,6 +40,8 @@ NAME = "like_nccl"
 FOREVER = timedelta(hours=10)
 GROUPS: list[LikeNccl] = []  # of this rank
 OPEN_BATCHES = threading.local()  # .count
+LEAKS = False  # True: an abort lets pending work of peers complete with stale bytes
+ABORTS = multiprocessing.Value("i", 0)  # by all forked ranks, that have let work of peers complete
 
 
 class Batch:
@@ -48,6 +54,8 @@ class Batch:
         self.received: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # and what it held before
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.targets: list[torch.Tensor] = []  # of receives
+        self.peers: set[int] = set()  # of messages
+        self.reduction = 0  # the number of an all-reduce
         self.completed = threading.Event()
         self.error: RuntimeError | None = None
         self.moved = self.waited = False
@@ -78,7 +86,7 @@ class Batch:
         self.group._queue(self)
 
     def is_completed(self) -> bool:
-        return self.completed.is_set()
+        return self.completed.is_set() or self.group.leaks_into(self)
 
     def exception(self) -> RuntimeError | None:
         return self.error
@@ -95,7 +103,7 @@ class Batch:
         return True
 
     def _wait(self) -> None:
-        while not self.completed.wait(0.05):
+        while not self.completed.wait(0.05) and not self.is_completed():
             if self.group.aborted.is_set():
                 break
         if self.waited:
@@ -124,7 +132,9 @@ class LikeNccl(dist.ProcessGroup):
         self.aborted = threading.Event()
         self.broken: str | None = None
         self.history: list[str] = []  # "abort" and "shutdown", in order
-        self.pending = 0
+        self.pending = self.reductions = 0
+        self.running: Batch | None = None
+        self.reduced: torch.Tensor | None = None  # the result of the latest all-reduce
         GROUPS.append(self)
         self.queue: deque[Batch] = deque()
         self.filled = threading.Condition()
@@ -147,17 +157,21 @@ class LikeNccl(dist.ProcessGroup):
             with self.filled:
                 while not self.queue:
                     self.filled.wait()
-                batch = self.queue.popleft()
+                batch = self.running = self.queue.popleft()
             try:
                 for work in batch.inner:
                     work.wait()
             except RuntimeError:  # a peer is dead, which NCCL would not notice
+                return
+            if batch.completed.is_set():  # with stale bytes
                 return
             if self.broken:
                 if self.ends_process:
                     os.abort()
                 batch.error = RuntimeError(self.broken)
             batch.moved = batch.error is None and not self.aborted.is_set()
+            if batch.reduction:
+                self.reduced = batch.received[0][1].clone()
             with self.filled:
                 self.pending -= 1
             batch.completed.set()
@@ -199,6 +213,7 @@ class LikeNccl(dist.ProcessGroup):
 
     def _post(self, batch: Batch, send: bool, x: torch.Tensor, peer: int) -> None:
         gloo, tag = self._communicator(), self._tag(send, peer)
+        batch.peers.add(peer)
         if send:
             batch.post(lambda: gloo.send([batch.send_buffer(x)], peer, tag))
         else:
@@ -235,6 +250,8 @@ class LikeNccl(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Batch:
         batch, gloo = Batch(self), self._communicator()
         (x,) = tensors
+        self.reductions += 1
+        batch.reduction = self.reductions
 
         def reduce() -> dist.Work:
             return gloo.allreduce([batch.receive_buffer(x, x.clone())], options)
@@ -243,8 +260,39 @@ class LikeNccl(dist.ProcessGroup):
         batch.post(reduce)
         return self._launch(batch)
 
+    def _leak(self) -> None:
+        """Let the peers' parts of the work that runs complete."""
+        if not LEAKS or self.running is None or self.running.completed.is_set():
+            return
+        for key in self._leak_keys(self.running, sends=True):
+            self.store.set(key, "1")
+        with ABORTS.get_lock():
+            ABORTS.value += 1
+
+    def _leak_keys(self, batch: Batch, sends: bool) -> list[str]:
+        if batch.reduction:
+            return [f"leak of all-reduce {batch.reduction}"]
+        pairs = [(self.rank(), peer) if sends else (peer, self.rank()) for peer in batch.peers]
+        return [f"leak from {source} to {target}" for source, target in pairs]
+
+    def leaks_into(self, batch: Batch) -> bool:
+        """Complete a batch with stale bytes if a peer that takes part has aborted its own while it ran."""
+        if not ABORTS.value or batch is not self.running or self.aborted.is_set():
+            return False
+        if not any(self.store.check([key]) for key in self._leak_keys(batch, sends=False)):
+            return False
+        for index, (x, _, before) in enumerate(batch.received):
+            stale = self.reduced if batch.reduction and self.reduced is not None else before
+            batch.received[index] = x, stale.clone(), before
+        batch.moved = True
+        with self.filled:
+            self.pending -= 1
+        batch.completed.set()
+        return True
+
     def abort(self) -> None:
         self.history.append("abort")
+        self._leak()
         self.aborted.set()
         while any(group.pending and not group.aborted.is_set() for group in GROUPS):
             time.sleep(0.01)

@@ -28,8 +28,8 @@ from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
 from startrail.planner.live.choose import choose
+from startrail.planner.live.placement import find_machine
 from startrail.planner.sparse.rule import rule_for
-from startrail.planner.topology import Machine
 from startrail.planner.workload import Job, check_heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
@@ -130,9 +130,10 @@ class SequenceParallel:
             ask = partial(plan_for_heads, heads=heads, kv_heads=kv_heads, head_dim=head_dim, length=length)
         else:
             raise ValueError('plan "auto" needs the model\'s heads: SequenceParallel("auto", heads=32, kv_heads=8)')
-        plan, reason = choose(group, _machine(asking), ask, cluster)
+        machine, found = find_machine(group, asking)
+        plan, reason = choose(group, machine, ask, cluster)
         if ranks[self.rank] == 0:  # once, even if several groups share a job
-            print(f"startrail: {reason}", file=sys.stderr)
+            print(f"startrail: {found}: {reason}", file=sys.stderr)
         return plan
 
     def __repr__(self) -> str:
@@ -205,12 +206,13 @@ class SequenceParallel:
     # --- errors and the end
 
     def check(self) -> None:
-        """Call this on all ranks before ``optimizer.step()``: it returns once everything that attention has computed so
-        far is known to be right on all ranks, and otherwise raises ``PeerError``. In that case, drop the step.
+        """Call this on all ranks before ``optimizer.step()``. With NCCL, it either returns on all ranks, once attention
+        is known to have received everything on all of them, or raises ``PeerError`` on all. Then drop the step.
 
         On a GPU, the host runs ahead of the device and may learn of a lost peer too late. The device does not use what
         was not received (results are NaN), but only ``check`` tells the host in time to keep the weights. It waits for
-        the current stream. On gloo, every call raises on its own, and ``check`` returns immediately.
+        the current stream. A rank that dies or loses torch.distributed's store does not return, though others may. On
+        gloo, every call raises on its own, and ``check`` returns immediately.
         """
         self._session.check()
 
@@ -259,10 +261,6 @@ class SequenceParallel:
 
     def __reduce__(self) -> str:
         raise ValueError("SequenceParallel belongs to its process and cannot be pickled: make a new one from its plan")
-
-
-def _machine(ranks: tuple[int, ...]) -> Machine:
-    return Machine.of_ranks(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # set by torchrun
 
 
 def _wrong_length(length: object) -> str:

@@ -35,6 +35,7 @@ from startrail.planner.live import measure as live
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import FORWARD
 from startrail.schedule.walk import Message
+from startrail.transport import nccl
 from startrail.transport import process_groups as groups
 from startrail.transport.counters import Counters, Stopwatch
 from startrail.transport.interface import Compare, MessageSet, Transport
@@ -145,7 +146,7 @@ def test_the_watchdog_thread_makes_the_lanes_gpu_current(current):
     work.get_future_result = torch.futures.Future  # before torch 2.13
     transport = object.__new__(Nccl)
     transport.device, transport.aborted, transport.comparisons = torch.device("cuda", 1), None, ()
-    transport.pending = [SimpleNamespace(work=work, posted=0.0)]
+    transport.pending = [nccl.Waiting(SimpleNamespace(work=work), SimpleNamespace(seconds=lambda: 0.0))]
     transport.check()
     assert (asked, current.index) == ([1], 0)
 

@@ -90,7 +90,7 @@ def test_doctor_under_torchrun_measures_all_ranks(tmp_path):
     file, log = tmp_path / "there.toml", tmp_path / "log"
     assert fork_ranks(2, partial(main, ["doctor", "--out", str(file)]), log) == [0, 0], log.read_text()
     out = log.read_text()
-    assert "process group: 2 ranks, 1 nodes of 2, cpu:gloo" in out
+    assert "process group: 2 ranks, 1 node of 2 (by LOCAL_WORLD_SIZE of torchrun), cpu:gloo" in out
     assert out.count("written: ") == 1
     assert find_cluster(str(file)).world == 2
 

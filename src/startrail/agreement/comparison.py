@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -12,14 +11,16 @@ from torch import Tensor
 
 from startrail.agreement.timing import TIMING
 
+DIGEST_LIMIT = 2**31  # above all digests; a multiple of it may be added on a device
+
 
 class DigestComparison:
-    """Finds out whether all ranks have the same ``digest`` (at least 1), by an all-reduce of the maxima of it and of
-    its negative, over one group after the other; together these connect all ranks. Starting it waits for nothing."""
+    """Finds out whether all ranks have the same ``digest`` (from 1 to below ``DIGEST_LIMIT``), by an all-reduce of the
+    maxima of it and of its negative, over one group after the other; together these connect all ranks. Starting it
+    waits for nothing."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], digest: int, device: torch.device | str = "cpu") -> None:
-        self.extremes = self._digests(digest, device)
-        self.posted = time.monotonic()
+        self.digest, self.extremes = digest, self._digests(digest, device)
         self._groups = list(groups)
         self.work = self._start()
 
@@ -33,9 +34,10 @@ class DigestComparison:
         return self._groups.pop(0).allreduce([self.extremes], options)
 
     def is_same(self) -> bool:
-        """True if all ranks have the same digest, once the result is known."""
+        """True if all ranks have this one's digest, once the result is known. Ranks that abort NCCL's transfers pass on
+        what is left of an earlier comparison, in which all ranks may have had another digest."""
         low, high = self.extremes.tolist()
-        return bool(low + high == 0)
+        return bool(low + high == 0 and high % DIGEST_LIMIT == self.digest)
 
     def finish(self, is_aborted: Callable[[], object]) -> bool:
         """Wait for the result, on the host. True if all ranks have the same digest. Raises ``RuntimeError`` soon after

@@ -51,6 +51,7 @@ from startrail.agreement.ledger import (
     explain_mismatch,
     shortened,
 )
+from startrail.agreement.readiness import Readiness
 from startrail.agreement.timing import TIMING
 from startrail.agreement.waits import MAX_SHOWN, Meeting, PublishedWait, describe_waits, rank_names, read_wait
 from startrail.agreement.watchdog import run_within, watch
@@ -131,6 +132,7 @@ class Consensus:
         self.epoch = 0
         self.current = StartedCall(0, 0, CallRecord())
         self.recovering = False  # ranks have not agreed on a call since the last error
+        self._num_checks = 0  # in this epoch
         self._process = os.getpid()
         self._started = 0.0
         self._agreed: dict[object, None] = {}  # in the order in which ranks agreed, which is the same on all
@@ -196,8 +198,13 @@ class Consensus:
         self.current = StartedCall(self.epoch, self.current.number + 1, record, device_digest, num_sequences)
         self._started = time.monotonic()
 
+    def knows(self, kind: object) -> bool:
+        """True if ranks have agreed on a call of this kind, since the last error."""
+        return kind in self._agreed
+
     def has_agreed(self, kind: object) -> bool:
-        return not self.every_call and kind in self._agreed
+        """True if ranks need not agree on a call of this kind again."""
+        return not self.every_call and self.knows(kind)
 
     def is_new(self, sequence: object) -> bool:
         """True unless a call on this sequence, with its data, is among the latest. Ranks that make the same calls get
@@ -220,10 +227,19 @@ class Consensus:
         while len(self._agreed) > MAX_AGREED:
             del self._agreed[next(iter(self._agreed))]
 
-    def _ask_store(self, ask: Callable[[], None], purpose: str, cancelled: threading.Event) -> None:
+    def wait_until_all_are_ready(self) -> None:
+        """Wait for all ranks to call this in the current call, which all have started, however long their kernels take
+        to compile. Raises ``PeerError`` after ``TIMING.compiling``, or the timeout if that is longer."""
+        if (ledger := self.ledger) is not None:
+            readiness = Readiness(self, ledger)
+            self._ask_store(readiness.run, "compiling kernels", readiness.cancelled, readiness.limit)
+
+    def _ask_store(
+        self, ask: Callable[[], None], purpose: str, cancelled: threading.Event, limit: timedelta | None = None
+    ) -> None:
         """Use the store from another thread, which hangs if the store's host does."""
         assert self.ledger is not None
-        timeout = self.ledger.timeout
+        timeout = limit or self.ledger.timeout
         what = f"rank {self.ledger.rank}, {purpose}: torch.distributed's store, hosted by rank 0 or the launcher,"
         try:
             done = run_within(timeout.total_seconds() + TIMING.store_answer, ask, cancelled)
@@ -233,6 +249,29 @@ class Consensus:
             raise PeerError(f"{what} failed: {in_short(error)}") from error
         if not done:
             raise PeerError(f"{what} did not answer within {timeout}")
+
+    # --- checks of what was computed
+
+    def start_check(self) -> str:
+        """A name for the next check of the passes so far, which is the same on all ranks."""
+        self._num_checks += 1
+        return f"check {self._num_checks} after call {self.current.key}"
+
+    def decide(self, is_done: bool) -> bool:
+        """Whether the passes before the started check count: all ranks keep them or all drop them, as the first rank
+        says. Ranks say that they are done only once all ranks have started the check."""
+        if (ledger := self.ledger) is None:
+            return is_done
+        decisions: list[bool] = []
+        key, before = (f"{self.epoch}/check {number}" for number in (self._num_checks, self._num_checks - 1))
+
+        def ask() -> None:
+            decisions.append(ledger.decide(key, is_done))
+            if decisions[0]:
+                ledger.forget(before)  # all ranks have started this check, so they have read it
+
+        self._ask_store(ask, "deciding about a check", threading.Event())
+        return decisions[0]
 
     # --- errors
 
@@ -285,7 +324,7 @@ class Consensus:
     def rejoin(self, epoch: int) -> None:
         """Go on in an epoch: nothing has been called there or agreed on."""
         self.epoch, self.current = epoch, StartedCall(epoch, 0, CallRecord())
-        self.recovering = True
+        self.recovering, self._num_checks = True, 0
         self._reason = self._suspect = self._source = None
         self._may_rejoin = []
         self._agreed.clear()

@@ -151,6 +151,7 @@ class CallLedger:
         self.store = self.numbers
         self.came_first = False  # with the latest record
         self._entries: dict[str, bool] = {}  # our records in the store: key -> is it compared by all ranks
+        self._ready_for = ""  # the latest call for which this rank was ready
         self._lock = threading.Lock()
 
     # --- the instance
@@ -228,6 +229,27 @@ class CallLedger:
     def missing_ranks(self, key: str) -> list[int]:
         """Ranks that have not written a record of a call: they have not started it, or wait for nothing in it."""
         return sorted(set(range(self.world)) - self.read(key).keys() - {self.rank})
+
+    # --- readiness and decisions
+
+    def mark_ready(self, key: str) -> None:
+        """This rank is ready for a call that all ranks have started."""
+        self.store.add(f"{key}/ready", 1)
+        if self._ready_for:  # all ranks were ready for that call before they started this one
+            self.forget(f"{self._ready_for}/ready")
+        self._ready_for = key
+
+    def are_all_ready(self, key: str) -> bool:
+        return self.store.add(f"{key}/ready", 0) == self.world
+
+    def decide(self, key: str, is_done: bool) -> bool:
+        """Whether something is done or dropped: for all ranks, as the first of them says."""
+        return self.store.compare_set(key, "", "done" if is_done else "dropped") == b"done"
+
+    def forget(self, key: str) -> None:
+        """No rank reads a decision any more."""
+        if self.rank == 0:
+            self.store.delete_key(key)
 
     # --- epochs
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 class Timing:
     # transfers and calls
     slow_wait: float = 2.0  # before a rank that waits compares its call with the other ranks
+    longest_look: float = 5.0  # between two such looks
+    compiling: float = 600.0  # for kernels that compile on some ranks before their first pass; the others wait
     reminder: float = 5.0  # before a rank that waits logs what it waits for
     store_answer: float = 2.0  # for a store whose host may hang
     explanation: float = 8.0  # for the ranks of a failed call to store what they called
@@ -23,7 +25,9 @@ class Timing:
     thread_join: float = 5.0  # for a thread when the program ends, before that is logged
     last_join: float = 60.0  # for such a thread in all
     abort: float = 30.0  # for aborting the process groups of an instance
-    nccl_grace: float = 60.0  # added to NCCL's own timeout: it kills the process without naming the peer
+    # added to NCCL's own timeout, which counts from when the host posts, far ahead of the device, and whose end kills
+    # the process without naming the peer
+    nccl_grace: float = 600.0
     # the launchers' heartbeats
     heartbeat: float = 1.0  # between two heartbeats
     missing: float = 5.0  # before a rank without heartbeat or progress is reported

@@ -55,6 +55,29 @@ class Watchdog:
             self._thread.join(TIMING.thread_join)
 
 
+class Looks:
+    """When to look into the store during a wait: more and more seldom the longer it takes, since all ranks of a large
+    job may wait at once.
+
+    >>> looks = Looks()
+    >>> [seconds for seconds in range(60) if looks.is_due("a wait", seconds)]
+    [2, 3, 4, 5, 7, 9, 12, 15, 19, 24, 29, 34, 39, 44, 49, 54, 59]
+    """
+
+    def __init__(self) -> None:
+        self._wait: object = None
+        self._next = 0.0
+
+    def is_due(self, wait: object, seconds: float) -> bool:
+        """True if it is time to look again, ``seconds`` after ``wait`` has begun."""
+        if wait is not self._wait:
+            self._wait, self._next = wait, TIMING.slow_wait
+        if seconds < self._next:
+            return False
+        self._next = seconds + min(seconds / 4, TIMING.longest_look)
+        return True
+
+
 _watchdog: Watchdog | None = None
 _lock = threading.Lock()
 

@@ -22,6 +22,7 @@ from torch import Tensor
 import startrail
 from startrail.geometry.layout import zigzag
 from startrail.planner.live import measure as live
+from startrail.planner.live import placement
 from startrail.schedule.plan import Plan
 from startrail.schedule.sizes import Sizes
 
@@ -85,7 +86,7 @@ class Workload:
 
 def own_device() -> torch.device:
     """This rank's device. A process that is not a rank gets the CPU: it will fork ranks and must not use a GPU."""
-    return live.own_device() if dist.is_initialized() else torch.device("cpu")
+    return placement.own_device() if dist.is_initialized() else torch.device("cpu")
 
 
 def own_dtype(device: torch.device) -> torch.dtype:

@@ -20,7 +20,8 @@ from startrail.launch.heartbeat import WaitLimit
 from startrail.launch.local import RankError, check_ranks, run_local
 from startrail.launch.torchrun import JoinError, device_of_rank, join
 from startrail.planner.cluster import cluster_text
-from startrail.planner.live.measure import cpu_name, measure, no_progress, own_device
+from startrail.planner.live.measure import cpu_name, measure, no_progress
+from startrail.planner.live.placement import find_machine, own_device
 from startrail.planner.live.summary import Measured
 from startrail.planner.topology import Machine
 from startrail.planner.units import seconds_text
@@ -66,10 +67,9 @@ def _under_torchrun(out: str | None) -> int:
         print(f"startrail doctor: {error}", file=sys.stderr)
         return 1
     lead, world = dist.get_rank() == 0, dist.get_world_size()
-    machine = Machine.of_ranks(range(world), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    machine, nodes = find_machine(dist.group.WORLD, range(world))
     if lead:
         print(facts())
-        nodes = f"{machine.nodes} nodes of {machine.ranks_per_node}"
         print(f"process group: {world} ranks, {nodes}, {dist.get_backend_config()}")
     found = measure(dist.group.WORLD, machine, _progress_bar if lead else no_progress)
     if lead:

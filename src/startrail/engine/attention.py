@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -146,6 +147,15 @@ class AttentionKernel(BlockKernel):
         if max_logits:
             self.max_logits.fill_(float("-inf"))
             self.extra_results = (self.max_logits,)
+
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]
+        return self.kernel.compiles
+
+    def for_rehearsal(self) -> AttentionKernel:
+        other = copy(self)
+        other.max_logits = self.max_logits.clone()
+        return other
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
         """lse and delta, one number per row, stay in the accumulation dtype, as kernels expect."""

@@ -39,7 +39,7 @@ from startrail.schedule.walk import (
     walk_of,
 )
 from startrail.transport.counters import Counters
-from startrail.transport.interface import Compare, MessageSet, Pending, Transport
+from startrail.transport.interface import Compare, MessageSet, Pending, Rehearsal, Transport
 
 Tensors = tuple[Tensor, ...]
 PartInputs = Mapping[str, Tensors]  # a part's tensors by kind, of this rank's tokens
@@ -48,6 +48,12 @@ PartResults = dict[str, Tensors]
 
 class BlockKernel(ABC):
     """The torch side of a kind of call: what its compute events run."""
+
+    compiles = False  # the first pass of a kind compiles kernels, which may take minutes
+
+    def for_rehearsal(self) -> BlockKernel:
+        """A kernel that launches the same, and whose other results do not count."""
+        return self
 
     @abstractmethod
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
@@ -513,6 +519,14 @@ class PassRunner:
     def __init__(self, transport: Transport, counters: Counters) -> None:
         self.transport, self.counters = transport, counters
         self.pool = BufferPool()
+
+    def rehearse(
+        self, prepared: PreparedPass, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor
+    ) -> None:  # fmt: skip
+        """Run a pass without messages, so that all its kernels are compiled."""
+        PassRunner(Rehearsal(self.transport), Counters()).run(
+            prepared, kernel.for_rehearsal(), inputs, kept, Compare.NEVER
+        )
 
     def run(
         self, prepared: PreparedPass, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor, compare: Compare

@@ -91,10 +91,17 @@ class StartedPass(NamedTuple, Generic[P]):
     pass_: Pass
     compare: Compare
     runner: PassRunner
+    consensus: Consensus
+    is_first: bool  # of its kind
 
     def run(self, kernel: BlockKernel, inputs: Sequence[PartInputs], kept: Tensor) -> list[PartResults]:
-        """Run it on each part's ``inputs``."""
-        return self.runner.run(self.prepared.passes[self.pass_], kernel, inputs, kept, self.compare)
+        """Run it on each part's ``inputs``. The first time, kernels are compiled before any message is sent: ranks may
+        take minutes longer than others, for which these would wait until their timeout."""
+        prepared = self.prepared.passes[self.pass_]
+        if self.is_first and kernel.compiles and self.consensus.ledger is not None:
+            self.runner.rehearse(prepared, kernel, inputs, kept)
+            self.consensus.wait_until_all_are_ready()
+        return self.runner.run(prepared, kernel, inputs, kept, self.compare)
 
 
 class Session:
@@ -217,10 +224,12 @@ class Session:
         self.consensus.start(record, device_digest, self._num_started)
         is_new = is_forward and self.consensus.is_new(sequence)
         has_new_boundaries = is_new and self.consensus.is_new(batch.boundaries)
-        compare = Compare.NEVER
-        if self._has_to_compare((request.pass_, request.device.type, request.kind, gradients), is_new):
+        kind = request.pass_, request.device.type, request.kind, gradients
+        compare, is_first = Compare.NEVER, not self.consensus.knows(kind)
+        if self._has_to_compare(kind, is_new):
             compare = Compare.BEFORE if has_new_boundaries else Compare.DURING
-        return StartedPass(prepared, request.pass_, compare, self.runner_on(request.device))
+        runner = self.runner_on(request.device)
+        return StartedPass(prepared, request.pass_, compare, runner, self.consensus, is_first)
 
     def _prepared(self, request: Request[P], batch: Batch) -> P:
         prepared: P | None = batch.prepared.get(request.key)

@@ -169,6 +169,7 @@ class EfficientKernel(Kernel):
     name = "cuda-efficient"
     costs = Costs(call=_CALL_PAIRS)
     rows_first = True
+    compiles = True  # the fused kernels by Triton, FlashAttention 4 itself, cuDNN's plans
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,19 @@ class Machine:
         >>> [str(Machine.of_ranks(ranks, per_node=4)) for ranks in (range(8), range(6), (0, 1, 4, 5))]
         ['2x4', '1x6', '2x2']
         """
-        nodes = [rank // per_node for rank in ranks] if per_node > 0 else [0] * len(ranks)
-        counts = {nodes.count(node) for node in set(nodes)}
-        if len(counts) > 1 or nodes != sorted(nodes):
-            return cls(1, len(ranks))
-        return cls(len(set(nodes)), counts.pop())
+        return cls.of_nodes([rank // per_node if per_node > 0 else 0 for rank in ranks])
+
+    @classmethod
+    def of_nodes(cls, nodes: Sequence[object]) -> Machine:
+        """The machine on which rank r runs on ``nodes[r]``. One node if ranks do not fill several evenly and in order.
+
+        >>> [str(Machine.of_nodes(hosts)) for hosts in ("aabb", "abab", "aab")]
+        ['2x2', '1x4', '1x3']
+        """
+        runs = [len(list(run)) for _, run in groupby(nodes)]
+        if len(runs) > len(set(nodes)) or len(set(runs)) > 1:
+            return cls(1, len(nodes))
+        return cls(len(runs), runs[0])
 
     @property
     def world(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -100,9 +100,9 @@ class Transport:
     included. ``compares_on_device``: ranks compare digests of data on a GPU without a host that waits for them.
     """
 
-    posts_receives_early: ClassVar[bool] = False
-    has_all_to_all: ClassVar[bool] = False
-    compares_on_device: ClassVar[bool] = False
+    posts_receives_early = False
+    has_all_to_all = False
+    compares_on_device = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -144,3 +144,28 @@ class Transport:
 
     def close(self, error: BaseException | None) -> None:
         """Close all groups, together with all ranks. After an ``error`` on this rank, without them."""
+
+
+class Rehearsal(Transport):
+    """Stands in for a transport, and sends and receives nothing: a pass launches all its kernels, on whatever its
+    buffers hold."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport.device)
+        self.together = transport.together  # type: ignore[method-assign]
+        self.posts_receives_early, self.has_all_to_all = transport.posts_receives_early, transport.has_all_to_all
+
+    def post(
+        self, step: WalkStep, part: int, messages: MessageSet, payloads: Sequence[Tensor],
+        at_once: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Pending]:  # fmt: skip
+        return [Arrived() for _ in self.together(messages).groups]
+
+
+class Arrived:
+    """Nothing to wait for."""
+
+    is_waited_for = True
+
+    def wait(self) -> None:
+        pass

@@ -198,7 +198,6 @@ class PendingTransfer:
         works: Sequence[dist.Work],
     ) -> None:  # fmt: skip
         self.transport, self.step, self.messages, self.group, self.works = transport, step, messages, group, works
-        self.posted = time.monotonic()
         self.is_waited_for = False
         self._current = 0  # the work that ``wait()`` waits for
 

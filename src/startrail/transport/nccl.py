@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from startrail import _compat
-from startrail.agreement.comparison import DigestComparison
+from startrail.agreement.comparison import DIGEST_LIMIT, DigestComparison
 from startrail.agreement.consensus import RejoinError, StartedCall
 from startrail.agreement.errors import PeerError, in_short
 from startrail.agreement.timing import TIMING
-from startrail.agreement.watchdog import watch
+from startrail.agreement.watchdog import Looks, watch
 from startrail.kernels.device import on_device, record_event
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
 from startrail.transport.interface import Compare, MessageSet, Together
-from startrail.transport.lanes import Lanes, PendingTransfer
+from startrail.transport.lanes import Lanes, PendingTransfer, call_tag
 
 if TYPE_CHECKING:
     from startrail.schedule.walk import Message
@@ -39,10 +39,30 @@ if TYPE_CHECKING:
 class InFlight(Protocol):
     """A posted operation. ``str()`` describes it."""
 
-    posted: float
-
     @property
     def work(self) -> dist.Work: ...
+
+
+class Waiting(NamedTuple):
+    """An operation in flight, and when the device comes to it: after everything that was queued on its current stream
+    before. The host may be minutes ahead, which is no one's delay."""
+
+    operation: InFlight
+    begun: DeviceClock
+
+
+class DeviceClock:
+    """How long ago the device came to this point of its current stream, as far as calls of ``seconds`` have seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = record_event(device)
+        self._since = time.monotonic() if self._event is None else None
+
+    def seconds(self) -> float:
+        """0 until the device is there."""
+        if self._since is None and self._event is not None and self._event.query():
+            self._since = time.monotonic()
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
 
 class Link(NamedTuple):
@@ -99,6 +119,7 @@ class DeviceComparison(DigestComparison):
         self.call, self.device = call, device
         self._event: torch.Event | None = None
         self._is_read = False
+        self.begun = DeviceClock(device)
         super().__init__([group], digest, device)
 
     def _digests(self, digest: int, device: torch.device | str) -> Tensor:
@@ -106,7 +127,7 @@ class DeviceComparison(DigestComparison):
         if self.call is None or self.call.device_digest is None:
             return digests
         data = self.call.device_digest.to(device, non_blocking=True)
-        return digests + torch.stack((-data, data)) * 2**31
+        return digests + torch.stack((-data, data)) * DIGEST_LIMIT
 
     def __str__(self) -> str:
         return "comparing the call with all ranks"
@@ -196,8 +217,9 @@ class Nccl(Batches):
     closes_together = True
 
     def __init__(self, *arguments: Any) -> None:
-        self.pending: deque[PendingTransfer] = deque()
+        self.pending: deque[Waiting] = deque()  # transfers
         self.comparisons: deque[DeviceComparison] = deque()
+        self._looks = Looks()
         self.running = False  # a pass has begun and not ended
         super().__init__(*arguments)
         watch(self)
@@ -275,7 +297,8 @@ class Nccl(Batches):
             raise self.explain(program, 0, "starting the pass", error) from error
 
     def _watch(self, transfers: Iterable[PendingTransfer]) -> None:
-        self.pending += transfers
+        begun = DeviceClock(self.device)
+        self.pending += [Waiting(transfer, begun) for transfer in transfers]
 
     def end_pass(self, program: Program, results: Iterable[Tensor]) -> None:
         super().end_pass(program, results)
@@ -296,23 +319,52 @@ class Nccl(Batches):
             raise self.explain_wait(what, error) from error
 
     def confirm(self) -> None:
-        """The comparison runs on the device after everything on its current stream, and on no rank before all take
-        part."""
+        """All ranks keep what they have computed, or all drop it.
+
+        Each rank waits for its own device first, and only then takes part in a comparison with all ranks. So the first
+        rank that sees it complete knows that no rank has aborted a pass. The first rank that says in the store whether
+        the comparison was complete decides for all: a rank that gave up on waiting for it keeps its results if another
+        one has seen it complete, and a rank that sees it complete drops them if another one gave up before.
+        """
+        check, has_results, error = self.consensus.start_check(), False, None
         try:
-            comparison = self._compare(1 + self.consensus.current.number, None)
-            while not (is_done(comparison.work) or self.aborted):
-                time.sleep(TIMING.poll)
-            if not self.aborted:
-                comparison.least()  # waits: now the results of all comparisons are known
-                self._read_known()
-            if self.aborted:
-                raise RuntimeError(self.aborted)
-        except RuntimeError as error:
-            what = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
-            explained = self.explain_wait(what, error)
-            if isinstance(explained, RejoinError):  # what this rank has computed without the others is lost
-                explained = PeerError(f"{what}: {explained}")
-            raise explained from error
+            with on_device(self.device):
+                self._wait_for_device()
+                has_results = True
+                self._compare_and_wait(call_tag(check) + 2)  # unlike the digests of calls
+        except RuntimeError as failure:
+            error = failure
+        what = f"global rank {dist.get_rank()}: nothing computed since the last check may be used"
+        try:
+            if self.consensus.decide(error is None) and has_results:
+                return
+        except PeerError as unknown:
+            raise PeerError(f"{what}: {error or unknown}") from unknown
+        explained = self.explain_wait(what, error or RuntimeError("another rank has dropped it"))
+        if isinstance(explained, RejoinError):  # what this rank has computed without the others is lost
+            explained = PeerError(f"{what}: {explained}")
+        raise explained from error
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has ended all passes. Raises ``RuntimeError`` if one of them was aborted."""
+        event = record_event(self.device)
+        while not (event is None or event.query() or self.aborted):
+            time.sleep(TIMING.poll)
+        self._read_known()
+        if self.aborted:
+            raise RuntimeError(self.aborted)
+
+    def _compare_and_wait(self, digest: int) -> None:
+        """Compare ``digest`` with all ranks, and wait. Then the results of all earlier comparisons are known as well.
+        Raises ``RuntimeError`` if they differ, or if the wait was aborted."""
+        comparison = self._compare(digest, None)
+        while not (is_done(comparison.work) or self.aborted):
+            time.sleep(TIMING.poll)
+        if not self.aborted:
+            comparison.least()
+            self._read_known()
+        if self.aborted:
+            raise RuntimeError(self.aborted)
 
     def abandon(self, error: BaseException) -> None:
         """This ends transfers that might otherwise never end: those of a pass that broke off, and all transfers if a
@@ -343,7 +395,7 @@ class Nccl(Batches):
 
     def _read_known(self) -> None:
         """Forget transfers that have ended, and compare the calls whose comparisons have."""
-        while self.pending and self._is_done(self.pending[0]):
+        while self.pending and self._is_done(self.pending[0].operation):
             self.pending.popleft()
         comparisons = self.comparisons
         while not self.aborted and comparisons and (mismatch := comparisons[0].is_mismatch()) is not None:
@@ -377,14 +429,18 @@ class Nccl(Batches):
             if mismatch := next((each for each in list(self.comparisons) if each.is_mismatch()), None):
                 self._abort_mismatch(mismatch)
                 return
-            now = time.monotonic()
-            posted: list[InFlight] = [*self.pending, *self.comparisons]
-            unfinished = [each for each in posted if not self._is_done(each)]
-            if self.aborted or not unfinished or now - (oldest := unfinished[0]).posted < TIMING.slow_wait:
-                return
-            if now - oldest.posted > self.timeout.total_seconds():
-                self.abort(f"{oldest} did not end within {self.timeout}")
-            elif isinstance(reason := self.consensus.find_reason(), ValueError):
+            posted = [*self.pending, *(Waiting(each, each.begun) for each in self.comparisons)]
+            unfinished = [each for each in posted if not self._is_done(each.operation)]
+            if unfinished and not self.aborted:
+                self._check_wait(unfinished[0])
+
+    def _check_wait(self, oldest: Waiting) -> None:
+        """End a wait that has become too long, or that can never end by itself."""
+        seconds = oldest.begun.seconds()
+        if seconds > self.timeout.total_seconds():
+            self.abort(f"{oldest.operation} did not end within {self.timeout}")
+        elif self._looks.is_due(oldest.operation, seconds):
+            if isinstance(reason := self.consensus.find_reason(), ValueError):
                 self._abort_mismatch()
             elif reason is not None:
                 self.abort(str(reason))

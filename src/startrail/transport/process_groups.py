@@ -13,8 +13,8 @@ All settings of NCCL's communicators are here:
   about 2 per NVLink to fill them, and an H100 has 18 (NVIDIA/nccl#1703);
 - *never split from the world's communicator*. torch does that if the default group is bound to a device: lazily, inside
   the first transfer, and with all ranks of the world, most of which do not take part;
-- *a longer timeout for NCCL's own watchdog*, which kills the process without naming the peer: ``TIMING.nccl_grace``
-  more than ours.
+- *a longer timeout for NCCL's own watchdog*, which kills the process without naming the peer, and counts the time that
+  the host is ahead of the device: ``TIMING.nccl_grace`` more than ours.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from startrail.agreement.gather import gather_texts
 from startrail.planner.auto import Choice, fit_cluster
 from startrail.planner.cluster import ClusterSpec, find_cluster
-from startrail.planner.live.measure import cached_or_measured, own_device
+from startrail.planner.live.measure import cached_or_measured
+from startrail.planner.live.placement import own_device
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 

@@ -31,6 +31,7 @@ from startrail.agreement.gather import gather_texts
 from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import ClusterSpec, cluster_text, read_cluster
+from startrail.planner.live.placement import own_device
 from startrail.planner.live.summary import Measured, describe, find_outliers
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
@@ -39,7 +40,6 @@ from startrail.transport.process_groups import (
     HIDDEN_CHANNELS,
     OpenGroups,
     backend_for,
-    gpus_use_nccl,
     make_group,
 )
 
@@ -72,13 +72,6 @@ GPU_PROBE = Probe((512, 2048, 8192), 8192, 16, 128, 8192, 2**28, (2**24, 2**26),
 
 def probe_for(device: torch.device) -> Probe:
     return GPU_PROBE if device.type == "cuda" else CPU_PROBE
-
-
-def own_device() -> torch.device:
-    """This rank's GPU if the ranks use NCCL, which emulated nodes never do, or if it runs alone; else the CPU."""
-    if torch.cuda.is_available() and (not dist.is_initialized() or gpus_use_nccl()):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,0 +1,132 @@
+"""``sp.check()`` on a stand-in for NCCL: all ranks keep a step, or all drop it.
+
+The stand-in is as unkind as NCCL: when a rank aborts, pending work of its peers may complete with stale bytes.
+"""
+
+import random
+import time
+
+import pytest
+
+import startrail
+from startrail import _compat
+from startrail.agreement.timing import TIMING
+from startrail.launch.local import run_local
+from startrail.transport import process_groups as groups
+from tests import like_nccl
+from tests.helpers import FULL, error_of, qkv
+
+
+@pytest.fixture(autouse=True)
+def lanes_like_nccl(monkeypatch):
+    like_nccl.register()
+    monkeypatch.setattr(groups, "backend_for", lambda device: like_nccl.NAME)
+    monkeypatch.setattr(like_nccl, "LEAKS", True)
+    monkeypatch.setattr(TIMING, "slow_wait", 0.2)
+
+
+@pytest.mark.parametrize("seed", range(12 if FULL else 3))
+def test_all_ranks_keep_the_same_steps(seed):
+    """A rank is stuck between its last pass and the check (a file system, a log, a stopped process), for about as long
+    as the others wait. It must not keep a step that they have dropped, nor drop one that they keep."""
+
+    def on_rank(rank):
+        rng = random.Random(seed)
+        sp = startrail.SequenceParallel("1x3", timeout=(1.0, 1.5, 2.0)[(rank + seed) % 3])
+        kept = []
+        for step in range(5):
+            late, seconds = rng.randrange(3), rng.choice([0, 0.9, 1.5, 2.1, 3])
+            try:
+                sequence = sp.sequence(48)
+                sequence.attention(*qkv())
+                if rank == late:
+                    time.sleep(seconds)
+                sp.check()
+                kept.append(step)
+            except startrail.PeerError:
+                pass
+        return kept
+
+    kept = run_local(on_rank, 3, deadline=100)
+    assert kept[0] == kept[1] == kept[2], kept
+
+
+def test_a_rank_that_was_stuck_drops_the_step_that_the_others_dropped():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=1)
+        for _ in range(2):
+            sp.sequence(48).attention(*qkv())
+            sp.check()
+        sp.sequence(48).attention(*qkv())
+        store = _compat.default_store()
+        if rank == 2:
+            store.wait(["rank 0 gave up", "rank 1 gave up"])
+        text = error_of(sp.check)
+        store.set(f"rank {rank} gave up", "1")
+        store.wait(["rank 2 gave up"])
+        sp.sequence(48).attention(*qkv())
+        return text, error_of(sp.check)
+
+    for rank, (text, after) in enumerate(run_local(on_rank, 3, deadline=60)):
+        assert text.startswith(f"PeerError: global rank {rank}: nothing computed since the last check may be used"), (
+            text
+        )
+        assert after == "no error", "all go on together"
+
+
+def test_stale_bytes_of_an_earlier_comparison_do_not_pass():
+    """Rank 0 gives up first, which completes rank 1's comparison with the result of the one before: consistent, but of
+    another check."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x3", timeout=1 if rank == 0 else 20)
+        for _ in range(2):
+            sp.sequence(48).attention(*qkv())
+            sp.check()
+        sp.sequence(48).attention(*qkv())
+        if rank == 2:
+            time.sleep(4)
+        start = time.monotonic()
+        return error_of(sp.check), time.monotonic() - start
+
+    for text, seconds in run_local(on_rank, 3, deadline=60):
+        assert text.startswith("PeerError: "), text
+        assert seconds < 15, "well before the others' timeout"
+
+
+def test_a_rank_that_gave_up_keeps_a_step_that_another_has_seen_complete():
+    """The first rank's word counts, whatever the others find out later."""
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=20)
+        sp.sequence(32).attention(*qkv())
+        transport = sp._session._runner.transport
+        if rank == 1:
+            plain = transport._compare_and_wait
+
+            def complete_too_late(digest):
+                plain(digest)
+                _compat.default_store().wait(["decided"])
+                transport.abort("aborted a moment later")
+                raise RuntimeError(transport.aborted)
+
+            transport._compare_and_wait = complete_too_late
+        text = error_of(sp.check)
+        _compat.default_store().set("decided", "1")
+        return text
+
+    assert run_local(on_rank, 2, deadline=60) == ["no error"] * 2
+
+
+def test_checks_leave_no_keys():
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2", timeout=20)
+        sp.sequence(32).attention(*qkv())
+        ledger = sp._session.consensus.ledger
+        for _ in range(5):
+            sp.check()
+        sp.sequence(32).attention(*qkv())
+        return [ledger.store.check([f"0/check {number}"]) for number in range(1, 6)]
+
+    for found in run_local(on_rank, 2, deadline=60):
+        assert found[:4] == [False] * 4
