@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,8 @@ class StarTrailMixin:
             return None, None, None
         inputs = self._without_repeated_rows(inputs)
         count = self._count_labels([inputs], trainer.args.device)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        whole_step = patch.object(trainer, "current_gradient_accumulation_steps", 1, create=True)  # as TRL divides
+        with torch.no_grad(), trainer.compute_loss_context_manager(), whole_step:
             loss = trainer.compute_loss(model, shard_batch(self.sp, **inputs), num_items_in_batch=count)
         loss = loss.detach()
         if dist.is_initialized():  # the same on all ranks: trainers drop some of the last batch's

@@ -21,6 +21,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,10 +33,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.integrations import layer_masks, probe, tiles, vision, without_logits
+from startrail.integrations import layer_masks, probe, routers, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
-from startrail.integrations.probe import ROUTER_LOSS, PositionRule
+from startrail.integrations.probe import PositionRule
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
 from startrail.offload import HostOffload
@@ -47,6 +48,7 @@ from startrail.step_checks import (
     check_same_parameters,
     unchecked_parameters,
 )
+from startrail.transport.torch_collectives import agree
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
 
@@ -74,6 +76,8 @@ class Attached:
         self.loss_chunk: int | None = None  # tokens whose logits are computed at a time; None: by the vocabulary
         self.announced = False  # what that saves
         self.offload = False
+        self.tiled = False  # MLPs
+        self.router_loss, self.knows_router_loss = ExitStack(), False
         self.steps = 0
         self.checking = False  # True during the first training steps
 
@@ -151,7 +155,7 @@ class Attached:
         return None
 
     def before_forward(
-        self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+        self, model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Remove what is for startrail from the model's arguments; in the first training steps, compare parameters."""
         self.context = options.pop("startrail", None)
@@ -169,15 +173,18 @@ class Attached:
             raise ValueError("compile the layers of a vision-language model, not the whole: its masks depend on images")
         if options.setdefault("use_cache", False):
             raise ValueError("use_cache=True: a sharded sequence has no cache; leave it out, or detach(model) first")
-        if options.get("output_router_logits"):
-            raise ValueError(ROUTER_LOSS)
         self.checking = self.probed is None and self.steps < CHECKED_STEPS and model.training
         self.checking = self.checking and not torch.compiler.is_compiling()
         if self.checking:
             self.steps += 1
+            if self.sp.world > 1:
+                wanted = f"output_router_logits={routers.is_wanted(model, options)}"
+                agree("calling the model", [wanted], self.sp.group, model.device)
             check_same_parameters(model.named_parameters(), self.sp.group)
             if self.steps == 1:
                 check_fsdp_meshes(model, self.sp.group)
+        if self.context is not None and routers.is_wanted(model, options):
+            self._replace_router_loss(model, self.context, options)
         return arguments, options
 
     def _set_positions(self, model: nn.Module, context: BatchContext, options: dict[str, Any]) -> None:
@@ -190,9 +197,33 @@ class Attached:
         if self.positions is PositionRule.MASK and context.unpadded_positions is not None:
             options["position_ids"] = context.unpadded_positions
 
+    def check_router_loss(self, model: PreTrainedModel, fused: bool = False) -> None:
+        """Raises ``ValueError`` if the routers' auxiliary loss cannot be computed."""
+        if self.tiled:
+            raise ValueError("tile_mlp hides the routers from their auxiliary loss: set output_router_logits=False")
+        if not self.knows_router_loss and (problem := routers.problem(model, fused)) is not None:
+            raise ValueError(problem)
+        self.knows_router_loss = True
+
+    def _replace_router_loss(self, model: PreTrainedModel, context: BatchContext, options: dict[str, Any]) -> None:
+        """Until the end of this call, the routers' auxiliary loss is that of all ranks' tokens."""
+        if torch.compiler.is_compiling():
+            raise ValueError("compile the layers of a model with a routers' auxiliary loss, not the whole")
+        fused = bool(options.get(without_logits.FUSED))
+        self.check_router_loss(model, fused)
+        mask = options.get("attention_mask") if context.whole is None else context.whole.ones
+        if mask is not None and context.fully_masked is not None:
+            mask = mask * ~context.fully_masked
+        # a model's own loss is summed over ranks; TRL adds the auxiliary one to a loss that is averaged
+        factor = self.sp.world if fused else 1
+        loss = partial(routers.balancing_loss, partial(routers.sum_over, self.sp), mask, factor)
+        for replacement in routers.replaced(model, loss):
+            self.router_loss.enter_context(replacement)
+
     def after_forward(self, model: nn.Module, arguments: object, output: object) -> None:
         """Forget the batch: a part of the model that is called later would run on its tokens."""
         self.context = None
+        self.router_loss.close()
 
 
 def attach(
@@ -241,6 +272,9 @@ def attach(
         without_logits.install(model)
         if tile_mlp is not None:
             tiles.tile_mlps(model, language_model, tile_mlp)
+            attached.tiled = True
+        if routers.is_wanted(model, {}):
+            attached.check_router_loss(model)
         probe.probe(model, attached)
     except BaseException:
         detach(model)
