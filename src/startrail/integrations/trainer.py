@@ -55,7 +55,7 @@ class StarTrailMixin:
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # PEFT
         if not hasattr(base, "_startrail"):
-            attach(base, sp)
+            attach(unwrapped, sp)
         if not trainer.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(base).__name__} does not take num_items_in_batch, by which its loss must be divided"

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ from startrail.step_checks import (
 from startrail.transport.torch_collectives import agree
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _numbers = itertools.count()
 
@@ -166,6 +168,7 @@ class Attached:
                 "detach(model) first"
             )
         if self.context is not None:
+            _check_nothing_added(self.context, options)
             self._set_positions(model, self.context, options)
         if self.context is not None and self.context.whole is not None and vision.language_model_name(model) is None:
             raise ValueError(f"{type(model).__name__} takes no images: leave pixel_values out of shard_batch")
@@ -227,10 +230,10 @@ class Attached:
 
 
 def attach(
-    model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True, logits: bool = False,
-    tile_mlp: int | None = None, offload: bool = False,
-) -> PreTrainedModel:  # fmt: skip
-    """Make ``model`` attend over all ranks of ``sp``, and return it.
+    model: Model, sp: SequenceParallel, *, check: bool = True, logits: bool = False, tile_mlp: int | None = None,
+    offload: bool = False,
+) -> Model:  # fmt: skip
+    """Make ``model`` attend over all ranks of ``sp``, and return it. It may have adapters of peft, before or after.
 
     The loss is computed on chunks of tokens, and logits are not returned unless there are no labels or the call asks
     for them, ``model(**batch, logits=True)``. ``logits=True`` here makes every call return them.
@@ -242,12 +245,20 @@ def attach(
     Raises ``ValueError`` with the reason and the layer if the model cannot run. With ``check``, the first two training
     steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
     """
-    if not isinstance(model, PreTrainedModel):
+    base = model if isinstance(model, PreTrainedModel) else _inside_adapters(model)
+    if base is None:
         package = "diffusers" if type(model).__module__.startswith("diffusers.") else "modules"
         hint = f"use startrail.integrations.{package}.attach" if isinstance(model, nn.Module) else "pass the model"
         raise ValueError(f"attach needs a transformers model, got {type(model).__name__}: {hint}")
-    if hasattr(model, "_startrail"):
-        raise ValueError(f"the model is already attached to {model._startrail.sp}; detach(model) first")
+    if hasattr(base, "_startrail"):
+        raise ValueError(f"the model is already attached to {base._startrail.sp}; detach(model) first")
+    _attach(base, sp, check, logits, tile_mlp, offload)
+    return model
+
+
+def _attach(
+    model: PreTrainedModel, sp: SequenceParallel, check: bool, logits: bool, tile_mlp: int | None, offload: bool
+) -> None:
     warn_if_untested()
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
@@ -292,7 +303,6 @@ def attach(
     model.gradient_checkpointing_enable = MethodType(_enable_checkpointing, model)
     if offload or is_checkpointing(model):
         model.gradient_checkpointing_enable()
-    return model
 
 
 def _other_vision_model(model: PreTrainedModel, sp: SequenceParallel) -> str:
@@ -319,18 +329,44 @@ def _is_mostly_narrow(model: PreTrainedModel) -> bool:
     return 2 * sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds) > len(kinds)
 
 
-def detach(model: PreTrainedModel) -> PreTrainedModel:
+def _inside_adapters(model: Any) -> PreTrainedModel | None:
+    """The model of transformers inside one of peft, or None. Raises ``ValueError`` if its adapters cannot be split."""
+    for config in getattr(model, "peft_config", {}).values():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"{config.peft_type.value} puts tokens of its own before those of every rank: use an adapter of the "
+                "weights, such as LoRA"
+            )
+    base = model.get_base_model() if hasattr(model, "get_base_model") else None
+    return base if isinstance(base, PreTrainedModel) else None
+
+
+def _check_nothing_added(context: BatchContext, options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if an adapter that was added after ``attach`` puts tokens before this rank's."""
+    remedy = "prompt tuning and its like cannot be split; use an adapter of the weights, such as LoRA"
+    if options.get("past_key_values") is not None:
+        raise ValueError(f"past_key_values hold tokens before those of every rank: {remedy}")
+    embeddings = options.get("inputs_embeds")
+    if context.whole is None and embeddings is not None and embeddings.shape[1] != context.sequence.local:
+        raise ValueError(
+            f"the model gets {embeddings.shape[1]} tokens, but this rank's part of the batch has "
+            f"{context.sequence.local}: {remedy}"
+        )
+
+
+def detach(model: Model) -> Model:
     """Undo ``attach``, for example to generate on one process, and return the model."""
-    attached: Attached | None = model.__dict__.pop("_startrail", None)
+    base: Any = model if isinstance(model, PreTrainedModel) else _inside_adapters(model)
+    attached: Attached | None = None if base is None else base.__dict__.pop("_startrail", None)
     if attached is None:
         raise ValueError("the model is not attached to startrail")
-    for name, config in _configs(vision.text_model(model)).items():
+    for name, config in _configs(vision.text_model(base)).items():
         config._attn_implementation_internal = attached.original_attention[name]
-    for hook in model.__dict__.pop("_startrail_hooks"):
+    for hook in base.__dict__.pop("_startrail_hooks"):
         hook.remove()
-    without_logits.remove(model)
-    tiles.untile_mlps(model)
-    model.__dict__.pop("gradient_checkpointing_enable", None)
+    without_logits.remove(base)
+    tiles.untile_mlps(base)
+    base.__dict__.pop("gradient_checkpointing_enable", None)
     return model
 
 
