@@ -24,7 +24,7 @@ from tests.integrations.tiny import differences, tiny, tokens
 LENGTHS = (30, 37, 25, 33, 40, 28, 31, 36, 22, 45, 27, 39, 33)
 ROWS = [tokens(1, length, seed=place)[0].tolist() for place, length in enumerate(4 * LENGTHS)]  # more than are used
 disable_progress_bars()
-METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss")
+METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "eval_loss")
 METRICS += ("eval_entropy", "eval_mean_token_accuracy")
 UPDATES = {"ddp": False, "ddp, unused parameters": True}  # find_unused_parameters
 SHARDED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -51,14 +51,14 @@ def arguments(folder, kind, packing, recompute, accumulation, wrapper, batch, **
     )  # fmt: skip
 
 
-def trained(folder, kind, packing, adapter, recompute, accumulation, wrapper=None, sp=None, batch=1):
+def trained(folder, kind, packing, adapter, recompute, accumulation, wrapper=None, sp=None, batch=1, model=None):
     """The weights after three steps, and what was logged about training and evaluation. A loader repeats rows to give
     every group as many: rows that are joined cannot be told apart any more, so there each group gets a whole batch."""
     given = arguments(folder, kind, packing, recompute, accumulation, wrapper, batch)
     rows = Dataset.from_list([dict(input_ids=row, labels=row) for row in ROWS])
     options = dict(train_dataset=rows, eval_dataset=rows.select(range(4 if packing else 5)))
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights="gaussian")
-    model = tiny("llama")
+    model = tiny("llama") if model is None else model
     if kind == "trl":
         options |= dict(processing_class=tokenizer(), peft_config=lora if adapter else None)
         kind = SFTTrainer if sp is None else SplitSFTTrainer
@@ -97,7 +97,7 @@ def test_weights_and_metrics_are_those_of_one_process(world, plan, tmp_path):
         as_torchrun(0, 1)
         return {each: trained(tmp_path, *each[:5], batch=2 * each[-1]) for each in settings}
 
-    ((truths),) = run_local(alone, 1)
+    (truths,) = run_local(alone, 1)
 
     def on_rank(rank):
         as_torchrun(rank, world)
@@ -116,3 +116,34 @@ def test_weights_and_metrics_are_those_of_one_process(world, plan, tmp_path):
         return wrong
 
     assert run_local(on_rank, world) == [[]] * world
+
+
+def mixture():
+    model = tiny("qwen3-moe")
+    model.config.output_router_logits = True
+    model.router_aux_loss_coef = model.config.router_aux_loss_coef = 1.5
+    return model
+
+
+def test_mixtures_of_experts_with_their_auxiliary_loss(tmp_path):
+    """TRL computes it by itself, adds it to a loss that is averaged over ranks, and reports it."""
+    settings = covering(("transformers", "trl"), (False, True), (False,), (False, True), (1, 2), (*UPDATES, None))
+
+    def alone(rank):
+        as_torchrun(0, 1)
+        return {each: trained(tmp_path, *each[:5], batch=2, model=mixture()) for each in settings}
+
+    (truths,) = run_local(alone, 1)
+
+    def on_rank(rank):
+        as_torchrun(rank, 4)
+        sp, wrong = startrail.SequenceParallel("u2/1x2"), []
+        for each in settings:
+            weights, logs = trained(tmp_path, *each, sp, batch=2, model=mixture())
+            lines = differences(weights, truths[each][0], 1e-5)
+            if logs != pytest.approx(truths[each][1], rel=1e-5, abs=1e-6):
+                lines.append(f"logs {logs}, one process {truths[each][1]}")
+            wrong += [f"{each}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, 4) == [[]] * 4

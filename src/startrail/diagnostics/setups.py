@@ -77,7 +77,9 @@ class Setup:
 
     @property
     def is_transformers(self) -> bool:
-        return any(kind.__name__ == "PreTrainedModel" for kind in type(self.model).__mro__)
+        model: Any = self.model
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # with adapters of peft
+        return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
     @property
     def limits(self) -> str:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from startrail.integrations import routers
 from startrail.integrations.batch import IGNORE
 from startrail.integrations.layer_masks import MaskUseError
 from startrail.integrations.token_mixing import find_token_mixing
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 4
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", None)  # layer types that run
 MIXING = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")  # words in layer types with a state or a convolution
-ROUTER_LOSS = "the routers' auxiliary loss would see only this rank's tokens; set config.output_router_logits=False"
 SHOWN = 8  # layers that an error lists
 
 
@@ -42,8 +42,6 @@ def check_config(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name}: a decoder that attends to an encoder's states is not supported")
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(f"{name}: {ROUTER_LOSS}")
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     others = {index: kind for index, kind in enumerate(layer_types) if kind not in ATTENTION}
     for kind in dict.fromkeys(others.values()):
@@ -81,6 +79,8 @@ def probe(model: PreTrainedModel, attached: Attached) -> None:
 
     def run(ids: Tensor, **options: Any) -> Any:
         options = dict(attention_mask=torch.ones_like(ids), position_ids=torch.full_like(ids, 3)) | options
+        if routers.is_wanted(model, options):
+            options["output_router_logits"] = False  # only the loss of the labels is compared
         return model(input_ids=ids, use_cache=False, **options)
 
     with _probing(model, attached), finding_layers(model, attached):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class StarTrailMixin:
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # PEFT
         if not hasattr(base, "_startrail"):
-            attach(base, sp)
+            attach(unwrapped, sp)
         if not trainer.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(base).__name__} does not take num_items_in_batch, by which its loss must be divided"
@@ -136,7 +137,8 @@ class StarTrailMixin:
             return None, None, None
         inputs = self._without_repeated_rows(inputs)
         count = self._count_labels([inputs], trainer.args.device)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        whole_step = patch.object(trainer, "current_gradient_accumulation_steps", 1, create=True)  # as TRL divides
+        with torch.no_grad(), trainer.compute_loss_context_manager(), whole_step:
             loss = trainer.compute_loss(model, shard_batch(self.sp, **inputs), num_items_in_batch=count)
         loss = loss.detach()
         if dist.is_initialized():  # the same on all ranks: trainers drop some of the last batch's

@@ -21,9 +21,10 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.integrations import layer_masks, probe, tiles, vision, without_logits
+from startrail.integrations import layer_masks, probe, routers, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
-from startrail.integrations.probe import ROUTER_LOSS, PositionRule
+from startrail.integrations.probe import PositionRule
 from startrail.integrations.versions import is_checkpointing, warn_if_untested
 from startrail.losses import gradient_factor
 from startrail.offload import HostOffload
@@ -47,8 +48,11 @@ from startrail.step_checks import (
     check_same_parameters,
     unchecked_parameters,
 )
+from startrail.transport.torch_collectives import agree
 
 __all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _numbers = itertools.count()
 
@@ -74,6 +78,8 @@ class Attached:
         self.loss_chunk: int | None = None  # tokens whose logits are computed at a time; None: by the vocabulary
         self.announced = False  # what that saves
         self.offload = False
+        self.tiled = False  # MLPs
+        self.router_loss, self.knows_router_loss = ExitStack(), False
         self.steps = 0
         self.checking = False  # True during the first training steps
 
@@ -151,7 +157,7 @@ class Attached:
         return None
 
     def before_forward(
-        self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+        self, model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Remove what is for startrail from the model's arguments; in the first training steps, compare parameters."""
         self.context = options.pop("startrail", None)
@@ -162,6 +168,7 @@ class Attached:
                 "detach(model) first"
             )
         if self.context is not None:
+            _check_nothing_added(self.context, options)
             self._set_positions(model, self.context, options)
         if self.context is not None and self.context.whole is not None and vision.language_model_name(model) is None:
             raise ValueError(f"{type(model).__name__} takes no images: leave pixel_values out of shard_batch")
@@ -169,15 +176,18 @@ class Attached:
             raise ValueError("compile the layers of a vision-language model, not the whole: its masks depend on images")
         if options.setdefault("use_cache", False):
             raise ValueError("use_cache=True: a sharded sequence has no cache; leave it out, or detach(model) first")
-        if options.get("output_router_logits"):
-            raise ValueError(ROUTER_LOSS)
         self.checking = self.probed is None and self.steps < CHECKED_STEPS and model.training
         self.checking = self.checking and not torch.compiler.is_compiling()
         if self.checking:
             self.steps += 1
+            if self.sp.world > 1:
+                wanted = f"output_router_logits={routers.is_wanted(model, options)}"
+                agree("calling the model", [wanted], self.sp.group, model.device)
             check_same_parameters(model.named_parameters(), self.sp.group)
             if self.steps == 1:
                 check_fsdp_meshes(model, self.sp.group)
+        if self.context is not None and routers.is_wanted(model, options):
+            self._replace_router_loss(model, self.context, options)
         return arguments, options
 
     def _set_positions(self, model: nn.Module, context: BatchContext, options: dict[str, Any]) -> None:
@@ -190,16 +200,40 @@ class Attached:
         if self.positions is PositionRule.MASK and context.unpadded_positions is not None:
             options["position_ids"] = context.unpadded_positions
 
+    def check_router_loss(self, model: PreTrainedModel, fused: bool = False) -> None:
+        """Raises ``ValueError`` if the routers' auxiliary loss cannot be computed."""
+        if self.tiled:
+            raise ValueError("tile_mlp hides the routers from their auxiliary loss: set output_router_logits=False")
+        if not self.knows_router_loss and (problem := routers.problem(model, fused)) is not None:
+            raise ValueError(problem)
+        self.knows_router_loss = True
+
+    def _replace_router_loss(self, model: PreTrainedModel, context: BatchContext, options: dict[str, Any]) -> None:
+        """Until the end of this call, the routers' auxiliary loss is that of all ranks' tokens."""
+        if torch.compiler.is_compiling():
+            raise ValueError("compile the layers of a model with a routers' auxiliary loss, not the whole")
+        fused = bool(options.get(without_logits.FUSED))
+        self.check_router_loss(model, fused)
+        mask = options.get("attention_mask") if context.whole is None else context.whole.ones
+        if mask is not None and context.fully_masked is not None:
+            mask = mask * ~context.fully_masked
+        # a model's own loss is summed over ranks; TRL adds the auxiliary one to a loss that is averaged
+        factor = self.sp.world if fused else 1
+        loss = partial(routers.balancing_loss, partial(routers.sum_over, self.sp), mask, factor)
+        for replacement in routers.replaced(model, loss):
+            self.router_loss.enter_context(replacement)
+
     def after_forward(self, model: nn.Module, arguments: object, output: object) -> None:
         """Forget the batch: a part of the model that is called later would run on its tokens."""
         self.context = None
+        self.router_loss.close()
 
 
 def attach(
-    model: PreTrainedModel, sp: SequenceParallel, *, check: bool = True, logits: bool = False,
-    tile_mlp: int | None = None, offload: bool = False,
-) -> PreTrainedModel:  # fmt: skip
-    """Make ``model`` attend over all ranks of ``sp``, and return it.
+    model: Model, sp: SequenceParallel, *, check: bool = True, logits: bool = False, tile_mlp: int | None = None,
+    offload: bool = False,
+) -> Model:  # fmt: skip
+    """Make ``model`` attend over all ranks of ``sp``, and return it. It may have adapters of peft, before or after.
 
     The loss is computed on chunks of tokens, and logits are not returned unless there are no labels or the call asks
     for them, ``model(**batch, logits=True)``. ``logits=True`` here makes every call return them.
@@ -211,12 +245,20 @@ def attach(
     Raises ``ValueError`` with the reason and the layer if the model cannot run. With ``check``, the first two training
     steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
     """
-    if not isinstance(model, PreTrainedModel):
+    base = model if isinstance(model, PreTrainedModel) else _inside_adapters(model)
+    if base is None:
         package = "diffusers" if type(model).__module__.startswith("diffusers.") else "modules"
         hint = f"use startrail.integrations.{package}.attach" if isinstance(model, nn.Module) else "pass the model"
         raise ValueError(f"attach needs a transformers model, got {type(model).__name__}: {hint}")
-    if hasattr(model, "_startrail"):
-        raise ValueError(f"the model is already attached to {model._startrail.sp}; detach(model) first")
+    if hasattr(base, "_startrail"):
+        raise ValueError(f"the model is already attached to {base._startrail.sp}; detach(model) first")
+    _attach(base, sp, check, logits, tile_mlp, offload)
+    return model
+
+
+def _attach(
+    model: PreTrainedModel, sp: SequenceParallel, check: bool, logits: bool, tile_mlp: int | None, offload: bool
+) -> None:
     warn_if_untested()
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
@@ -241,6 +283,9 @@ def attach(
         without_logits.install(model)
         if tile_mlp is not None:
             tiles.tile_mlps(model, language_model, tile_mlp)
+            attached.tiled = True
+        if routers.is_wanted(model, {}):
+            attached.check_router_loss(model)
         probe.probe(model, attached)
     except BaseException:
         detach(model)
@@ -258,7 +303,6 @@ def attach(
     model.gradient_checkpointing_enable = MethodType(_enable_checkpointing, model)
     if offload or is_checkpointing(model):
         model.gradient_checkpointing_enable()
-    return model
 
 
 def _other_vision_model(model: PreTrainedModel, sp: SequenceParallel) -> str:
@@ -285,18 +329,44 @@ def _is_mostly_narrow(model: PreTrainedModel) -> bool:
     return 2 * sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds) > len(kinds)
 
 
-def detach(model: PreTrainedModel) -> PreTrainedModel:
+def _inside_adapters(model: Any) -> PreTrainedModel | None:
+    """The model of transformers inside one of peft, or None. Raises ``ValueError`` if its adapters cannot be split."""
+    for config in getattr(model, "peft_config", {}).values():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"{config.peft_type.value} puts tokens of its own before those of every rank: use an adapter of the "
+                "weights, such as LoRA"
+            )
+    base = model.get_base_model() if hasattr(model, "get_base_model") else None
+    return base if isinstance(base, PreTrainedModel) else None
+
+
+def _check_nothing_added(context: BatchContext, options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if an adapter that was added after ``attach`` puts tokens before this rank's."""
+    remedy = "prompt tuning and its like cannot be split; use an adapter of the weights, such as LoRA"
+    if options.get("past_key_values") is not None:
+        raise ValueError(f"past_key_values hold tokens before those of every rank: {remedy}")
+    embeddings = options.get("inputs_embeds")
+    if context.whole is None and embeddings is not None and embeddings.shape[1] != context.sequence.local:
+        raise ValueError(
+            f"the model gets {embeddings.shape[1]} tokens, but this rank's part of the batch has "
+            f"{context.sequence.local}: {remedy}"
+        )
+
+
+def detach(model: Model) -> Model:
     """Undo ``attach``, for example to generate on one process, and return the model."""
-    attached: Attached | None = model.__dict__.pop("_startrail", None)
+    base: Any = model if isinstance(model, PreTrainedModel) else _inside_adapters(model)
+    attached: Attached | None = None if base is None else base.__dict__.pop("_startrail", None)
     if attached is None:
         raise ValueError("the model is not attached to startrail")
-    for name, config in _configs(vision.text_model(model)).items():
+    for name, config in _configs(vision.text_model(base)).items():
         config._attn_implementation_internal = attached.original_attention[name]
-    for hook in model.__dict__.pop("_startrail_hooks"):
+    for hook in base.__dict__.pop("_startrail_hooks"):
         hook.remove()
-    without_logits.remove(model)
-    tiles.untile_mlps(model)
-    model.__dict__.pop("gradient_checkpointing_enable", None)
+    without_logits.remove(base)
+    tiles.untile_mlps(base)
+    base.__dict__.pop("gradient_checkpointing_enable", None)
     return model
 
 

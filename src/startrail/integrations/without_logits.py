@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from startrail.checkpoint import in_chunks
+from startrail.integrations import routers
+from startrail.integrations.batch import IGNORE
 
 CHUNK_BYTES = 128 * 2**20  # of one chunk's logits in float32
 FUSED = "fused_lm_head"  # by which TRL asks for its own loss without logits
@@ -71,6 +73,10 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
         return original(**options)
 
     layers = model.get_submodule(name)
+    # the loss of a token without a label is what the model adds to the loss of labels
+    adds_more = routers.is_wanted(model, options)
+    nothing = torch.full_like(labels[:, :1], IGNORE) if adds_more else None
+    of_chunks = {**options, "output_router_logits": False} if adds_more else options
     results: list[Any] = []
 
     def run_layers(*arguments: Any, **options: Any) -> Any:
@@ -79,14 +85,17 @@ def forward_without_logits(model: PreTrainedModel, *arguments: Any, **options: A
 
     def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
         with _replaced(model, name, lambda *_, **__: _with_hidden(results[0], hidden)):
-            loss: Tensor = original(**{**options, "labels": labels, "shift_labels": labels}).loss
+            loss: Tensor = original(**{**of_chunks, "labels": labels, "shift_labels": labels}).loss
             return loss
 
     with _replaced(model, name, run_layers):  # in which only the head has parameters
-        output = original(**{**options, "labels": None, "shift_labels": None})  # with logits of one token, dropped
+        output = original(
+            **{**options, "labels": nothing, "shift_labels": nothing}
+        )  # with logits of one token, dropped
         hidden = results[0][0].flatten(0, 1).unsqueeze(0)
         chunk = attached.loss_chunk or tokens_per_chunk(_vocabulary(model))
         loss = in_chunks(model, loss_of, hidden, labels.reshape(1, -1), chunk=chunk, summed=True)
+        loss = loss + output.loss if adds_more else loss
     _announce(model, attached, labels.numel(), chunk)
     return type(output)(**{**output, "loss": loss, "logits": None})
 
