@@ -16,8 +16,8 @@ that finds itself behind continues in the newest epoch. A rank that the others h
 because of the same failure already, joins them without an error (``RejoinError``):
 
 - the others timed out waiting for it, as they do when its own code raised and it skipped a call;
-- after an error, it is a batch ahead of the others. These find their data among what it was given before, raise, and
-  meet it at its batch;
+- after an error, it is a batch ahead of the others. They see that it has already had their batch, raise, skip that
+  batch, and meet it at its own;
 - the others have heard of a failure in another instance. A rank that waits for long looks at all instances of its
   process: the ranks that failed there may never come to this call.
 """
@@ -367,7 +367,7 @@ class Consensus:
 
     @property
     def _known_epoch(self) -> int:
-        """The ends of all epochs before have raised an error on this rank."""
+        """This rank has already raised an error for every epoch before this one."""
         return self.epoch if self._noticed is None else max(self.epoch, self._noticed.epoch)
 
     def _failure_elsewhere(self) -> Exception | None:

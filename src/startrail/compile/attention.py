@@ -101,7 +101,7 @@ class Attention(Problem):
         )
 
     def part(self, split: Split, layout: Layout, zone: Zone) -> AttentionPart:
-        """What a zone runs, as its first rank has it if it has no larger zone."""
+        """What a zone runs on its first rank, if its tokens are the first of that rank's."""
         inner, levels, mask = split.plan.inside(zone.level), len(split.plan.levels), self.visible
         sizes, keep_own = self.sizes(split.plan, layout.largest), split.plan.keeps_exchanged
         of_zone = _for_zone(sizes, inner, zone, None)

@@ -65,7 +65,7 @@ class Part(ABC):
 
     @property
     def padded_tokens(self) -> int:
-        """The same as its programs see them: ranks that exchange the heads of a shard have equally many."""
+        """This rank's tokens with the padding that its programs need: ranks that exchange heads have equally many."""
         return self.sizes.tokens_of(self.place.shard) // self.sizes.plan.heads
 
     @cached_property

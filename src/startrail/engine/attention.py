@@ -126,8 +126,8 @@ def sizes_of(settings: Settings, shapes: Shapes) -> Sizes:
 
 
 def kept_bytes(session: Session, shapes: Shapes) -> int:
-    """What a forward pass keeps at most, as its tensors' shapes tell. Other ranks' pieces are larger if their shares
-    are."""
+    """An upper bound of what a forward pass keeps, from the shapes of its tensors alone: while torch.compile traces, no
+    documents are known. Other ranks' pieces are larger than this one's if their shares are."""
     if session.largest_share > 1:
         shapes = shapes.with_tokens(int(1.05 * session.largest_share * shapes.tokens))
     return most_kept_bytes(session.settings.split, session.rank, sizes_of(session.settings, shapes))

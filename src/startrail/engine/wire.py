@@ -78,9 +78,9 @@ class Wire:
         return [field.shape for field in self.fields(kind, tokens) if len(field.shape) == 4]
 
     def rounded(self, x: Tensor) -> Tensor:
-        """``x`` as the peers see it. If a rank used more digits for its own blocks, the logits and sums of a backward
-        pass that computes them elsewhere would not match lse and delta. bfloat16 and float16 have one size, but neither
-        holds the other's numbers."""
+        """``x`` as the peers see it. The backward pass may compute a block on another rank than the forward pass did,
+        from rounded inputs, so the rank that has the original numbers rounds them too: lse and delta would not match
+        otherwise. bfloat16 and float16 have one size, but neither holds the other's numbers."""
         return x if self._holds_inputs else x.to(self.wire_dtype)
 
     # --- heads

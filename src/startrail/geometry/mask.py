@@ -372,7 +372,8 @@ def _add_to_staircase(stairs: list[list[Segment]], seen: Segment) -> None:
         return
     if len(stairs) == MAX_STAIRCASES:
         raise ValueError(
-            f"these slices need more than {MAX_STAIRCASES} staircases, the most of one mask: from one to the next, "
-            f"neither end of what a query sees may decrease, and number {MAX_STAIRCASES + 1} begins at query {seen.q0}"
+            f"these slices need more than {MAX_STAIRCASES} staircases, which is the limit: query {seen.q0} begins "
+            f"number {MAX_STAIRCASES + 1}. Within a staircase, neither end of the visible keys ever decreases from one "
+            "query to the next; use fewer or wider slices"
         )
     stairs.append([seen])

@@ -57,7 +57,8 @@ class Accumulator(ABC, Generic[Result]):
             self._allocate(empty=True)
 
     def _add_waiting(self, rows: tuple[int, int]) -> None:
-        """Add the results of these rows, but a first one of all rows before: that needs no empty accumulator."""
+        """Add the waiting results of these rows. If none was added yet and one of all rows waits too, that one comes
+        first: it becomes the accumulator."""
         everything = (0, self.shape[2])
         if self._is_new and rows != everything and everything in self._waiting:
             self._add_waiting(everything)

@@ -48,8 +48,8 @@ class Kernel(ABC):
     ``costs`` decide how its blocks are cut into tiles. ``reason`` says why this backend was chosen. With a ``softcap``
     c, a logit x becomes c * tanh(x / c); lse and gradients are those of the capped logits. ``sm_margin``: the
     multiprocessors of a GPU that transfers hold while blocks are computed. ``rows_first``: messages hold (batch, rows,
-    heads, dim). ``compiles``: its first calls compile something. All backends of one device type and dtype agree: ranks
-    may choose different ones."""
+    heads, dim). ``compiles``: its first calls compile something. ``rows_first`` is the same for all backends of one
+    device type and dtype, because ranks may choose different ones."""
 
     name: str
     costs = Costs()

@@ -26,8 +26,8 @@ from startrail.schedule.walk import Message, WalkStep
 
 
 class Together(NamedTuple):
-    """Messages that complete together: ``groups`` of their indices. ``of_buffer`` lists for each buffer whether it is
-    sent, and the groups that it waits for."""
+    """Messages that complete together: ``groups`` of their indices. ``of_buffer`` says of each buffer whether it is
+    sent, and which groups must complete before it may be read, or reused if it is sent."""
 
     groups: tuple[tuple[int, ...], ...]
     of_buffer: tuple[tuple[bool, tuple[int, ...]], ...]
