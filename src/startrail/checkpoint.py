@@ -19,13 +19,16 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from startrail.engine import halo as _halo
 from startrail.engine import op as _op
 
 
 def checkpoint_context() -> Any:
-    """Pass as ``context_fn``: the backward pass recomputes everything except attention, whose results are saved."""
-    assert _op.attention is not None  # importing it registers the op
-    return create_selective_checkpoint_contexts([torch.ops.startrail.attention.default])
+    """Pass as ``context_fn``: the backward pass recomputes everything except attention, and what other layers get from
+    other ranks. Their results are saved."""
+    ops = torch.ops.startrail
+    assert _op.attention is not None and _halo.gather_halo is not None  # importing them registers the ops
+    return create_selective_checkpoint_contexts([ops.attention.default, ops.gather_halo.default])
 
 
 def in_chunks(

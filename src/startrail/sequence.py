@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
 from startrail.compile.call import CompiledCall
@@ -23,7 +24,6 @@ from startrail.engine.op_key import SequenceState
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.schedule.program import lane_names
-from startrail.schedule.values import PASSES
 from startrail.step_checks import check_shifted
 
 if TYPE_CHECKING:
@@ -96,8 +96,13 @@ class Sequence:
 
     @property
     def padded_runs(self) -> Runs:
-        """The same with this rank's padding, which has positions beyond the sequence."""
+        """``runs`` with this rank's padding, which has positions beyond the sequence."""
         return self._layout.table[self.sp.rank]
+
+    @property
+    def document_runs(self) -> Runs:
+        """``runs`` cut where documents begin: runs of one document each. Adjacent runs of a document are one."""
+        return tuple(run for run in hybrid.held_runs(self) if run[0] < self.length)
 
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
@@ -271,7 +276,7 @@ class Sequence:
         names = lane_names(self.sp._session.place)
         return {
             str(pass_): {name: sent for name, sent in zip(names, call.traffic(pass_), strict=True) if sent}
-            for pass_ in PASSES
+            for pass_ in call.problem.passes
         }
 
     # --- attention
@@ -352,6 +357,32 @@ class Sequence:
         if group is None or self.sp.world == 1:
             return largest
         return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits", group)
+
+    # --- convolutions and recurrences
+
+    def halo(self, x: Tensor, before: int, dim: int = 1) -> Tensor:
+        """The ``before`` tokens before each of this rank's ``document_runs``, from whichever ranks hold them: for each
+        run, zeros where its document begins less than ``before`` tokens earlier. x has this rank's tokens in ``dim``;
+        the result has (runs, before) there instead. Any dtype. Differentiable.
+
+        >>> from startrail import SequenceParallel
+        >>> sequence = SequenceParallel("1x1").sequence(5, [0, 2, 5])
+        >>> sequence.document_runs, sequence.halo(torch.arange(1, 6), before=2, dim=0).tolist()
+        (((0, 2), (2, 3)), [[0, 0], [0, 0]])
+        """
+        return hybrid.halo(self, x, before, dim)
+
+    def conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, dim: int = 2
+    ) -> Tensor:
+        """A causal depthwise convolution over the whole sequence, as ``causal_conv1d_fn`` of transformers computes it
+        on one rank. No document sees another.
+
+        x is (batch, channels, local tokens), or (batch, local tokens, channels) with ``dim=1``; ``weight`` (channels,
+        width), whose last number is for the token itself; ``activation`` None, "silu" or "swish". Gradients of weight
+        and bias are this rank's share, as those of any layer.
+        """
+        return hybrid.conv1d(self, x, weight, bias, activation, dim)
 
 
 def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGroup) -> Tensor:
