@@ -51,6 +51,7 @@ SAME_NAMES = {
     "memory": "its estimate, and what saves it",
     "predict": "dense calls, and sparse ones",
     "reference": "a kernel, and a whole call",
+    "scan": "the two halves of one kind of call",
     "streams": "of documents, and of tokens in a split module",
     "text": "as data, and as a drawing",
     "tiles": "of a mask, and of an MLP",

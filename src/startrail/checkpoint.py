@@ -21,14 +21,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from startrail.engine import halo as _halo
 from startrail.engine import op as _op
+from startrail.engine import scan as _scan
 
 
 def checkpoint_context() -> Any:
     """Pass as ``context_fn``: the backward pass recomputes everything except attention, and what other layers get from
     other ranks. Their results are saved."""
     ops = torch.ops.startrail
-    assert _op.attention is not None and _halo.gather_halo is not None  # importing them registers the ops
-    return create_selective_checkpoint_contexts([ops.attention.default, ops.gather_halo.default])
+    assert _op.attention and _halo.gather_halo and _scan.carry_states  # importing them registers the ops
+    saved = [ops.attention.default, ops.gather_halo.default, ops.carry_states.default]
+    return create_selective_checkpoint_contexts(saved)
 
 
 def in_chunks(

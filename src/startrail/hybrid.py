@@ -1,4 +1,20 @@
-"""Layers other than attention over a split sequence: halos and convolutions. They are methods of ``Sequence``.
+"""Layers other than attention over a split sequence: halos, convolutions and recurrences, as methods of ``Sequence``.
+
+A recurrence takes the tensors of this rank's tokens, and its own options; whatever else is in the sequence, the result
+is that of one process:
+
+    out = sequence.scan(startrail.gated_delta_rule, q, k, v, g, beta, normalize=True)     # (batch, tokens, heads, dim)
+    out = sequence.scan(startrail.kimi_delta_rule, q, k, v, g, beta, normalize=True)      # g per row of the state
+    out = sequence.scan(startrail.decayed_attention, c, b, dt * x, dt * a)                # Mamba-2, lightning, RetNet
+    out = sequence.scan(startrail.selective_scan, x, dt, a, b, c)                         # Mamba-1
+    h = sequence.scan(startrail.linear_recurrence, a, b)                                  # RG-LRU
+
+With ``output_final_state=True`` the result is (out, state after each document), the same on every rank, and
+``initial_state`` is the state before each document: both are (batch, documents, ...), such as (batch, documents, heads,
+key dim, value dim). Their gradients are this rank's share, as those of `Sequence.shard` and `Sequence.unshard`.
+
+The kernel may be any function ``kernel(*tensors, lengths=..., **options)`` that returns a
+``startrail.kernels.runs.Recurrence`` of runs of these lengths.
 
 >>> from startrail import SequenceParallel
 >>> sequence = SequenceParallel("1x1").sequence(5, documents=[0, 2, 5])
@@ -11,19 +27,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from startrail.compile.scan import SCAN_FORWARD
 from startrail.engine.arguments import is_int
 from startrail.engine.halo import prepared_halo
+from startrail.engine.scan import StateType, prepared_scan
 from startrail.geometry.layout import Runs, cut_at_documents
 from startrail.kernels.convolution import causal_conv1d
 
 if TYPE_CHECKING:
+    from startrail.compile.scan import ScanPart
+    from startrail.kernels.runs import Recurrence
     from startrail.sequence import Sequence
 
 Checked = TypeVar("Checked")
@@ -87,6 +109,81 @@ def conv1d(
     return out if dim in (2, -1) else out.mT
 
 
+def scan(
+    sequence: Sequence, kernel: Callable[..., Recurrence], tensors: SequenceOf[Tensor], initial_state: Tensor | None,
+    output_final_state: bool, options: Mapping[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """What `Sequence.scan` returns."""
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+    lengths = [count for _, count in held_runs(sequence)] or [0]
+
+    def prepare() -> Recurrence:
+        if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+            raise ValueError(f"{name} needs tensors, got {', '.join(type(x).__name__ for x in tensors) or 'none'}")
+        _check_tokens(sequence, tensors[0], 1)
+        recurrence = kernel(*tensors, lengths=lengths, **options)
+        batch, _, *shape = recurrence.shape
+        if initial_state is not None and initial_state.shape != (batch, documents, *shape):
+            raise ValueError(
+                f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents, "
+                f"{(batch, documents, *shape)}"
+            )
+        return recurrence
+
+    documents = len(sequence.documents) - 1
+    recurrence = on_all_ranks(sequence, prepare)
+    batch, _, *shape = recurrence.shape
+    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device)
+    part = prepared_scan(sequence.sp._session, sequence._state.batch, state, name).part
+    entering = None
+    if initial_state is not None:
+        first = torch.tensor(list(part.begins.items()), device=initial_state.device, dtype=torch.int64).view(-1, 2)
+        zeros = initial_state.new_zeros(recurrence.shape, dtype=recurrence.dtype)
+        entering = zeros.index_copy(1, first[:, 1], initial_state.to(recurrence.dtype)[:, first[:, 0]])
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
+    out, after = _carried(sequence, part, recurrence, tensors, entering, (name, gradients))
+    if not output_final_state:
+        return out
+    last = torch.tensor(list(part.ends.items()), device=after.device, dtype=torch.int64).view(-1, 2)
+    final = after.new_zeros(documents, *after.shape[1:]).index_copy(0, last[:, 0], after[last[:, 1]])
+    return out, sequence._gather(final.unsqueeze(0), 0).sum(0).transpose(0, 1)
+
+
+def _carried(
+    sequence: Sequence, part: ScanPart, recurrence: Recurrence, tensors: SequenceOf[Tensor], entering: Tensor | None,
+    call: tuple[str, bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs, and the states after each run (runs, batch, ...). ``entering``: what documents begin with, in the
+    runs where they do."""
+    carry = partial(torch.ops.startrail.carry_states, op_key=sequence._state.op_key, session=sequence.sp._name)
+    if part.numbered_hops(SCAN_FORWARD):
+        given = recurrence.transition, recurrence.contribution, entering
+        inputs = [x if x is None else x.transpose(0, 1) for x in given]
+        before, after, _ = carry(*inputs, recurrence.matrix, kernel=call[0], gradients=call[1])
+        return recurrence.outputs(before.transpose(0, 1)), after
+    # The rank has whole documents only, and no use for what others send. It takes part, so that all agree.
+    out, states = recurrence.run(entering)
+    if not sequence.local:
+        states = _Tied.apply(states, *tensors)
+    states = states.transpose(0, 1)
+    before, after, _ = carry(torch.zeros_like(states), states, None, False, kernel=call[0], gradients=call[1])
+    return _Tied.apply(out, before), after
+
+
+class _Tied(torch.autograd.Function):
+    """``out``. Its backward pass goes through ``others`` as well, with zeros: other ranks' may wait for theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        (grad,) = grads
+        return grad, *map(torch.zeros_like, ctx.saved_tensors)
+
+
 def _shape(x: object) -> str:
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
@@ -98,12 +195,16 @@ def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
         raise ValueError(f"before={before!r} must be a whole number of tokens, at least 1")
     if not is_int(dim) or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
-    if x.shape[dim] != sequence.local:
-        raise ValueError(
-            f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}, but this rank holds "
-            f"{sequence.local} of the sequence"
-        )
+    _check_tokens(sequence, x, dim)
     return dim % x.dim()
+
+
+def _check_tokens(sequence: Sequence, x: Tensor, dim: int) -> None:
+    if x.dim() <= dim or x.shape[dim] != sequence.local:
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} does not have the {sequence.local} tokens of this rank in dimension "
+            f"{dim}"
+        )
 
 
 def _halo_rows(sequence: Sequence, x: Tensor, before: int) -> Tensor:

@@ -29,6 +29,7 @@ from startrail.step_checks import check_shifted
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from startrail.kernels.runs import Recurrence
     from startrail.parallel import SequenceParallel
 
 
@@ -383,6 +384,32 @@ class Sequence:
         and bias are this rank's share, as those of any layer.
         """
         return hybrid.conv1d(self, x, weight, bias, activation, dim)
+
+    @overload
+    def scan(
+        self, kernel: Callable[..., Recurrence], *tensors: Tensor,
+        initial_state: Tensor | None = ..., output_final_state: Literal[False] = ..., **options: Any,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def scan(
+        self, kernel: Callable[..., Recurrence], *tensors: Tensor,
+        initial_state: Tensor | None = ..., output_final_state: Literal[True], **options: Any,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def scan(
+        self, kernel: Callable[..., Recurrence], *tensors: Tensor,
+        initial_state: Tensor | None = None, output_final_state: bool = False, **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """A linear recurrence over the whole sequence, for this rank's tokens: the outputs of ``kernel(*tensors,
+        **options)``, where ``kernel`` is ``startrail.gated_delta_rule``, for example. `startrail.hybrid` lists all.
+        Every rank of the group must make the call, with the same arguments except for the tokens.
+
+        Only states are sent: one where a document goes on at another rank, and one back in the backward pass.
+        ``initial_state`` (batch, documents, ...) is the state before each document, the same on all ranks, zeros by
+        default. With ``output_final_state`` it returns (outputs, the state after each document), on all ranks.
+        """
+        return hybrid.scan(self, kernel, tensors, initial_state, output_final_state, options)
 
 
 def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGroup) -> Tensor:

@@ -203,7 +203,7 @@ def test_mistakes_raise_on_all_ranks_and_all_can_continue():
         "rank 1: before=2.5 must be a whole number of tokens",
         "before=0 must be a whole number of tokens, at least 1",
         "ranks disagree",
-        "rank 1: a tensor of shape (1, 7, 2) has 7 tokens in dimension 1, but this rank holds 8",
+        "rank 1: a tensor of shape (1, 7, 2) does not have the 8 tokens of this rank in dimension 1",
         "ranks disagree",
         "dim 3 is not a dimension",
         "rank 1: weight (1, 4) is not (channels, width) for 2 channels",

@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from typing import ClassVar
 
 from startrail.compile.call import ByLevel, Part
 from startrail.compile.problem import Problem, Split
@@ -30,10 +28,10 @@ from startrail.geometry.needs import divide, tokens_before, union
 from startrail.schedule.demand import Demand
 from startrail.schedule.families.direct import fetch_steps, return_steps
 from startrail.schedule.places import Place
-from startrail.schedule.plan import Plan, on_demand
+from startrail.schedule.plan import on_demand
 from startrail.schedule.program import Program
 from startrail.schedule.proof import Contents, ScheduleError
-from startrail.schedule.sizes import Field, PieceSizes
+from startrail.schedule.sizes import RowSizes
 from startrail.schedule.values import Block, Pass, Piece, Step
 
 HALO_FORWARD = Pass("halo forward", ("edge",), ("edge",), ("halo",), ("edge",), True)
@@ -73,24 +71,11 @@ class Halo(Problem):
         return f"{self.before} tokens before each run, {self.features} numbers each, {super().__str__()}"
 
 
-@dataclass(frozen=True)
-class HaloSizes(PieceSizes):
-    """Those of the tokens that ranks hold for each other."""
+class HaloSizes(RowSizes):
+    """Those of the tokens that ranks hold for each other. Fetched ones go straight to where they are needed."""
 
-    plan: Plan
-    local: int
-    of_shard: tuple[int, ...]
-    features: int
-    itemsize: int
-    batch: int = 1
-    kinds: ClassVar[tuple[str, ...]] = ("edge", "halo", "dhalo", "dedge")
-
-    def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
-        """Fetched tokens go straight to where they are needed: there is no other ``halo``."""
-        return () if kind == "halo" else (Field((1, 1, tokens, self.features), False),)
-
-    def bytes_of(self, field: Field) -> int:
-        return prod(field.shape) * self.itemsize
+    kinds = ("edge", "halo", "dhalo", "dedge")
+    empty = ("halo",)
 
 
 @dataclass(frozen=True, eq=False)
