@@ -43,11 +43,13 @@ MAX_FUNCTION_LINES, MAX_TEST_LINES, MANY_LINES = 60, 100, 600
 # File names that several packages use on purpose, and why.
 SAME_NAMES = {
     "attention": "the two halves of one kind of call: what it compiles to, and what runs it",
+    "halo": "the two halves of one kind of call",
     "base": "the interface of a package",
     "proof": "of programs, and of the compiled calls that they are parts of",
     "batch": "what layers of a batch share, and a Hugging Face batch",
     "predict": "dense calls, and sparse ones",
     "reference": "a kernel, and a whole call",
+    "scan": "the two halves of one kind of call",
     "tiles": "of a mask, and of an MLP",
 }
 # Files that bring others together, and so import more than 12.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from startrail.agreement.errors import PeerError
     from startrail.checkpoint import checkpoint_context
     from startrail.geometry.mask import Mask
+    from startrail.kernels.elementwise import linear_recurrence, selective_scan
+    from startrail.kernels.recurrences import decayed_attention, gated_delta_rule, kimi_delta_rule
     from startrail.losses import global_mean, gradient_factor, next_tokens, sum_gradients
     from startrail.parallel import SequenceParallel
     from startrail.planner.answer import plan
@@ -27,11 +29,16 @@ __all__ = [
     "Sequence",
     "SequenceParallel",
     "checkpoint_context",
+    "decayed_attention",
+    "gated_delta_rule",
     "global_mean",
     "gradient_factor",
+    "kimi_delta_rule",
+    "linear_recurrence",
     "losses",
     "next_tokens",
     "plan",
+    "selective_scan",
     "sum_gradients",
     "testing",
 ]
@@ -43,10 +50,15 @@ _HOMES = {
     "Sequence": "sequence",
     "SequenceParallel": "parallel",
     "checkpoint_context": "checkpoint",
+    "decayed_attention": "kernels.recurrences",
+    "gated_delta_rule": "kernels.recurrences",
     "global_mean": "losses",
     "gradient_factor": "losses",
+    "kimi_delta_rule": "kernels.recurrences",
+    "linear_recurrence": "kernels.elementwise",
     "next_tokens": "losses",
     "plan": "planner.answer",
+    "selective_scan": "kernels.elementwise",
     "sum_gradients": "losses",
 }
 

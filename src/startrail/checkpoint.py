@@ -19,13 +19,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from startrail.engine import halo as _halo
 from startrail.engine import op as _op
+from startrail.engine import scan as _scan
 
 
 def checkpoint_context() -> Any:
-    """Pass as ``context_fn``: the backward pass recomputes everything except attention, whose results are saved."""
-    assert _op.attention is not None  # importing it registers the op
-    return create_selective_checkpoint_contexts([torch.ops.startrail.attention.default])
+    """Pass as ``context_fn``: the backward pass recomputes everything except attention, and what other layers get from
+    other ranks. Their results are saved."""
+    ops = torch.ops.startrail
+    assert _op.attention and _halo.gather_halo and _scan.carry_states  # importing them registers the ops
+    saved = [ops.attention.default, ops.gather_halo.default, ops.carry_states.default]
+    return create_selective_checkpoint_contexts(saved)
 
 
 def in_chunks(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
 from startrail.compile.call import CompiledCall
@@ -23,12 +24,12 @@ from startrail.engine.op_key import SequenceState
 from startrail.geometry.layout import Layout, Runs
 from startrail.geometry.mask import Mask
 from startrail.schedule.program import lane_names
-from startrail.schedule.values import PASSES
 from startrail.step_checks import check_shifted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from startrail.kernels.runs import Recurrence
     from startrail.parallel import SequenceParallel
 
 
@@ -96,8 +97,13 @@ class Sequence:
 
     @property
     def padded_runs(self) -> Runs:
-        """The same with this rank's padding, which has positions beyond the sequence."""
+        """``runs`` with this rank's padding, which has positions beyond the sequence."""
         return self._layout.table[self.sp.rank]
+
+    @property
+    def document_runs(self) -> Runs:
+        """``runs`` cut where documents begin: runs of one document each. Adjacent runs of a document are one."""
+        return tuple(run for run in hybrid.held_runs(self) if run[0] < self.length)
 
     def packed(self, documents: Tensor | SequenceOf[int] | None) -> Sequence:
         """The same tokens on the same ranks with other documents: global cu_seqlens (0, ..., length). Documents of this
@@ -271,7 +277,7 @@ class Sequence:
         names = lane_names(self.sp._session.place)
         return {
             str(pass_): {name: sent for name, sent in zip(names, call.traffic(pass_), strict=True) if sent}
-            for pass_ in PASSES
+            for pass_ in call.problem.passes
         }
 
     # --- attention
@@ -352,6 +358,58 @@ class Sequence:
         if group is None or self.sp.world == 1:
             return largest
         return _wait_for(lambda: max_over_ranks(largest, group), "the largest logits", group)
+
+    # --- convolutions and recurrences
+
+    def halo(self, x: Tensor, before: int, dim: int = 1) -> Tensor:
+        """The ``before`` tokens before each of this rank's ``document_runs``, from whichever ranks hold them: for each
+        run, zeros where its document begins less than ``before`` tokens earlier. x has this rank's tokens in ``dim``;
+        the result has (runs, before) there instead. Any dtype. Differentiable.
+
+        >>> from startrail import SequenceParallel
+        >>> sequence = SequenceParallel("1x1").sequence(5, [0, 2, 5])
+        >>> sequence.document_runs, sequence.halo(torch.arange(1, 6), before=2, dim=0).tolist()
+        (((0, 2), (2, 3)), [[0, 0], [0, 0]])
+        """
+        return hybrid.halo(self, x, before, dim)
+
+    def conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, dim: int = 2
+    ) -> Tensor:
+        """A causal depthwise convolution over the whole sequence, as ``causal_conv1d_fn`` of transformers computes it
+        on one rank. No document sees another.
+
+        x is (batch, channels, local tokens), or (batch, local tokens, channels) with ``dim=1``; ``weight`` (channels,
+        width), whose last number is for the token itself; ``activation`` None, "silu" or "swish". Gradients of weight
+        and bias are this rank's share, as those of any layer.
+        """
+        return hybrid.conv1d(self, x, weight, bias, activation, dim)
+
+    @overload
+    def scan(
+        self, kernel: Callable[..., Recurrence], *tensors: Tensor,
+        initial_state: Tensor | None = ..., output_final_state: Literal[False] = ..., **options: Any,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def scan(
+        self, kernel: Callable[..., Recurrence], *tensors: Tensor,
+        initial_state: Tensor | None = ..., output_final_state: Literal[True], **options: Any,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def scan(
+        self, kernel: Callable[..., Recurrence], *tensors: Tensor,
+        initial_state: Tensor | None = None, output_final_state: bool = False, **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """A linear recurrence over the whole sequence, for this rank's tokens: the outputs of ``kernel(*tensors,
+        **options)``, where ``kernel`` is ``startrail.gated_delta_rule``, for example. `startrail.hybrid` lists all.
+        Every rank of the group must make the call, with the same arguments except for the tokens.
+
+        Only states are sent: one where a document goes on at another rank, and one back in the backward pass.
+        ``initial_state`` (batch, documents, ...) is the state before each document, the same on all ranks, zeros by
+        default. With ``output_final_state`` it returns (outputs, the state after each document), on all ranks.
+        """
+        return hybrid.scan(self, kernel, tensors, initial_state, output_final_state, options)
 
 
 def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGroup) -> Tensor:

@@ -27,6 +27,7 @@ rank. Tokens are then cut in proportion. A rank whose share is less than a token
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,6 +150,27 @@ def joined(runs: Iterable[tuple[int, int]], length: int) -> Runs:
         else:
             merged.append((start, count))
     return tuple(merged)
+
+
+def cut_at_documents(runs: Iterable[tuple[int, int]], documents: Sequence[int]) -> Runs:
+    """Runs of one document each (``documents`` are cu_seqlens), in the order of ``runs``; what lies beyond the sequence
+    is cut off. Adjacent runs of a document are one.
+
+    >>> cut_at_documents([(2, 2), (4, 5), (20, 3)], documents=(0, 3, 7, 8))
+    ((2, 1), (3, 4), (7, 1), (8, 1), (20, 3))
+    """
+    cut: list[tuple[int, int]] = []
+    for start, count in runs:
+        stop = start + count
+        while start < stop:
+            number = bisect_right(documents, start)
+            end = min(stop, documents[number]) if number < len(documents) else stop
+            if cut and sum(cut[-1]) == start != documents[number - 1]:
+                cut[-1] = cut[-1][0], end - cut[-1][0]
+            else:
+                cut.append((start, end - start))
+            start = end
+    return tuple(cut)
 
 
 def weights_of(shares: Sequence[float] | None, world: int) -> tuple[int, ...]:

@@ -30,8 +30,7 @@ def causal_conv1d(
         history = x.new_zeros(before)
     elif history.shape != before:
         raise ValueError(f"history has shape {tuple(history.shape)}, expected {before}: width - 1 tokens")
-    if x.shape[2] == 0:
-        return x  # conv1d needs a whole window
     tokens = torch.cat((history, x), 2).to(weight.dtype)
-    out = F.conv1d(tokens, weight.unsqueeze(1), bias, groups=channels)
+    tokens = tokens if x.shape[2] else F.pad(tokens, (0, 1))  # conv1d needs a whole window
+    out = F.conv1d(tokens, weight.unsqueeze(1), bias, groups=channels)[:, :, : x.shape[2]]
     return (out if activation is None else F.silu(out)).to(x.dtype)

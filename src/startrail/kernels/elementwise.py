@@ -58,6 +58,7 @@ class LinearRecurrence(Recurrence):
         dtype = torch.promote_types(b.dtype, torch.float32)
         self._a = self._chunks.split(a.to(dtype), padding=1.0).movedim(2, 0)
         self._b = self._chunks.split(b.to(dtype)).movedim(2, 0)
+        self.shape, self.dtype = (b.shape[0], self._chunks.runs, *b.shape[2:]), dtype
         self._dtype = b.dtype
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -107,13 +108,13 @@ class SelectiveScan(Recurrence):
         dtype = torch.promote_types(x.dtype, torch.float32)
         self._tokens = [tensor.to(dtype) for tensor in (x, dt, b, c)]
         self._a, self._dtype = a.to(dtype), x.dtype
+        self.shape, self.dtype = (x.shape[0], len(self._lengths), *a.shape), dtype
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x, *_ = self._tokens
-        shape = x.shape[0], len(self._lengths), *self._a.shape
         if state is None:
-            state = x.new_zeros(shape)
-        check_states(state, shape)
+            state = x.new_zeros(self.shape)
+        check_states(state, self.shape)
         states = list(state.to(x.dtype).unbind(1))
         outs = [x[:, :0]]
         for first, pieces in _blocks(self._lengths):

@@ -53,6 +53,8 @@ class HeadRecurrence(Recurrence):
         self._chunks, self._moves, self._adds, self._reads, self._local = chunks, moves, adds, reads, local
         self._dtype, self._gain = dtype, gain
         self.matrix = moves.shape[-2:] != (1, 1)
+        _, batch, *heads, rows, columns = adds.shape
+        self.shape, self.dtype = (batch, chunks.runs, prod(heads), rows, columns), adds.dtype
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         before, after = self._from_zero if state is None else self._carry(self._sorted(state))

@@ -27,9 +27,12 @@ CHUNK = 64  # tokens
 
 class Recurrence(ABC):
     """Some runs of tokens, as a function of the state before each. ``matrix`` says whether a ``transition`` is a matrix
-    for each head, or multiplies the state elementwise."""
+    for each head, or multiplies the state elementwise. ``shape`` is that of the states, (batch, runs, ...), ``dtype``
+    theirs."""
 
     matrix: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @abstractmethod
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

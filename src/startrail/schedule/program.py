@@ -62,7 +62,11 @@ class Program:
         last: dict[Piece, int] = {}
         for index, step in enumerate(self.steps):
             needed = [piece for block in step.blocks for piece in self.pass_.needs(block)]
-            for piece in (*needed, *(post.piece for post in step.posts if post.piece.kind not in self.pass_.results)):
+            for post in step.posts:
+                if post.piece.kind not in self.pass_.results:
+                    bundle = self.bundles.get(post.piece.shard, Bundle(()))
+                    needed += [post.piece, *(post.piece._replace(shard=source.shard) for source in bundle.sources)]
+            for piece in needed:
                 last[piece] = index
         done: list[list[Piece]] = [[] for _ in self.steps]
         for piece, index in last.items():

@@ -89,6 +89,26 @@ class PieceSizes(ABC):
 
 
 @dataclass(frozen=True)
+class RowSizes(PieceSizes):
+    """Those of pieces with a row of ``features`` numbers for each of their tokens, or nothing (``empty`` kinds)."""
+
+    plan: Plan
+    local: int
+    of_shard: tuple[int, ...]
+    features: int
+    itemsize: int
+    batch: int = 1
+    kinds: ClassVar[tuple[str, ...]] = ()
+    empty: ClassVar[tuple[str, ...]] = ()
+
+    def fields(self, kind: str, tokens: int) -> tuple[Field, ...]:
+        return () if kind in self.empty else (Field((1, 1, tokens, self.features), False),)
+
+    def bytes_of(self, field: Field) -> int:
+        return prod(field.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
 class Sizes(PieceSizes):
     """Those of attention. ``kv_heads`` are the user's; each is replicated ``copies`` times, so that every rank and
     group gets whole heads. ``itemsize`` and ``wire_itemsize`` are the bytes per element of inputs and payloads.

@@ -1,0 +1,227 @@
+"""Layers other than attention over a split sequence: halos, convolutions and recurrences, as methods of ``Sequence``.
+
+A recurrence takes the tensors of this rank's tokens, and its own options; whatever else is in the sequence, the result
+is that of one process:
+
+    out = sequence.scan(startrail.gated_delta_rule, q, k, v, g, beta, normalize=True)     # (batch, tokens, heads, dim)
+    out = sequence.scan(startrail.kimi_delta_rule, q, k, v, g, beta, normalize=True)      # g per row of the state
+    out = sequence.scan(startrail.decayed_attention, c, b, dt * x, dt * a)                # Mamba-2, lightning, RetNet
+    out = sequence.scan(startrail.selective_scan, x, dt, a, b, c)                         # Mamba-1
+    h = sequence.scan(startrail.linear_recurrence, a, b)                                  # RG-LRU
+
+With ``output_final_state=True`` the result is (out, state after each document), the same on every rank, and
+``initial_state`` is the state before each document: both are (batch, documents, ...), such as (batch, documents, heads,
+key dim, value dim). Their gradients are this rank's share, as those of `Sequence.shard` and `Sequence.unshard`.
+
+The kernel may be any function ``kernel(*tensors, lengths=..., **options)`` that returns a
+``startrail.kernels.runs.Recurrence`` of runs of these lengths.
+
+>>> from startrail import SequenceParallel
+>>> sequence = SequenceParallel("1x1").sequence(5, documents=[0, 2, 5])
+>>> x = torch.tensor([[[1.0], [2.0], [3.0], [4.0], [5.0]]])                # (batch, tokens, channels)
+>>> sequence.document_runs
+((0, 2), (2, 3))
+>>> sequence.conv1d(x, torch.tensor([[10.0, 1.0]]), dim=1).flatten().tolist()      # 3 begins a document
+[1.0, 12.0, 3.0, 34.0, 45.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from startrail.compile.scan import SCAN_FORWARD
+from startrail.engine.arguments import is_int
+from startrail.engine.halo import prepared_halo
+from startrail.engine.scan import StateType, prepared_scan
+from startrail.geometry.layout import Runs, cut_at_documents
+from startrail.kernels.convolution import causal_conv1d
+
+if TYPE_CHECKING:
+    from startrail.compile.scan import ScanPart
+    from startrail.kernels.runs import Recurrence
+    from startrail.sequence import Sequence
+
+Checked = TypeVar("Checked")
+
+
+def held_runs(sequence: Sequence) -> Runs:
+    """This rank's runs of one document each, in the order in which it holds them, padding included."""
+    return cut_at_documents(sequence.padded_runs, sequence._state.batch.boundaries.documents)
+
+
+def on_all_ranks(sequence: Sequence, check: Callable[[], Checked]) -> Checked:
+    """The result of ``check``. Its ``ValueError`` is raised on all ranks."""
+    try:
+        return check()
+    except ValueError as error:
+        sequence.sp._session.refuse(str(error), sequence._state.op_key)
+
+
+def halo(sequence: Sequence, x: Tensor, before: int, dim: int) -> Tensor:
+    """The halo of each real run, as ``Sequence.halo`` returns it."""
+    dim = on_all_ranks(sequence, lambda: _checked_dim(sequence, x, before, dim))
+    found = _halo_rows(sequence, x.movedim(dim, 0), before)
+    real = [start < sequence.length for start, _ in held_runs(sequence)]
+    found = found if all(real) else found[torch.tensor(real, device=x.device)]
+    return found.movedim((0, 1), (dim, dim + 1))
+
+
+def conv1d(
+    sequence: Sequence, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dim: int
+) -> Tensor:
+    """Runs lie one after the other, each with its halo before it, so that one convolution computes all of them."""
+
+    def check() -> None:
+        if not isinstance(x, Tensor) or x.dim() != 3 or dim not in (1, 2, -1, -2):
+            raise ValueError(f"conv1d takes a tensor of three dimensions with its tokens in 1 or 2, got dim={dim}")
+        channels = x.shape[1 if dim in (2, -1) else 2]
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[0] != channels:
+            raise ValueError(f"weight {_shape(weight)} is not (channels, width) for {channels} channels")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias {tuple(bias.shape)} does not have one number for each of {channels} channels")
+        _checked_dim(sequence, x, weight.shape[1], dim)
+        causal_conv1d(x.new_zeros(0, channels, 0), weight, bias, activation)
+
+    on_all_ranks(sequence, check)
+    x = x if dim in (2, -1) else x.mT
+    before, runs = weight.shape[1] - 1, held_runs(sequence)
+    if before:
+        rows = _halo_rows(sequence, x.movedim(2, 0), before).flatten(0, 1).movedim(0, 2)
+        tokens, counts = torch.arange(x.shape[2]), torch.tensor([count for _, count in runs], dtype=torch.int64)
+        run = torch.repeat_interleave(torch.arange(len(runs)), counts)
+        places = (tokens + (run + 1) * before).to(x.device)  # of the tokens, with the halos before them
+        is_halo = torch.ones(len(tokens) + len(runs) * before, dtype=torch.bool, device=x.device)
+        is_halo[places] = False
+        order = torch.empty_like(is_halo, dtype=torch.int64)
+        order[is_halo] = torch.arange(rows.shape[2], device=x.device)
+        order[places] = tokens.to(x.device) + rows.shape[2]
+        together = torch.cat((rows, x), 2).index_select(2, order)
+        out = causal_conv1d(together, weight, bias, activation).index_select(2, places)
+    else:
+        out = causal_conv1d(x, weight, bias, activation)
+    return out if dim in (2, -1) else out.mT
+
+
+def scan(
+    sequence: Sequence, kernel: Callable[..., Recurrence], tensors: SequenceOf[Tensor], initial_state: Tensor | None,
+    output_final_state: bool, options: Mapping[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """What `Sequence.scan` returns."""
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+    lengths = [count for _, count in held_runs(sequence)] or [0]
+
+    def prepare() -> Recurrence:
+        if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+            raise ValueError(f"{name} needs tensors, got {', '.join(type(x).__name__ for x in tensors) or 'none'}")
+        _check_tokens(sequence, tensors[0], 1)
+        recurrence = kernel(*tensors, lengths=lengths, **options)
+        batch, _, *shape = recurrence.shape
+        if initial_state is not None and initial_state.shape != (batch, documents, *shape):
+            raise ValueError(
+                f"initial_state {_shape(initial_state)} must hold a state for each of {documents} documents, "
+                f"{(batch, documents, *shape)}"
+            )
+        return recurrence
+
+    documents = len(sequence.documents) - 1
+    recurrence = on_all_ranks(sequence, prepare)
+    batch, _, *shape = recurrence.shape
+    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device)
+    part = prepared_scan(sequence.sp._session, sequence._state.batch, state, name).part
+    entering = None
+    if initial_state is not None:
+        first = torch.tensor(list(part.begins.items()), device=initial_state.device, dtype=torch.int64).view(-1, 2)
+        zeros = initial_state.new_zeros(recurrence.shape, dtype=recurrence.dtype)
+        entering = zeros.index_copy(1, first[:, 1], initial_state.to(recurrence.dtype)[:, first[:, 0]])
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
+    out, after = _carried(sequence, part, recurrence, tensors, entering, (name, gradients))
+    if not output_final_state:
+        return out
+    last = torch.tensor(list(part.ends.items()), device=after.device, dtype=torch.int64).view(-1, 2)
+    final = after.new_zeros(documents, *after.shape[1:]).index_copy(0, last[:, 0], after[last[:, 1]])
+    return out, sequence._gather(final.unsqueeze(0), 0).sum(0).transpose(0, 1)
+
+
+def _carried(
+    sequence: Sequence, part: ScanPart, recurrence: Recurrence, tensors: SequenceOf[Tensor], entering: Tensor | None,
+    call: tuple[str, bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs, and the states after each run (runs, batch, ...). ``entering``: what documents begin with, in the
+    runs where they do."""
+    carry = partial(torch.ops.startrail.carry_states, op_key=sequence._state.op_key, session=sequence.sp._name)
+    if part.numbered_hops(SCAN_FORWARD):
+        given = recurrence.transition, recurrence.contribution, entering
+        inputs = [x if x is None else x.transpose(0, 1) for x in given]
+        before, after, _ = carry(*inputs, recurrence.matrix, kernel=call[0], gradients=call[1])
+        return recurrence.outputs(before.transpose(0, 1)), after
+    # The rank has whole documents only, and no use for what others send. It takes part, so that all agree.
+    out, states = recurrence.run(entering)
+    if not sequence.local:
+        states = _Tied.apply(states, *tensors)
+    states = states.transpose(0, 1)
+    before, after, _ = carry(torch.zeros_like(states), states, None, False, kernel=call[0], gradients=call[1])
+    return _Tied.apply(out, before), after
+
+
+class _Tied(torch.autograd.Function):
+    """``out``. Its backward pass goes through ``others`` as well, with zeros: other ranks' may wait for theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        (grad,) = grads
+        return grad, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def _shape(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _checked_dim(sequence: Sequence, x: Tensor, before: int, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"need a tensor, got {type(x).__name__}")
+    if not is_int(before) or before < 1:
+        raise ValueError(f"before={before!r} must be a whole number of tokens, at least 1")
+    if not is_int(dim) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
+    _check_tokens(sequence, x, dim)
+    return dim % x.dim()
+
+
+def _check_tokens(sequence: Sequence, x: Tensor, dim: int) -> None:
+    if x.dim() <= dim or x.shape[dim] != sequence.local:
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} does not have the {sequence.local} tokens of this rank in dimension "
+            f"{dim}"
+        )
+
+
+def _halo_rows(sequence: Sequence, x: Tensor, before: int) -> Tensor:
+    """The halos of all runs that this rank holds, (runs, before, ...), of x (tokens, ...)."""
+    session, state, device = sequence.sp._session, sequence._state, x.device
+    as_bytes = not (x.is_floating_point() or x.is_complex())
+    gradients = torch.is_grad_enabled() and x.requires_grad
+
+    features = prod(x.shape[1:])
+    like = x.new_empty(0, features * x.itemsize, dtype=torch.uint8) if as_bytes else x.new_empty(0, features)
+    prepared = prepared_halo(session, state.batch, like, before)
+    held = x.index_select(0, prepared.held.to(device)).reshape(len(prepared.held), features)
+    held = held.view(torch.uint8) if as_bytes else held
+    fetched, _ = torch.ops.startrail.gather_halo(
+        held, prepared.num_fetched, before, state.op_key, sequence.sp._name, gradients
+    )
+    known = torch.cat((held.new_zeros(1, held.shape[1]), held, fetched))
+    found = known.index_select(0, prepared.sources.to(device).flatten())
+    found = found.view(x.dtype) if as_bytes else found
+    return found.view(-1, before, *x.shape[1:])

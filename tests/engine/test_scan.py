@@ -1,0 +1,207 @@
+"""Recurrences over split sequences: exact against one process, and only states are sent, as often as promised."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import startrail
+from startrail.compile.call import compile_call
+from startrail.compile.proof import prove_call
+from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Scan, ScanPart
+from startrail.launch.local import run_local
+from startrail.schedule.proof import ScheduleError
+from startrail.transport import process_groups as groups
+from tests import like_nccl
+from tests.engine.splits import PLANS, SplitCase, of_each_document, random_split
+from tests.helpers import worst
+
+PASSES = (SCAN_FORWARD, SCAN_BACKWARD)
+
+
+def delta_inputs(batch, tokens, rows=False):
+    q, k = torch.randn(2, batch, tokens, 2, 5).unbind()
+    g = -torch.rand(batch, tokens, 4, *([5] if rows else []))
+    return [q, k, torch.randn(batch, tokens, 4, 3), g, 2 * torch.rand(batch, tokens, 4)], (4, 5, 3)
+
+
+def decayed_inputs(batch, tokens):
+    inputs, shape = delta_inputs(batch, tokens)
+    return inputs[:4], shape
+
+
+def selective_inputs(batch, tokens):
+    x, b, c = (torch.randn(batch, tokens, n) for n in (4, 3, 3))
+    return [x, torch.rand_like(x), -torch.rand(4, 3), b, c], (4, 3)
+
+
+def linear_inputs(batch, tokens):
+    return [torch.rand(batch, tokens, 6), torch.randn(batch, tokens, 6)], (6,)
+
+
+KINDS = {
+    "gated_delta_rule": (delta_inputs, dict(normalize=True)),
+    "kimi_delta_rule": (lambda *sizes: delta_inputs(*sizes, rows=True), dict(normalize=True)),
+    "decayed_attention": (decayed_inputs, dict(scale=0.7)),
+    "selective_scan": (selective_inputs, {}),
+    "linear_recurrence": (linear_inputs, {}),
+}
+
+
+def calls_of(case, features=1, itemsize=8):
+    problem = Scan(case.boundaries, 1, "float64", "", features, itemsize)
+    return [compile_call(problem, case.split, rank) for rank in range(case.world)]
+
+
+# --- programs
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_every_run_gets_the_state_of_all_runs_before_it(world):
+    chance = random.Random(world)
+    for _ in range(80):
+        case = random_split(chance, world)
+        prove_call(Scan(case.boundaries, 1), case.split)
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_a_state_is_sent_wherever_a_document_goes_on_at_another_rank(world):
+    chance = random.Random(100 + world)
+    for _ in range(50):
+        case = random_split(chance, world)
+        calls = calls_of(case, 7)
+        owner = {t: rank for rank, call in enumerate(calls) for s, n in call.layout.runs(rank) for t in range(s, s + n)}
+        changes = [(owner[t - 1], owner[t]) for a, b in of_each_document(case) for t in range(a + 1, b)]
+        nodes = [(a // case.nodes, b // case.nodes) for a, b in changes]  # on one level, a rank is a node
+        for pass_ in PASSES:
+            sent = [call.traffic(pass_) for call in calls]
+            assert sum(map(sum, sent)) == 56 * sum(a != b for a, b in changes)
+            assert sum(level[0] for level in sent) == 56 * sum(
+                a != b for a, b in (nodes if case.nodes > 1 else changes)
+            )
+
+
+def test_one_state_each_way_crosses_a_link_between_nodes():
+    """Of a document over all ranks: with zigzag it leaves each node and comes back, contiguous shards pass it once."""
+    for layout, crossings in (("zigzag", 2), ("contiguous", 1)):
+        calls = calls_of(SplitCase("1x4/1x8", 32, layout, 4096, (0, 4096)), 1, 1)
+        for pass_ in PASSES:
+            by_node = [sum(call.traffic(pass_)[0] for call in calls[node : node + 8]) for node in range(0, 32, 8)]
+            assert sum(by_node) == 3 * crossings and max(by_node) == crossings
+
+
+def test_documents_inside_ranks_send_nothing_and_open_no_lanes():
+    calls = calls_of(SplitCase("1x2/1x2", 4, "zones", 64, tuple(range(0, 65, 4))))
+    for call in calls:
+        (part,) = call.parts
+        assert part.demand_level is None and not any(sum(call.traffic(pass_)) for pass_ in PASSES)
+
+
+def in_another_run(part, pass_, program):
+    """Messages carry the state of the rank's other run."""
+    bundles = {}
+    for number, bundle in program.bundles.items():
+        sources = tuple(each._replace(start=(each.start + 1) % len(part.runs)) for each in bundle.sources)
+        bundles[number] = bundle._replace(sources=sources)
+    return replace(program, bundles=bundles)
+
+
+def too_early(part, pass_, program):
+    """The state is sent before the one that it needs has arrived."""
+    first, *others = program.steps
+    return replace(program, steps=(first, *sorted(others, key=lambda step: not step.posts[-1].send)))
+
+
+def left_out(part, pass_, program):
+    """A message arrives, but no run takes it."""
+    return replace(program, steps=tuple(step._replace(blocks=step.blocks[:0]) for step in program.steps))
+
+
+@pytest.mark.parametrize("wrong", [in_another_run, too_early, left_out])
+def test_wrong_chains_are_found(wrong, monkeypatch):
+    right, case = ScanPart._program, SplitCase("1x3", 3, "zigzag", 42, (0, 42))
+    monkeypatch.setattr(ScanPart, "_program", lambda part, pass_: wrong(part, pass_, right(part, pass_)))
+    with pytest.raises(ScheduleError, match="gets the states of"):
+        prove_call(Scan(case.boundaries, 1), case.split)
+
+
+# --- on ranks
+
+
+def one_process(case, kernel, inputs, options, states):
+    """Outputs, and the state after each document."""
+    outs, after = [], []
+    for number, (start, stop) in enumerate(of_each_document(case)):
+        of_document = [x if x.dim() == 2 else x[:, start:stop] for x in inputs]
+        out, state = kernel(*of_document, **options).run(states[:, number : number + 1])
+        outs.append(out)
+        after.append(state)
+    return torch.cat(outs, 1), torch.cat(after, 1)
+
+
+def results_on_rank(case, kind, seed, dtype=torch.float64):
+    """Outputs, final states and gradients, each whole: those of this rank's sequence and those of one process."""
+    torch.manual_seed(seed)
+    sequence = case.sequence()
+    make, options = KINDS[kind]
+    kernel, batch, documents = getattr(startrail, kind), 2, len(case.documents) - 1
+    inputs, shape = make(batch, case.length)
+    states = torch.randn(batch, documents, *shape)
+    whole = [x.double().requires_grad_() for x in (*inputs, states)]
+    expected = one_process(case, kernel, whole[:-1], options, whole[-1])
+    cotangents = [torch.randn(x.shape, dtype=torch.float64) for x in expected]
+    exact = torch.autograd.grad(expected, whole, cotangents)
+    given = [x.to(dtype) for x in (*inputs, states)]
+    local = [(x if x.dim() == 2 or x is given[-1] else sequence.shard(x, 1)).requires_grad_() for x in given]
+    sp = sequence.sp
+    sp.reset_counters()
+    out = sequence.scan(kernel, *local[:-1], initial_state=local[-1], **options)
+    torch.autograd.grad(out, local, sequence.shard(cotangents[0].to(out.dtype), 1))
+    sent = sum(level["bytes"] for level in sp.traffic().values())
+    itemsize = torch.promote_types(dtype, torch.float32).itemsize
+    call = calls_of(case, batch * states[0, 0].numel(), itemsize)[sp.rank]
+    same_bytes = sent == sum(sum(call.traffic(pass_)) for pass_ in PASSES)
+    out_again, final = sequence.scan(kernel, *local[:-1], initial_state=local[-1], output_final_state=True, **options)
+    shares = [sequence.shard(cotangents[0].to(out.dtype), 1), cotangents[1].to(final.dtype) / sequence.sp.world]
+    grads = torch.autograd.grad((out_again, final), local, shares)
+    found = [sequence.unshard(out, 1), final]
+    wholes = []
+    for x, grad in zip(given, grads, strict=True):
+        is_share = x.dim() == 2 or x is given[-1]
+        wholes.append((True, grad) if is_share else (False, sequence.unshard(grad, 1)))
+    return found, wholes, [x.detach() for x in expected], exact, same_bytes
+
+
+def check(case, of_ranks, allowed):
+    """``allowed``: the largest error, as a part of each result's largest number."""
+    for found, wholes, expected, exact, same_bytes in of_ranks:
+        assert same_bytes, case
+        pairs = list(zip(found, expected, strict=True))
+        pairs += [(grad, truth) for (is_share, grad), truth in zip(wholes, exact, strict=True) if not is_share]
+        for ours, truth in pairs:
+            assert worst([ours], [truth]) <= allowed * max(1.0, truth.abs().max().item()), case
+    for number, truth in enumerate(of_ranks[0][3]):
+        if of_ranks[0][1][number][0]:
+            total = sum(wholes[number][1] for _, wholes, *_ in of_ranks)
+            assert worst([total], [truth]) <= allowed * max(1.0, truth.abs().max().item()), case
+
+
+@pytest.mark.parametrize("backend", ["gloo", like_nccl.NAME])
+@pytest.mark.parametrize("world", PLANS)
+def test_recurrences_are_those_of_one_process(world, backend, monkeypatch):
+    if backend == like_nccl.NAME:
+        if world in (1, 6):
+            pytest.skip("as on gloo")
+        like_nccl.register()
+        monkeypatch.setattr(groups, "backend_for", lambda device: backend)
+    chance = random.Random(f"{world} {backend}")
+    cases = [(random_split(chance, world), kind) for kind in KINDS for _ in range(2)]
+
+    def on_rank(rank):
+        return [results_on_rank(case, kind, seed) for seed, (case, kind) in enumerate(cases)]
+
+    for (case, kind), *of_ranks in zip(cases, *run_local(on_rank, world, deadline=240), strict=True):
+        check((case, kind), of_ranks, 1e-11)
