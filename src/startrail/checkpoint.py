@@ -19,13 +19,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from startrail.engine import latent_op as _latent_op
 from startrail.engine import op as _op
 
 
 def checkpoint_context() -> Any:
     """Pass as ``context_fn``: the backward pass recomputes everything except attention, whose results are saved."""
-    assert _op.attention is not None  # importing it registers the op
-    return create_selective_checkpoint_contexts([torch.ops.startrail.attention.default])
+    assert _op.attention is not None and _latent_op.latent_attention is not None  # importing them registers the ops
+    ops = torch.ops.startrail
+    return create_selective_checkpoint_contexts([ops.attention.default, ops.latent_attention.default])
 
 
 def in_chunks(
