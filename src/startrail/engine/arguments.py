@@ -288,6 +288,10 @@ class Shapes(NamedTuple):
         """The tensors by the kind of their pieces."""
         return {"q": (q,), "kv": (k, v)}
 
+    def whole(self, wire: torch.dtype) -> Attention:
+        """A call in which all ranks share all tokens."""
+        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
+
     def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> Attention:
         heads = self.heads, self.kv_heads, self.head_dim, self.value_dim
         return Attention(boundaries, self.batch, dtype_name(self.dtype), dtype_name(wire), mask, *heads)
@@ -366,6 +370,10 @@ class LatentShapes(NamedTuple):
     def inputs(self, q: Tensor, latent: Tensor, k_rope: Tensor, *weights: Tensor) -> dict[str, tuple[Tensor, ...]]:
         """The tensors by the kind of their pieces; weights stay where they are."""
         return {"q": (q,), "kv": (torch.cat((latent, k_rope), 2).unsqueeze(1),)}
+
+    def whole(self, wire: torch.dtype) -> LatentAttention:
+        """A call in which all ranks share all tokens."""
+        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
 
     def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> LatentAttention:
         widths = self.heads, 1, self.head_dim, self.value_dim, self.latent[2], self.k_rope[2]

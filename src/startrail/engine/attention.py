@@ -14,13 +14,11 @@ from torch import Tensor
 from startrail.agreement.consensus import rejoining
 from startrail.compile.attention import AttentionPart
 from startrail.compile.call import CompiledCall, compile_call, most_kept_bytes
-from startrail.compile.problem import Boundaries
 from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.batch import Batch
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
 from startrail.engine.session import Session, Settings
 from startrail.engine.wire import Wire
-from startrail.geometry.mask import Mask
 from startrail.kernels import (
     Kernel,
     Partial,
@@ -119,8 +117,7 @@ def wire_dtype_of(settings: Settings, dtype: torch.dtype) -> torch.dtype:
 def sizes_of(settings: Settings, shapes: CallShapes) -> Sizes:
     """The sizes of a call with such shards if all ranks share all tokens. Raises ``ValueError`` if the plan cannot run
     it."""
-    problem = shapes.problem(Boundaries((0, shapes.tokens)), Mask(), wire_dtype_of(settings, shapes.dtype))
-    return problem.sizes(settings.split.plan, shapes.tokens)
+    return shapes.whole(wire_dtype_of(settings, shapes.dtype)).sizes(settings.split.plan, shapes.tokens)
 
 
 def kept_bytes(session: Session, shapes: CallShapes) -> int:
