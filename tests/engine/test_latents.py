@@ -340,7 +340,7 @@ def test_memory_is_within_the_formula_and_kept_pieces_are_narrow(plan):
 
 
 def test_more_columns_than_are_held_expanded():
-    """Where rows travel and many columns stay, a column is expanded again for the next row, and memory stays bounded."""
+    """Where rows travel and many columns stay, a column is expanded again for the next row."""
     *inputs, dout = make_inputs(64)
     truth = one_process(inputs, dout, visible(64, False))
 
