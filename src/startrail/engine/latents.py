@@ -46,6 +46,12 @@ class LatentKernel(AttentionKernel):
             torch.zeros(() if pass_ is FORWARD else w.shape, dtype=self.acc, device=w.device) for w in weights
         )
 
+    def for_rehearsal(self) -> LatentKernel:
+        other = super().for_rehearsal()
+        assert isinstance(other, LatentKernel)
+        other.gradients, other._expansions = tuple(x.clone() for x in self.gradients), []
+        return other
+
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
         """New objects, by which expansions are found: a buffer's views are the same ones for the next piece in it."""
         return tuple(x.view_as(x) for x in super().prepare(kind, tensors))
