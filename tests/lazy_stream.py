@@ -19,10 +19,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from startrail.engine import latent_op
 from startrail.engine import op as ops
 
 _active: LazyStream | None = None
-BODIES = {"attention": ops.attention._init_fn, "attention_backward": ops.attention_backward._init_fn}
+OPS = (
+    ops.attention, ops.attention_backward, latent_op.latent_attention, latent_op.latent_attention_backward
+)  # fmt: skip
+BODIES = {op._name: op._init_fn for op in OPS}
 AT_ONCE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach_")  # no kernels
 
 BELOW_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

@@ -47,6 +47,7 @@ SAME_NAMES = {
     "base": "the interface of a package",
     "proof": "of programs, and of the compiled calls that they are parts of",
     "batch": "what layers of a batch share, and a Hugging Face batch",
+    "latents": "what a kind of call compiles to, what runs it, and how models of transformers use it",
     "predict": "dense calls, and sparse ones",
     "reference": "a kernel, and a whole call",
     "scan": "the two halves of one kind of call",

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from startrail.engine import halo as _halo
+from startrail.engine import latent_op as _latent_op
 from startrail.engine import op as _op
 from startrail.engine import scan as _scan
 
@@ -28,9 +29,10 @@ def checkpoint_context() -> Any:
     """Pass as ``context_fn``: the backward pass recomputes everything except attention, and what other layers get from
     other ranks. Their results are saved."""
     ops = torch.ops.startrail
-    assert _op.attention and _halo.gather_halo and _scan.carry_states  # importing them registers the ops
-    saved = [ops.attention.default, ops.gather_halo.default, ops.carry_states.default]
-    return create_selective_checkpoint_contexts(saved)
+    # importing these modules registers the ops
+    assert _op.attention and _latent_op.latent_attention and _halo.gather_halo and _scan.carry_states
+    saved = [ops.attention, ops.latent_attention, ops.gather_halo, ops.carry_states]
+    return create_selective_checkpoint_contexts([op.default for op in saved])
 
 
 def in_chunks(

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import startrail.engine.latent_op  # noqa: F401, registers its ops
 from startrail._compat import default_timeout, without_bound_device
 from startrail.compile.attention import Attention
 from startrail.compile.call import compile_call
 from startrail.compile.explain import explain
 from startrail.compile.problem import Split
 from startrail.engine import op
-from startrail.engine.arguments import Shapes, is_int, read_boundaries, read_mask, read_shares
+from startrail.engine.arguments import is_int, read_boundaries, read_mask, read_shares, shapes_of
 from startrail.engine.attention import sizes_of
 from startrail.engine.session import Session, Settings
 from startrail.engine.wire import DTYPES
@@ -251,9 +252,10 @@ class SequenceParallel:
         host, which runs ahead. `startrail.view.trace.EventRecorder` is such a hook."""
         self._session.counters.on_event = hook
 
-    def sizes(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Sizes:
-        """The sizes of the pieces of a call with such shards, and the peak memory of its passes."""
-        return sizes_of(self._session.settings, Shapes.of(q, k, k if v is None else v))
+    def sizes(self, *tensors: Tensor) -> Sizes:
+        """The sizes of the pieces of a call with such shards, q, k, v or those of ``latent_attention``, and the peak
+        memory of its passes. Without v, values have the head dim of keys."""
+        return sizes_of(self._session.settings, shapes_of(*tensors))
 
     def __deepcopy__(self, memo: object) -> SequenceParallel:
         """A copied model uses the same lanes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -17,7 +18,7 @@ from startrail import hybrid
 from startrail._compat import max_over_ranks
 from startrail.agreement.errors import peer_errors
 from startrail.compile.call import CompiledCall
-from startrail.engine.arguments import AttentionCall, Shapes, read_call, read_mask
+from startrail.engine.arguments import AttentionCall, read_call, read_latent_call, read_mask, shapes_of
 from startrail.engine.attention import compiled
 from startrail.engine.gather_op import agree
 from startrail.engine.op_key import SequenceState
@@ -260,20 +261,21 @@ class Sequence:
     # --- traffic
 
     def compiled(
-        self, q: Tensor, k: Tensor, v: Tensor | None = None, *, causal: bool = False, window: int | None = None,
-        chunk: int | None = None, mask: Mask | None = None,
+        self, *tensors: Tensor, causal: bool = False, window: int | None = None, chunk: int | None = None,
+        mask: Mask | None = None,
     ) -> CompiledCall:  # fmt: skip
-        """What attention with such shards runs on this rank: for each zone of its tokens, the plan or ``direct``."""
+        """What attention with such shards runs on this rank: for each zone of its tokens, the plan or ``direct``. The
+        ``tensors`` are q, k, v, or those of ``latent_attention``. Without v, values have the head dim of keys."""
         call = AttentionCall(read_mask(causal, window, chunk, mask))
-        return compiled(self.sp._session, self._state.batch, Shapes.of(q, k, k if v is None else v), call)
+        return compiled(self.sp._session, self._state.batch, shapes_of(*tensors), call)
 
     def promised_traffic(
-        self, q: Tensor, k: Tensor, v: Tensor | None = None, *, causal: bool = False, window: int | None = None,
-        chunk: int | None = None, mask: Mask | None = None,
+        self, *tensors: Tensor, causal: bool = False, window: int | None = None, chunk: int | None = None,
+        mask: Mask | None = None,
     ) -> dict[str, dict[str, int]]:  # fmt: skip
-        """Bytes by level that this rank sends in each pass of a call with such shards, by closed form. Without ``v``,
-        values have the head dim of keys."""
-        call = self.compiled(q, k, v, causal=causal, window=window, chunk=chunk, mask=mask)
+        """Bytes by level that this rank sends in each pass of a call with such shards, by closed form. Arguments as for
+        ``compiled``."""
+        call = self.compiled(*tensors, causal=causal, window=window, chunk=chunk, mask=mask)
         names = lane_names(self.sp._session.place)
         return {
             str(pass_): {name: sent for name, sent in zip(names, call.traffic(pass_), strict=True) if sent}
@@ -333,23 +335,72 @@ class Sequence:
         including the sink's, and has gradients. With ``return_largest`` it returns (out, largest): each head's largest
         logit over the batch and all ranks, before any softcap, without gradient. With both, (out, lse, largest).
         """
-        op_key = self._state.op_key
-        try:
-            _check_tangents(q, k, v)
+        with self._reading(q, k, v):
             call = read_call(
                 q, k, v, causal=causal, window=window, chunk=chunk, mask=mask,
                 scale=scale, sinks=sinks, softcap=softcap, max_logits=return_largest,
             )  # fmt: skip
+        q, k, v = _autocast(q, k, v)
+        key, name = self._state.op_key, self.sp._name
+        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, key, name, str(call))
+        return self._results(out, lse, sinks, return_lse, largest if return_largest else None)
+
+    @overload
+    def latent_attention(
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor, *,
+        return_lse: Literal[False] = ..., return_largest: Literal[False] = ..., **options: Unpack[AttentionOptions],
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def latent_attention(
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor, *,
+        return_lse: bool = ..., return_largest: bool = ..., **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+
+    def latent_attention(
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor, *,
+        return_lse: bool = False, return_largest: bool = False, **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+        """Multi-head latent attention (MLA) over the whole sequence: ``attention`` with keys [latent W_k ; k_rope] and
+        values latent W_v, which travel as latents and are expanded where they are used.
+
+        q: (batch, heads, local tokens, key dim + rope dim). latent: (batch, local tokens, rank), after its norm.
+        k_rope: (batch, local tokens, rope dim), after rotary embeddings, shared by all heads. w_k: (heads, key dim,
+        rank) and w_v: (heads, value dim, rank), as ``nn.Linear`` has them. Options and results are those of
+        ``attention``. The gradients of w_k and w_v are this rank's share: sum them over ranks like any weight's.
+
+        >>> from startrail import SequenceParallel
+        >>> sequence = SequenceParallel("1x1").sequence(5)
+        >>> q, latent, k_rope = torch.randn(1, 4, 5, 12), torch.randn(1, 5, 16), torch.randn(1, 5, 4)
+        >>> w_k, w_v = torch.nn.Linear(16, 4 * (8 + 6)).weight.view(4, 8 + 6, 16).split((8, 6), 1)
+        >>> sequence.latent_attention(q, latent, k_rope, w_k, w_v, causal=True).shape
+        torch.Size([1, 4, 5, 6])
+        """
+        tensors = q, latent, k_rope, w_k, w_v
+        with self._reading(*tensors):
+            call = read_latent_call(*tensors, max_logits=return_largest, **options)
+        key, name = self._state.op_key, self.sp._name
+        results = torch.ops.startrail.latent_attention(*_autocast(*tensors), key, name, str(call))
+        out, lse, _, _, largest = results
+        return self._results(out, lse, options.get("sinks"), return_lse, largest if return_largest else None)
+
+    @contextmanager
+    def _reading(self, *tensors: Tensor) -> Iterator[None]:
+        """A ``ValueError`` while a call's arguments are read is raised on all ranks."""
+        try:
+            _check_tangents(*tensors)
+            yield
         except ValueError as error:
-            self.sp._session.refuse(str(error), op_key)
-        if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as scaled_dot_product_attention does
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        out, lse, _, _, largest = torch.ops.startrail.attention(q, k, v, op_key, self.sp._name, str(call))
+            self.sp._session.refuse(str(error), self._state.op_key)
+
+    def _results(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, return_lse: bool, largest: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """What a call returns. ``largest``: the largest logits that this rank has computed, if they are asked for."""
         if sinks is not None:
             out, lse = _with_sinks(out, lse, sinks)
         results = (out, lse) if return_lse else (out,)
-        if return_largest:
+        if largest is not None:
             results = (*results, self._max_over_ranks(largest))
         return results if len(results) > 1 else out
 
@@ -418,6 +469,15 @@ def _wait_for(collective: Callable[[], Tensor], what: str, group: dist.ProcessGr
         return collective()
     with peer_errors(what, group):
         return collective()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype if it is enabled, as scaled_dot_product_attention takes them."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _check_tangents(*tensors: object) -> None:

@@ -4,7 +4,7 @@ takes them. `agreement.consensus` checks whether all ranks agree on them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from startrail.compile.attention import Attention
+from startrail.compile.latents import LatentAttention
 from startrail.compile.problem import Boundaries
 from startrail.engine.wire import DTYPES
 from startrail.geometry.layout import weights_of
@@ -78,11 +80,7 @@ class AttentionCall:
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
-def read_call(
-    q: object, k: object, v: object, *,
-    causal: object = False, window: object = None, chunk: object = None, mask: object = None,
-    scale: object = None, sinks: object = None, softcap: object = None, max_logits: bool = False,
-) -> AttentionCall:  # fmt: skip
+def read_call(q: object, k: object, v: object, **options: object) -> AttentionCall:
     """The call that a layer's arguments describe. Raises ``ValueError`` if the op cannot take them; `check_tensors`
     and `Mask.check_length` look at shapes and lengths later.
 
@@ -91,19 +89,36 @@ def read_call(
     Traceback (most recent call last):
     ValueError: window=2.5 must be a whole number of tokens
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    return _read_call({"q": q, "k": k, "v": v}, **options)
+
+
+def read_latent_call(
+    q: object, latent: object, k_rope: object, w_k: object, w_v: object, **options: object
+) -> AttentionCall:
+    """The same for keys and values that are expanded from latents."""
+    return _read_call({"q": q, "latent": latent, "k_rope": k_rope, "w_k": w_k, "w_v": w_v}, **options)
+
+
+def _read_call(
+    named: Mapping[str, object], *,
+    causal: object = False, window: object = None, chunk: object = None, mask: object = None,
+    scale: object = None, sinks: object = None, softcap: object = None, max_logits: object = False,
+) -> AttentionCall:  # fmt: skip
+    tensors = []
+    for name, x in named.items():
         if not isinstance(x, Tensor):
             hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v must be on one device, got q on {q.device}, k on {k.device}, v on {v.device}")
+        tensors.append(x)
+    if len({x.device for x in tensors}) > 1:
+        places = ", ".join(f"{name} on {x.device}" for name, x in zip(named, tensors, strict=True))
+        raise ValueError(f"{', '.join(named)} must be on one device, got {places}")
     if sinks is not None:
-        _check_sinks(sinks, q)
+        _check_sinks(sinks, tensors[0])
     mask = read_mask(causal, window, chunk, mask)
-    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     scale, softcap = _positive("scale", scale), _positive("softcap", softcap)
-    return AttentionCall(mask, scale, softcap, max_logits, sinks is not None, gradients)
+    return AttentionCall(mask, scale, softcap, bool(max_logits), sinks is not None, gradients)
 
 
 def read_mask(causal: object = False, window: object = None, chunk: object = None, mask: object = None) -> Mask:
@@ -205,7 +220,18 @@ def describe_tensor(x: Tensor) -> str:
 
 
 def describe_shape(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} {device.type}"
+    return f"{tuple(shape)} {dtype_name(dtype)} {device.type}"
+
+
+def _describe_shapes(
+    shapes: Mapping[str, Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> str:  # fmt: skip
+    each = zip(shapes.items(), dtypes, strict=True)
+    return ", ".join(f"{name} {describe_shape(shape, dtype, device)}" for (name, shape), dtype in each)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Shapes(NamedTuple):
@@ -258,9 +284,20 @@ class Shapes(NamedTuple):
         q, k, v = ((*shape[:2], tokens, *shape[3:]) for shape in (self.q, self.k, self.v))
         return self._replace(q=q, k=k, v=v)
 
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """The tensors by the kind of their pieces."""
+        return {"q": (q,), "kv": (k, v)}
+
+    def whole(self, wire: torch.dtype) -> Attention:
+        """A call in which all ranks share all tokens."""
+        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
+
+    def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> Attention:
+        heads = self.heads, self.kv_heads, self.head_dim, self.value_dim
+        return Attention(boundaries, self.batch, dtype_name(self.dtype), dtype_name(wire), mask, *heads)
+
     def __str__(self) -> str:
-        each = zip("qkv", (self.q, self.k, self.v), self.dtypes, strict=True)
-        return ", ".join(f"{name} {describe_shape(shape, dtype, self.device)}" for name, shape, dtype in each)
+        return _describe_shapes(dict(zip("qkv", (self.q, self.k, self.v), strict=True)), self.dtypes, self.device)
 
     def check(self) -> None:
         """Raises ``ValueError`` if no plan can attend these."""
@@ -275,3 +312,107 @@ class Shapes(NamedTuple):
             raise ValueError(f"q, k, v must share one dtype of {', '.join(map(str, DTYPES))}, got {self}")
         if (widest := max(q[3], v[3])) > MAX_HEAD_DIM:
             raise ValueError(f"head dim {widest} is more than {MAX_HEAD_DIM}, got {self}")
+
+
+class LatentShapes(NamedTuple):
+    """The shapes, dtypes and device of q (batch, heads, tokens, head dim), latent (batch, tokens, rank), k_rope (batch,
+    tokens, rope dim), w_k (heads, key dim, rank) and w_v (heads, value dim, rank). A head is key dim + rope dim wide.
+    """
+
+    q: tuple[int, ...]
+    latent: tuple[int, ...]
+    k_rope: tuple[int, ...]
+    w_k: tuple[int, ...]
+    w_v: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor) -> LatentShapes:
+        dtypes = tuple(x.dtype for x in (q, latent, k_rope, w_k, w_v))
+        return cls(q.shape, latent.shape, k_rope.shape, w_k.shape, w_v.shape, dtypes, q.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    @property
+    def batch(self) -> int:
+        return self.q[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.q[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.w_v[1]
+
+    @property
+    def kind(self) -> object:
+        """The same without the number of tokens and the index of the device."""
+        widths = self.latent[2:], self.k_rope[2:], self.w_k, self.w_v
+        return self.q[:2], self.q[3:], widths, self.dtypes, self.device.type
+
+    def with_tokens(self, tokens: int) -> LatentShapes:
+        q = (*self.q[:2], tokens, *self.q[3:])
+        latent, k_rope = ((shape[0], tokens, *shape[2:]) for shape in (self.latent, self.k_rope))
+        return self._replace(q=q, latent=latent, k_rope=k_rope)
+
+    def inputs(self, q: Tensor, latent: Tensor, k_rope: Tensor, *weights: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """The tensors by the kind of their pieces; weights stay where they are."""
+        return {"q": (q,), "kv": (torch.cat((latent, k_rope), 2).unsqueeze(1),)}
+
+    def whole(self, wire: torch.dtype) -> LatentAttention:
+        """A call in which all ranks share all tokens."""
+        return self.problem(Boundaries((0, self.tokens)), Mask(), wire)
+
+    def problem(self, boundaries: Boundaries, mask: Mask, wire: torch.dtype) -> LatentAttention:
+        widths = self.heads, 1, self.head_dim, self.value_dim, self.latent[2], self.k_rope[2]
+        return LatentAttention(boundaries, self.batch, dtype_name(self.dtype), dtype_name(wire), mask, *widths)
+
+    def __str__(self) -> str:
+        return _describe_shapes(dict(zip(self._fields[:5], self[:5], strict=True)), self.dtypes, self.device)
+
+    def check(self) -> None:
+        """Raises ``ValueError`` if these do not belong together."""
+        q, latent, k_rope, w_k, w_v = self[:5]
+        if [*map(len, (q, latent, k_rope, w_k, w_v))] != [4, 3, 3, 3, 3]:
+            raise ValueError(
+                "need q (batch, heads, tokens, dim), latent (batch, tokens, rank), k_rope (batch, tokens, rope dim), "
+                f"w_k (heads, key dim, rank) and w_v (heads, value dim, rank), got {self}"
+            )
+        if 0 in (*q, *latent, *k_rope, *w_k, *w_v):
+            raise ValueError(f"no dimension may be empty, got {self}")
+        if not (q[0], q[2]) == latent[:2] == k_rope[:2]:
+            raise ValueError(f"q, latent, k_rope must agree in batch and local tokens, got {self}")
+        if not q[1] == w_k[0] == w_v[0]:
+            raise ValueError(f"q, w_k, w_v must agree in heads, got {self}")
+        if not latent[2] == w_k[2] == w_v[2]:
+            raise ValueError(f"latent, w_k, w_v must agree in rank, got {self}")
+        if q[3] != w_k[1] + k_rope[2]:
+            raise ValueError(f"head dim {q[3]} must be key dim {w_k[1]} + rope dim {k_rope[2]}, got {self}")
+        if len(set(self.dtypes)) > 1 or self.dtype not in DTYPES:
+            raise ValueError(f"all must share one dtype of {', '.join(map(str, DTYPES))}, got {self}")
+        if (widest := max(q[3], w_v[1])) > MAX_HEAD_DIM:
+            raise ValueError(f"head dim {widest} is more than {MAX_HEAD_DIM}, got {self}")
+
+
+CallShapes = Shapes | LatentShapes
+
+
+def shapes_of(*tensors: Tensor) -> CallShapes:
+    """Those of q, k, v (without v, values have the head dim of keys), or of q, latent, k_rope, w_k, w_v."""
+    if len(tensors) == 5:
+        return LatentShapes.of(*tensors)
+    if len(tensors) not in (2, 3):
+        raise ValueError(f"pass q, k, v, or q, latent, k_rope, w_k, w_v, not {len(tensors)} tensors")
+    return Shapes.of(tensors[0], tensors[1], tensors[-1])

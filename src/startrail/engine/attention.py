@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.agreement.consensus import rejoining
-from startrail.compile.attention import Attention, AttentionPart
+from startrail.compile.attention import AttentionPart
 from startrail.compile.call import CompiledCall, compile_call, most_kept_bytes
-from startrail.engine.arguments import AttentionCall, Shapes
+from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.batch import Batch
 from startrail.engine.runner import BlockKernel, PartInputs, PartResults, PreparedPart, PreparedPass, Tensors
 from startrail.engine.session import Session, Settings
@@ -54,7 +54,7 @@ class PreparedAttention:
 class AttentionRequest:
     """One pass of an attention call, as the op got it."""
 
-    def __init__(self, pass_: Pass, shapes: Shapes, call: AttentionCall, forward: Tensor | None = None) -> None:
+    def __init__(self, pass_: Pass, shapes: CallShapes, call: AttentionCall, forward: Tensor | None = None) -> None:
         self.pass_, self.shapes, self.call, self.forward = pass_, shapes, call, forward
         self.device, self.gradients = shapes.device, call.gradients
 
@@ -85,7 +85,7 @@ class AttentionRequest:
         return PreparedAttention(detail, parts, passes, kernels, tiles, scale, kept)
 
 
-def _kernel_for(shapes: Shapes, softcap: float | None, parts: Sequence[AttentionPart], pass_: Pass) -> Kernel:
+def _kernel_for(shapes: CallShapes, softcap: float | None, parts: Sequence[AttentionPart], pass_: Pass) -> Kernel:
     """The backend for one pass. It leaves multiprocessors to the transfers that run under its blocks. Lanes for keys on
     demand are not counted: what they carry is small, and is sent at the start of a pass."""
     kernel = kernel_for(shapes.device, shapes.dtype, max(shapes.head_dim, shapes.value_dim), softcap)
@@ -93,16 +93,13 @@ def _kernel_for(shapes: Shapes, softcap: float | None, parts: Sequence[Attention
     return kernel
 
 
-def compiled(session: Session, batch: Batch, shapes: Shapes, call: AttentionCall) -> CompiledCall:
+def compiled(session: Session, batch: Batch, shapes: CallShapes, call: AttentionCall) -> CompiledCall:
     """What this rank runs for a call with such shards. Raises ``ValueError`` if the plan cannot run it."""
-    wire_dtype = wire_dtype_of(session.settings, shapes.dtype)
-    dtype, wire = (str(dtype).removeprefix("torch.") for dtype in (shapes.dtype, wire_dtype))
-    heads = shapes.heads, shapes.kv_heads, shapes.head_dim, shapes.value_dim
-    problem = Attention(batch.boundaries, shapes.batch, dtype, wire, call.mask, *heads)
+    problem = shapes.problem(batch.boundaries, call.mask, wire_dtype_of(session.settings, shapes.dtype))
     return compile_call(problem, session.settings.split, session.rank, batch.layout)
 
 
-def _wrong_tokens(shapes: Shapes, batch: Batch, layout: str) -> str:
+def _wrong_tokens(shapes: CallShapes, batch: Batch, layout: str) -> str:
     hint = "shard with sequence.shard(), which pads"
     if shapes.heads == batch.local:
         hint = "these look like (batch, tokens, heads, dim): transpose(1, 2) makes them (batch, heads, tokens, dim)"
@@ -117,15 +114,13 @@ def wire_dtype_of(settings: Settings, dtype: torch.dtype) -> torch.dtype:
     return dtype if settings.split.world == 1 else settings.wire_dtype or dtype
 
 
-def sizes_of(settings: Settings, shapes: Shapes) -> Sizes:
+def sizes_of(settings: Settings, shapes: CallShapes) -> Sizes:
     """The sizes of a call with such shards if all ranks share all tokens. Raises ``ValueError`` if the plan cannot run
     it."""
-    wire = wire_dtype_of(settings, shapes.dtype)
-    shape = shapes.tokens, shapes.batch, shapes.heads, shapes.kv_heads, shapes.head_dim
-    return Sizes(settings.split.plan, *shape, shapes.dtype.itemsize, wire.itemsize, shapes.value_dim)
+    return shapes.whole(wire_dtype_of(settings, shapes.dtype)).sizes(settings.split.plan, shapes.tokens)
 
 
-def kept_bytes(session: Session, shapes: Shapes) -> int:
+def kept_bytes(session: Session, shapes: CallShapes) -> int:
     """An upper bound of what a forward pass keeps, from the shapes of its tensors alone: while torch.compile traces, no
     documents are known. Other ranks' pieces are larger than this one's if their shares are."""
     if session.largest_share > 1:
@@ -140,7 +135,7 @@ class AttentionKernel(BlockKernel):
     """Runs the blocks of one pass on a backend. ``max_logits`` (batch, heads) gets the largest logits; it is empty if
     the caller does not ask for them."""
 
-    def __init__(self, prepared: PreparedAttention, pass_: Pass, shapes: Shapes, max_logits: bool = False) -> None:
+    def __init__(self, prepared: PreparedAttention, pass_: Pass, shapes: CallShapes, max_logits: bool = False) -> None:
         self.kernel, self.tiles, self.scale = prepared.kernels[pass_], prepared.tiles, prepared.scale
         self.shapes, self.acc = shapes, accumulator(shapes.dtype)
         self.max_logits = torch.empty(shapes.q[:2] if max_logits else (0, 0), dtype=self.acc, device=shapes.device)
@@ -200,24 +195,53 @@ class AttentionKernel(BlockKernel):
         if kind == "dq":
             return (torch.empty((*rows, sizes.head_dim), dtype=dtype, device=device),)
         dtype = self.acc if sizes.copies > 1 else dtype
-        return tuple(torch.empty((*keys, dim), dtype=dtype, device=device) for dim in (sizes.head_dim, sizes.out_dim))
+        widths = [field.shape[3] for field in sizes.fields(kind, tokens)]
+        return tuple(torch.empty((*keys, width), dtype=dtype, device=device) for width in widths)
+
+
+K = TypeVar("K", bound=AttentionKernel)
+MakeKernel = Callable[[PreparedAttention, Pass, CallShapes, bool], K]
 
 
 # --- passes
 
 
-@rejoining
 def forward(
     session: Session, q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, lse, the bytes kept for the backward pass, the call's number, and this rank's largest logits."""
-    shapes = Shapes.of(q, k, v)
+    request = AttentionRequest(FORWARD, Shapes.of(q, k, v), call)
+    return run_forward(session, request, op_key, (q, k, v), AttentionKernel)
+
+
+def backward(
+    session: Session, dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
+    kv_heads: int, head_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
+    cotangent of lse."""
+    batch, heads, tokens, value_dim = out.shape
+    q, k, v = (
+        (batch, number, tokens, dim) for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
+    )
+    request = AttentionRequest(BACKWARD, Shapes(q, k, v, 3 * (out.dtype,), out.device), call, number)
+    (dq, dk, dv), _ = run_backward(session, request, op_key, qkv, AttentionKernel, dout, out, lse, kept, dlse)
+    return dq, dk, dv
+
+
+@rejoining
+def run_forward(
+    session: Session, request: AttentionRequest, op_key: Tensor, tensors: Sequence[Tensor], make_kernel: MakeKernel[K]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward pass of a request on the caller's ``tensors``; returns what `forward` does."""
+    call = request.call
     with session.call():
-        started = session.start_pass(AttentionRequest(FORWARD, shapes, call), op_key)
+        started = session.start_pass(request, op_key)
         prepared = started.prepared
-        kernel = AttentionKernel(prepared, FORWARD, shapes, call.max_logits)
-        kept = torch.empty(prepared.kept_bytes, dtype=torch.uint8, device=q.device)
-        inputs = [_own_inputs(part, {"q": (q,), "kv": (k, v)}) for part in prepared.passes[FORWARD].parts]
+        kernel = make_kernel(prepared, FORWARD, request.shapes, call.max_logits)
+        kept = torch.empty(prepared.kept_bytes, dtype=torch.uint8, device=request.device)
+        given = request.shapes.inputs(*tensors)
+        inputs = [_own_inputs(part, given) for part in prepared.passes[FORWARD].parts]
         results = [part["out"] for part in started.run(kernel, inputs, kept)]
         if not call.mask.steps:  # rows of such a mask may see nothing
             for part, (lse, out) in zip(prepared.parts, results, strict=True):
@@ -227,34 +251,26 @@ def forward(
 
 
 @rejoining
-def backward(
-    session: Session, dout: Tensor, qkv: list[Tensor], out: Tensor, lse: Tensor, kept: Tensor, number: Tensor,
-    kv_heads: int, head_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv. ``qkv`` is empty if ``kept`` holds them, which it does after a head exchange. ``dlse`` is the
-    cotangent of lse. Each logit gets its weight's share of it, so it is subtracted from delta."""
-    batch, heads, tokens, value_dim = out.shape
+def run_backward(
+    session: Session, request: AttentionRequest, op_key: Tensor, tensors: Sequence[Tensor], make_kernel: MakeKernel[K],
+    dout: Tensor, out: Tensor, lse: Tensor, kept: Tensor, dlse: Tensor | None,
+) -> tuple[Tensors, K]:  # fmt: skip
+    """The backward pass: the gradients of q and of the tensors of "kv", and the kernel that computed them. ``tensors``
+    is empty if ``kept`` holds them. Each logit gets its weight's share of ``dlse``, so it is subtracted from delta."""
     with session.call():
-        q, k, v = (
-            (batch, number, tokens, dim)
-            for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
-        )
-        shapes = Shapes(q, k, v, 3 * (out.dtype,), out.device)
-        started = session.start_pass(AttentionRequest(BACKWARD, shapes, call, number), op_key)
+        started = session.start_pass(request, op_key)
         prepared, wire = started.prepared, started.prepared.passes[BACKWARD].parts[0].wire
         dout = wire.rounded(dout)
         delta = row_sums(dout, out, wire.acc)
         if dlse is not None:
             delta = delta - dlse
             dout = nudge_zero_rows(dout, delta)
-        given: PartInputs = {"do": (lse, delta, dout)}
-        if qkv:
-            given = {**given, "q": (qkv[0],), "kv": (qkv[1], qkv[2])}
+        given = {"do": (lse, delta, dout), **(request.shapes.inputs(*tensors) if tensors else {})}
         inputs = [_own_inputs(part, given) for part in prepared.passes[BACKWARD].parts]
-        results = started.run(AttentionKernel(prepared, BACKWARD, shapes), inputs, kept)
+        kernel = make_kernel(prepared, BACKWARD, request.shapes, False)
+        results = started.run(kernel, inputs, kept)
         pairs = zip(prepared.passes[BACKWARD].parts, results, strict=True)
-        dq, dk, dv = _joined(prepared, [_gradients(part, of_part) for part, of_part in pairs])
-        return dq, dk, dv
+        return _joined(prepared, [_gradients(part, of_part) for part, of_part in pairs]), kernel
 
 
 def _own_inputs(part: PreparedPart, given: PartInputs) -> PartInputs:
@@ -266,11 +282,10 @@ def _own_inputs(part: PreparedPart, given: PartInputs) -> PartInputs:
     if missing := wire.local - tokens:
         inputs = {kind: tuple(_padded(x, missing) for x in tensors) for kind, tensors in inputs.items()}
     if "q" in inputs:
-        (q,), (k, v) = inputs["q"], inputs["kv"]
-        k, v = wire.rounded(k), wire.rounded(v)
+        (q,), keys = inputs["q"], tuple(wire.rounded(x) for x in inputs["kv"])
         if (copies := _sizes(part).copies) > 1:  # replicated key/value heads
-            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        inputs |= {"q": (wire.rounded(q),), "kv": (k, v)}
+            keys = tuple(x.repeat_interleave(copies, 1) for x in keys)
+        inputs |= {"q": (wire.rounded(q),), "kv": keys}
     return inputs
 
 
@@ -286,11 +301,11 @@ def _padded(x: Tensor, missing: int) -> Tensor:
 
 def _gradients(part: PreparedPart, results: PartResults) -> Tensors:
     """dq, dk, dv. The gradient of a replicated head is the sum of its copies' gradients."""
-    sizes, (dq,), (dk, dv) = _sizes(part), results["dq"], results["dkv"]
+    sizes, (dq,), of_keys = _sizes(part), results["dq"], results["dkv"]
     if sizes.copies > 1:
         heads = sizes.kv_heads, sizes.copies
-        dk, dv = (x.unflatten(1, heads).sum(2).to(part.wire.dtype) for x in (dk, dv))
-    return dq, dk, dv
+        of_keys = tuple(x.unflatten(1, heads).sum(2).to(part.wire.dtype) for x in of_keys)
+    return dq, *of_keys
 
 
 def _joined(prepared: PreparedAttention, results: Sequence[Tensors]) -> Tensors:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from startrail.engine import attention as attention_call
-from startrail.engine.arguments import AttentionCall, Shapes
+from startrail.engine.arguments import AttentionCall, CallShapes, Shapes
 from startrail.engine.attention import kept_bytes
 from startrail.engine.session import Session
 
@@ -56,13 +56,20 @@ def attention(
 def _(
     q: Tensor, k: Tensor, v: Tensor, op_key: Tensor, session: str, call: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    owner, shapes = find_session(session), Shapes.of(q, k, v)
+    shapes = Shapes.of(q, k, v)
     shapes.check()
+    return fake_results(q, shapes, session, call)
+
+
+def fake_results(
+    q: Tensor, shapes: CallShapes, session: str, call: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors like the results of a forward pass."""
     max_logits = q.shape[:2] if AttentionCall.parse(call).max_logits else (0, 0)
     return (
-        torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
+        torch.empty((*q.shape[:3], shapes.value_dim), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
-        torch.empty(kept_bytes(owner, shapes), dtype=torch.uint8, device=q.device),
+        torch.empty(kept_bytes(find_session(session), shapes), dtype=torch.uint8, device=q.device),
         torch.empty(2, dtype=torch.int64, device="cpu"),
         torch.empty(max_logits, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device),
     )

@@ -1,0 +1,146 @@
+"""Latent attention behind its op: the kernel that expands latents where they are used, and the two passes.
+
+A block's keys are [latent W_k ; k_rope] and its values latent W_v, for the heads that this rank computes. Its gradients
+dk and dv become that of the latent, which travels home, and those of W_k and W_v, which stay here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from startrail.compile.attention import AttentionPart
+from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes
+from startrail.engine.arguments import AttentionCall, CallShapes, LatentShapes
+from startrail.engine.attention import AttentionKernel, AttentionRequest, PreparedAttention, run_backward, run_forward
+from startrail.engine.runner import PreparedPart, Tensors
+from startrail.engine.session import Session
+from startrail.kernels import Partial, Sums
+from startrail.schedule.values import BACKWARD, FORWARD, Block, Pass
+
+
+class Expansion(NamedTuple):
+    """The keys and values of a latent."""
+
+    latent: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class LatentKernel(AttentionKernel):
+    """Attention of blocks whose keys and values are expanded from latents. ``gradients`` are those of ``weights`` (w_k,
+    w_v), all heads."""
+
+    def __init__(
+        self, prepared: PreparedAttention, pass_: Pass, shapes: CallShapes, max_logits: bool, weights: Tensors
+    ) -> None:  # fmt: skip
+        super().__init__(prepared, pass_, shapes, max_logits)
+        self.weights = weights
+        self._prepared_weights: dict[tuple[int, int], Tensors] = {}  # by their heads
+        self._expansions: list[Expansion] = []  # the latest
+        self.gradients = tuple(
+            torch.zeros(() if pass_ is FORWARD else w.shape, dtype=self.acc, device=w.device) for w in weights
+        )
+
+    def for_rehearsal(self) -> LatentKernel:
+        other = super().for_rehearsal()
+        assert isinstance(other, LatentKernel)
+        other.gradients, other._expansions = tuple(x.clone() for x in self.gradients), []
+        return other
+
+    def prepare(self, kind: str, tensors: Tensors) -> Tensors:
+        """New objects, by which expansions are found: a buffer's views are the same ones for the next piece in it."""
+        return tuple(x.view_as(x) for x in super().prepare(kind, tensors))
+
+    def block(
+        self, part: PreparedPart, block: Block, inputs: Sequence[Tensors], results: Sequence[Partial | Sums]
+    ) -> None:
+        if not self.tiles[part.number](block.row, block.column):
+            return
+        *of_row, (latent,) = inputs
+        sizes = _sizes(part)
+        heads = sizes.heads_of(part.place.head, block.group)
+        keys = self._expand(latent, heads)
+        if part.program.pass_ is FORWARD:
+            super().block(part, block, [*of_row, (keys.k, keys.v)], results)
+            return
+        by_row, by_latent = results
+        assert isinstance(by_latent, Sums)
+        by_key = Sums([keys.k.shape, keys.v.shape], self.acc, self.shapes.device)
+        super().block(part, block, [*of_row, (keys.k, keys.v)], [by_row, by_key])
+        dk, dv = (self.kernel.prepare(x) for x in by_key.tensors())
+        by_latent.sums[0].add(self._contract(latent, dk, dv, heads), donated=True)
+
+    def _weights_of(self, heads: slice) -> Tensors:
+        key = heads.start, heads.stop
+        if key not in self._prepared_weights:
+            self._prepared_weights[key] = tuple(self.kernel.prepare(w[heads]) for w in self.weights)
+        return self._prepared_weights[key]
+
+    def _expand(self, latent: Tensor, heads: slice) -> Expansion:
+        """The keys and values of a latent (batch, 1, tokens, rank + rope dim); the latest ones are held."""
+        for held in self._expansions:
+            if held.latent is latent:
+                return held
+        del self._expansions[: len(self._expansions) + 1 - HELD_EXPANSIONS]
+        w_k, w_v = self._weights_of(heads)
+        rank, (batch, _, tokens, _) = w_k.shape[2], latent.shape
+        compressed, k_rope = latent[:, 0, :, :rank], latent[..., rank:]
+        by_token = latent.new_empty(batch, tokens, len(w_k), w_k.shape[1] + k_rope.shape[3])
+        k = by_token.transpose(1, 2)  # in the order of kernels that take heads last
+        k[..., : w_k.shape[1]] = (compressed @ w_k.flatten(0, 1).T).unflatten(2, w_k.shape[:2]).transpose(1, 2)
+        k[..., w_k.shape[1] :] = k_rope
+        v = (compressed @ w_v.flatten(0, 1).T).unflatten(2, w_v.shape[:2]).transpose(1, 2)
+        made = Expansion(latent, self.kernel.prepare(k), self.kernel.prepare(v))
+        self._expansions.append(made)
+        return made
+
+    def _contract(self, latent: Tensor, dk: Tensor, dv: Tensor, heads: slice) -> Tensor:
+        """The gradient of a latent from those of its keys and values; adds to the weights' gradients."""
+        weights = self._weights_of(heads)
+        key_dim, rank = weights[0].shape[1:]
+        compressed = latent[..., :rank].flatten(0, 2)
+        total = latent.new_zeros(latent.shape, dtype=self.acc)
+        total[:, 0, :, rank:] = dk[..., key_dim:].sum(1, dtype=self.acc)
+        for gradient, weight, sums in zip((dk[..., :key_dim], dv), weights, self.gradients, strict=True):
+            by_token = gradient.transpose(1, 2).flatten(2)  # (batch, tokens, heads x dim)
+            total[:, 0, :, :rank] += by_token @ weight.flatten(0, 1)
+            sums[heads] += (by_token.flatten(0, 1).T @ compressed).unflatten(0, weight.shape[:2])
+        return total
+
+
+def _sizes(part: PreparedPart) -> LatentSizes:
+    assert isinstance(part.part, AttentionPart)
+    assert isinstance(part.part.sizes, LatentSizes)
+    return part.part.sizes
+
+
+def forward(
+    session: Session, q: Tensor, latent: Tensor, k_rope: Tensor, w_k: Tensor, w_v: Tensor, op_key: Tensor,
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, lse, the bytes kept for the backward pass, the call's number, and this rank's largest logits."""
+    request = AttentionRequest(FORWARD, LatentShapes.of(q, latent, k_rope, w_k, w_v), call)
+    return run_forward(session, request, op_key, (q, latent, k_rope), partial(LatentKernel, weights=(w_k, w_v)))
+
+
+def backward(
+    session: Session, dout: Tensor, inputs: list[Tensor], weights: list[Tensor], out: Tensor, lse: Tensor,
+    kept: Tensor, number: Tensor, rope_dim: int, op_key: Tensor, call: AttentionCall, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, latent, k_rope, w_k and w_v; those of the weights are this rank's share. ``inputs`` (q,
+    latent, k_rope) are empty if ``kept`` holds them."""
+    (batch, heads, tokens, _), (w_k, w_v) = out.shape, weights
+    rank, key_dim = w_k.shape[2], w_k.shape[1]
+    q, latent, k_rope = (batch, heads, tokens, key_dim + rope_dim), (batch, tokens, rank), (batch, tokens, rope_dim)
+    shapes = LatentShapes(q, latent, k_rope, w_k.shape, w_v.shape, 5 * (out.dtype,), out.device)
+    request, make_kernel = AttentionRequest(BACKWARD, shapes, call, number), partial(LatentKernel, weights=(w_k, w_v))
+    given = dout, out, lse, kept, dlse
+    (dq, together), kernel = run_backward(session, request, op_key, inputs, make_kernel, *given)
+    d_latent, d_rope = together.squeeze(1).split((rank, rope_dim), 2)
+    dw_k, dw_v = (x.to(w.dtype) for x, w in zip(kernel.gradients, weights, strict=True))
+    return dq, d_latent.contiguous(), d_rope.contiguous(), dw_k, dw_v
