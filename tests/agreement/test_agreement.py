@@ -12,7 +12,7 @@ from torch import nn
 
 import startrail
 from startrail.agreement.consensus import Consensus
-from startrail.agreement.gather import gather_texts
+from startrail.agreement.gather import gather_texts, gather_values
 from startrail.agreement.waits import Meeting, PublishedWait, read_wait
 from startrail.engine import op_key
 from startrail.launch.local import run_local
@@ -480,3 +480,23 @@ def test_ranks_with_different_options_raise_on_all_ranks():
         for name, text in texts.items():
             assert text.startswith("ValueError: ranks disagree about ") and name in text, text
         assert total == [6.0, 6.0] and last == "no error"
+
+
+def test_gathered_values_are_those_of_each_rank():
+    def given(rank):
+        tensors = dict(ids=torch.arange(3 * rank + 1), mask=torch.tensor([[True, False]] * rank), one=torch.tensor(1.5))
+        return (dict(tensors, half=torch.ones(rank, 2, dtype=torch.bfloat16)), [rank, "text", None], {"deep": (-0.5,)})
+
+    def on_rank(rank):
+        wrong = []
+        for owner, values in enumerate(gather_values(given(rank), None, torch.device("cpu"))):
+            tensors, *others = values
+            expected, *expected_others = given(owner)
+            same = [x.dtype == tensors[name].dtype and x.equal(tensors[name]) for name, x in expected.items()]
+            if not all(same) or others != expected_others:
+                wrong.append((owner, values))
+        return wrong, error_of(lambda: gather_values([object()], None, torch.device("cpu")))
+
+    for wrong, text in run_local(on_rank, 3):
+        assert wrong == []
+        assert text == "ValueError: values of type object cannot be sent to the other ranks"

@@ -28,7 +28,7 @@ def select(monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn is not None)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(_compat, "can_use_cudnn", lambda q, k, v, causal: attends and q.shape[3] % 8 == 0)
-        cuda._flash_attn.cache_clear()
+        cuda._installed_flash_attn.cache_clear()
         cuda._newer_flash.cache_clear()
         with FakeTensorMode(), WithoutDeviceGuard():
             kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
@@ -38,7 +38,7 @@ def select(monkeypatch):
         return kernel.name
 
     yield chosen
-    cuda._flash_attn.cache_clear()
+    cuda._installed_flash_attn.cache_clear()
     cuda._newer_flash.cache_clear()
 
 
@@ -105,11 +105,12 @@ def test_torch_has_the_adapter_for_flash_attention_3():
 
 def test_a_softcap_selects_flash_attn_or_raises_with_the_reason(select):
     assert select(torch.bfloat16, installed="2.8.3", capability=(9, 0), softcap=50.0) == "cuda-flash-attn"
-    assert select.reason == "softcap=50.0: of all GPU kernels only flash-attn supports it"
+    only = "softcap=50.0: of all GPU kernels only flash-attn supports it"
+    assert select.reason == f"{only}; flash-attn 2.8.3 is installed"
     assert select(torch.float64, softcap=50.0) == "reference"
     only = r"softcap=50.0: of all GPU kernels only flash-attn >= 2.7 supports it, "
     for options, problem in [
-        (dict(dtype=torch.bfloat16), r"and it is not installed \(pip install flash-attn\)"),
+        (dict(dtype=torch.bfloat16), r"and it is not installed \(pip install flash-attn, or load it first: kernels"),
         (dict(dtype=torch.bfloat16, installed="2.6.3"), "and it is not installed"),
         (dict(dtype=torch.float32, installed="2.8.3"), "but only in half precision, not float32"),
         (dict(dtype=torch.float16, installed="2.8.3", head_dim=264), "but only up to head dim 256, not 264"),
@@ -117,6 +118,43 @@ def test_a_softcap_selects_flash_attn_or_raises_with_the_reason(select):
     ]:
         with pytest.raises(ValueError, match=only + problem):
             select(**options, softcap=50.0)
+
+
+def kernels_package(*modules, repo="kernels-community/flash-attn2"):
+    """The package ``kernels``, having loaded some kernels."""
+    package, info = types.ModuleType("kernels"), repo and types.SimpleNamespace(repo_id=repo, revision="v4")
+    loaded = [types.SimpleNamespace(module=module, repo_info=info) for module in modules]
+    package.get_loaded_kernels = lambda: list(loaded)
+    return package
+
+
+def hub_kernel(name, **parts):
+    module = types.ModuleType(name)
+    vars(module).update(parts)
+    return module
+
+
+def test_flash_attn_that_the_program_has_loaded_from_the_kernels_hub(select, monkeypatch):
+    later = hub_kernel("flash_attn3_1a", flash_attn_interface=types.SimpleNamespace(_flash_attn_forward=None))
+    others = hub_kernel("activation_2b"), later
+    monkeypatch.setitem(sys.modules, "kernels", types.ModuleType("kernels"))  # too old to say what it has loaded
+    assert select(torch.bfloat16) == "cuda-flash"
+    monkeypatch.setitem(sys.modules, "kernels", kernels_package(*others))
+    assert select(torch.bfloat16) == "cuda-flash"
+    ours = hub_kernel("flash_attn2_3c", flash_attn_interface=PACKAGE)
+    hub = "kernels-community/flash-attn2"
+    for repo, source in ((hub, f"{hub} (v4)"), (None, ours.__name__)):
+        which = f"flash-attn is loaded from the kernels hub: {source}"
+        monkeypatch.setitem(sys.modules, "kernels", kernels_package(*others, ours, repo=repo))
+        assert select(torch.bfloat16, capability=(8, 0)) == "cuda-flash-attn"
+        assert select.reason == which
+        assert select(torch.bfloat16, softcap=50.0) == "cuda-flash-attn"
+        assert select.reason.endswith(f"only flash-attn supports it; {which}")
+    assert cuda.cuda_kernel(torch.device("cuda"), torch.bfloat16, 64).ops.forward is not _compat.cuda_flash_forward
+    assert select(torch.bfloat16, installed="2.8.3") == "cuda-flash-attn"
+    assert select.reason == "flash-attn 2.8.3 is installed"
+    assert select(torch.bfloat16, installed="2.6.3") == "cuda-flash-attn"
+    assert select.reason.startswith("flash-attn is loaded from the kernels hub")
 
 
 def test_flash_needs_ampere(select):

@@ -27,7 +27,7 @@ from startrail.planner.topology import Machine
 from startrail.planner.units import seconds_text
 
 TIMEOUT_SECONDS = 120.0  # of any one wait
-KERNELS = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton")
+KERNELS = ("flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "triton")
 PACKAGES = ("torch", *KERNELS, "transformers", "diffusers", "pyroute2", "matplotlib")
 MIN_OPEN_FILES = 4096  # each pair of ranks has a connection per level
 

@@ -37,7 +37,7 @@ class StarTrailMixin:
     def __init__(self, *arguments: Any, sp: SequenceParallel, **options: Any) -> None:
         for given in (*arguments, *options.values()):
             if isinstance(given, TrainingArguments):
-                _check_other_parallelism(given)
+                check_other_parallelism(given)
         self.sp = sp
         self._num_groups, self._group_index = _groups(sp)
         super().__init__(*arguments, **options)
@@ -51,7 +51,7 @@ class StarTrailMixin:
                 "compute_metrics and label smoothing need all logits, but a rank has only those of its tokens"
             )
         trainer.args.prediction_loss_only = True
-        trainer.add_callback(_CheckBeforeStep(sp))
+        trainer.add_callback(CheckBeforeStep(sp))
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped  # PEFT
         if not hasattr(base, "_startrail"):
@@ -165,7 +165,7 @@ class StarTrailTrainer(StarTrailMixin, Trainer):  # type: ignore[misc]
     """``Trainer`` on sequences sharded over the ranks of ``sp``."""
 
 
-class _CheckBeforeStep(TrainerCallback):  # type: ignore[misc]
+class CheckBeforeStep(TrainerCallback):  # type: ignore[misc]
     """Raises before the optimizer changes the weights if attention's results of the step cannot be used."""
 
     def __init__(self, sp: SequenceParallel) -> None:
@@ -183,7 +183,7 @@ def _begin(loader: Any, ranks: int) -> None:
         loader.remainder *= ranks
 
 
-def _check_other_parallelism(arguments: TrainingArguments) -> None:
+def check_other_parallelism(arguments: TrainingArguments) -> None:
     """Refuse accelerate's own sequence parallelism, set by ``parallelism_config`` or by the environment."""
     config = arguments.parallelism_config
     for name in ("cp_size", "sp_size"):

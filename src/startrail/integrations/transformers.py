@@ -20,8 +20,8 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ from startrail.step_checks import (
 )
 from startrail.transport.torch_collectives import agree
 
-__all__ = ["attach", "detach", "gradient_factor", "shard_batch"]
+__all__ = ["attach", "detach", "detached", "gradient_factor", "shard_batch"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -80,6 +80,7 @@ class Attached:
         self.offload = False
         self.tiled = False  # MLPs
         self.router_loss, self.knows_router_loss = ExitStack(), False
+        self.paused = False  # inside ``detached``
         self.steps = 0
         self.checking = False  # True during the first training steps
 
@@ -160,6 +161,9 @@ class Attached:
         self, model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Remove what is for startrail from the model's arguments; in the first training steps, compare parameters."""
+        if self.paused:
+            self.wants_logits, self.checking = True, False
+            return arguments, options
         self.context = options.pop("startrail", None)
         self.wants_logits = options.pop("logits", self.logits)
         if self.probed is None and self.context is None:
@@ -356,10 +360,8 @@ def _check_nothing_added(context: BatchContext, options: dict[str, Any]) -> None
 
 def detach(model: Model) -> Model:
     """Undo ``attach``, for example to generate on one process, and return the model."""
-    base: Any = model if isinstance(model, PreTrainedModel) else _inside_adapters(model)
-    attached: Attached | None = None if base is None else base.__dict__.pop("_startrail", None)
-    if attached is None:
-        raise ValueError("the model is not attached to startrail")
+    base, attached = _attached_base(model)
+    del base._startrail
     for name, config in _configs(vision.text_model(base)).items():
         config._attn_implementation_internal = attached.original_attention[name]
     for hook in base.__dict__.pop("_startrail_hooks"):
@@ -368,6 +370,33 @@ def detach(model: Model) -> Model:
     tiles.untile_mlps(base)
     base.__dict__.pop("gradient_checkpointing_enable", None)
     return model
+
+
+@contextmanager
+def detached(model: Model) -> Iterator[Model]:
+    """Inside, ``model`` runs whole on this rank, for example to generate, and takes ordinary arguments::
+
+    with detached(model):
+        ids = model.generate(prompt)
+    """
+    base, attached = _attached_base(model)
+    configs = _configs(vision.text_model(base))
+    attached.paused = True
+    try:
+        for name, config in configs.items():
+            config._attn_implementation_internal = attached.original_attention[name]
+        yield model
+    finally:
+        attached.paused = False
+        for config in configs.values():
+            config._attn_implementation_internal = attached.name
+
+
+def _attached_base(model: Any) -> tuple[Any, Attached]:
+    base = model if isinstance(model, PreTrainedModel) else _inside_adapters(model)
+    if base is None or not hasattr(base, "_startrail"):
+        raise ValueError("the model is not attached to startrail")
+    return base, base._startrail
 
 
 # --- configs, hooks and registered functions

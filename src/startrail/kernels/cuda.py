@@ -22,6 +22,7 @@ those marked with !, and crash or return wrong numbers if they are violated:
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
@@ -84,10 +85,10 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
             return _with_reason(CudnnKernel(dtype), f"cuDNN {version}: neither FlashAttention 3 nor 4 is installed")
         install = "flash_attn_3 or flash-attn-4" if capability[0] == 9 else "flash-attn-4"
         hint = f"; about 1.5x faster here: install {install}, or use cuDNN ({problem})"
-    if (installed := _flash_attn()) is None:
+    if (found := _flash_attn()) is None:
         return _with_reason(FlashKernel(dtype), f"torch's FlashAttention 2: no newer one is installed{hint}")
-    package, version = installed
-    return _with_reason(FlashKernel(dtype, flash_attn_ops(package), "attn"), f"flash-attn {version} is installed{hint}")
+    package, which = found
+    return _with_reason(FlashKernel(dtype, flash_attn_ops(package), "attn"), f"{which}{hint}")
 
 
 def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -119,13 +120,13 @@ def _with_softcap(dtype: torch.dtype, head_dim: int, softcap: float, capability:
         problem = f"but only up to head dim {_MAX_FLASH_HEAD_DIM}, not {head_dim}"
     elif capability is not None and capability < (8, 0):
         problem = f"but only from compute capability (8, 0), not {capability}"
-    installed = _flash_attn()
-    if installed is None:
-        problem = "and it is not installed (pip install flash-attn)"
-    if installed is None or problem is not None:
+    found = _flash_attn()
+    if found is None:
+        problem = f"and it is not installed (pip install flash-attn, or load it first: {_LOAD_FROM_HUB})"
+    if found is None or problem is not None:
         raise ValueError(f"softcap={softcap}: of all GPU kernels only flash-attn >= 2.7 supports it, {problem}")
-    kernel = FlashKernel(dtype, flash_attn_ops(installed[0], softcap), "attn", softcap)
-    return _with_reason(kernel, f"softcap={softcap}: of all GPU kernels only flash-attn supports it")
+    kernel = FlashKernel(dtype, flash_attn_ops(found[0], softcap), "attn", softcap)
+    return _with_reason(kernel, f"softcap={softcap}: of all GPU kernels only flash-attn supports it; {found[1]}")
 
 
 def _with_reason(kernel: Kernel, reason: str) -> Kernel:
@@ -151,16 +152,36 @@ def _newer_flash(name: str, path: str) -> FlashOps | None:
         return None
 
 
-@cache
 def _flash_attn() -> tuple[Any, str] | None:
-    """flash-attn's low-level interface and version, if it has the signatures of 2.7 and 2.8; not used otherwise."""
+    """flash-attn's low-level interface, if it has the signatures of 2.7 and 2.8, and where it is from."""
+    return _installed_flash_attn() or _flash_attn_from_hub()
+
+
+@cache
+def _installed_flash_attn() -> tuple[Any, str] | None:
     try:
         interface = importlib.import_module("flash_attn.flash_attn_interface")
         version = importlib.import_module("flash_attn").__version__
     except (ImportError, AttributeError):  # not installed, built for another torch, or only a later generation
         return None
     major, minor = (int(part) for part in version.split(".")[:2])
-    return (interface, version) if major == 2 and minor >= 7 else None
+    return (interface, f"flash-attn {version} is installed") if major == 2 and minor >= 7 else None
+
+
+_LOAD_FROM_HUB = 'kernels.get_kernel("kernels-community/flash-attn2", version=4)'
+_FLASH_ATTN_OPS = [f"_flash_attn_{kind}{pass_}" for kind in ("", "varlen_") for pass_ in ("forward", "backward")]
+
+
+def _flash_attn_from_hub() -> tuple[Any, str] | None:
+    """What the program, or transformers, has loaded with the ``kernels`` package: we download nothing ourselves."""
+    loaded_kernels = getattr(sys.modules.get("kernels"), "get_loaded_kernels", list)
+    for loaded in loaded_kernels():
+        interface = getattr(loaded.module, "flash_attn_interface", None)
+        if all(hasattr(interface, name) for name in _FLASH_ATTN_OPS):  # FlashAttention 3 has others
+            info = loaded.repo_info
+            source = loaded.module.__name__ if info is None else f"{info.repo_id} ({info.revision})"
+            return interface, f"flash-attn is loaded from the kernels hub: {source}"
+    return None
 
 
 class EfficientKernel(Kernel):
