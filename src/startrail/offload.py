@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from startrail.kernels.device import on_device
+
 
 class _Saved:
     """A tensor in pinned host memory, and on the GPU from the start of its copy to its last use."""
@@ -76,7 +78,8 @@ class HostOffload(saved_tensors_hooks):
         if x.device not in self._streams:
             self._streams[x.device] = torch.cuda.Stream(x.device)
         assert self._block is not None
-        saved = _Saved(x, self._streams[x.device], self._block)
+        with on_device(x.device):  # pinned memory belongs to the current device's context
+            saved = _Saved(x, self._streams[x.device], self._block)
         self._block.saved.append(weakref.ref(saved))
         return saved
 

@@ -102,6 +102,7 @@ class Kernel(ABC):
             if flip:
                 qt, kt, vt = qt.flip(2), kt.flip(2), vt.flip(2)
             out, lse = forward_tile(qt, kt, vt, tile_mask)
+            self._check_shapes(("out", out, (*qt.shape[:3], vt.shape[3])), ("lse", lse, qt.shape[:3]))
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
             into.merge(out[..., :width], lse, rows, donated=True)
@@ -126,9 +127,19 @@ class Kernel(ABC):
             if flip:
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
             grads = backward_tile(dt, qt, kt, vt, ot, lt, tile_mask)
+            self._check_shapes(*zip(("dq", "dk", "dv"), grads, (qt.shape, kt.shape, vt.shape), strict=True))
             for total, grad, part, width in zip(into, grads, (rows, keys, keys), widths, strict=True):
                 total.add((grad.flip(2) if flip else grad)[..., :width], part, donated=True)
         return into
+
+    def _check_shapes(self, *results: tuple[str, Tensor, Sequence[int]]) -> None:
+        """Another version or build of a kernel may return other shapes, with which merges would broadcast."""
+        for name, x, shape in results:
+            if x.shape != shape:
+                raise ValueError(
+                    f"kernel {self.name} returned {name} {tuple(x.shape)} instead of {tuple(shape)}: startrail does "
+                    "not know this version of it"
+                )
 
 
 def row_chunks(q: Tensor, keys: int) -> Iterator[slice]:

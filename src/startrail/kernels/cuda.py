@@ -22,6 +22,7 @@ those marked with !, and crash or return wrong numbers if they are violated:
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ from startrail.kernels.fa4 import fa4_ops
 from startrail.kernels.flash_ops import FlashOps, flash_attn_ops
 from startrail.kernels.reference import ReferenceKernel
 
+TRY_ROCM = "STARTRAIL_TRY_ROCM"
 _CALL_PAIRS = 3_000_000  # query-key pairs that an H100 computes in the time of one call
 _MAX_FLASH_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
@@ -57,6 +59,8 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
         return _with_reason(ReferenceKernel(softcap), "float64: no flash attention supports it")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"no CUDA attention kernel for {dtype}; use float16, bfloat16, float32 or float64")
+    if torch.version.hip is not None:
+        return _rocm_kernel(dtype, softcap)
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     if softcap is not None:
         return _with_softcap(dtype, head_dim, softcap, capability)
@@ -89,6 +93,19 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
         return _with_reason(FlashKernel(dtype), f"torch's FlashAttention 2: no newer one is installed{hint}")
     package, which = found
     return _with_reason(FlashKernel(dtype, flash_attn_ops(package), "attn"), f"{which}{hint}")
+
+
+def _rocm_kernel(dtype: torch.dtype, softcap: float | None) -> Kernel:
+    """An AMD GPU says that it is an NVIDIA GPU of some generation, and its flash attention returns lse in other shapes.
+    A kernel of its own, such as AITER's, would be chosen here."""
+    if os.environ.get(TRY_ROCM, "") in ("", "0"):
+        raise ValueError(
+            f"startrail has not run on AMD GPUs (ROCm {torch.version.hip}); to try it, run {TRY_ROCM}=1 torchrun "
+            "--nproc-per-node N -m startrail.cli check all, and report what it prints"
+        )
+    if softcap is not None:
+        raise ValueError(f"softcap={softcap}: no kernel on ROCm supports it")
+    return _with_reason(EfficientKernel(dtype), f"ROCm, by {TRY_ROCM}: whole blocks and masks, unproven")
 
 
 def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -336,7 +353,7 @@ class CudnnKernel(FlashKernel):
             return super()._forward(q, k, v, tile_mask)
         options = (None, True, 0.0, tile_mask.causal, False)  # no bias, with lse
         out, lse, *_ = _compat.cuda_cudnn_forward(q, k, v, *options, scale=tile_mask.scale)
-        return out, lse.view(out.shape[:3])  # cuDNN's has one more dimension
+        return out, lse.squeeze(-1)  # cuDNN's has one more dimension
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask

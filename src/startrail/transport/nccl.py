@@ -310,8 +310,9 @@ class Nccl(Batches):
 
     def compare_call(self) -> None:
         try:
-            self._compare(self.begin_call() + 1, self.consensus.current)
-            self._end_comparison()
+            with on_device(self.device):
+                self._compare(self.begin_call() + 1, self.consensus.current)
+                self._end_comparison()
             if self.aborted:
                 raise RuntimeError(self.aborted)
         except RuntimeError as error:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from startrail.agreement.consensus import Consensus
+from startrail.kernels.device import on_device
 from startrail.schedule.places import Place
 from startrail.schedule.program import Program
 from startrail.transport import process_groups
@@ -32,4 +33,5 @@ def open_transport(
     """Open the lanes of ``programs``, together with all ranks. ``name`` is the same on all of them, and used once."""
     if len(consensus.ranks) <= 1:
         return Transport(device)
-    return transport_class(device)(consensus, counters, place, name, timeout, device, programs)
+    with on_device(device):
+        return transport_class(device)(consensus, counters, place, name, timeout, device, programs)
