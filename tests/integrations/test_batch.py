@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 import startrail
 from startrail.integrations.transformers import attach, shard_batch
 from tests.helpers import as_rank, error_of
-from tests.integrations.tiny import packed, tiny, tokens
+from tests.integrations.tiny import gradients, packed, padded, tiny, tokens
 
 
 def test_traps_of_batches():
@@ -77,3 +77,15 @@ def test_the_attention_mask_counts_every_token_once():
     batch = dict(input_ids=tokens(2, 37), attention_mask=torch.ones(2, 37, dtype=torch.long))
     counted = [int(shard_batch(as_rank(rank, 4), **batch)["attention_mask"].sum()) for rank in range(4)]
     assert sum(counted) == 2 * 37
+
+
+@pytest.mark.parametrize("count", [None, 0, torch.tensor(0)])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_batch_without_labels_has_no_loss_and_no_gradients(name, count):
+    """Rows of one token have no labels: without them, 0 / 0 would make every gradient NaN."""
+    model = attach(tiny(name), startrail.SequenceParallel("1x1"), tile_mlp=5)
+    model.gradient_checkpointing_enable()
+    loss = model(**shard_batch(model._startrail.sp, **padded([1, 1, 1]), num_items_in_batch=count)).loss
+    loss.backward()
+    assert loss == 0
+    assert all(not x.any() for x in gradients(model).values()), "NaN counts as true"

@@ -116,7 +116,7 @@ def shard_batch(
     As in transformers, without an attention mask a document begins wherever positions do not increase by one. You can
     also pass ``documents`` (or cu_seq_lens_q), the cu_seqlens of every row. Padding is removed on both sides.
     ``num_items_in_batch`` is the number of labels that the loss is divided by. Pass it if that is more than the labels
-    of this batch: with gradient accumulation or data parallelism.
+    of this batch: with gradient accumulation or data parallelism. A step without labels has loss 0, and no gradients.
 
     A batch with images (``pixel_values`` and the like) reaches the model whole, except for its labels: images are
     embedded on every rank, and the language model's inputs are split. ``token_type_ids`` of 1, as Gemma 3's processor
@@ -180,8 +180,8 @@ def shard_batch(
         arguments |= {"attention_mask": ones, "position_ids": sequence.shard(_joined(positions, kept, -1), -1)}
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
-        count = (tensors["shift_labels"] != IGNORE).sum()
-        arguments["num_items_in_batch"] = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        counted = (tensors["shift_labels"] != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+        arguments["num_items_in_batch"] = torch.as_tensor(counted).clamp(min=1)  # 0 / 0 would make all gradients NaN
     masked = None if masked is None else sequence.shard(masked, 0)
     unpadded = None
     if position_ids is None and not bool(real[:, 0].all()):
