@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from startrail._compat import tree_leaves
 from startrail.agreement.digest import digest
-from startrail.engine.arguments import read_call
+from startrail.engine.arguments import read_call, read_latent_call
 from startrail.geometry.layout import Layout
 from startrail.integrations.splitting.calls import TorchCall, argument_names
 from startrail.parallel import SequenceParallel
@@ -161,28 +162,31 @@ def _whole(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def changed_attention(change: Callable[..., Any]) -> Iterator[None]:
-    """Within, ``change(original, sequence, q, k, v, **options)`` replaces ``Sequence.attention``."""
-    original = Sequence.attention
+def changed_attention(change: Callable[..., Any], method: str = "attention") -> Iterator[None]:
+    """Within, ``change(original, sequence, q, k, v, **options)`` replaces ``Sequence.attention``, or another method."""
+    original = getattr(Sequence, method)
+    parameters = signature(original).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
 
-    def attention(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    def attention(sequence: Sequence, *tensors: Tensor, **options: Any) -> Any:
+        tensors += tuple(options.pop(name) for name in names[len(tensors) :])
         if torch.compiler.is_compiling():
-            return original(sequence, q, k, v, **options)
-        return change(original, sequence, q, k, v, **options)
+            return original(sequence, *tensors, **options)
+        return change(original, sequence, *tensors, **options)
 
-    with patch.object(Sequence, "attention", attention):
+    with patch.object(Sequence, method, attention):
         yield
 
 
 @contextmanager
 def recorded_attention(observed: Observed) -> Iterator[None]:
-    """Record the calls of ``Sequence.attention``."""
+    """Record the calls of ``Sequence.attention`` and ``Sequence.latent_attention``."""
 
-    def record(original: Any, sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        result = original(sequence, q, k, v, **options)
+    def record(original: Any, sequence: Sequence, *tensors: Tensor, **options: Any) -> Any:
+        result = original(sequence, *tensors, **options)
         given = {name: x for name, x in options.items() if name not in ("return_lse", "return_largest")}
-        defaults = dict(causal=False, window=None, chunk=None, mask=None, scale=None, sinks=None, softcap=None)
-        call = read_call(q, k, v, max_logits=False, **{**defaults, **given})
+        read = read_call if len(tensors) == 3 else read_latent_call
+        call = read(*tensors, **given)
         visible = None
         if sequence.length <= MAX_LENGTH:
             mask = sequence._state.batch.boundaries.apply(call.mask)
@@ -193,15 +197,15 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
                 visible |= (keys >= ends[:, :1]) & (keys < ends[:, 1:])
         out = result[0] if isinstance(result, tuple) else result
         sinks = given.get("sinks") is not None
-        scale = call.scale_for(q.shape[-1])
+        scale = call.scale_for(tensors[0].shape[-1])
         given_mask = {name: x for name, x in given.items() if name in ("causal", "window", "chunk", "mask")}
-        passes = sequence.promised_traffic(q, k, v, **given_mask).values()
+        passes = sequence.promised_traffic(*tensors, **given_mask).values()
         sent = sum(sum(levels.values()) for levels in passes)
         observed.attention.append(AttentionRecord(visible, scale, call.softcap, sinks, out.dtype, bytes=sent))
         observed.layout = sequence._layout
         return result
 
-    with changed_attention(record):
+    with changed_attention(record), changed_attention(record, "latent_attention"):
         yield
 
 

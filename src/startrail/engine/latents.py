@@ -42,9 +42,10 @@ class LatentKernel(AttentionKernel):
         self.weights = weights
         self._prepared_weights: dict[tuple[int, int], Tensors] = {}  # by their heads
         self._expansions: list[Expansion] = []  # the latest
-        self.gradients = tuple(
-            torch.zeros(() if pass_ is FORWARD else w.shape, dtype=self.acc, device=w.device) for w in weights
-        )
+        self.gradients: Tensors = ()
+        if pass_ is BACKWARD:
+            self.gradients = tuple(torch.zeros(w.shape, dtype=self.acc, device=w.device) for w in weights)
+            self.extra_results = self.gradients
 
     def for_rehearsal(self) -> LatentKernel:
         other = super().for_rehearsal()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from startrail.integrations import latents
 from startrail.integrations.transformers import attach, detach
 from startrail.parallel import SequenceParallel
 
@@ -73,6 +74,7 @@ def _try_family(name: str) -> ModelFamily:
         attached = model._startrail
         kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
         kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn only)" for softcap in sorted(attached.softcaps))
+        kinds += latents.describe(model)
         detach(model)
         return ModelFamily(name, kinds, None)
 

@@ -33,7 +33,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.integrations import layer_masks, probe, routers, tiles, vision, without_logits
+from startrail.integrations import latents, layer_masks, probe, routers, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
 from startrail.integrations.probe import PositionRule
@@ -135,7 +135,8 @@ class Attached:
         kind, context = attention_mask.kind, attention_mask.context
         sequence, chunk = context.sequence_for(kind.chunk)
         options: dict[str, Any] = dict(scale=scaling, sinks=s_aux, softcap=softcap)
-        out = sequence.attention(query, key, value, causal=kind.causal, window=kind.window, chunk=chunk, **options)
+        options |= dict(causal=kind.causal, window=kind.window, chunk=chunk)
+        out = latents.attend(sequence, query, key, value, **options)
         if context.fully_masked is not None:
             out = out.masked_fill(context.fully_masked.view(1, 1, -1, 1), 0)
         return out.transpose(1, 2).contiguous(), None  # some models take views of it
@@ -235,7 +236,7 @@ class Attached:
 
 def attach(
     model: Model, sp: SequenceParallel, *, check: bool = True, logits: bool = False, tile_mlp: int | None = None,
-    offload: bool = False,
+    offload: bool = False, latents: bool = True,
 ) -> Model:  # fmt: skip
     """Make ``model`` attend over all ranks of ``sp``, and return it. It may have adapters of peft, before or after.
 
@@ -245,6 +246,9 @@ def attach(
     Two options save memory at the cost of more compute. ``tile_mlp`` runs each MLP on this many tokens at a time and
     recomputes it in the backward pass. ``offload`` recomputes layers (gradient checkpointing) from their inputs, which
     are kept in host memory.
+
+    Models with latent attention (MLA) send latents, which are expanded where they are used. ``latents=False`` sends
+    expanded keys and values instead, and so do layers that cannot, with a warning.
 
     Raises ``ValueError`` with the reason and the layer if the model cannot run. With ``check``, the first two training
     steps compare parameters between ranks, and raise if gradients are averaged instead of summed.
@@ -256,13 +260,14 @@ def attach(
         raise ValueError(f"attach needs a transformers model, got {type(model).__name__}: {hint}")
     if hasattr(base, "_startrail"):
         raise ValueError(f"the model is already attached to {base._startrail.sp}; detach(model) first")
-    _attach(base, sp, check, logits, tile_mlp, offload)
+    _attach(base, sp, check, logits, tile_mlp, offload, latents)
     return model
 
 
 def _attach(
-    model: PreTrainedModel, sp: SequenceParallel, check: bool, logits: bool, tile_mlp: int | None, offload: bool
-) -> None:
+    model: PreTrainedModel, sp: SequenceParallel, check: bool, logits: bool, tile_mlp: int | None, offload: bool,
+    sends_latents: bool,
+) -> None:  # fmt: skip
     warn_if_untested()
     if not vision.is_tested(model):
         raise ValueError(_other_vision_model(model, sp))
@@ -290,7 +295,11 @@ def _attach(
             attached.tiled = True
         if routers.is_wanted(model, {}):
             attached.check_router_loss(model)
-        probe.probe(model, attached)
+        run_probe = partial(probe.probe, model, attached)
+        if sends_latents:
+            latents.install(language_model, run_probe)
+        else:
+            run_probe()
     except BaseException:
         detach(model)
         raise

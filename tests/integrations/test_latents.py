@@ -1,0 +1,204 @@
+"""Models with latent attention send latents: the loss and all gradients of one process, and the bytes of latents."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+hf = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+
+import startrail
+from startrail.diagnostics.observe import Observed, recorded_attention
+from startrail.integrations import latents, survey
+from startrail.integrations.transformers import attach, detach, shard_batch
+from startrail.launch.local import run_local
+from tests.helpers import FULL
+from tests.integrations.one_process import BATCHES, many_ranks
+from tests.integrations.tiny import EXPERTS, SMALL, InFloat64, backward, differences, gradients, tokens
+
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+ROUTED = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, **EXPERTS)
+HEADS = {**SMALL, "num_key_value_heads": 4}
+# Plain, with experts, and with the scaled latents and two attentions per layer of LongCat.
+FAMILIES = {
+    "deepseek_v2": dict(**LATENT, **ROUTED, topk_method="greedy"),
+    "deepseek_v3": dict(**LATENT, **ROUTED),
+    "minicpm3": dict(**LATENT, scale_emb=1, scale_depth=1.0, dim_model_base=32),
+    "glm4_moe_lite": dict(**LATENT, **ROUTED),
+    "youtu": dict(**LATENT),
+}
+# Those whose layers pass expanded keys on to attention; the others refuse to be split for what else they do.
+SENDING = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"}
+
+
+def model_of(name, dtype=torch.float64, **changes):
+    """The same weights every time."""
+    config = hf.AutoConfig.for_model(name, **{**HEADS, **FAMILIES[name], **changes})
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(5)
+    for x in model.parameters():
+        noise = torch.randn(x.shape, generator=generator)
+        x.data = 0.15 * noise if x.dim() > 1 else x.data + 0.1 * noise
+    return model.to(dtype).train()
+
+
+def alone(name, batch):
+    """Loss and gradients of one process, document by document."""
+    model = model_of(name)
+    ids, labels, positions = batch["input_ids"], batch["labels"], batch.get("position_ids")
+    starts = [0] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
+    options = {key: x for key, x in batch.items() if key == "attention_mask"}
+    count = (labels[:, 1:] != -100).sum() if positions is None else (labels != -100).sum()
+    with InFloat64():
+        loss = sum(
+            model(input_ids=ids[:, start:stop], labels=labels[:, start:stop], num_items_in_batch=count, use_cache=False,
+                  **options).loss
+            for start, stop in zip(starts, [*starts[1:], ids.shape[1]], strict=True)
+        )  # fmt: skip
+        backward(loss)
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_loss_and_gradients_are_those_of_one_process(world):
+    torch.set_num_threads(1)
+    kinds = ("packed", "right")
+    truths = {(name, kind): alone(name, BATCHES[kind]) for name in FAMILIES for kind in kinds}
+    plans = {2: ["1x2"], 4: ["u2/1x2", "2x2"] if FULL else ["u2/1x2"]}[world]
+
+    def on_rank(rank):
+        wrong = []
+        for plan in plans:
+            sp = startrail.SequenceParallel(plan)
+            for name in FAMILIES:
+                model = attach(model_of(name), sp)
+                assert latents.describe(model) == ("latents",)
+                for kind in kinds:
+                    with InFloat64():
+                        loss, grads = many_ranks(model, sp, BATCHES[kind])
+                    true_loss, true_grads = truths[name, kind]
+                    lines = [] if abs(loss / true_loss - 1) < 1e-13 else [f"loss {loss}, expected {true_loss}"]
+                    lines += differences(grads, true_grads, 1e-12)
+                    wrong += [f"{plan} {name} {kind}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, world) == [[]] * world
+
+
+def test_latents_are_sent_unless_turned_off_or_replaced():
+    """The bytes are those of latents; without, and with an adapter on the projection, those of expanded keys."""
+    ids = tokens(1, 64)
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2")
+        model = model_of("deepseek_v3", torch.float32, num_hidden_layers=1, first_k_dense_replace=1)
+        sent, losses = {}, {}
+        for case in ("latents", "expanded", "replaced", "copied"):
+            model = attach(model, sp, latents=case != "expanded", check=False)
+            used = copy.deepcopy(model) if case == "copied" else model
+            layer = used.model.layers[0].self_attn
+            if case == "replaced":
+                layer.kv_b_proj = torch.nn.utils.parametrizations.weight_norm(layer.kv_b_proj)
+            batch = shard_batch(sp, input_ids=ids, labels=ids)
+            sp.reset_counters()
+            observed = Observed()
+            with warnings.catch_warnings(), recorded_attention(observed):
+                warnings.simplefilter("ignore")
+                losses[case] = used(**batch).loss.item()
+            (record,) = observed.attention
+            sent[case] = sp.traffic()["level 0"]["bytes"], record.bytes
+            if case == "replaced":
+                torch.nn.utils.parametrize.remove_parametrizations(layer.kv_b_proj, "weight")
+            detach(model)
+            assert "expand_kv" not in layer.__dict__ or case == "copied"
+        return sent, losses
+
+    for sent, losses in run_local(on_rank, 2):
+        latent, expanded = 32 * (16 + 4) * 4, 32 * 4 * (8 + 4 + 6) * 4
+        assert {case: forward for case, (forward, _) in sent.items()} == dict(
+            latents=latent, copied=latent, expanded=expanded, replaced=expanded
+        )
+        assert sent["latents"][1] == 3 * latent, "verify counts both passes"
+        assert max(losses.values()) - min(losses.values()) < 1e-5
+
+
+def test_compiled_and_recomputed_layers():
+    ids = tokens(1, 64)
+    truth = alone("deepseek_v3", dict(input_ids=ids, labels=ids))
+
+    def on_rank(rank):
+        sp = startrail.SequenceParallel("1x2")
+        wrong = []
+        for change in ("recomputed", "compiled"):
+            model = attach(model_of("deepseek_v3"), sp)
+            if change == "recomputed":
+                model.gradient_checkpointing_enable()
+            else:
+                for layer in model.model.layers:
+                    layer.self_attn.compile(backend="aot_eager")
+            with InFloat64() if change == "recomputed" else torch.no_grad():
+                if change == "recomputed":
+                    loss, grads = many_ranks(model, sp, dict(input_ids=ids, labels=ids))
+                    wrong += differences(grads, truth[1], 1e-12)
+                else:
+                    loss = model(**shard_batch(sp, input_ids=ids, labels=ids)).loss
+                    torch.distributed.all_reduce(loss)
+            wrong += [] if abs(loss / truth[0] - 1) < 1e-6 else [f"{change}: {loss}, expected {truth[0]}"]
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+class Scaled(torch.nn.Module):
+    """Looks like latent attention, but scales what it expands."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(4, 8, bias=False)
+
+    def expand_kv(self, kv_nope, k_rot):
+        keys, values = hf.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention.expand_kv(self, kv_nope, k_rot)
+        return keys * 2, values
+
+
+class Plain(torch.nn.Module):
+    """Expands within its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(4, 8, bias=False)
+
+
+@pytest.mark.parametrize("kind, reason", [(Scaled, "is not keys"), (Plain, "in a method expand_kv")])
+def test_another_expansion_runs_as_before_and_says_so(kind, reason):
+    model = torch.nn.Sequential(kind())
+    with pytest.warns(UserWarning, match=reason):
+        latents.install(model, lambda: None)
+    assert latents.describe(model) == ("expanded keys of latents",)
+
+
+def test_layers_that_compute_with_their_keys_run_as_before(monkeypatch):
+    """Found when the model is probed."""
+    attention = hf.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention
+    plain = startrail.integrations.transformers.Attached.attend
+
+    def attend(self, module, query, key, value, *rest, **options):
+        return plain(self, module, query, key * 1.0, value, *rest, **options)
+
+    monkeypatch.setattr(startrail.integrations.transformers.Attached, "attend", attend)
+    model = model_of("deepseek_v3")
+    with pytest.warns(UserWarning, match="computes with its expanded keys"):
+        attach(model, startrail.SequenceParallel("1x1"))
+    assert latents.describe(model) == ("expanded keys of latents",)
+    assert isinstance(model.model.layers[0].self_attn, attention)
+
+
+def test_every_family_with_latents_sends_them_or_is_refused():
+    """The families of the installed transformers that run with their default configs and have latent attention."""
+    names = [name for name in survey.CONFIG_MAPPING_NAMES if name in FAMILIES or name in SENDING]
+    found = survey.families(sorted(names))
+    assert {family.name for family in found if "latents" in family.kinds} == SENDING & {f.name for f in found}
