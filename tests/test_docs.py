@@ -11,8 +11,9 @@ from results import figures
 from startrail import __version__
 from startrail.cli.app import build_parser, main
 from startrail.cli.options import UsageError
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape, predict
+from startrail.planner.predict import predict
 from startrail.schedule.plan import Plan
 from tests.helpers import ROOT, fork_ranks
 
@@ -99,7 +100,7 @@ def test_the_first_gpu_run_has_the_planners_predictions():
     assert len(rows) == 8
     for plan, milliseconds in rows:
         ranks = Plan.parse(plan).size
-        call = AttentionShape(8192 * ranks, 1, 16, 16, 128, True)
+        call = Attention.of(8192 * ranks, 1, 16, 16, 128, True)
         found = predict(find_cluster(f"h100-8x8@{ranks // 8}x8"), Plan.parse(plan), call).seconds
         assert float(milliseconds) == pytest.approx(1000 * found, abs=0.1), plan
 

@@ -1,9 +1,24 @@
 """Shapes for several of the planner's tests."""
 
-from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape
+from dataclasses import replace
 
-CALL = AttentionShape(length=8192, batch=2, heads=8, kv_heads=8, head_dim=64, causal=True, dtype="bfloat16")
+from startrail.compile.attention import Attention
+from startrail.compile.problem import Boundaries
+from startrail.planner.cluster import find_cluster
+
+CALL = Attention.of(length=8192, batch=2, heads=8, kv_heads=8, head_dim=64, causal=True, dtype="bfloat16")
+
+
+def altered(call, **changes):
+    """The call with another ``length`` (of one document), other ``documents``, ``window`` or ``causal``, or sizes."""
+    if "length" in changes:
+        changes["boundaries"] = Boundaries((0, changes.pop("length")))
+    if "documents" in changes:
+        changes["boundaries"] = Boundaries(changes.pop("documents"))
+    masks = {name: changes.pop(name) for name in ("window", "causal") if name in changes}
+    return replace(call, mask=replace(call.mask, **masks), **changes)
+
+
 SMALL = find_cluster("a100-4x8@4x4")
 PEERS = find_cluster("mi300x@4x4")
 LLAMA = dict(

@@ -1,6 +1,5 @@
 """No plan beats its bound, and the candidates left out of the search would not help."""
 
-from dataclasses import replace
 from math import prod
 
 import pytest
@@ -12,14 +11,14 @@ from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan, plans_for
 from startrail.schedule.program import closed_form
 from startrail.schedule.values import PASSES
-from tests.planner.shapes import CALL, PEERS, SMALL
+from tests.planner.shapes import CALL, PEERS, SMALL, altered
 
 
 @pytest.mark.parametrize(
     "cluster, window", [(SMALL, None), (SMALL, 1000), (PEERS, None), (PEERS.faster(1, 0.02), None)], ids=str
 )
 def test_no_plan_beats_its_bound(cluster, window):
-    call = replace(CALL, window=window)
+    call = altered(CALL, window=window)
     bounds = Bounds(cluster, call)
     checked = seen = 0
     for plan in plans_on(cluster, call.heads):

@@ -4,25 +4,27 @@ from dataclasses import replace
 
 import pytest
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
 from startrail.planner.peers import RING_FLASH_ATTENTION, STARTRAIL, TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_GATHERED
-from startrail.planner.predict import AttentionShape, predict
-from startrail.planner.pricing import Prices
+from startrail.planner.predict import predict
+from startrail.planner.pricing import plan_prices
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import build_program
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES
 from startrail.transport.process_groups import hidden_lanes
+from tests.planner.shapes import altered
 from validation.hardware.gathered import predict_gathered
 
 H100 = find_cluster("h100-8x8@1x8")
 ALL_CHANNELS = replace(H100, levels=(H100.levels[0], replace(H100.levels[1], under_compute=0.0)))
-GROUPED = AttentionShape(length=65536, batch=1, heads=64, kv_heads=8, head_dim=128, causal=True)
+GROUPED = Attention.of(length=65536, batch=1, heads=64, kv_heads=8, head_dim=128, causal=True)
 TOKENS, HEADS, KV_HEADS, DIM = 8192, 64, 8, 128
 
 
 def prices(call=GROUPED, plan="1x8", engine=STARTRAIL):
-    return Prices(H100, call.sizes(Plan.parse(plan), 8), call.causal, None, call.dtype, engine)
+    return plan_prices(H100, Plan.parse(plan), call, engine)
 
 
 @pytest.mark.parametrize("row, column, rows, keys", [(3, 3, 1, 1), (5, 2, 1, 0.5), (2, 5, 0.5, 1)])
@@ -35,14 +37,14 @@ def test_a_block_reads_its_result_and_reads_and_writes_the_sum(row, column, rows
     for pass_, nbytes, launches in ((FORWARD, forward, 1), (BACKWARD, backward, 3)):
         kernel = ours.kernel(pass_, area, rows * TOKENS, causal=row == column)
         expected = kernel + nbytes / device.copy + launches * device.call
-        assert ours.block(pass_, row, column, 8) == pytest.approx(expected)
+        assert ours.block(pass_, row, column) == pytest.approx(expected)
 
 
 def test_a_first_result_is_converted_or_begins_with_zeros():
     ours, copy = prices(), H100.device.copy
-    merged, converted = ours.block(FORWARD, 3, 3, 8), ours.block(FORWARD, 3, 3, 8, new_row=True)
+    merged, converted = ours.block(FORWARD, 3, 3), ours.block(FORWARD, 3, 3, new_row=True)
     assert merged - converted == pytest.approx(TOKENS * HEADS * DIM * (10 - 6) / copy)
-    merged, zeroed = ours.block(FORWARD, 2, 5, 8), ours.block(FORWARD, 2, 5, 8, new_row=True)
+    merged, zeroed = ours.block(FORWARD, 2, 5), ours.block(FORWARD, 2, 5, new_row=True)
     assert zeroed - merged == pytest.approx(TOKENS * HEADS * DIM * 4 / copy)
 
 
@@ -91,6 +93,6 @@ def test_lanes_under_compute_have_the_rate_of_few_channels(plan):
 
 def test_a_ring_that_few_channels_cannot_feed_is_slower():
     """With all heads of 4k tokens, a hop takes 34 MB: 0.34 ms over 8 channels, more than its block."""
-    call = replace(GROUPED, length=32768, heads=16, kv_heads=16)
+    call = altered(GROUPED, length=32768, heads=16, kv_heads=16)
     slow, fast = (predict(cluster, Plan.parse("1x8"), call).seconds for cluster in (H100, ALL_CHANNELS))
     assert 1.4 < slow / fast < 3.6

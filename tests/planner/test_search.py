@@ -19,7 +19,7 @@ from startrail.planner.units import parse_count, shipped
 from startrail.planner.workload import Run, find_model, from_hugging_face
 from startrail.schedule.plan import Plan
 from tests.helpers import FULL
-from tests.planner.shapes import CALL, LLAMA, SMALL
+from tests.planner.shapes import CALL, LLAMA, SMALL, altered
 
 
 def test_well_known_plans_are_always_among_the_rows():
@@ -118,9 +118,9 @@ def test_less_bandwidth_or_memory_is_never_faster():
 
 
 def test_sliding_layers_compute_less():
-    long = replace(CALL, length=2**16)
+    long = altered(CALL, length=2**16)
     for text in ("1x16", "u4/2x2"):
-        calls = long, replace(long, window=2048)
+        calls = long, altered(long, window=2048)
         whole, sliding = (predict(SMALL, Plan.parse(text), call, all_ranks=True) for call in calls)
         assert sliding.seconds - sliding.waiting < 0.7 * (whole.seconds - whole.waiting), text
         assert sliding.sent == whole.sent

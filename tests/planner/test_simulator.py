@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from startrail.compile.attention import Attention
 from startrail.planner import predict as attention
 from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.kernels import find_kernel, occupancy
-from startrail.planner.predict import AttentionShape, predict
+from startrail.planner.predict import predict
 from startrail.planner.pricing import PostTask, PricedMessage, Task, WaitTask
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import closed_form
 from startrail.schedule.values import PASSES
-from tests.planner.shapes import CALL, PEERS, SMALL
+from tests.planner.shapes import CALL, PEERS, SMALL, altered
 from workshop.trials.links import bytes_between_nodes
 
 PLANS = "1x16 star2 star4 1x4/u4 2x2/u4 2x2/u4,keep=all u4/1x4 u4/2x2,groups=2 u2/1x2/2x2 1x4/1x4 4x1/u2/1x2 2x8 u8/2x1"
@@ -91,7 +92,7 @@ def test_one_rank_represents_all_where_an_exchange_spans_nodes(cluster):
 
 @pytest.mark.parametrize("text", ["1x64", "star2", "star4"])
 def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
-    cluster, plan, call = find_cluster("h100-8x8@4x16"), Plan.parse(text), replace(CALL, length=2**16)
+    cluster, plan, call = find_cluster("h100-8x8@4x16"), Plan.parse(text), altered(CALL, length=2**16)
     whole = predict(cluster, plan, call)
     monkeypatch.setattr(attention, "MAX_UNSAMPLED", 1)
     few = predict(cluster, plan, call)
@@ -104,7 +105,7 @@ def test_few_ranks_of_a_large_node_are_enough_to_look_at(text, monkeypatch):
 @pytest.mark.parametrize("window", [300, 3000])
 @pytest.mark.parametrize("text", ["1x16", "1x4/u4", "u4/2x2", "2x2/2x2,keep=all"])
 def test_one_rank_stands_for_all_under_a_window(text, window, cluster):
-    call, plan = replace(CALL, length=2**14, window=window), Plan.parse(text)
+    call, plan = altered(CALL, length=2**14, window=window), Plan.parse(text)
     one, all_ = predict(cluster, plan, call), predict(cluster, plan, call, all_ranks=True)
     assert one.seconds == pytest.approx(all_.seconds, rel=0.15)  # the slowest rank differs from hop to hop
     assert one.sent == pytest.approx(all_.sent, rel=1e-6)
@@ -119,7 +120,7 @@ def test_an_exchange_over_heads_uses_the_links_to_all_peers_and_a_ring_one():
 
 def test_one_rank_stands_for_all_on_shared_cores():
     cluster = find_cluster("lab@4x4")
-    call = AttentionShape(1024, 2, 16, 16, 32, True, "float32")
+    call = Attention.of(1024, 2, 16, 16, 32, True, "float32")
     for text in ("2x2/u4", "u4/1x4", "1x4/1x4"):
         one, all_ = predict(cluster, Plan.parse(text), call), predict(cluster, Plan.parse(text), call, all_ranks=True)
         assert one.seconds == pytest.approx(all_.seconds, rel=0.1), text
@@ -134,7 +135,7 @@ LONG = [
 @pytest.mark.parametrize("text, window", LONG)
 def test_a_long_ring_goes_on_as_it_begins(text, window, monkeypatch):
     cluster, plan = find_cluster("h100-8x8@64x8"), Plan.parse(text)
-    call = replace(CALL, length=2**19, window=window)
+    call = altered(CALL, length=2**19, window=window)
     monkeypatch.setattr(attention, "MAX_SHARDS", 512)
     whole = predict(cluster, plan, call)
     monkeypatch.setattr(attention, "MAX_SHARDS", 16)
@@ -152,7 +153,7 @@ def test_rings_of_any_number_of_nodes_are_shortened(nodes, text):
     predictions = []
     for number in (nodes, 4 * nodes):
         cluster = find_cluster(f"h100-8x8@{number}x8")
-        plan, call = Plan.parse(text.format(nodes=number, ranks=8 * number)), replace(CALL, length=1024 * cluster.world)
+        plan, call = Plan.parse(text.format(nodes=number, ranks=8 * number)), altered(CALL, length=1024 * cluster.world)
         assert max(attention.shorter_rings(cluster, plan, call)) <= 512
         predictions.append(predict(cluster, plan, call))
     assert predictions[1].seconds == pytest.approx(4 * predictions[0].seconds, rel=0.02)
@@ -161,7 +162,7 @@ def test_rings_of_any_number_of_nodes_are_shortened(nodes, text):
 @pytest.mark.parametrize("text", PLANS.split())
 def test_the_clock_sends_what_the_closed_form_says(text):
     plan = Plan.parse(text)
-    sizes = CALL.sizes(plan, 16)
+    sizes = CALL.sizes_on(plan, 16)
     links = bytes_between_nodes(plan, Machine(4, 4), sizes.by_kind, range(16))
     predicted = predict(SMALL, plan, CALL, all_ranks=True)
     assert predicted.sent[0] * 16 == pytest.approx(sum(link.sent for link in links), rel=1e-9)

@@ -1,18 +1,18 @@
 """Predictions for packed documents and windows: the engine's programs, bytes and tiles."""
 
-from dataclasses import replace
-
 import pytest
 
+from startrail.compile.attention import Attention
 from startrail.geometry.distributions import document_lengths
+from startrail.planner import cutting
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape, predict
+from startrail.planner.predict import predict
 from startrail.planner.pricing import PostTask
-from startrail.planner.sparse import predict as sparse
 from startrail.planner.sparse.documents import document_ends
 from startrail.planner.sparse.predict import SparseCall, predict_call, predict_sparse
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
+from tests.planner.shapes import altered
 
 CLUSTERS = {name: find_cluster(f"{name}@2x4") for name in ("lab", "h100-8x8")}
 LENGTHS = tuple(document_lengths("pretraining", 4000, seed=3, scale=1 / 64))
@@ -22,7 +22,7 @@ PLANS = ("1x8", "1x2/u4", "u2/2x2,groups=2", "2x1/1x4,keep=all", "star2")
 def call_on(cluster, documents=(), window=None, length=4000):
     dtype = "float32" if cluster.cores else "bfloat16"
     ends = document_ends(documents, length)
-    return AttentionShape(length, 1, 8, 4, 64, causal=True, dtype=dtype, window=window, documents=ends)
+    return Attention.of(length, 1, 8, 4, 64, causal=True, dtype=dtype, window=window, documents=ends)
 
 
 def sent_by_lane(tasks, lanes):
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_routes_and_every_rank_ends(cluster, documents, w
         priced, lanes = SparseCall(cluster, plan, call), len(plan.levels)
         for pass_ in PASSES:
             for rank, tasks in enumerate(priced.tasks(pass_)):
-                routes = priced.problem.parts(priced.split, priced.layout, rank)
+                routes = priced.call.parts(priced.split, priced.layout, rank)
                 assert [r.start for r in routes] == [r.start for r, _ in priced.routes[rank]]
                 promised = [sum(level) for level in zip(*(route.traffic(pass_) for route in routes), strict=True)]
                 assert sent_by_lane(tasks, lanes) == promised
@@ -76,7 +76,7 @@ def test_without_documents_and_window_it_is_the_dense_prediction(cluster, text):
 def test_a_node_sends_only_what_others_see():
     """1x8 with window w: each of the two cuts between the nodes' halves of a zigzag needs w - 1 keys."""
     cluster, window = CLUSTERS["lab"], 100
-    found = predict_sparse(cluster, Plan.parse("1x2/1x4"), call_on(cluster, length=4096), window=window)
+    found = predict_sparse(cluster, Plan.parse("1x2/1x4"), call_on(cluster, length=4096, window=window))
     per_token = 2 * 4 * 64 * 4  # keys and values, 4 heads of 64 numbers of 4 bytes
     crossings = 2 * (window - 1)
     assert found.forward.sent[0] * 8 == crossings * per_token
@@ -87,7 +87,7 @@ def test_a_node_sends_only_what_others_see():
 def test_blocks_of_the_middle_shards_stand_for_all(cluster, monkeypatch):
     plan, call = Plan.parse("1x8"), call_on(cluster, LENGTHS)
     exact = predict_sparse(cluster, plan, call)
-    monkeypatch.setattr(sparse, "MAX_SHARDS", 2)
+    monkeypatch.setattr(cutting, "MAX_SHARDS", 2)
     assert predict_sparse(cluster, plan, call).seconds == pytest.approx(exact.seconds, rel=0.1)
 
 
@@ -96,11 +96,11 @@ def test_large_worlds_take_windows_but_no_documents():
     plan = Plan.parse("u4/1x16/1x8")
     assert predict_call(cluster, plan, call) == predict(cluster, plan, call)
     with pytest.raises(ValueError, match="documents can be planned for up to 256 ranks per group, not 512"):
-        predict_call(cluster, plan, replace(call, documents=(0, 100, 8192)))
+        predict_call(cluster, plan, altered(call, documents=(0, 100, 8192)))
 
 
 def test_pairs_count_documents():
-    call = AttentionShape(10, 1, 1, 1, 1, causal=True, documents=(0, 4, 10))
+    call = Attention.of(10, 1, 1, 1, 1, causal=True, documents=(0, 4, 10))
     assert call.pairs == 10 + 21
-    assert replace(call, window=2).pairs == (4 + 3) + (6 + 5)
-    assert replace(call, causal=False).pairs == 16 + 36
+    assert altered(call, window=2).pairs == (4 + 3) + (6 + 5)
+    assert altered(call, causal=False).pairs == 16 + 36

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from startrail.compile.attention import Attention
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape, trace_prediction
+from startrail.planner.predict import trace_prediction
 from startrail.schedule.plan import Plan
 from startrail.training.display import Display
 from startrail.training.loop import Trainer
@@ -100,7 +101,7 @@ def test_a_run_writes_a_page_and_a_trace_of_the_requested_step(data, tmp_path):
     assert "finished, step 3 of 3" in (tmp_path / "run" / "run.html").read_text()
     measured = read_trace(tmp_path / "run" / "trace.json")
     recorders = [EventRecorder(rank) for rank in range(2)]
-    call = AttentionShape(64, 1, 8, 4, 4, causal=True, dtype="float32")
+    call = Attention.of(64, 1, 8, 4, 4, causal=True, dtype="float32")
     trace_prediction(find_cluster("lab").resized([1, 2]), Plan.parse("1x2"), call, recorders.__getitem__)
     predicted = tmp_path / "predicted.json"
     predicted.write_text(json.dumps(chrome_trace([recorder.records for recorder in recorders], "predicted")))

@@ -94,7 +94,10 @@ def test_the_trials_cover_machines_plans_and_workloads():
     assert any(trial.slow_node for trial in trials)
     worlds = {shape: Machine.parse(shape).world for shape in PREDICTED | CALIBRATION}
     dense = [
-        (t.work, worlds[shape]) for shape in worlds for t in (PREDICTED | CALIBRATION)[shape] if not t.work.is_sparse
+        (t.work, worlds[shape])
+        for shape in worlds
+        for t in (PREDICTED | CALIBRATION)[shape]
+        if not t.work.call.is_sparse
     ]
     assert all(each in ALONE for each in dense)  # the planner chooses a plan for these
 
@@ -106,7 +109,7 @@ def test_a_quick_run_judges_what_it_measured():
 
 
 def test_eight_configurations_are_sparse_and_predicted_from_a_record():
-    trials = [(shape, trial) for shape, trials in PREDICTED.items() for trial in trials if trial.work.is_sparse]
+    trials = [(shape, trial) for shape, trials in PREDICTED.items() for trial in trials if trial.work.call.is_sparse]
     assert sum(len(trial.contenders) for _, trial in trials) == 8
     assert {bool(trial.work.documents) for _, trial in trials} == {True, False}
     rows = []

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from startrail.compile.attention import Attention
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape, trace_prediction
+from startrail.planner.predict import trace_prediction
 from startrail.planner.sparse.predict import SparseCall, predict_call
 from startrail.planner.topology import Machine
 from startrail.schedule.parts import run_order
@@ -34,7 +35,7 @@ def question(cluster, shape, length, dim=64, heads=32, kv=8, causal=True, window
     """A cluster and a call on it."""
     spec = fit_cluster(find_cluster(cluster), Machine.parse(shape))
     dtype = "bfloat16" if "bfloat16" in spec.device.rates else next(iter(spec.device.rates))
-    return spec, AttentionShape(length, 1, heads, kv, dim, causal, dtype, window, documents)
+    return spec, Attention.of(length, 1, heads, kv, dim, causal, dtype, window, documents)
 
 
 # with head dims between, below and above those that kernels have speeds for
@@ -58,7 +59,7 @@ def test_recorded_times_and_bytes_are_the_planners(cluster, shape, plan, dim):
 
 
 def check_times(found, spec, plan, call):
-    if call.documents or call.window is not None or spec.world > 64:
+    if call.is_sparse or spec.world > 64:
         expected = predict_call(spec, plan, call)
     else:
         expected = trace_prediction(spec, plan, call, lambda rank: lambda *event: None)
@@ -87,7 +88,7 @@ def test_totals_equal_the_closed_form_for_every_plan_and_mask():
                         rank,
                     )
                 if not recorded["sparse"]:
-                    expected = closed_form(plan, spec.world, rank, pass_, call.sizes(plan, spec.world).by_kind)
+                    expected = closed_form(plan, spec.world, rank, pass_, call.sizes_on(plan, spec.world).by_kind)
                     assert [row[3] for row in rows if row[3]] == [each for each in expected if each]
             checked += 1
     assert checked >= 30
@@ -159,7 +160,7 @@ def test_events_and_times_on_the_page_are_those_of_programs_and_simulator(browse
     checked = defaultdict(int)
     for example, texts in enumerate(SCENES):
         asked = read_settings(texts)
-        sparse = asked.is_sparse
+        sparse = asked.call.is_sparse
         for plan in browser.execute_script("return Object.keys(startrail.scenes[arguments[0]].plans)", example):
             played = SparseCall(asked.cluster, Plan.parse(plan), asked.call, sparse)
             world = asked.machine.world

@@ -51,7 +51,7 @@ def test_batches_are_those_of_the_engine(name, shape, texts, length):
 
 
 def check_routes(found, sparse):
-    case, chosen = (str(sparse.plan), str(sparse.mask)), set()
+    case, chosen = (str(sparse.plan), str(sparse.call.visible)), set()
     for zone, (route, _) in zip(found["zones"], sparse.zones, strict=True):
         assert (zone["first"], zone["size"], zone["runs"]) == (route.zone.first, route.zone.size, str(route.chosen)), (
             case

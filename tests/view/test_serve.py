@@ -12,9 +12,10 @@ import sys
 import pytest
 
 from startrail.cli import main
+from startrail.compile.attention import Attention
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape, predict
+from startrail.planner.predict import predict
 from startrail.planner.topology import Machine
 from startrail.schedule.plan import Plan
 from startrail.view.server import MOST_BYTES
@@ -47,7 +48,7 @@ def test_what_if_in_the_browser(browser, server):
     for name, value in (("cluster", "h100-8x8"), ("length", "64k"), ("heads", 16), ("nodes", 4), ("plan", "u4/1x2")):
         choose(browser, name, value)
         assert browser.execute_script(TEXT, "problem") == ""
-    call = AttentionShape(65536, 1, 16, 8, 128, True)
+    call = Attention.of(65536, 1, 16, 8, 128, True)
     expected = predict(fit_cluster(find_cluster("h100-8x8"), Machine(4, 2)), Plan.parse("u4/1x2"), call, all_ranks=True)
     assert browser.execute_script("return startrail.views[0].seconds") == pytest.approx(expected.seconds, rel=1e-9)
     assert browser.execute_script("return startrail.state.versus") == "1x8"  # the ring of the new machine

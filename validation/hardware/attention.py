@@ -9,10 +9,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from startrail.compile.attention import Attention
+from startrail.compile.problem import Boundaries
 from startrail.geometry.distributions import document_lengths
 from startrail.planner.cluster import ClusterSpec, find_cluster
 from startrail.planner.peers import ENGINES, Implementation
-from startrail.planner.predict import AttentionShape, Prediction, predict
+from startrail.planner.predict import Prediction, predict
 from startrail.planner.units import parse_quantity, read_file
 from startrail.schedule.plan import Plan
 from validation.hardware.gathered import predict_gathered
@@ -30,7 +32,7 @@ class AttentionCase:
     group: str
     source: str
     cluster: ClusterSpec
-    call: AttentionShape
+    call: Attention
     plan: str
     engine: str
     passes: str  # forward, backward or both
@@ -58,7 +60,7 @@ class AttentionCase:
         if self.unit == "iterations/s":
             return 1 / value
         flops = {"forward": 4, "backward": 10, "both": 14}[self.passes]
-        pairs = self.call.length**2 / (2 if self.call.causal else 1)
+        pairs = self.call.length**2 / (2 if self.call.mask.causal else 1)
         pairs = self.call.pairs if self.packs else pairs
         return (
             flops * self.call.head_dim * self.call.heads * self.call.batch * pairs / self.cluster.world / value / 1e12
@@ -70,7 +72,9 @@ class AttentionCase:
 
     def predicted_seconds(self, engines: Engines = ENGINES) -> float:
         if self.packs:  # the mean of their rates, as published
-            cases = [replace(self, packs=(), call=replace(self.call, documents=pack)) for pack in self.packs]
+            cases = [
+                replace(self, packs=(), call=replace(self.call, boundaries=Boundaries(pack))) for pack in self.packs
+            ]
             pairs = [case.call.pairs / self.call.pairs for case in cases]
             rates = [share / case.predicted_seconds(engines) for case, share in zip(cases, pairs, strict=True)]
             return len(rates) / sum(rates)
@@ -110,9 +114,9 @@ def read_cases(path: Path) -> Iterator[AttentionCase]:
             cluster = _cluster(group, name)
             nodes, world = cluster.levels[0].size, cluster.world
             shape: tuple[Any, ...] = group["heads"], group["kv_heads"], group["head_dim"], group.get("causal", True)
-            call = AttentionShape(group["tokens_per_rank"] * world, group.get("batch", 1), *shape)
+            call = Attention.of(group["tokens_per_rank"] * world, group.get("batch", 1), *shape)
             packs = draw_packs(group["documents"], call.length) if "documents" in group else ()
-            call = replace(call, documents=packs[0] if packs else ())
+            call = replace(call, boundaries=Boundaries(packs[0])) if packs else call
             for row in group["rows"]:
                 plan = row["plan"].replace("N", str(world)).replace("K", str(nodes)).removeprefix("1x1/")
                 about = group["name"], group["source"], cluster, call, plan, row["engine"], row["pass"], group["unit"]

@@ -3,7 +3,7 @@ time of one attention call in closed form. It is not one of our plans, but widel
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.planner.peers import TRANSFORMER_ENGINE_GATHERED
->>> call = AttentionShape(length=65536, batch=1, heads=64, kv_heads=8, head_dim=128, causal=True)
+>>> call = Attention.of(length=65536, batch=1, heads=64, kv_heads=8, head_dim=128, causal=True)
 >>> predicted = predict_gathered(find_cluster("h100-8x8@1x8"), call, TRANSFORMER_ENGINE_GATHERED)
 >>> 10e-3 < predicted.forward.seconds < 20e-3
 True
@@ -11,10 +11,11 @@ True
 
 from __future__ import annotations
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import Implementation
-from startrail.planner.predict import AttentionShape, Prediction
-from startrail.planner.pricing import Prices
+from startrail.planner.predict import Prediction
+from startrail.planner.pricing import Prices, plan_prices
 from startrail.planner.simulator import SimulatedPass
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
@@ -22,18 +23,17 @@ from startrail.schedule.values import BACKWARD, FORWARD, PASSES, Pass
 CHUNKS = 2  # a zigzag shard has two, and each is one kernel call over the keys that it sees
 
 
-def predict_gathered(cluster: ClusterSpec, call: AttentionShape, engine: Implementation) -> Prediction:
+def predict_gathered(cluster: ClusterSpec, call: Attention, engine: Implementation) -> Prediction:
     world = cluster.world
-    sizes = call.sizes(Plan.parse(f"1x{world}"), world)
-    prices = Prices(cluster, sizes, call.causal, None, call.dtype, engine)
+    prices = plan_prices(cluster, Plan.parse(f"1x{world}"), call, engine)
 
     def kernels(pass_: Pass) -> float:
-        return CHUNKS * prices.kernel(pass_, call.pairs / world / CHUNKS, sizes.tokens / CHUNKS)
+        return CHUNKS * prices.kernel(pass_, call.pairs / world / CHUNKS, prices.sizes.tokens / CHUNKS)
 
     return Prediction(*(gathered_pass(prices, call, pass_, kernels(pass_)) for pass_ in PASSES))
 
 
-def gathered_pass(prices: Prices, call: AttentionShape, pass_: Pass, kernels: float) -> SimulatedPass:
+def gathered_pass(prices: Prices, call: Attention, pass_: Pass, kernels: float) -> SimulatedPass:
     """The gather is not overlapped; the backward pass gathers again and scatters the sum of the gradients."""
     cluster, sizes = prices.cluster, prices.sizes
     work = kernels + cluster.device.start

@@ -6,7 +6,7 @@ and those without rows or keys end at once, in `EMPTY_PROGRAM` seconds.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.planner.peers import TRANSFORMER_ENGINE
->>> call = AttentionShape(65536, 1, 64, 8, 128, causal=True, documents=tuple(range(0, 65537, 1024)))
+>>> call = Attention.of(65536, 1, 64, 8, 128, causal=True, documents=tuple(range(0, 65537, 1024)))
 >>> cluster, plans = find_cluster("h100-8x8@1x8"), map(Plan.parse, ("1x8", "u8"))
 >>> ring, heads = (predict_packed(cluster, plan, call, TRANSFORMER_ENGINE) for plan in plans)
 >>> ring.seconds > 2 * heads.seconds
@@ -20,11 +20,12 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import ceil, sqrt
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.planner.peers import Implementation
-from startrail.planner.predict import AttentionShape, Prediction, simulate_one_rank
-from startrail.planner.pricing import Prices
+from startrail.planner.predict import Prediction, simulate_one_rank
+from startrail.planner.pricing import Prices, plan_prices
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import FORWARD, PASSES, Pass
 from validation.hardware.gathered import CHUNKS, gathered_pass
@@ -39,12 +40,12 @@ GRIDS = {"forward": (1, 0), "backward": (2, 3)}
 Piece = tuple[int, int, bool]  # rows, keys, causal
 
 
-def predict_packed(cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation) -> Prediction:
+def predict_packed(cluster: ClusterSpec, plan: Plan, call: Attention, engine: Implementation) -> Prediction:
     prices = PackedPrices(cluster, plan, call, engine)
     return Prediction(*(simulate_one_rank(cluster, prices, pass_) for pass_ in PASSES))
 
 
-def predict_packed_gathered(cluster: ClusterSpec, call: AttentionShape, engine: Implementation) -> Prediction:
+def predict_packed_gathered(cluster: ClusterSpec, call: Attention, engine: Implementation) -> Prediction:
     """All keys are gathered first; a rank's two chunks of each document see the keys before their end."""
     prices, world = PackedPrices(cluster, Plan.parse(f"1x{cluster.world}"), call, engine), cluster.world
     ends = world // 2 + 1, 2 * world - world // 2  # of the middle rank's chunks
@@ -61,14 +62,14 @@ def predict_packed_gathered(cluster: ClusterSpec, call: AttentionShape, engine: 
 class PackedPrices(Prices):
     """A block holds a part of every document. ``documents``: how many there are of each length."""
 
-    def __init__(self, cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation) -> None:
-        super().__init__(cluster, call.sizes(plan, cluster.world), call.causal, None, call.dtype, engine)
-        self.documents = Counter(stop - start for start, stop in pairwise(call.documents))
+    def __init__(self, cluster: ClusterSpec, plan: Plan, call: Attention, engine: Implementation) -> None:
+        whole = plan_prices(cluster, plan, call, engine)
+        super().__init__(cluster, whole.sizes, call.dtype, whole.tiles, engine)
+        self.documents = Counter(stop - start for start, stop in pairwise(call.boundaries.documents))
         self._prices: dict[tuple[object, ...], float] = {}
 
-    def block(
-        self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False
-    ) -> float:
+    def block(self, pass_: Pass, row: int, column: int, new_row: bool = False, new_key: bool = False) -> float:
+        shards = self.cluster.world // self.sizes.plan.heads
         sides = [(row > column) - (row < column)]
         if self.in_step and row != column and pass_ is not FORWARD:  # ranks wait for the slower kind
             sides = [1, -1]
@@ -81,7 +82,9 @@ class PackedPrices(Prices):
             tokens = self.sizes.tokens
             rows, keys = {1: (tokens, tokens // 2), -1: (tokens // 2, tokens), 0: (tokens, tokens)}[side]
             pieces = ((self._piece(length, side, shards), number) for length, number in self.documents.items())
-            self._prices[key] = self.kernels(pass_, pieces) + self.accumulate(pass_, rows, keys, new_row, new_key)
+            self._prices[key] = self.kernels(pass_, pieces) + self.accumulate(
+                pass_, rows, keys, new_row, new_key, tokens
+            )
         return self._prices[key]
 
     def _piece(self, tokens: int, side: int, shards: int) -> Piece:

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import SlowMember, find_cluster
 from startrail.planner.memory import estimate_memory
 from startrail.planner.peers import ENGINES, TRANSFORMER_ENGINE_GATHERED
-from startrail.planner.predict import AttentionShape, Prediction, predict
+from startrail.planner.predict import Prediction, predict
 from startrail.planner.step import StepEstimate, Training
 from startrail.planner.units import parse_quantity, read_file
 from startrail.planner.workload import Job, read_model, read_run
@@ -39,7 +40,7 @@ class TrainingCase:
         group = self.training.group
         plan = Plan.parse(f"1x{group.world}" if self.plan == "gather" else self.plan)
 
-        def attention(call: AttentionShape) -> Prediction:
+        def attention(call: Attention) -> Prediction:
             if self.plan == "gather":
                 return predict_gathered(group, call, TRANSFORMER_ENGINE_GATHERED)
             return predict(group, plan, call, engine=ENGINES[self.engine])

@@ -38,7 +38,7 @@ def measure(plan: dict[str, list[Any]], before: dict[str, Any], path: Path) -> d
         machine = Machine.parse(shape)
         show(f"{shape} ({at + 1} of {len(plan)}): asking the planner")
         trials = [
-            trial if trial.work.is_sparse else with_choice(machine, trial, ALONE[trial.work, machine.world])
+            trial if trial.work.call.is_sparse else with_choice(machine, trial, ALONE[trial.work, machine.world])
             for trial in trials
         ]
 
@@ -96,7 +96,9 @@ def main() -> int:
             parser.error(f"no trials for {', '.join(unknown)}; choose from {', '.join(plan)}")
         plan = {shape: plan[shape] for shape in wanted}
     if options.only:
-        kept = {s: [t for t in trials if t.work.is_sparse == (options.only == "sparse")] for s, trials in plan.items()}
+        kept = {
+            s: [t for t in trials if t.work.call.is_sparse == (options.only == "sparse")] for s, trials in plan.items()
+        }
         plan = {shape: trials for shape, trials in kept.items() if trials}
     if not (options.again or options.report) and (problem := available()):
         parser.error(f"the lab cannot run here: {problem}")

@@ -66,7 +66,7 @@ class Verdict:
     @property
     def sparse(self) -> list[Compared]:
         """Those with a window or documents."""
-        return [row for row in self.rows if row.case.work.is_sparse]
+        return [row for row in self.rows if row.case.work.call.is_sparse]
 
     @property
     def sparse_median(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from startrail.bench.yardstick import Workload
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.predict import AttentionShape, Prediction, predict
+from startrail.planner.predict import Prediction, predict
 from startrail.planner.search import search_attention
 from startrail.planner.sparse.predict import predict_sparse
 from startrail.planner.topology import Machine
@@ -48,12 +48,6 @@ class Case:
         name = f"{self.plan} across" if self.across else self.plan
         return f"{self.machine} {self.work.name} {self.work.mask} {self.pressure:g}x{slow}: {name}"
 
-    @property
-    def call(self) -> AttentionShape:
-        work = self.work
-        sizes = work.length, work.batch, work.q_heads, work.kv_heads, work.head_dim
-        return AttentionShape(*sizes, work.causal, "float32", work.window, work.documents)
-
 
 def cases_of(trials: list[Json]) -> list[Case]:
     """All our plans that were measured on limited links with attention alone."""
@@ -79,10 +73,10 @@ def cluster_of(case: Case, figures: Mapping[str, float]) -> ClusterSpec:
 
 def predicted(case: Case, figures: Mapping[str, float]) -> Prediction:
     cluster, plan = cluster_of(case, figures), Plan.parse(case.plan)
-    if case.work.is_sparse:
-        return predict_sparse(cluster, plan, case.call)
+    if case.work.call.is_sparse:
+        return predict_sparse(cluster, plan, case.work.call)
     order = interleaved(case.machine) if case.across else None
-    return predict(cluster, plan, case.call, all_ranks=True, order=order)
+    return predict(cluster, plan, case.work.call, all_ranks=True, order=order)
 
 
 def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:
@@ -92,6 +86,6 @@ def with_choice(machine: Machine, trial: Trial, compute: float) -> Trial:
     rate = rate_for(ring_bytes(machine, trial.work), compute, pressure)
     rates = tuple(rate // 2 if trial.slow_node and node == 0 else rate for node in range(machine.nodes))
     case = Case(machine, trial.work, pressure, rates, "", False, 0.0, 0)
-    plan = str(search_attention(cluster_of(case, {}), case.call, keep=True).best.plan)
+    plan = str(search_attention(cluster_of(case, {}), case.work.call, keep=True).best.plan)
     others = tuple(contender for contender in trial.contenders if contender.plan != plan)
     return replace(trial, contenders=(*others, Contender(plan, CHOSEN, plan=plan)))

@@ -88,18 +88,14 @@ def make_data(work: Workload, seed: int = 0) -> BenchData:
 
     q, k, v, dout = random(work.q_heads), random(work.kv_heads), random(work.kv_heads), random(work.q_heads)
     attention = partial(whole_attention, causal=work.causal)
-    if work.is_sparse:
+    if work.call.is_sparse:
         attention = partial(F.scaled_dot_product_attention, attn_mask=_visible(work), enable_gqa=True)
     return BenchData((q, k, v, dout), with_gradients(attention, q, k, v, dout))
 
 
-def mask_of(work: Workload) -> Mask:
-    return Mask(work.causal, work.window, work.documents or None)
-
-
 def _visible(work: Workload) -> Tensor:
     """True where a query (row) sees a key."""
-    intervals = torch.tensor([mask_of(work).visible(query, work.length) for query in range(work.length)])
+    intervals = torch.tensor([work.call.visible.visible(query, work.length) for query in range(work.length)])
     keys = torch.arange(work.length)
     return (intervals[:, :1] <= keys) & (keys < intervals[:, 1:])
 
@@ -191,7 +187,7 @@ class ComputeOnly(AttentionRunner):
 
     def set_up(self) -> None:
         own, whole = self.layout.runs(dist.get_rank()), ((0, self.work.length),)
-        self.visible = tiles_of(mask_of(self.work), own, whole)
+        self.visible = tiles_of(self.work.call.visible, own, whole)
         device = own_device()
         self.kernel = kernel_for(device, own_dtype(device), self.work.head_dim)
         self.scale = self.work.head_dim**-0.5

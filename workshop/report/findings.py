@@ -28,7 +28,7 @@ def measured_trial(machine: Machine, trial: Trial, outcomes: Sequence[Outcome]) 
         row: Json = {**asdict(contender), "refused": outcomes[0].refused.get(contender.name)}
         if not row["refused"]:
             row |= _measured_row([outcome.samples[contender.name] for outcome in outcomes], machine)
-            if contender.way == "plan" and not trial.work.model and not trial.work.is_sparse:
+            if contender.way == "plan" and not trial.work.model and not trial.work.call.is_sparse:
                 row["closed"] = link_bytes(Plan.parse(contender.plan), machine, trial.work, contender.across)
         rows.append(row)
     return {

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     cases: list[tuple[str, list[object]]] = [
         (f"{case_name(work)}, {plan}", ["attention", asdict(work), plan, options.ranks, CALLS])
         for work in ([] if options.host else engine_works(options))
-        for plan in (plans[:1] if work.is_sparse else plans)
+        for plan in (plans[:1] if work.call.is_sparse else plans)
     ]
     cases += [(f"host, {plan}", ["host", plan, options.ranks, options.heads, options.calls]) for plan in plans]
     sources = source_of(options.against), Path(startrail.__file__).resolve().parents[1]

@@ -121,7 +121,7 @@ def unsupported_reason(contender: Contender, machine: Machine, work: Workload) -
     """The reason why a contender cannot do this work here, or None; checked before any rank starts."""
     if work.model and contender.way not in ("plan", "textbook ring"):
         return f"{contender.name} has no adapter for whole models"
-    if work.is_sparse and contender.way not in ("plan", "compute"):
+    if work.call.is_sparse and contender.way not in ("plan", "compute"):
         return "its adapter is for dense masks only"
     if own_device().type == "cuda" and contender.way not in ("plan", "textbook ring"):
         return "its adapter is for CPUs only"

@@ -57,7 +57,7 @@ def case_name(work: Workload) -> str:
 
 def one_process(work: Workload) -> Attention:
     """SDPA that computes visible blocks only: whole, by documents, or along the band of a window."""
-    if work.is_sparse:
+    if work.call.is_sparse:
         return partial(visible_attention, work.documents or (0, work.length), work.window)
     return partial(whole_attention, causal=work.causal)
 
@@ -182,7 +182,7 @@ def _measure(options: argparse.Namespace, plans: Sequence[str]) -> list[Json]:
         f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"startrail {startrail.__version__}"
     )
-    cases = [(work, plan) for work in works for plan in (plans[:1] if work.is_sparse else plans)]
+    cases = [(work, plan) for work in works for plan in (plans[:1] if work.call.is_sparse else plans)]
     sdpa: dict[Workload, list[float]] = {work: [] for work in works}
     ours: dict[tuple[Workload, str], list[EngineTiming]] = {case: [] for case in cases}
     done, total = 0, options.rounds * len(cases)
@@ -222,7 +222,7 @@ def _efficiency(sdpa: list[float], ours: list[EngineTiming]) -> float:
 
 def _table(work: Workload, sdpa: list[float], ours: dict[str, list[EngineTiming]], free: dict[str, float]) -> str:
     lines = [
-        f"\n{case_name(work)}, N = {work.length}; single-process SDPA{' of visible blocks' * work.is_sparse}, "
+        f"\n{case_name(work)}, N = {work.length}; single-process SDPA{' of visible blocks' * work.call.is_sparse}, "
         f"{os.cpu_count()} threads: {statistics.median(sdpa):.3f} s ({min(sdpa):.3f} to {max(sdpa):.3f})",
         f"{'plan':10s} {'seconds':>8s} {'spread':>15s} {'efficiency':>10s} {'waiting':>8s} {'MiB added':>10s} "
         f"{'formula':>8s} {'CPU s per rank without links':>29s}",

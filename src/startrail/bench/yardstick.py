@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import startrail
-from startrail.geometry.layout import zigzag
+from startrail.compile import attention as compiled
 from startrail.planner.live import measure as live
 from startrail.planner.live import placement
 from startrail.schedule.plan import Plan
@@ -54,8 +54,10 @@ class Workload:
         object.__setattr__(self, "documents", tuple(self.documents))  # a list if it comes from a file
 
     @property
-    def is_sparse(self) -> bool:
-        return self.window is not None or bool(self.documents)
+    def call(self) -> compiled.Attention:
+        """The call of attention without its tensors."""
+        shape = self.length, self.batch, self.q_heads, self.kv_heads, self.head_dim
+        return compiled.Attention.of(*shape, self.causal, "float32", self.window, self.documents)
 
     @property
     def mask(self) -> str:
@@ -80,8 +82,7 @@ class Workload:
     def sizes(self, plan: Plan, world: int) -> Sizes:
         """Raises ``ValueError`` if the plan cannot run this work on so many ranks."""
         plan.check_world(world)
-        local = zigzag(range(world), self.length).largest
-        return Sizes(plan, local, self.batch, self.q_heads, self.kv_heads, self.head_dim)
+        return self.call.sizes_on(plan, world)
 
 
 def own_device() -> torch.device:

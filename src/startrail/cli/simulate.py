@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 
 from startrail.cli.options import Commands, add_command, make_machine, read_tokens, world_size, write_text
+from startrail.compile.attention import Attention
 from startrail.planner.auto import ASSUMED_HEAD_DIM, ASSUMED_TOKENS_PER_RANK, fit_cluster
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
-from startrail.planner.predict import AttentionShape, Prediction, trace_prediction
+from startrail.planner.predict import Prediction, trace_prediction
 from startrail.planner.units import seconds_text
 from startrail.planner.workload import check_heads
 from startrail.schedule.plan import Plan
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("batch", "head_dim", "window"):
         if (value := getattr(arguments, option)) is not None and value < 1:
             raise ValueError(f"--{option.replace('_', '-')} {value} must be at least 1")
-    call = AttentionShape(
+    call = Attention.of(
         arguments.length or ASSUMED_TOKENS_PER_RANK * world,
         arguments.batch,
         heads,

@@ -88,6 +88,29 @@ class Attention(Problem):
             causal_pairs += window * (stop - start) - window * (window - 1) // 2  # itself and the window - 1 before it
         return causal_pairs if self.mask.causal else 2 * causal_pairs - self.length
 
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """cu_seqlens, () for a single document."""
+        return self.boundaries.documents if len(self.boundaries.documents) > 2 else ()
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if other programs than the plan's may run: those of zones, or of keys on demand."""
+        return bool(self.documents) or self.mask.window is not None
+
+    @property
+    def undivided(self) -> Attention:
+        """The same call if all tokens belonged to one document."""
+        return replace(self, boundaries=Boundaries((0, self.length)))
+
+    def tokens_per_rank(self, world: int) -> int:
+        """The most tokens of a rank, if all share all tokens equally."""
+        return -(-self.length // world)
+
+    def sizes_on(self, plan: Plan, world: int) -> Sizes:
+        """The sizes of the pieces if ``world`` ranks share all tokens equally."""
+        return self.sizes(plan, self.tokens_per_rank(world))
+
     def sizes(self, plan: Plan, local: int) -> Sizes:
         """The sizes of the pieces if all ranks share all tokens, ``local`` for each rank."""
         itemsize, wire = ITEMSIZES[self.dtype], ITEMSIZES[self.wire or self.dtype]

@@ -20,6 +20,9 @@ class BlockTiles:
         self._runs_of = lru_cache(maxsize=None)(runs_of)
         self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
+    def tokens_of(self, shard: int) -> int:
+        return sum(count for _, count in self._runs_of(shard))
+
     def __call__(self, row: int, column: int) -> tuple[Tile, ...]:
         tiles = self._tiles.get((row, column))
         if tiles is None:

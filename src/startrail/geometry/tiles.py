@@ -99,6 +99,8 @@ def _segments_of_one(mask: Mask, queries: Runs, keys: Runs) -> list[Segment]:
     offset = 0
     for first, count in queries:
         for start, stop in mask.rows_with_keys(first, first + count):
+            if index_of(mask.visible(start, end)[0]) == index_of(mask.visible(stop - 1, end)[1]):
+                continue  # no key of the shard lies between the ends of what these queries see
             points = sorted({start, stop} | mask.breakpoints(start, stop, edges_passed(start, stop), end))
             for p0, p1 in itertools.pairwise(points):
                 low, high = bounds_at(p0)

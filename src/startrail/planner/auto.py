@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from startrail.compile.attention import Attention
 from startrail.planner.candidates import RING
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.predict import AttentionShape
 from startrail.planner.rows import DoesNotFitError, SearchResult
 from startrail.planner.search import search, search_attention
 from startrail.planner.topology import Machine
@@ -66,7 +66,7 @@ def plan_for_heads(
             Fields({name: value}, "auto").integer(name, most=most)
     tokens = length or ASSUMED_TOKENS_PER_RANK * cluster.world
     dtype = _supported_dtype(cluster, "bfloat16")
-    call = AttentionShape(tokens, 1, heads, kv_heads, head_dim or ASSUMED_HEAD_DIM, True, dtype)
+    call = Attention.of(tokens, 1, heads, kv_heads, head_dim or ASSUMED_HEAD_DIM, True, dtype)
     what = f"forward + backward of {tokens} tokens"
     limit = MEMORY_SHARE * (cluster.device.memory - cluster.device.reserved)
     try:

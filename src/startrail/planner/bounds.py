@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.predict import AttentionShape
-from startrail.planner.pricing import Prices
+from startrail.planner.pricing import Prices, plan_prices
 from startrail.schedule.compose import exchange_is_far
 from startrail.schedule.places import Place
 from startrail.schedule.plan import Plan
@@ -32,7 +32,7 @@ class Bound(NamedTuple):
 class Bounds:
     """For plans whose levels match the cluster's, so that each lane uses the links of one level."""
 
-    def __init__(self, cluster: ClusterSpec, call: AttentionShape) -> None:
+    def __init__(self, cluster: ClusterSpec, call: Attention) -> None:
         self.cluster, self.call, self.world = cluster, call, cluster.world
         self._lanes: dict[int, tuple[float, ...]] = {}
         self._sizes: dict[tuple[int, int, tuple[str, ...]], tuple[dict[str, int], dict[Pass, float]]] = {}
@@ -57,16 +57,15 @@ class Bounds:
         """Bytes by kind, and compute seconds of each pass: the same for all plans that split heads alike."""
         key = plan.heads, plan.groups, plan.running_sums
         if key not in self._sizes:
-            sizes = self.call.sizes(plan, self.world)
-            prices = Prices(self.cluster, sizes, self.call.causal, None, self.call.dtype)
-            self._sizes[key] = sizes.by_kind, {pass_: self.work(prices, pass_) for pass_ in (FORWARD, BACKWARD)}
+            prices = plan_prices(self.cluster, plan, self.call)
+            self._sizes[key] = prices.sizes.by_kind, {pass_: self.work(prices, pass_) for pass_ in (FORWARD, BACKWARD)}
         return self._sizes[key]
 
     def work(self, prices: Prices, pass_: Pass) -> float:
         """Seconds of a rank's blocks. Under a window, where blocks differ: of the average rank at peak speed."""
         plan = prices.sizes.plan
         shards = self.world // plan.heads
-        if self.call.window is None:
+        if self.call.mask.window is None:
             return plan.groups * shards * prices.least_block(pass_, shards) * self.slowness
         return plan.groups * prices.kernel_bound(pass_, self.call.pairs / shards) * self.slowness
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import DTYPES
-from startrail.planner.predict import AttentionShape
 from startrail.planner.workload import Job
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
@@ -63,9 +63,9 @@ def estimate_memory(
     model, run, group = job.model, job.run, world // job.data_parallel // job.run.tensor
     batch, tensor = run.batch // job.data_parallel // run.accumulate, run.tensor
     heads = model.heads // tensor, model.kv_heads // tensor, model.head_dim
-    shape = AttentionShape(run.length, batch, *heads, model.causal, run.dtype)
+    shape = Attention.of(run.length, batch, *heads, model.causal, run.dtype)
     # Tensor-parallel neighbours hold a share of a rank's tokens each, and compute all with a share of the heads.
-    sizes, tokens = shape.sizes(plan, group), batch * shape.local(group) / tensor
+    sizes, tokens = shape.sizes_on(plan, group), batch * shape.tokens_per_rank(group) / tensor
 
     share = model.parameters / (world if run.zero else tensor)
     block = model.per_layer / tensor

@@ -1,8 +1,10 @@
 """Predicts the time of one attention call under a plan on a cluster, forward and backward, with the simulator.
 
 >>> from startrail.schedule.plan import Plan
->>> from startrail.planner.cluster import find_cluster
->>> call = AttentionShape(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
+>>> from startrail.compile.attention import Attention
+from startrail.compile.problem import Boundaries
+from startrail.planner.cluster import find_cluster
+>>> call = Attention.of(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
 >>> cluster = find_cluster("a100-4x8")
 >>> ring, heads = (predict(cluster, Plan.parse(text), call) for text in ("1x32", "u4/1x8"))
 >>> ring.seconds > 2 * heads.seconds                          # one 100 Gbit/s link per node: the ring waits for it
@@ -13,53 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 
-from startrail.planner.cluster import DTYPES, ClusterSpec
+from startrail.compile.attention import Attention
+from startrail.compile.problem import Boundaries
+from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import STARTRAIL, Implementation
-from startrail.planner.pricing import ComputeTask, Mark, PricedMessage, Prices, Task, call_tasks, tasks_of
+from startrail.planner.pricing import ComputeTask, Mark, PricedMessage, Prices, Task, call_tasks, plan_prices, tasks_of
 from startrail.planner.simulator import OnTask, OnTransfer, Path, Route, SimulatedPass, Simulator
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
-from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import PASSES, Pass
 from startrail.schedule.walk import EventHook, Message, Walker
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """One attention call of one layer: sizes, mask and dtype. ``documents`` are cu_seqlens, () for a single one."""
-
-    length: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool
-    dtype: str = "bfloat16"
-    window: int | None = None
-    documents: tuple[int, ...] = ()
-
-    def local(self, world: int) -> int:
-        """Tokens per rank in the zigzag layout."""
-        return 2 * -(-self.length // (2 * world)) if world > 1 else self.length
-
-    def sizes(self, plan: Plan, world: int) -> Sizes:
-        return Sizes(plan, self.local(world), self.batch, self.heads, self.kv_heads, self.head_dim, DTYPES[self.dtype])
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of tokens of one sequence that see each other.
-
-        >>> AttentionShape(4, 1, 1, 1, 1, causal=True).pairs, AttentionShape(4, 1, 1, 1, 1, causal=True, window=2).pairs
-        (10, 7)
-        """
-        causal_pairs = 0
-        for start, stop in pairwise(self.documents or (0, self.length)):
-            window = min(self.window or self.length, stop - start)
-            causal_pairs += window * (stop - start) - window * (window - 1) // 2  # itself and the window - 1 before it
-        return causal_pairs if self.causal else 2 * causal_pairs - self.length
 
 
 @dataclass(frozen=True)
@@ -89,7 +56,7 @@ class Prediction:
 def predict(
     cluster: ClusterSpec,
     plan: Plan,
-    call: AttentionShape,
+    call: Attention,
     all_ranks: bool = False,
     order: Sequence[int] | None = None,
     engine: Implementation = STARTRAIL,
@@ -98,14 +65,10 @@ def predict(
     each place of the plan, if not the identity; it implies ``all_ranks``. ``engine``: who runs it."""
     if not all_ranks and order is None and (fewer := shorter_rings(cluster, plan, call)):
         return _extrapolate(cluster, plan, call, engine, fewer)
-    prices = _prices(cluster, plan, call, engine)
+    prices = plan_prices(cluster, plan, call, engine)
     if all_ranks or order is not None:
         return Prediction(*(_simulate_all_ranks(cluster, prices, pass_, order) for pass_ in PASSES))
     return Prediction(*(simulate_one_rank(cluster, prices, pass_) for pass_ in PASSES))
-
-
-def _prices(cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation) -> Prices:
-    return Prices(cluster, call.sizes(plan, cluster.world), call.causal, call.window, call.dtype, engine)
 
 
 # --- very long rings
@@ -116,21 +79,23 @@ WINDOWED = 4  # times as many shards and hops under a window, where the first ho
 
 
 def _extrapolate(
-    cluster: ClusterSpec, plan: Plan, call: AttentionShape, engine: Implementation, fewer: tuple[int, int]
+    cluster: ClusterSpec, plan: Plan, call: Attention, engine: Implementation, fewer: tuple[int, int]
 ) -> Prediction:
     """The line through the predictions for two shorter rings on ``fewer`` nodes, with pieces of the same size: a ring
     of thousands of hops does the same at each of them."""
     (first, second), whole = fewer, cluster.levels[0].size
     # The window stays, so that it reaches as many blocks. One wider than half of the shortest sequence shrinks with it.
-    is_wide = call.window is not None and 2 * call.window * whole > call.length * first
+    window = call.mask.window
+    is_wide = window is not None and 2 * window * whole > call.length * first
 
     def predict_on(nodes: int) -> list[SimulatedPass]:
         smaller = cluster.with_members(nodes)
         shorter = plan.family.shorter(plan, cluster.world // plan.heads, nodes, whole, LEAST_HOPS)
         assert shorter is not None
-        window = max(call.window * nodes // whole, 1) if call.window is not None and is_wide else call.window
-        scaled = replace(call, length=call.local(cluster.world) * smaller.world, window=window)
-        prices = _prices(smaller, shorter, scaled, engine)
+        length = call.tokens_per_rank(cluster.world) * smaller.world
+        narrower = max(window * nodes // whole, 1) if window is not None and is_wide else window
+        scaled = replace(call, boundaries=Boundaries((0, length)), mask=replace(call.mask, window=narrower))
+        prices = plan_prices(smaller, shorter, scaled, engine)
         return [simulate_one_rank(smaller, prices, pass_) for pass_ in PASSES]
 
     def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
@@ -143,11 +108,11 @@ def _extrapolate(
     return Prediction(*passes)
 
 
-def shorter_rings(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tuple[int, int] | None:
+def shorter_rings(cluster: ClusterSpec, plan: Plan, call: Attention) -> tuple[int, int] | None:
     """The numbers of nodes (outermost members) of two clusters with shorter rings, the second at least twice the first.
     None if the ring cannot be shortened, or if both together are not much shorter."""
     nodes, shards = cluster.levels[0].size, cluster.world // plan.heads
-    times = 1 if call.window is None else WINDOWED
+    times = 1 if call.mask.window is None else WINDOWED
     pair, possible = None, []
     for number in range(2, nodes // 2 if shards > times * MAX_SHARDS else 2):
         if pair is not None and shards * number > times * MAX_SHARDS * nodes:
@@ -164,10 +129,10 @@ def shorter_rings(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> tup
 Hooks = Callable[[int], EventHook]  # the hook of each rank
 
 
-def trace_prediction(cluster: ClusterSpec, plan: Plan, call: AttentionShape, hooks: Hooks) -> Prediction:
+def trace_prediction(cluster: ClusterSpec, plan: Plan, call: Attention, hooks: Hooks) -> Prediction:
     """Predict both passes with every rank simulated, and tell each rank's hook about its events, as the engine
     does. The backward pass begins when the forward pass has ended."""
-    prices, start, passes = _prices(cluster, plan, call, STARTRAIL), 0.0, []
+    prices, start, passes = plan_prices(cluster, plan, call), 0.0, []
     for pass_ in PASSES:
         passes.append(_simulate_all_ranks(cluster, prices, pass_, None, hooks, start))
         start += passes[-1].seconds

@@ -5,7 +5,8 @@ follows the runner line by line.
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.planner.cluster import find_cluster
->>> prices = Prices(find_cluster("a100-4x8"), Sizes(Plan.parse("1x32"), 128, 1, 16, 16, 64, 2), True, None, "bfloat16")
+>>> call = Attention.of(length=4096, batch=1, heads=16, kv_heads=16, head_dim=64, causal=True)
+>>> prices = plan_prices(find_cluster("a100-4x8"), Plan.parse("1x32"), call)
 >>> tasks = tasks_of(build_program(prices.sizes.plan, 32, 0, FORWARD), prices)
 >>> [type(task).__name__ for task in tasks[:4]], len(tasks[1].messages)
 (['ComputeTask', 'PostTask', 'ComputeTask', 'WaitTask'], 2)
@@ -17,11 +18,12 @@ from bisect import bisect_left, bisect_right
 from math import sqrt
 from typing import NamedTuple
 
-from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import tiles_of
+from startrail.compile.attention import Attention, AttentionPart
+from startrail.geometry.tiles import Costs, Tile
 from startrail.planner.cluster import ClusterSpec
+from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
 from startrail.planner.kernels import TILE_ROWS, occupancy
-from startrail.planner.peers import CONTIGUOUS, STARTRAIL, STRIPED, Implementation
+from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
@@ -32,7 +34,6 @@ from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
 SAMPLED_SHARDS = 16  # shards whose work is compared under a window
 WIDE = 4  # bytes per element of sums
-Shape = tuple[int, int, bool]  # rows, keys, causal
 
 
 class PricedMessage(NamedTuple):
@@ -72,6 +73,23 @@ def lanes_with_few_channels(cluster: ClusterSpec, plan: Plan) -> FewChannels:
     return {n: slower for n, level in enumerate(plan.levels) if plan.groups > 1 or not isinstance(level, Heads)}
 
 
+def part_prices(cluster: ClusterSpec, part: AttentionPart, dtype: str) -> Prices:
+    """The prices of what a zone runs."""
+    return Prices(cluster, part.sizes, dtype, tiles_of_part(part, costs_on(cluster, dtype)))
+
+
+def plan_prices(cluster: ClusterSpec, plan: Plan, call: Attention, engine: Implementation = STARTRAIL) -> Prices:
+    """The prices of the plan over all ranks, documents apart."""
+    sizes = call.sizes_on(plan, cluster.world)
+    tiles = tiles_of_plan(call, sizes, cluster.world, costs_on(cluster, call.dtype), engine.layout)
+    return Prices(cluster, sizes, call.dtype, tiles, engine)
+
+
+def costs_on(cluster: ClusterSpec, dtype: str) -> Costs:
+    """How blocks are cut: calls of a known kernel (a GPU's) can have a window and several documents."""
+    return Costs(bands=cluster.device.of(dtype).kernel is not None)
+
+
 class Prices:
     """Seconds that each step of one attention call takes on a cluster, as ``engine`` launches it. ``in_step``: one rank
     stands for all. Gradients of keys pass from rank to rank in the backward pass, so at every hop the ranks wait for
@@ -80,63 +98,57 @@ class Prices:
     in_step = False
 
     def __init__(
-        self,
-        cluster: ClusterSpec,
-        sizes: Sizes,
-        causal: bool,
-        window: int | None,
-        dtype: str,
-        engine: Implementation = STARTRAIL,
+        self, cluster: ClusterSpec, sizes: Sizes, dtype: str, tiles: Tiles, engine: Implementation = STARTRAIL
     ) -> None:
-        self.cluster, self.sizes, self.causal, self.window, self.engine = cluster, sizes, causal, window, engine
+        self.cluster, self.sizes, self.tiles, self.engine = cluster, sizes, tiles, engine
         self.rates = cluster.device.of(dtype)
         self.batch, self.heads, _, _ = sizes.fields("q", sizes.tokens)[0].shape  # of one group
         self.wide = {kind: sizes.wide_bytes(kind) for kind in KINDS}
-        self._blocks: dict[tuple[object, ...], float] = {}
-        self._chunks: dict[tuple[Pass, int], float] = {}  # seconds of two chunks, by their distance
+        self._priced: dict[tuple[object, ...], float] = {}
 
     def lanes_with_few_channels(self) -> FewChannels:
         return lanes_with_few_channels(self.cluster, self.sizes.plan) if self.engine is STARTRAIL else {}
 
-    def block(
-        self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False
-    ) -> float:
-        """One block: the kernel, and what adds its result to the row's (and the column's), or begins them."""
-        if self.window is not None:
-            return self._block_in_window(pass_, row, column, shards)
-        if self.in_step and row != column and pass_ is not FORWARD:
-            shapes = self._shape(1, 0, shards), self._shape(0, 1, shards)
-            return max(self._shaped(pass_, shape, new_row, new_key) for shape in shapes)
-        return self._shaped(pass_, self._shape(row, column, shards), new_row, new_key)
+    def block(self, pass_: Pass, row: int, column: int, new_row: bool = False, new_key: bool = False) -> float:
+        """One block: for each of its tiles the kernel, and what adds the result to the row's (and the column's), or
+        begins them."""
+        seconds = self._seconds(pass_, row, column, new_row, new_key)
+        if self.in_step and row != column and pass_ is not FORWARD and self.tiles.mask.window is None:
+            return max(seconds, self._seconds(pass_, column, row, new_row, new_key))
+        return seconds
 
-    def _shape(self, row: int, column: int, shards: int) -> Shape | None:
-        """The visible rectangle of a block: one tile in every layout. None if nothing is visible."""
-        tokens = self.sizes.tokens
-        if not self.causal:
-            return tokens, tokens, False
-        if row == column or shards == 1 or self.engine.layout == STRIPED:
-            return tokens, tokens, True
-        if self.engine.layout == CONTIGUOUS:
-            return (tokens, tokens, False) if row > column else None
-        half = -(-tokens // 2)  # zigzag: all rows see the first half of an earlier shard, half the rows a later one
-        return (tokens, half, False) if row > column else (half, tokens, False)
+    def _seconds(self, pass_: Pass, row: int, column: int, new_row: bool, new_key: bool) -> float:
+        tiles, keys = self.tiles(row, column), self.tiles.tokens_of(column)
+        key = pass_, tiles, keys, new_row, new_key
+        if key not in self._priced:
+            seconds = 0.0
+            for tile in tiles:
+                seconds += self._tile(pass_, tile)
+                seconds += self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, new_row, new_key, keys)
+                new_row = new_key = False
+            self._priced[key] = seconds
+        return self._priced[key]
 
-    def _shaped(self, pass_: Pass, shape: Shape | None, new_row: bool, new_key: bool) -> float:
-        key = pass_, shape, new_row, new_key
-        if key not in self._blocks:
-            self._blocks[key] = 0.0
-            if shape is not None and shape[0] * shape[1]:
-                rows, keys, causal = shape
-                area = rows * keys / (2 if causal else 1)
-                seconds = self.kernel(pass_, area, rows, causal)
-                self._blocks[key] = seconds + self.accumulate(pass_, rows, keys, new_row, new_key)
-        return self._blocks[key]
+    def _tile(self, pass_: Pass, tile: Tile) -> float:
+        rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+        if tile.form == "masked":  # the kernel computes all of it
+            return self.kernel(pass_, rows * keys, rows)
+        area = rows * keys / 2 if tile.form == "causal" else tile.area  # speeds are published for half of the square
+        seconds = self.kernel(pass_, area, rows, tile.form != "full", max(len(tile.packs), 1))
+        if tile.form == "anticausal":  # inputs and results are copied in reverse order
+            elements = self.batch * self.heads * self.sizes.head_dim * (rows + keys)
+            seconds += self.copy(elements * self.sizes.itemsize * (2 if pass_ is FORWARD else 4))
+        return seconds
 
     def least_block(self, pass_: Pass, shards: int) -> float:
-        """No block of a rank takes less."""
+        """No block of a rank takes less, if there is no window."""
         both = range(min(shards, 2))
-        shapes = {self._shape(row, column, shards) for row in both for column in both}
-        return min(self._shaped(pass_, shape, first, first) for shape in shapes for first in (False, True))
+        return min(
+            self._seconds(pass_, row, column, first, first)
+            for row in both
+            for column in both
+            for first in (False, True)
+        )
 
     def kernel(self, pass_: Pass, area: float, rows: float, causal: bool = False, parts: int = 1) -> float:
         """Seconds of one kernel call over ``area`` visible pairs of ``rows`` queries, in ``parts`` of similar size that
@@ -148,13 +160,11 @@ class Prices:
         speed = self.rates.speed(pass_.name, causal, self.sizes.head_dim, side) * share
         return area * self.flops_per_pair(pass_) / speed + self.cluster.device.call
 
-    def accumulate(
-        self, pass_: Pass, rows: float, keys: float, new_row: bool, new_key: bool, all_keys: int | None = None
-    ) -> float:
-        """Seconds to add a block's results to ``rows`` rows of a shard and, in the backward pass, to ``keys`` keys of a
-        shard, or of a bundle of ``all_keys``."""
+    def accumulate(self, pass_: Pass, rows: float, keys: float, new_row: bool, new_key: bool, all_keys: int) -> float:
+        """Seconds to add a tile's results to ``rows`` rows of a shard and, in the backward pass, to ``keys`` keys of a
+        shard or bundle of ``all_keys``."""
         sizes = self.sizes
-        whole = [sizes.tokens, *2 * [sizes.tokens if all_keys is None else all_keys]]
+        whole = [sizes.tokens, all_keys, all_keys]
         by_row = self.batch * self.heads * (sizes.out_dim if pass_ is FORWARD else sizes.head_dim)
         parts = [(by_row, rows, new_row)]
         if pass_ is not FORWARD:
@@ -182,50 +192,28 @@ class Prices:
     def flops_per_pair(self, pass_: Pass) -> float:
         return (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * self.batch * self.heads
 
-    def _block_in_window(self, pass_: Pass, row: int, column: int, shards: int) -> float:
-        """Under a window, the price of two zigzag chunks depends only on their distance."""
-        if shards == 1:
-            return self._chunk(pass_, 0, self.sizes.tokens)
-        last, tokens = 2 * shards - 1, self.sizes.tokens // 2
-        reach = ((self.window or 1) - 2) // tokens + 1  # chunks further apart do not see each other
-        least = 0 if self.causal else -reach
-        # both chunks of the queries with both chunks of the keys
-        distances = row - column, row + column - last, last - row - column, column - row
-        return sum(self._chunk(pass_, distance, tokens) for distance in distances if least <= distance <= reach)
-
-    def _chunk(self, pass_: Pass, distance: int, tokens: int) -> float:
-        if (pass_, distance) not in self._chunks:
-            start = (abs(distance) + 1) * tokens
-            runs = ((start, tokens),), ((start - distance * tokens, tokens),)
-            tiles = tiles_of(Mask(self.causal, self.window), *runs)
-            self._chunks[pass_, distance] = sum(
-                self.kernel(pass_, tile.area, tile.q1 - tile.q0)
-                + self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, False, False)
-                for tile in tiles
-            )
-        return self._chunks[pass_, distance]
-
     def busiest(self, pass_: Pass) -> int:
         """The rank with the most work, which the others wait for: the blocks of a zigzag have equal areas, but add to
         all of a row or to half of it, and under a window their number depends on the rank's place. Only a sample of
         the shards is compared."""
         plan, world = self.sizes.plan, self.cluster.world
         shards = world // plan.heads
-        if shards == 1 or (self.window is None and not self.causal):
+        mask = self.tiles.mask
+        if shards == 1 or (mask.window is None and not mask.causal):
             return 0
         slots = plan.slots(world)
 
         def work(shard: int) -> float:
             grid = plan.family.grid(plan, plan.place(world, slots.index(shard * plan.heads)))
             rows, columns = grid or ((), ())
-            if self.window is not None:
-                return sum(self.block(pass_, row, column, shards) for row in rows for column in columns)
+            if mask.window is not None:
+                return sum(self.block(pass_, row, column) for row in rows for column in columns)
             ordered = sorted(columns)
             before = sum(bisect_left(ordered, row) for row in rows)
             after = sum(len(ordered) - bisect_right(ordered, row) for row in rows)
-            return before * self.block(pass_, 1, 0, shards) + after * self.block(pass_, 0, 1, shards)
+            return before * self.block(pass_, 1, 0) + after * self.block(pass_, 0, 1)
 
-        if self.window is None:
+        if mask.window is None:
             sample = dict.fromkeys((0, shards // 2, shards - 1))
         else:
             sample = dict.fromkeys(range(0, shards, -(-shards // SAMPLED_SHARDS)))
@@ -336,8 +324,7 @@ class ProgramPricing:
             new_row, new_key = self.begin("out", row, group), False
         else:
             new_row, new_key = self.begin("dq", row, group), self.begin("dkv", column, group)
-        shards = self.program.place.num_shards
-        self.work += self.prices.block(self.program.pass_, row, column, shards, new_row, new_key)
+        self.work += self.prices.block(self.program.pass_, row, column, new_row, new_key)
 
     def begin(self, kind: str, shard: int, group: int) -> bool:
         """True if no block or merge has added to this result yet."""

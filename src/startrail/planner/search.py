@@ -15,6 +15,7 @@ from dataclasses import replace
 from math import gcd, inf
 from typing import Any
 
+from startrail.compile.attention import Attention
 from startrail.planner.bounds import Bound, Bounds
 from startrail.planner.candidates import (
     GROUPS,
@@ -29,7 +30,7 @@ from startrail.planner.candidates import (
 )
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import RINGS, Implementation
-from startrail.planner.predict import AttentionShape, Prediction, predict
+from startrail.planner.predict import Prediction, predict
 from startrail.planner.rows import TIE_SHARE, DoesNotFitError, Row, SearchResult, ranked_rows, with_heads_outermost
 from startrail.planner.step import HEADROOM, Training
 from startrail.planner.units import bytes_text, count_text, plural
@@ -45,7 +46,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # settings that save memory, the cheape
     *(dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3), dict(recompute=True, offload=True), _INPUTS),
     *(dict(states="bfloat16"), dict(offload_states=True), dict(**_INPUTS, offload_states=True)),
 )
-Bounded = dict[AttentionShape, tuple[Bound, Bound]]  # forward and backward
+Bounded = dict[Attention, tuple[Bound, Bound]]  # forward and backward
 
 
 def search(
@@ -92,18 +93,18 @@ def limit_memory(cluster: ClusterSpec, memory: float | None) -> ClusterSpec:
 
 
 def search_attention(
-    cluster: ClusterSpec, call: AttentionShape, layers: int = 1, memory: float | None = None, keep: bool = False
+    cluster: ClusterSpec, call: Attention, layers: int = 1, memory: float | None = None, keep: bool = False
 ) -> SearchResult:
     """The search for attention alone, forward and backward, in ``layers`` that share ``memory``. Plans keep only what
     heads need, unless ``keep`` allows more: the memory of the rest of the model is unknown.
 
     >>> from startrail.planner.cluster import find_cluster
-    >>> call = AttentionShape(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
+    >>> call = Attention.of(length=65536, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
     >>> search_attention(find_cluster("pcie-8"), call, layers=32, memory=12e9).best.plan.size
     8
     """
     sizes = 1, 1, layers, call.heads, call.kv_heads, call.head_dim, 1, 0
-    model = Model("attention", *sizes, tied=True, causal=call.causal, windows=(call.window,) * layers)
+    model = Model("attention", *sizes, tied=True, causal=call.mask.causal, windows=(call.mask.window,) * layers)
     run = Run(call.length, call.batch, call.dtype, zero=0)
     return search(cluster, model, run, memory=memory, data_parallel=1, keep=keep)
 
@@ -135,7 +136,7 @@ class _Search:
         # by bound; options of a plan are queued when its levels are popped
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
         self.queued, self.bounded, self.possible_gain = 0, 0, 0.0
-        self.bounds: dict[int, dict[AttentionShape, Bounds]] = {}
+        self.bounds: dict[int, dict[Attention, Bounds]] = {}
         self.dropped: Counter[str] = Counter()
         self.missing: list[WellKnown] = []
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
@@ -143,7 +144,7 @@ class _Search:
         self.rows: list[Row] = []
         self.peers: list[Row] = []
         self.too_large: list[Row] = []
-        self.predictions: dict[tuple[Plan, AttentionShape, int], Prediction] = {}
+        self.predictions: dict[tuple[Plan, Attention, int], Prediction] = {}
 
     def add(self, plan: Plan, training: Training, bound: float, ready: bool) -> None:
         self.queued += 1
@@ -245,9 +246,7 @@ class _Search:
         for ring in [row for row in self.rows if row.role == RING]:
             for engine in RINGS:
 
-                def predicted(
-                    call: AttentionShape, plan: Plan = ring.plan, engine: Implementation = engine
-                ) -> Prediction:
+                def predicted(call: Attention, plan: Plan = ring.plan, engine: Implementation = engine) -> Prediction:
                     return predict(training.group, plan, call, engine=engine)
 
                 self.peers.append(Row(ring.plan, training, training.step(ring.plan, predicted), f"by {engine.name}"))
@@ -282,7 +281,7 @@ class _Search:
         self.rows.append(replace(found, role=role))
 
     def simulate(self, plan: Plan, training: Training) -> Row:
-        def predicted(call: AttentionShape) -> Prediction:
+        def predicted(call: Attention) -> Prediction:
             key = plan, call, training.data_parallel
             if key not in self.predictions:
                 self.predictions[key] = predict(training.group, plan, call)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.memory import FLOAT_BYTES, Memory, estimate_memory
-from startrail.planner.predict import AttentionShape, Prediction
+from startrail.planner.predict import Prediction
 from startrail.planner.units import count_text
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
@@ -82,20 +83,20 @@ class Training:
     @cached_property
     def local_tokens(self) -> int:
         """Tokens per rank of a group."""
-        return self.batch * self.call(None).local(self.group.world)
+        return self.batch * self.call(None).tokens_per_rank(self.group.world)
 
-    def call(self, window: int | None) -> AttentionShape:
+    def call(self, window: int | None) -> Attention:
         model, run = self.model, self.run
         window = None if window is None or window >= run.length else window
         heads = self.heads, self.kv_heads, model.head_dim
-        return AttentionShape(run.length, self.batch, *heads, model.causal, run.dtype, window, run.document_ends)
+        return Attention.of(run.length, self.batch, *heads, model.causal, run.dtype, window, run.document_ends)
 
     @cached_property
-    def calls(self) -> dict[AttentionShape, int]:
+    def calls(self) -> dict[Attention, int]:
         """The distinct attention calls of the model, and how many layers make each."""
         return Counter(map(self.call, self.model.windows))
 
-    def step(self, plan: Plan, predicted: Callable[[AttentionShape], Prediction]) -> StepEstimate:
+    def step(self, plan: Plan, predicted: Callable[[Attention], Prediction]) -> StepEstimate:
         """One step with attention as ``predicted``."""
         seconds, compute = self.outer_seconds + self.exposed_gather_seconds, self.outer_seconds
         sent = [0.0] * len(self.cluster.levels)

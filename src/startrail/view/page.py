@@ -20,9 +20,9 @@ from importlib.resources import files
 from itertools import accumulate, pairwise
 from typing import Any
 
+from startrail.compile.attention import Attention
 from startrail.planner.auto import fit_cluster, plan_for_heads
 from startrail.planner.cluster import ClusterSpec, find_cluster
-from startrail.planner.predict import AttentionShape
 from startrail.planner.topology import Machine
 from startrail.planner.units import count_text, parse_count, shipped, short_repr, suggestion
 from startrail.planner.workload import check_heads
@@ -51,22 +51,17 @@ class Question:
 
     machine: Machine
     cluster: ClusterSpec
-    call: AttentionShape
+    call: Attention
     texts: Mapping[str, str]
-
-    @property
-    def is_sparse(self) -> bool:
-        """True if zones and direct fetches may run instead of the plan."""
-        return self.call.window is not None or len(self.call.documents) > 2
 
     @property
     def title(self) -> str:
         nodes, ranks = count_text(self.machine.nodes, "node"), count_text(self.machine.ranks_per_node, "rank")
         mask = self.texts["mask"]
         if mask == "window":
-            mask = f"window of {self.call.window:,}"
+            mask = f"window of {self.call.mask.window:,}"
         elif mask == "documents":
-            mask = count_text(len(self.call.documents) - 1, "document")
+            mask = count_text(len(self.call.boundaries.documents) - 1, "document")
         return f"{nodes} of {ranks}, {self.texts['cluster']}, {mask}, {self.call.length:,} tokens"
 
 
@@ -99,7 +94,7 @@ def read_settings(texts: Mapping[str, str], clusters: Mapping[str, ClusterSpec] 
         raise ValueError(f"a window or documents: at most {MOST_SPARSE_TOKENS} tokens here, not {length}")
     dtype = "bfloat16" if "bfloat16" in cluster.device.rates else next(iter(cluster.device.rates))
     dim = _whole(made, "dim", MOST_DIM)
-    call = AttentionShape(length, 1, heads, kv_heads, dim, made["mask"] != "full", dtype, window, documents)
+    call = Attention.of(length, 1, heads, kv_heads, dim, made["mask"] != "full", dtype, window, documents)
     made |= {name: str(Plan.parse(made[name])) for name in ("plan", "versus") if made[name] not in ("", "auto")}
     made |= {"length": str(length), "documents": ",".join(str(stop - start) for start, stop in pairwise(documents))}
     return Question(machine, cluster, call, made)
@@ -196,7 +191,7 @@ def _checked(text: str, asked: Question) -> Plan:
     if plan.groups > (most := max(MOST_PROGRAMS // asked.machine.world, 1)):
         raise ValueError(f"plan {plan}: the page shows at most groups={most} on {asked.machine.world} ranks")
     plan.check_world(asked.machine.world)
-    asked.call.sizes(plan, asked.machine.world)
+    asked.call.sizes_on(plan, asked.machine.world)
     return plan
 
 
@@ -243,7 +238,7 @@ def scene(
         notes.append(f"Above {MAX_RANKS} ranks one rank is played for all; the page holds it and those around it.")
         if all_roles:
             notes.append("It holds only the plans that were asked for.")
-        if asked.is_sparse:
+        if asked.call.is_sparse:
             notes.append("It shows the plan's own schedule; what runs with a window or documents sends less.")
     return {
         "title": asked.title,

@@ -4,7 +4,7 @@ The page draws recordings and computes nothing of its own, so all that the page 
 tiles and prices is collected here.
 
 >>> from startrail.planner.cluster import find_cluster
->>> call = AttentionShape(length=4096, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
+>>> call = Attention.of(length=4096, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
 >>> found = record(find_cluster("a100-4x8@2x4"), Plan.parse("1x8"), call)
 >>> sorted(found)[:6], len(found["forward"]["steps"]), found["forward"]["programs"]     # all ranks run one program
 (['alone', 'backward', 'colour', 'colours', 'forward', 'heads'], 8, [(0, 1, 2, 3, 4, 5, 6, 7)])
@@ -40,10 +40,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from startrail.compile.attention import AttentionPart
+from startrail.compile.attention import Attention, AttentionPart
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.predict import AttentionShape, play_one_rank
-from startrail.planner.pricing import ComputeTask, Mark, Prices, Task, WaitTask, tasks_of
+from startrail.planner.predict import play_one_rank
+from startrail.planner.pricing import ComputeTask, Mark, Task, WaitTask, tasks_of
 from startrail.planner.simulator import SimulatedPass
 from startrail.planner.sparse.predict import MESSAGES_PER_PART, SparseCall
 from startrail.schedule.parts import run_order
@@ -63,21 +63,11 @@ NOTHING = 1e-12  # seconds: what rounding leaves of a task
 Numbers = tuple[int, ...]
 
 
-def record(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> dict[str, Any]:
+def record(cluster: ClusterSpec, plan: Plan, call: Attention) -> dict[str, Any]:
     """The recording of both passes of ``call``."""
     alone = cluster.world > MAX_RANKS
-    sparse = not alone and (call.window is not None or len(call.documents) > 2)
-    played = (
-        SparseCall(cluster, plan, call) if sparse else _PlanAlone(cluster, plan, replace(call, documents=()), False)
-    )
-    return _Recording(played, sparse, alone).data()
-
-
-class _PlanAlone(SparseCall):
-    """The plan over all ranks, with the prices of calls without documents."""
-
-    def _prices(self, route: AttentionPart) -> Prices:
-        return Prices(self.cluster, route.sizes, self.call.causal, self.call.window, self.call.dtype)
+    sparse = not alone and call.is_sparse
+    return _Recording(SparseCall(cluster, plan, call if sparse else call.undivided, sparse), sparse, alone).data()
 
 
 @dataclass
@@ -105,7 +95,7 @@ class _Recording:
         self.played, self.sparse, self.alone = played, sparse, alone
         self.cluster, self.plan, self.world = played.cluster, played.plan, played.cluster.world
         self.levels = len(played.plan.levels)
-        self.sight = Sight(played.mask, played.layout.length)
+        self.sight = Sight(played.call.visible, played.layout.length)
 
     def data(self) -> dict[str, Any]:
         plan, layout = self.plan, self.played.layout
@@ -172,7 +162,7 @@ class _Recording:
         }
 
     def matrix(self) -> dict[str, Any]:
-        layout, mask = self.played.layout, self.played.mask
+        layout, mask = self.played.layout, self.played.call.visible
         edges = edges_of(layout, self.plan.heads, mask if self.sparse else replace(mask, window=None), MAX_CELLS)
         cells = cells_of(layout, [route for route, _ in self.played.zones], mask, edges)
         bases, base = [], 1

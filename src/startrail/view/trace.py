@@ -6,9 +6,10 @@ differ. Times are seconds in records, and microseconds in the file, as its forma
 
 >>> from startrail.planner.cluster import find_cluster
 >>> from startrail.schedule.plan import Plan
->>> from startrail.planner.predict import AttentionShape, trace_prediction
+>>> from startrail.compile.attention import Attention
+>>> from startrail.planner.predict import trace_prediction
 >>> recorders = [EventRecorder(rank) for rank in range(2)]
->>> call = AttentionShape(4096, 1, 8, 8, 64, causal=True)
+>>> call = Attention.of(4096, 1, 8, 8, 64, causal=True)
 >>> _ = trace_prediction(find_cluster("a100-4x8").resized([1, 2]), Plan.parse("1x2"), call, recorders.__getitem__)
 >>> [record.label for record in recorders[0].records if record.call == 0]
 ['forward 0: post kv1<1@0 kv0>1@0', 'forward 0: 0x0', 'forward 1: wait kv1', 'forward 1: 0x1', 'forward 2: finish']

@@ -8,8 +8,9 @@ import torch
 
 import startrail
 from startrail.cli import main
+from startrail.compile.attention import Attention
 from startrail.planner.cluster import find_cluster
-from startrail.planner.predict import AttentionShape, predict, trace_prediction
+from startrail.planner.predict import predict, trace_prediction
 from startrail.schedule.plan import Plan
 from startrail.view.trace import EventRecorder, Record, chrome_trace, compare, read_trace
 from tests.view.perfetto import perfetto
@@ -17,7 +18,7 @@ from workshop import lab
 
 PLANS = ["1x4", "2x2,keep=all", "star2", "2x1/u2", "u2/1x2,groups=2"]
 LENGTH, HEADS, DIM = 256, 4, 16
-CALL = AttentionShape(LENGTH, 1, HEADS, HEADS, DIM, causal=True, dtype="float32")
+CALL = Attention.of(LENGTH, 1, HEADS, HEADS, DIM, causal=True, dtype="float32")
 
 
 def predicted(plan, world=4):

@@ -22,7 +22,7 @@ def price_sparse(result: SearchResult, run: Run, top: int) -> SearchResult:
     """The ``top`` rows and the well-known ones for ``run``, whose sequences may be packed. Rows are as they were if
     there are neither documents nor windows, or if windows are all there is and groups are too large to simulate every
     rank."""
-    sparse = run.documents or any(call.window is not None for call in result.best.training.calls)
+    sparse = run.documents or any(call.is_sparse for call in result.best.training.calls)
     rows = [row for row in result.rows if row.training.group.world <= MAX_RANKS]
     if run.documents and not rows:
         ranks = result.best.training.group.world
@@ -51,7 +51,7 @@ def _what_runs(row: Row, run: Run) -> tuple[str, ...]:
     if run.documents:
         lines.append(f"each sequence has {describe_documents(run.documents, run.length)}")
     for call, layers in training.calls.items():
-        kind = f"window {call.window:,}" if call.window is not None else "full attention"
+        kind = f"window {call.mask.window:,}" if call.mask.window is not None else "full attention"
         text = "alone" if training.group.world == 1 else SparseCall(training.group, row.plan, call).describe()
         lines.append(f"{layers} x {kind}: {text}")
     return tuple(lines)

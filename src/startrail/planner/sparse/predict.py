@@ -4,57 +4,54 @@ Every rank is simulated, because ranks differ: each has documents of its own.
 
 >>> from startrail.planner.cluster import find_cluster
 >>> cluster, plan = find_cluster("a100-4x8@2x2"), Plan.parse("1x2/1x2")
->>> call = AttentionShape(length=8192, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
->>> packed = predict_sparse(cluster, plan, call, documents=tuple(range(0, 8193, 512)))
->>> packed.sent, packed.seconds < predict(cluster, plan, call).seconds    # every document stays on one rank
+>>> shape = dict(length=8192, batch=1, heads=8, kv_heads=8, head_dim=64, causal=True)
+>>> dense, packed = Attention.of(**shape), Attention.of(**shape, documents=tuple(range(0, 8193, 512)))
+>>> packed = predict_sparse(cluster, plan, packed)
+>>> packed.sent, packed.seconds < predict(cluster, plan, dense).seconds    # every document stays on one rank
 ((0.0, 0.0), True)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.problem import Rule, Split
-from startrail.geometry.bands import bands_of
-from startrail.geometry.layout import Layout, Runs
-from startrail.geometry.mask import Mask
-from startrail.geometry.tiles import Tile, segments_of, tiles_of
+from startrail.geometry.layout import Layout
 from startrail.planner.cluster import ClusterSpec
-from startrail.planner.predict import AttentionShape, Prediction, predict, simulate_tasks
-from startrail.planner.pricing import ComputeTask, Mark, Prices, ProgramPricing, Task, lanes_with_few_channels
+from startrail.planner.predict import Prediction, predict, simulate_tasks
+from startrail.planner.pricing import (
+    ComputeTask,
+    Mark,
+    Prices,
+    ProgramPricing,
+    Task,
+    lanes_with_few_channels,
+    part_prices,
+)
 from startrail.planner.simulator import OnTask, OnTransfer, SimulatedPass
 from startrail.schedule.parts import run_order
 from startrail.schedule.plan import Plan
-from startrail.schedule.sizes import Sizes
-from startrail.schedule.values import FORWARD, PASSES, Pass
+from startrail.schedule.values import PASSES, Pass
 from startrail.schedule.walk import Finish, Walker, handlers_of
 
 MAX_RANKS = 256  # all of which are simulated
-MAX_SHARDS = 8  # of a zone, whose blocks are all cut into tiles
 MESSAGES_PER_PART = 1 << 24
 
 
-def predict_sparse(
-    cluster: ClusterSpec,
-    plan: Plan,
-    call: AttentionShape,
-    documents: tuple[int, ...] = (),
-    window: int | None = None,
-) -> Prediction:
-    """Predict both passes of ``call`` with these documents (cu_seqlens) and this window, or with its own."""
-    call = replace(call, documents=documents or call.documents, window=window or call.window)
+def predict_sparse(cluster: ClusterSpec, plan: Plan, call: Attention) -> Prediction:
+    """Predict both passes."""
     sparse = SparseCall(cluster, plan, call)
     return Prediction(*(sparse.simulate(pass_) for pass_ in PASSES))
 
 
-def predict_call(cluster: ClusterSpec, plan: Plan, call: AttentionShape) -> Prediction:
+def predict_call(cluster: ClusterSpec, plan: Plan, call: Attention) -> Prediction:
     """Predict what the engine runs: by zones and directly if there are documents or a window, else the plan. In worlds
     too large to simulate every rank, a window saves no bytes, which is too slow, and documents are a mistake."""
-    if cluster.world > 1 and (call.documents or call.window is not None):
+    if cluster.world > 1 and call.is_sparse:
         if cluster.world <= MAX_RANKS:
             return predict_sparse(cluster, plan, call)
         if call.documents:
@@ -69,37 +66,23 @@ class SparseCall:
 
     cluster: ClusterSpec
     plan: Plan
-    call: AttentionShape
+    call: Attention
     rule: bool | Rule = True
     in_rank_order: bool = False
-
-    @cached_property
-    def mask(self) -> Mask:
-        documents = self.call.documents if len(self.call.documents) > 2 else None
-        return Mask(self.call.causal, self.call.window, documents)
 
     @cached_property
     def split(self) -> Split:
         return Split(self.plan, self.cluster.world, "zones", self.rule, self.in_rank_order)
 
     @cached_property
-    def problem(self) -> Attention:
-        call = self.call
-        shape = call.length, call.batch, call.heads, call.kv_heads, call.head_dim
-        return Attention.of(*shape, call.causal, call.dtype, call.window, call.documents)
-
-    @cached_property
     def layout(self) -> Layout:
-        return self.split.layout_of(self.problem.boundaries)
+        return self.split.layout_of(self.call.boundaries)
 
     @cached_property
     def zones(self) -> tuple[tuple[AttentionPart, Prices], ...]:
         """What every zone runs, and its prices."""
-        parts = [self.problem.part(self.split, self.layout, zone) for zone in self.layout.zones]
-        return tuple((part, self._prices(part)) for part in parts)
-
-    def _prices(self, route: AttentionPart) -> Prices:
-        return TilePrices(self.cluster, route.sizes, self.mask, self.call.dtype, route.runs_of)
+        parts = [self.call.part(self.split, self.layout, zone) for zone in self.layout.zones]
+        return tuple((part, part_prices(self.cluster, part, self.call.dtype)) for part in parts)
 
     @cached_property
     def routes(self) -> tuple[tuple[tuple[AttentionPart, Prices], ...], ...]:
@@ -168,51 +151,3 @@ class SparseCall:
             f"{tokens / total:.0%} " + (how if ranks == 1 else f"over {ranks} ranks {how}")
             for (ranks, how), tokens in sorted(shares.items(), reverse=True)
         )
-
-
-class TilePrices(Prices):
-    """Prices of one zone's call. Blocks cost what their visible tiles do, as the backend cuts them: where the kernel is
-    known (a GPU's), calls with a window and several documents; else rectangles, some of them under a mask. Zigzag
-    shards of the same documents differ by a few tokens: where there are many, all blocks cost as those of the middle
-    shard with itself, an earlier and a later one."""
-
-    def __init__(
-        self, cluster: ClusterSpec, sizes: Sizes, mask: Mask, dtype: str, runs_of: Callable[[int], Runs]
-    ) -> None:
-        super().__init__(cluster, sizes, mask.causal, mask.window, dtype)
-        self.mask, self._runs_of = mask, lru_cache(maxsize=None)(runs_of)
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
-
-    def tiles(self, row: int, column: int) -> tuple[Tile, ...]:
-        if (row, column) not in self._tiles:
-            rows, keys = self._runs_of(row), self._runs_of(column)
-            if self.rates.kernel is not None:
-                tiles = tuple(bands_of(segments_of(self.mask, rows, keys)))
-            else:
-                tiles = tiles_of(self.mask, rows, keys)
-            self._tiles[row, column] = tiles
-        return self._tiles[row, column]
-
-    def block(
-        self, pass_: Pass, row: int, column: int, shards: int, new_row: bool = False, new_key: bool = False
-    ) -> float:
-        if self.window is None and shards > MAX_SHARDS and column < shards:
-            middle = shards // 2
-            row, column = middle, middle - 1 if column < row else middle + 1 if column > row else middle
-        keys = sum(count for _, count in self._runs_of(column))
-        seconds = 0.0
-        for tile in self.tiles(row, column):
-            seconds += self._kernel(pass_, tile)
-            seconds += self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, new_row, new_key, keys)
-            new_row = new_key = False
-        return seconds
-
-    def _kernel(self, pass_: Pass, tile: Tile) -> float:
-        rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-        if tile.form == "masked":  # the kernel computes all of it
-            return self.kernel(pass_, rows * keys, rows)
-        seconds = self.kernel(pass_, tile.area, rows, tile.form != "full", max(len(tile.packs), 1))
-        if tile.form == "anticausal":  # inputs and results are copied in reverse order
-            elements = self.batch * self.heads * self.sizes.head_dim * (rows + keys)
-            seconds += self.copy(elements * self.sizes.itemsize * (2 if pass_ is FORWARD else 4))
-        return seconds

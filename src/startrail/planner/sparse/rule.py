@@ -20,12 +20,12 @@ from __future__ import annotations
 from dataclasses import replace
 from zlib import crc32
 
+from startrail.compile.attention import Attention
 from startrail.compile.problem import Rule
 from startrail.geometry.layout import Zone
 from startrail.geometry.mask import Mask
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import DTYPES, ClusterSpec, cluster_text, find_cluster
-from startrail.planner.predict import AttentionShape
 from startrail.planner.sparse.predict import SparseCall
 from startrail.planner.topology import Machine
 from startrail.schedule.sizes import Sizes
@@ -68,7 +68,7 @@ class SimulatedRule:
             except ValueError:
                 return None
             shape = zone.size * tokens, sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.head_dim
-            call = AttentionShape(*shape, mask.causal, dtype, window)
+            call = Attention.of(*shape, mask.causal, dtype, window)
             seconds = []
             for direct in (False, True):
                 forced = SparseCall(cluster, sizes.plan, call, lambda *_, direct=direct: direct, key[-1])
