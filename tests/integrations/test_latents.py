@@ -6,7 +6,9 @@ import warnings
 import pytest
 import torch
 
-hf = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+
+import transformers as hf
 
 import startrail
 from startrail.diagnostics.observe import Observed, recorded_attention
@@ -20,7 +22,6 @@ from tests.integrations.tiny import EXPERTS, SMALL, InFloat64, backward, differe
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 ROUTED = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, **EXPERTS)
 HEADS = {**SMALL, "num_key_value_heads": 4}
-# Plain, with experts, and with the scaled latents and two attentions per layer of LongCat.
 FAMILIES = {
     "deepseek_v2": dict(**LATENT, **ROUTED, topk_method="greedy"),
     "deepseek_v3": dict(**LATENT, **ROUTED),
@@ -28,8 +29,6 @@ FAMILIES = {
     "glm4_moe_lite": dict(**LATENT, **ROUTED),
     "youtu": dict(**LATENT),
 }
-# Those whose layers pass expanded keys on to attention; the others refuse to be split for what else they do.
-SENDING = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"}
 
 
 def model_of(name, dtype=torch.float64, **changes):
@@ -105,7 +104,7 @@ def test_latents_are_sent_unless_turned_off_or_replaced():
                 layer.kv_b_proj = torch.nn.utils.parametrizations.weight_norm(layer.kv_b_proj)
             batch = shard_batch(sp, input_ids=ids, labels=ids)
             sp.reset_counters()
-            observed = Observed()
+            observed = Observed(0.0, {}, {}, {})
             with warnings.catch_warnings(), recorded_attention(observed):
                 warnings.simplefilter("ignore")
                 losses[case] = used(**batch).loss.item()
@@ -197,8 +196,7 @@ def test_layers_that_compute_with_their_keys_run_as_before(monkeypatch):
     assert isinstance(model.model.layers[0].self_attn, attention)
 
 
-def test_every_family_with_latents_sends_them_or_is_refused():
-    """The families of the installed transformers that run with their default configs and have latent attention."""
-    names = [name for name in survey.CONFIG_MAPPING_NAMES if name in FAMILIES or name in SENDING]
-    found = survey.families(sorted(names))
-    assert {family.name for family in found if "latents" in family.kinds} == SENDING & {f.name for f in found}
+def test_every_family_that_runs_sends_latents():
+    """Of those whose default configs make a model that can be tried."""
+    for family in survey.families(["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]):
+        assert family.kinds == ("causal", "latents"), family

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from startrail._compat import module_hooks
 from startrail.sequence import Sequence
 
 KEY, ROPE, VALUE, RANK, HEADS, TOKENS = 3, 2, 4, 5, 2, 6  # of the made-up numbers
@@ -106,7 +107,7 @@ def _projection_problem(projection: object) -> str | None:
         return f"its kv_b_proj is a {type(projection).__name__} of {type(projection).__module__}"
     if projection.bias is not None:
         return "its kv_b_proj has a bias"
-    if projection._forward_hooks or projection._forward_pre_hooks:
+    if module_hooks(projection):
         return "its kv_b_proj has hooks, which may gather or exchange something"
     return None
 

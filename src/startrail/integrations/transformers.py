@@ -377,6 +377,7 @@ def detach(model: Model) -> Model:
         hook.remove()
     without_logits.remove(base)
     tiles.untile_mlps(base)
+    latents.remove(base)
     base.__dict__.pop("gradient_checkpointing_enable", None)
     return model
 
