@@ -440,7 +440,7 @@ class Nccl(Batches):
         seconds = oldest.begun.seconds()
         if seconds > self.timeout.total_seconds():
             self.abort(f"{oldest.operation} did not end within {self.timeout}")
-        elif self._looks.is_due(oldest.operation, seconds):
+        elif self._looks.is_due(oldest.begun, seconds):
             if isinstance(reason := self.consensus.find_reason(), ValueError):
                 self._abort_mismatch()
             elif reason is not None:
