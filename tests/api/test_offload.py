@@ -154,7 +154,9 @@ def gpt(offload):
 
 
 def llama(offload):
-    hf = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+    hf = pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install 'startrail[transformers]')"
+    )
     from startrail.integrations.transformers import attach, shard_batch
 
     config = hf.LlamaConfig(

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 from startrail.cli import main
 from startrail.diagnostics.verify import verify

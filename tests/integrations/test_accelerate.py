@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
-pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[transformers]')")
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 from transformers import (
     AttentionInterface,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 import startrail
 from startrail.integrations.transformers import attach, shard_batch

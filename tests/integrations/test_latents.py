@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 import transformers as hf
 

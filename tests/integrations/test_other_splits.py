@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
-pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[transformers]')")
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.big_modeling import _attach_context_parallel_hooks

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 pytest.importorskip("diffusers", reason="diffusers is not installed (pip install 'startrail[diffusers]')")
 
 import torch

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
-pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'startrail[transformers]')")
 
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 

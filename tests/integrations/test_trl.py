@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 pytest.importorskip("trl", reason="trl is not installed (make venv installs it)")
 pytest.importorskip("peft", reason="peft is not installed (make venv installs it)")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 import transformers as hf
 from torch.distributed.fsdp import fully_shard

@@ -163,10 +163,10 @@ def test_a_file_that_is_no_image_and_a_bad_index_are_refused(tmp_path):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "skimage", None)
-    with pytest.raises(ValueError, match=r"'photos' needs the package scikit-image: pip install 'startrail\[dit\]'"):
+    with pytest.raises(ValueError, match=r"'photos' needs the package scikit-image: pip install 'startrail\[images\]'"):
         image_data(size=4, patch=2)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"images need the package pillow: pip install 'startrail\[dit\]'"):
+    with pytest.raises(ValueError, match=r"images need the package pillow: pip install 'startrail\[images\]'"):
         image_data(size=4, patch=2)
 
 

@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with needs_extra("hf"):
+    with needs_extra("transformers"):
         from startrail.integrations.survey import families, table
 
     print(table(families(arguments.families, progress=sys.stderr.isatty())))

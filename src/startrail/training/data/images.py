@@ -249,7 +249,7 @@ def _classes(source: str) -> tuple[list[Path], list[int]]:
 def _photos() -> list[Path]:
     spec = importlib.util.find_spec("skimage")  # found, not imported: only its files are needed
     if spec is None or spec.origin is None:
-        raise ValueError("source 'photos' needs the package scikit-image: pip install 'startrail[dit]'")
+        raise ValueError("source 'photos' needs the package scikit-image: pip install 'startrail[images]'")
     files = [Path(spec.origin).parent / "data" / name for name in PHOTOS]
     if missing := [str(file) for file in files if not file.is_file()]:
         raise ValueError(f"this version of scikit-image has no {', '.join(missing)}")
@@ -258,7 +258,7 @@ def _photos() -> list[Path]:
 
 def _require_pillow() -> None:
     if importlib.util.find_spec("PIL") is None:
-        raise ValueError("images need the package pillow: pip install 'startrail[dit]'")
+        raise ValueError("images need the package pillow: pip install 'startrail[images]'")
 
 
 @lru_cache(CACHED_IMAGES)

@@ -278,9 +278,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError(
-            f"tokenizer {path!r} needs the package tokenizers: pip install 'startrail[tokenizers]'"
-        ) from None
+        raise ValueError(f"tokenizer {path!r} needs the package tokenizers: pip install 'startrail[text]'") from None
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library raises no other type
