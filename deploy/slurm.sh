@@ -11,7 +11,7 @@ set -euo pipefail
 
 IMAGE=${IMAGE:-startrail:cuda}
 RUNS=${RUNS:-/shared/runs}
-HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # startrail train saves a checkpoint on SIGTERM, and the same command resumes from it.
 srun \
@@ -19,5 +19,5 @@ srun \
   --container-mounts "$RUNS:$RUNS" \
   --no-container-entrypoint \
   torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 \
-  --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500" \
+  --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${NODES[0]}:29500" \
   -m startrail.cli train "${@:-gpt-7b}" --out "$RUNS/$SLURM_JOB_NAME"
