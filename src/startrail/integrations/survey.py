@@ -23,6 +23,26 @@ from startrail.integrations.transformers import attach, detach
 from startrail.parallel import SequenceParallel
 
 LAYERS = 4  # enough for all kinds of layers of most models; a model that refuses this number keeps its own
+# What default configs lack, or what four layers need: published checkpoints set these.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+MANY_WEIGHTS = 50_000_000
+# Sizes of a model that is made on the CPU, because its layers read values, which the meta device does not have.
+SMALL = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts", "moe_topk", "num_experts_per_tok", "zero_expert_num"), 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 32),
+    **{"kv_channels": 16, "vocab_size": 128, "max_position_embeddings": 256},
+}
 
 
 class ModelFamily(NamedTuple):
@@ -59,18 +79,21 @@ def table(tried: Sequence[ModelFamily]) -> str:
     return "\n".join([head, "", *map(str, tried)])
 
 
-def _try_family(name: str) -> ModelFamily:
+def _try_family(name: str, small: bool = False) -> ModelFamily:
     with _no_warnings():
         try:
-            model = _make_model(name)
+            model = _make_model(name, small)
         except Exception as error:  # not every default config is valid
             return ModelFamily(name, (), f"not tried: its default config gives no model ({_first_line(error)})")
         try:
             attach(model, SequenceParallel("1x1"), check=False)
         except ValueError as error:
             text = _first_line(error)
-            reads_values = isinstance(error.__cause__, RuntimeError)  # meta tensors have none
-            return ModelFamily(name, (), f"not tried: {text}" if reads_values else text)
+            if not isinstance(error.__cause__, RuntimeError):
+                return ModelFamily(name, (), text)
+            if not small:  # its layers may read values
+                return _try_family(name, small=True)
+            return ModelFamily(name, (), f"not tried: {text}")
         attached = model._startrail
         kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
         kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn only)" for softcap in sorted(attached.softcaps))
@@ -79,18 +102,26 @@ def _try_family(name: str) -> ModelFamily:
         return ModelFamily(name, kinds, None)
 
 
-def _make_model(name: str) -> Any:
-    kind = CONFIG_MAPPING[name]
+def _make_model(name: str, small: bool) -> Any:
+    kind, settings = CONFIG_MAPPING[name], SETTINGS.get(name, {})
     try:
-        config = kind(num_hidden_layers=LAYERS)
+        config = kind(num_hidden_layers=LAYERS, **settings)
     except Exception:  # some derive the number of layers, or list the type of every layer
         config = kind()
     text = config.get_text_config(decoder=True)
     for option in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
         if hasattr(text, option):
             setattr(text, option, 0.0)  # depends on the recipe, not on the family
+    for option, size in SMALL.items():
+        if small and getattr(text, option, None) is not None:
+            setattr(text, option, size)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # the dtype that all kernels support
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # the dtype that all kernels support
+    if not small:
+        return model
+    if (count := sum(weight.numel() for weight in model.parameters())) > MANY_WEIGHTS:
+        raise ValueError(f"its layers read values, and it has {count:,} weights at the least")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def _first_line(error: Exception) -> str:
