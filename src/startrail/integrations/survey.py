@@ -41,7 +41,7 @@ SMALL = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts", "moe_topk", "num_experts_per_tok", "zero_expert_num"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 32),
-    **{"kv_channels": 16, "vocab_size": 128, "max_position_embeddings": 256},
+    "kv_channels": 16, "vocab_size": 128, "max_position_embeddings": 256,
 }
 
 
