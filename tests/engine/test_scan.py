@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import startrail
-from startrail.compile import scan
 from startrail.compile.call import compile_call
 from startrail.compile.proof import prove_call
 from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Scan, ScanPart
@@ -253,7 +252,6 @@ def test_recurrences_are_those_of_one_process(world, backend, monkeypatch):
     cases = [(random_split(chance, world), kind) for kind in KINDS for _ in range(2 if world < 4 else 3)]
 
     def on_rank(rank):
-        scan.SAVED_HOPS = 1
         return [results_on_rank(case, kind, seed) for seed, (case, kind) in enumerate(cases)]
 
     for (case, kind), *of_ranks in zip(cases, *run_local(on_rank, world, deadline=240), strict=True):

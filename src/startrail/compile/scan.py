@@ -60,7 +60,7 @@ from startrail.schedule.values import Block, Bundle, Pass, Piece, Source, Step, 
 
 SCAN_FORWARD = Pass("scan forward", ("state",), ("state",), ("carried",), ("state",), True)
 SCAN_BACKWARD = Pass("scan backward", ("state",), ("state",), ("carried",), ("state",), False)
-SAVED_HOPS = 4  # inside nodes: what the two exchanges of a node must save at least
+HOPS_PER_PEER = 2  # inside nodes that take as long as two exchanges with one more rank, by the planner's prices
 
 
 class RunPlace(NamedTuple):
@@ -158,7 +158,7 @@ def _ranks_of_node(levels: Sequence[int], chains: Sequence[Sequence[RunPlace]]) 
     if inner == 1 or all(size == 1 for size in levels[:-1]):
         return 1  # one level: its links may be those between nodes
     inside = (sum(a.rank // inner == b.rank // inner for a, b in pairwise(chain)) for chain in chains)
-    return inner if max(inside) >= SAVED_HOPS else 1
+    return inner if max(inside) >= HOPS_PER_PEER * (inner - 1) else 1
 
 
 class States(NamedTuple):
