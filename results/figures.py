@@ -17,12 +17,13 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workshop.report.findings import Line, lines_of
+from workshop.report.hybrid import HEADS, by_trial
 from workshop.report.sparse import DENSE, RING, SPARSE, SparseRow
 from workshop.trials.cases import OURS
 
@@ -163,6 +164,25 @@ def sparse() -> str:
     return "\n\n".join([*parts, source("sparse")])
 
 
+def hybrid() -> str:
+    """Seconds, speed over the exchange of heads, and bytes off a node, one table per link."""
+    settings: dict[tuple[str, float], dict[str, dict[str, SparseRow]]] = {}
+    for (machine, pressure, work), found in by_trial(SparseRow(**row) for row in recorded("hybrid")["rows"]).items():
+        settings.setdefault((machine, pressure), {})[work] = found
+    parts = []
+    for (machine, pressure), works in settings.items():
+        names = list(next(iter(works.values())))
+        body = [[f"**{n}**" if n == SPARSE else n, *(_hybrid_cell(of, n) for of in works.values())] for n in names]
+        title = f"{machine}, links of {pressure:g}x; seconds (x heads all-to-all), MB off a node:"
+        parts.append(f"{title}\n\n{table(['contender', *works], body)}")
+    return "\n\n".join([*parts, source("hybrid")])
+
+
+def _hybrid_cell(found: Mapping[str, SparseRow], name: str) -> str:
+    seconds, heads = found[name].seconds, found[HEADS].seconds
+    return f"{seconds:.2f} ({heads / seconds:.1f}), {found[name].node_bytes / 1e6:.2f}" if seconds and heads else ""
+
+
 def engine() -> str:
     found = recorded("engine")
     rows = [
@@ -235,7 +255,7 @@ def _findings(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (headline, nodes, dense, training, sparse, engine, memory, lab, hardware)
+    f.__name__: f for f in (headline, nodes, dense, training, sparse, hybrid, engine, memory, lab, hardware)
 }
 BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in REMEDIES}
 FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file

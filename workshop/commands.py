@@ -38,6 +38,12 @@ SPARSE = (
     "and the claims. Writes sparse.json and sparse.txt."
 )
 
+HYBRID = (
+    "Times the gated delta rule over a split sequence, forward and backward: an all-to-all over heads, an all-gather "
+    "of every rank's state, and ours. --pressures sets the link rate as in `bench sparse`. The report ends with the "
+    "claims. Writes hybrid.json and hybrid.txt."
+)
+
 
 def add_lab(commands: Commands, examples: Mapping[str, str], text: str) -> None:
     lab = add_command(commands, "lab", examples, help=text, description="An emulated multi-node cluster.")
@@ -102,6 +108,7 @@ def add_benchmarks(benchmarks: Commands, engine: Parser) -> None:
     engine.add_argument("--against", type=Path, metavar="TREE", help=text)
     _add_memory(benchmarks)
     _add_sparse(benchmarks)
+    _add_hybrid(benchmarks)
 
 
 def _add_memory(benchmarks: Commands) -> None:
@@ -142,6 +149,20 @@ def _add_sparse(benchmarks: Commands) -> None:
     option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")
 
 
+def _add_hybrid(benchmarks: Commands) -> None:
+    text = "the gated delta rule on an emulated cluster, against other ways to split it"
+    examples = {"startrail bench hybrid --pressures 24 --lengths 8192": ""}
+    command = add_command(benchmarks, "hybrid", examples, help=text, description=HYBRID)
+    command.set_defaults(run=_run_hybrid)
+    option = command.add_argument
+    option("--shape", default="4x8", metavar="NxR", help="nodes x ranks per node (default %(default)s)")
+    option("--pressures", nargs="+", type=float, default=[24.0, 8.0], metavar="X", help="(default 24 8)")
+    option("--lengths", type=_numbers, default="2048,8192,32768", help="tokens (default %(default)s)")
+    option("--head-dim", type=int, default=16, help="of 32 heads (default %(default)s)")
+    option("--repeats", type=int, default=3, help="at most; slow contenders run fewer (default %(default)s)")
+    option("--out", type=Path, default=Path("report"), metavar="DIR", help="output folder (default %(default)s)")
+
+
 def _run_memory(arguments: argparse.Namespace) -> int:
     from workshop.trials import memory
 
@@ -153,6 +174,13 @@ def _run_sparse(arguments: argparse.Namespace) -> int:
         from workshop.trials import sparse
 
         return sparse.run(arguments)
+
+
+def _run_hybrid(arguments: argparse.Namespace) -> int:
+    with needs_extra("lab"):
+        from workshop.trials import hybrid
+
+        return hybrid.run(arguments)
 
 
 def _slow_node(text: str) -> tuple[int, str]:

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from startrail.compile.scan import SCAN_FORWARD
 from startrail.engine.arguments import is_int
 from startrail.engine.halo import prepared_halo
 from startrail.engine.scan import StateType, prepared_scan
@@ -133,7 +132,7 @@ def scan(
     documents = len(sequence.documents) - 1
     recurrence = on_all_ranks(sequence, prepare)
     batch, _, *shape = recurrence.shape
-    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device)
+    state = StateType((batch, *shape), recurrence.dtype, tensors[0].device, recurrence.matrix)
     part = prepared_scan(sequence.sp._session, sequence._state.batch, state, name).part
     entering = None
     if initial_state is not None:
@@ -156,7 +155,7 @@ def _carried(
     """The outputs, and the states after each run (runs, batch, ...). ``entering``: what documents begin with, in the
     runs where they do."""
     carry = partial(torch.ops.startrail.carry_states, op_key=sequence._state.op_key, session=sequence.sp._name)
-    if part.numbered_hops(SCAN_FORWARD):
+    if not part.is_alone:
         given = recurrence.transition, recurrence.contribution, entering
         inputs = [x if x is None else x.transpose(0, 1) for x in given]
         before, after, _ = carry(*inputs, recurrence.matrix, kernel=call[0], gradients=call[1])
@@ -166,7 +165,9 @@ def _carried(
     if not sequence.local:
         states = _Tied.apply(states, *tensors)
     states = states.transpose(0, 1)
-    before, after, _ = carry(torch.zeros_like(states), states, None, False, kernel=call[0], gradients=call[1])
+    moves = (*states.shape[:-1], states.shape[-2]) if recurrence.matrix else states.shape
+    nothing = states.new_zeros(()).expand(moves)
+    before, after, _ = carry(nothing, states, None, recurrence.matrix, kernel=call[0], gradients=call[1])
     return _Tied.apply(out, before), after
 
 

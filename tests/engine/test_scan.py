@@ -13,6 +13,7 @@ from startrail.compile.call import compile_call
 from startrail.compile.proof import prove_call
 from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Scan, ScanPart
 from startrail.launch.local import run_local
+from startrail.schedule.plan import Plan
 from startrail.schedule.proof import ScheduleError
 from startrail.transport import process_groups as groups
 from tests import like_nccl
@@ -51,9 +52,13 @@ KINDS = {
 }
 
 
-def calls_of(case, features=1, itemsize=8):
-    problem = Scan(case.boundaries, 1, "float64", "", features, itemsize)
+def calls_of(case, **states):
+    problem = Scan(case.boundaries, 1, "float64", itemsize=8, **states)
     return [compile_call(problem, case.split, rank) for rank in range(case.world)]
+
+
+def inner_ranks(case):
+    return Plan.parse(case.plan).sizes(case.world)[-1]
 
 
 # --- programs
@@ -63,8 +68,18 @@ def calls_of(case, features=1, itemsize=8):
 def test_every_run_gets_the_state_of_all_runs_before_it(world):
     chance = random.Random(world)
     for _ in range(80):
-        case = random_split(chance, world)
-        prove_call(Scan(case.boundaries, 1), case.split)
+        case, units = random_split(chance, world), chance.choice((1, 3, 8))
+        for inner in {1, inner_ranks(case)}:
+            prove_call(
+                Scan(case.boundaries, 1, features=2 * units, units=units, effect=5 * units, inner=inner), case.split
+            )
+
+
+def changes_of_owner(case, calls):
+    """Where a document goes on at another rank, as (rank, rank)."""
+    owner = {t: rank for rank, call in enumerate(calls) for s, n in call.layout.runs(rank) for t in range(s, s + n)}
+    pairs = [(owner[t - 1], owner[t]) for a, b in of_each_document(case) for t in range(a + 1, b)]
+    return [pair for pair in pairs if pair[0] != pair[1]]
 
 
 @pytest.mark.parametrize("world", PLANS)
@@ -72,9 +87,8 @@ def test_a_state_is_sent_wherever_a_document_goes_on_at_another_rank(world):
     chance = random.Random(100 + world)
     for _ in range(50):
         case = random_split(chance, world)
-        calls = calls_of(case, 7)
-        owner = {t: rank for rank, call in enumerate(calls) for s, n in call.layout.runs(rank) for t in range(s, s + n)}
-        changes = [(owner[t - 1], owner[t]) for a, b in of_each_document(case) for t in range(a + 1, b)]
+        calls = calls_of(case, features=7, inner=1)
+        changes = changes_of_owner(case, calls)
         nodes = [(a // case.nodes, b // case.nodes) for a, b in changes]  # on one level, a rank is a node
         for pass_ in PASSES:
             sent = [call.traffic(pass_) for call in calls]
@@ -84,13 +98,44 @@ def test_a_state_is_sent_wherever_a_document_goes_on_at_another_rank(world):
             )
 
 
-def test_one_state_each_way_crosses_a_link_between_nodes():
+@pytest.mark.parametrize("world", [4, 6, 8])
+def test_ranks_that_share_units_send_as_much_between_nodes_and_only_effects_and_entries_inside(world):
+    chance = random.Random(200 + world)
+    for _ in range(50):
+        case = random_split(chance, world)
+        inner, units = inner_ranks(case), chance.choice((1, 3, 8))
+        calls = calls_of(case, features=2 * units, units=units, effect=5 * units, inner=inner)
+        changes = changes_of_owner(case, calls)
+        crossing = sum(a // inner != b // inner for a, b in changes)
+        runs = [
+            sum(part.table.of_ranks[rank][n][1] > 0 for n in part.table.shared_runs(rank)) for part, rank in of(calls)
+        ]
+        lonely = sum(runs[rank] * (units - len(part.table.units_of(rank))) for part, rank in of(calls))
+        for pass_ in PASSES:
+            assert sum(sum(call.traffic(pass_)) for call in calls) == 8 * (2 * units * crossing + 7 * lonely)
+
+
+def of(calls):
+    return [(call.parts[0], call.rank) for call in calls]
+
+
+@pytest.mark.parametrize("inner", [1, 8])
+def test_one_state_each_way_crosses_a_link_between_nodes(inner):
     """Of a document over all ranks: with zigzag it leaves each node and comes back, contiguous shards pass it once."""
     for layout, crossings in (("zigzag", 2), ("contiguous", 1)):
-        calls = calls_of(SplitCase("1x4/1x8", 32, layout, 4096, (0, 4096)), 1, 1)
+        case = SplitCase("1x4/1x8", 32, layout, 4096, (0, 4096))
+        calls = calls_of(case, features=320, units=32, effect=640, inner=inner)
         for pass_ in PASSES:
             by_node = [sum(call.traffic(pass_)[0] for call in calls[node : node + 8]) for node in range(0, 32, 8)]
-            assert sum(by_node) == 3 * crossings and max(by_node) == crossings
+            assert sum(by_node) == 3 * crossings * 2560 and max(by_node) == crossings * 2560
+
+
+def test_ranks_share_units_only_where_that_saves_hops():
+    whole, short = (0, 4096), tuple(range(0, 4097, 64))
+    plans = {"1x4/1x8": 8, "1x32": 1, "1x16/1x2": 2, "u4/1x8": 1}
+    for plan, inner in plans.items():
+        assert calls_of(SplitCase(plan, 32, "zigzag", 4096, whole))[0].parts[0].table.inner == inner
+    assert calls_of(SplitCase("1x4/1x8", 32, "contiguous", 4096, short))[0].parts[0].table.inner == 1
 
 
 def test_documents_inside_ranks_send_nothing_and_open_no_lanes():
@@ -104,7 +149,9 @@ def in_another_run(part, pass_, program):
     """Messages carry the state of the rank's other run."""
     bundles = {}
     for number, bundle in program.bundles.items():
-        sources = tuple(each._replace(start=(each.start + 1) % len(part.runs)) for each in bundle.sources)
+        sources = tuple(
+            each._replace(start=(each.start + part.sizes.local // 2) % part.sizes.local) for each in bundle.sources
+        )
         bundles[number] = bundle._replace(sources=sources)
     return replace(program, bundles=bundles)
 
@@ -112,7 +159,7 @@ def in_another_run(part, pass_, program):
 def too_early(part, pass_, program):
     """The state is sent before the one that it needs has arrived."""
     first, *others = program.steps
-    return replace(program, steps=(first, *sorted(others, key=lambda step: not step.posts[-1].send)))
+    return replace(program, steps=(first, *reversed(others)))
 
 
 def left_out(part, pass_, program):
@@ -120,12 +167,13 @@ def left_out(part, pass_, program):
     return replace(program, steps=tuple(step._replace(blocks=step.blocks[:0]) for step in program.steps))
 
 
+@pytest.mark.parametrize("plan", ["1x3", "1x2/1x2"])
 @pytest.mark.parametrize("wrong", [in_another_run, too_early, left_out])
-def test_wrong_chains_are_found(wrong, monkeypatch):
-    right, case = ScanPart._program, SplitCase("1x3", 3, "zigzag", 42, (0, 42))
+def test_wrong_chains_are_found(wrong, plan, monkeypatch):
+    right, case = ScanPart._program, SplitCase(plan, 4 if "/" in plan else 3, "zigzag", 48, (0, 48))
     monkeypatch.setattr(ScanPart, "_program", lambda part, pass_: wrong(part, pass_, right(part, pass_)))
     with pytest.raises(ScheduleError, match="gets the states of"):
-        prove_call(Scan(case.boundaries, 1), case.split)
+        prove_call(Scan(case.boundaries, 1, features=2, units=2, effect=4), case.split)
 
 
 # --- on ranks
@@ -162,8 +210,11 @@ def results_on_rank(case, kind, seed, dtype=torch.float64):
     torch.autograd.grad(out, local, sequence.shard(cotangents[0].to(out.dtype), 1))
     sent = sum(level["bytes"] for level in sp.traffic().values())
     itemsize = torch.promote_types(dtype, torch.float32).itemsize
-    call = calls_of(case, batch * states[0, 0].numel(), itemsize)[sp.rank]
-    same_bytes = sent == sum(sum(call.traffic(pass_)) for pass_ in PASSES)
+    features = batch * states[0, 0].numel()
+    units = batch * shape[0]
+    transition = units * shape[1] ** 2 if "delta" in kind else features
+    call = calls_of(case, features=features, units=units, effect=features + transition)[sp.rank]
+    same_bytes = sent == itemsize // 8 * sum(sum(call.traffic(pass_)) for pass_ in PASSES)
     out_again, final = sequence.scan(kernel, *local[:-1], initial_state=local[-1], output_final_state=True, **options)
     shares = [sequence.shard(cotangents[0].to(out.dtype), 1), cotangents[1].to(final.dtype) / sequence.sp.world]
     grads = torch.autograd.grad((out_again, final), local, shares)
@@ -198,7 +249,7 @@ def test_recurrences_are_those_of_one_process(world, backend, monkeypatch):
         like_nccl.register()
         monkeypatch.setattr(groups, "backend_for", lambda device: backend)
     chance = random.Random(f"{world} {backend}")
-    cases = [(random_split(chance, world), kind) for kind in KINDS for _ in range(2)]
+    cases = [(random_split(chance, world), kind) for kind in KINDS for _ in range(2 if world < 4 else 3)]
 
     def on_rank(rank):
         return [results_on_rank(case, kind, seed) for seed, (case, kind) in enumerate(cases)]

@@ -91,13 +91,13 @@ def sparse_claims(rows: Sequence[SparseRow]) -> str:
     return "\n".join(lines)
 
 
-def write_sparse(out: Path, meta: dict[str, Any], rows: Sequence[SparseRow], tables: Sequence[str]) -> Path:
-    """Write ``sparse.json`` and ``sparse.txt``; returns the path of the latter."""
+def write_rows(out: Path, name: str, meta: dict[str, Any], rows: Sequence[SparseRow], tables: Sequence[str]) -> Path:
+    """Write ``name``.json and ``name``.txt; returns the path of the latter."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "sparse.json").write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, default=str))
+    (out / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, default=str))
     machine = f"{meta['processor']}, {meta['cores']} cores"
     head = f"{meta['date']}, commit {meta['commit'][:9]}, {machine}, {meta['seconds']:.0f} s"
-    path = out / "sparse.txt"
+    path = out / f"{name}.txt"
     path.write_text("\n".join([head, *tables, ""]))
     return path
 

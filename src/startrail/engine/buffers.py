@@ -155,11 +155,11 @@ class BundleCopies:
     """
 
     def __init__(self, bundle: Bundle, device: torch.device) -> None:
-        at, indices = 0, dict[int, tuple[list[int], list[int]]]()
+        at, indices = 0, dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]]()
         for shard, start, count in bundle.sources:
             inside, outside = indices.setdefault(shard, ([], []))
-            inside += range(at, at + count)
-            outside += range(start, start + count)
+            inside.append((at, count))
+            outside.append((start, count))
             at += count
         self.shards = tuple(indices)
         self._indices = {
@@ -186,8 +186,8 @@ class BundleCopies:
             tokens.index_add_(2, outside, part.to(tokens.dtype))
 
 
-def _slice_or_tensor(indices: list[int], device: torch.device) -> slice | Tensor:
-    first, last = indices[0], indices[-1]
-    if last - first + 1 == len(indices):  # they only grow
-        return slice(first, last + 1)
-    return ints_on(device, indices, torch.int64)
+def _slice_or_tensor(runs: list[tuple[int, int]], device: torch.device) -> slice | Tensor:
+    first, last, total = runs[0][0], sum(runs[-1]), sum(count for _, count in runs)
+    if last - first == total:  # they only grow
+        return slice(first, last)
+    return ints_on(device, [at for start, count in runs for at in range(start, start + count)], torch.int64)

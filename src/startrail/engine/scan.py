@@ -17,13 +17,14 @@ from torch import Tensor
 
 from startrail.agreement.consensus import rejoining
 from startrail.compile.call import compile_call
-from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Scan, ScanPart
+from startrail.compile.scan import SCAN_BACKWARD, SCAN_FORWARD, Numbers, Scan, ScanPart, Visit
 from startrail.engine.batch import Batch
 from startrail.engine.op import UNSAFE, find_session
 from startrail.engine.runner import BlockKernel, PreparedPart, PreparedPass, Tensors
 from startrail.engine.session import Session
 from startrail.engine.wire import Wire
 from startrail.kernels import Partial, Sums
+from startrail.kernels.device import ints_on
 from startrail.schedule.values import Block, Pass
 
 
@@ -34,22 +35,60 @@ class PreparedScan:
     passes: dict[Pass, PreparedPass]
 
     @cached_property
-    def entered(self) -> dict[Pass, dict[int, int]]:
-        """The run that each message's state enters, by the message's number."""
-        return {pass_: self.part.entered(pass_) for pass_ in self.passes}
+    def messages(self) -> dict[Pass, dict[int, Numbers]]:
+        """Those to this rank, by their numbers."""
+        member = self.part.member
+        return {
+            pass_: {each.number: each for each in self.part.messages(pass_) if each.receiver == member}
+            for pass_ in self.passes
+        }
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, int], int]:
+        """Where the row of each run (rank, number) is."""
+        return {run: row for row, run in enumerate(self.part.table.rows_of(self.part.member))}
+
+    @cached_property
+    def visits(self) -> dict[Pass, dict[Visit, list[int]]]:
+        """The rows of each visit of this rank's node."""
+        node = self.part.table.node_of(self.part.member)
+        return {
+            pass_: {
+                visit: [self.rows[run[1:]] for run in visit.runs]
+                for visits in self.part.table.visits(pass_)
+                for visit in visits
+                if visit.runs[0].rank in node and self.part.table.inner > 1
+            }
+            for pass_ in self.passes
+        }
 
 
 class StateType(NamedTuple):
-    """The states of one run. ``shape`` is (batch, ...)."""
+    """The states of one run. ``shape`` is (batch, ...); ``matrix``: a transition is a matrix, else elementwise."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    matrix: bool
 
     @classmethod
-    def of(cls, states: Tensor) -> StateType:
+    def of(cls, states: Tensor, matrix: bool) -> StateType:
         """Those of states (runs, batch, ...)."""
-        return cls(tuple(states.shape[1:]), states.dtype, states.device)
+        return cls(tuple(states.shape[1:]), states.dtype, states.device, matrix)
+
+    @property
+    def of_unit(self) -> tuple[int, ...]:
+        """The shape of what belongs together: the matrix of a head, or what follows batch and heads."""
+        return self.shape[-2:] if self.matrix else self.shape[2:]
+
+    @property
+    def units(self) -> int:
+        return prod(self.shape) // prod(self.of_unit)
+
+    @property
+    def effect_of_unit(self) -> tuple[int, int]:
+        """Numbers of M and of B."""
+        return self.shape[-2] ** 2 if self.matrix else prod(self.of_unit), prod(self.of_unit)
 
 
 class ScanRequest:
@@ -58,26 +97,27 @@ class ScanRequest:
     def __init__(
         self, pass_: Pass, state: StateType, kernel: str, gradients: bool, forward: Tensor | None = None
     ) -> None:
-        self.pass_, self.kernel, self.gradients, self.forward = pass_, kernel, gradients, forward
-        self.shape, self.dtype, self.device = state
+        self.pass_, self.state, self.kernel, self.gradients, self.forward = pass_, state, kernel, gradients, forward
+        self.device = state.device
 
     @property
     def key(self) -> object:
-        return "scan", self.kernel, self.shape, self.dtype, self.device
+        return "scan", self.kernel, self.state
 
     @property
     def kind(self) -> object:
-        return "scan", self.kernel, self.shape, self.dtype, self.device.type
+        return "scan", self.kernel, self.state._replace(device=self.device.type)  # type: ignore[arg-type]
 
     def prepare(self, session: Session, batch: Batch) -> PreparedScan:
-        batch_size, dtype = self.shape[0], str(self.dtype).removeprefix("torch.")
-        sizes = prod(self.shape), self.dtype.itemsize
-        problem = Scan(batch.boundaries, batch_size, dtype, "", *sizes, self.kernel)
+        state = self.state
+        dtype, units = str(state.dtype).removeprefix("torch."), state.units
+        sizes = prod(state.shape), state.dtype.itemsize, self.kernel, units, units * sum(state.effect_of_unit)
+        problem = Scan(batch.boundaries, state.shape[0], dtype, "", *sizes)
         call = compile_call(problem, session.settings.split, session.rank, batch.layout)
         (part,) = call.parts
         assert isinstance(part, ScanPart)
-        passes = {pass_: PreparedPass(call, pass_, [Wire(part, self.dtype, self.dtype)]) for pass_ in problem.passes}
-        detail = f"{problem}, state {self.shape} on {self.device.type}, {session.settings}"
+        passes = {pass_: PreparedPass(call, pass_, [Wire(part, state.dtype, state.dtype)]) for pass_ in problem.passes}
+        detail = f"{problem}, state {state.shape} on {self.device.type}, {session.settings}"
         return PreparedScan(detail, part, passes)
 
 
@@ -88,9 +128,14 @@ class CarryKernel(BlockKernel):
     def __init__(
         self, prepared: PreparedScan, pass_: Pass, moves: Tensor, matrix: bool, before: Tensor, after: Tensor
     ) -> None:
-        self.entered, self.moves, self.matrix = prepared.entered[pass_], moves, matrix
-        self.before, self.after = before, after
-        self.extra_results = (before, after)
+        self.messages, self.rows = prepared.messages[pass_], prepared.rows
+        self.moves, self.matrix, self.before, self.after = moves, matrix, before, after
+        self.extra_results: Sequence[Tensor] = (before, after)
+
+    @property
+    def numbers(self) -> Tensor:
+        """From which messages are packed."""
+        return self.after.view(-1)
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
         return tensors
@@ -102,15 +147,115 @@ class CarryKernel(BlockKernel):
         self, part: PreparedPart, block: Block, inputs: Sequence[Tensors], results: Sequence[Partial | Sums]
     ) -> None:
         if block.column == block.row:
-            self.after += _moved(self.moves, self.before, self.matrix)
-            return
-        ((state,),) = inputs
-        run, state = self.entered[block.column], state.view(self.after.shape[1:])
-        self.before[run] += state
-        self.after[run] += _moved(self.moves[run], state, self.matrix)
+            self.begin()
+        else:
+            ((arrived,),) = inputs
+            self.take(self.messages[block.column], arrived.flatten())
+
+    def begin(self) -> None:
+        """What other ranks of the node send at first has arrived."""
+
+    def take(self, message: Numbers, arrived: Tensor) -> None:
+        assert message.visit is not None
+        (run,) = message.visit.runs
+        row, state = self.rows[run[1:]], arrived.view(self.after.shape[1:])
+        self.before[row] += state
+        self.after[row] += _moved(self.moves[row], state, self.matrix)
+
+    def finish(self) -> None:
+        """Every message has arrived."""
 
     def outputs(self, part: PreparedPart, kind: str) -> Tensors:
         return ()
+
+
+class SharedCarryKernel(CarryKernel):
+    """The same for ranks that share the units of their node's states. ``row_moves`` and ``row_after`` are those of each
+    row, from the beginning of its visit on, ``row_before`` the state before it: (rows, units, ...)."""
+
+    def __init__(
+        self, prepared: PreparedScan, pass_: Pass, moves: Tensor, matrix: bool, before: Tensor, after: Tensor
+    ) -> None:
+        super().__init__(prepared, pass_, moves, matrix, before, after)
+        self.table, self.member = prepared.part.table, prepared.part.member
+        self.visits, self.unit = prepared.visits[pass_], StateType.of(after, matrix)
+        table, own = self.table, self.table.shared_runs(self.member)
+        units, rows = len(table.units_of(self.member)), len(prepared.rows)
+        self.flat = after.new_zeros(table.numbers_of(self.member))
+        first, size = table.first_row(self.member), rows * table.row_numbers(self.member)
+        shape, of_m = (rows, units, *self.unit.of_unit), self._of_m
+        self.row_after = self.flat[first : first + size].view(shape)
+        self.row_before = self.flat[first + size : first + 2 * size].view(shape)
+        self.row_moves = after.new_empty(rows, units, *of_m)
+        self.arrived = after.new_zeros(len(own), self.unit.units, *self.unit.of_unit)
+        self.extra_results = (*self.extra_results, self.arrived, self.flat)
+        self.own_moves = moves.expand_as(after)[own] if not matrix else moves[own]
+        of_units = self.own_moves.reshape(*self.arrived.shape[:2], *of_m), after[own].view(self.arrived.shape)
+        for rank in table.node_of(self.member):
+            sharer = table.units_of(rank)
+            both = [x[:, sharer.start : sharer.stop].reshape(-1) for x in of_units]
+            start = len(own) * table.states.effect * sharer.start
+            torch.cat(both, out=self.flat[start : start + sum(map(len, both))])
+
+    @property
+    def _of_m(self) -> tuple[int, ...]:
+        return (self.unit.shape[-2],) * 2 if self.matrix else self.unit.of_unit
+
+    @property
+    def numbers(self) -> Tensor:
+        return self.flat
+
+    def begin(self) -> None:
+        """Each row's transition and state become those from the beginning of its visit on. No state has arrived yet."""
+        units, effect = self.table.units_of(self.member), self.table.states.effect
+        count = len(self.table.shared_runs(self.member)) * effect
+        self._take_effects(self.member, self.flat[count * units.start : count * units.stop])
+        longest = max((len(rows) for rows in self.visits.values()), default=0)
+        for place in range(1, longest):
+            several = [(visit, rows) for visit, rows in self.visits.items() if len(rows) > place]
+            one, other = (self._on_device([rows[at] for _, rows in several]) for at in (place - 1, place))
+            state, moves = self.row_after[one], self.row_moves[other]
+            self.row_before[other] = state
+            self.row_after[other] += _moved(moves, state, self.matrix)
+            if any(visit.depth for visit, _ in several):
+                self.row_moves[other] = _moved(moves, self.row_moves[one], self.matrix)
+
+    def take(self, message: Numbers, arrived: Tensor) -> None:
+        if message.visit is not None:
+            listed = self.visits[message.visit]
+            rows, state = self._on_device(listed), arrived.view(self.row_after.shape[1:])
+            self.row_after[rows] += _moved(self.row_moves[rows], state, self.matrix)
+            self.row_before[rows[0]] = state
+            self.row_before[rows[1:]] = self.row_after[rows[:-1]]
+        elif message.depth == 0:
+            self._take_effects(message.sender, arrived)
+        else:
+            self._take_entries(message.sender, arrived)
+
+    def _take_effects(self, rank: int, numbers: Tensor) -> None:
+        rows = self._rows_of(rank)
+        moves, adds = numbers.split([self.row_moves[rows].numel(), self.row_after[rows].numel()])
+        self.row_moves[rows] = moves.view_as(self.row_moves[rows])
+        self.row_after[rows] = adds.view_as(self.row_after[rows])
+
+    def _take_entries(self, rank: int, numbers: Tensor) -> None:
+        units = self.table.units_of(rank)
+        part = self.arrived[:, units.start : units.stop]
+        part.copy_(numbers.view(part.shape))
+
+    def _rows_of(self, rank: int) -> slice:
+        before = sum(len(self.table.shared_runs(other)) for other in self.table.node_of(rank) if other < rank)
+        return slice(before, before + len(self.table.shared_runs(rank)))
+
+    def _on_device(self, rows: list[int]) -> Tensor:
+        return ints_on(self.after.device, rows, torch.int64)
+
+    def finish(self) -> None:
+        self._take_entries(self.member, self.row_before[self._rows_of(self.member)])
+        own = self._on_device(self.table.shared_runs(self.member))
+        state = self.arrived.view(len(own), *self.after.shape[1:])
+        self.before.index_add_(0, own, state)
+        self.after.index_add_(0, own, _moved(self.own_moves, state, self.matrix))
 
 
 def prepared_scan(session: Session, batch: Batch, state: StateType, kernel: str) -> PreparedScan:
@@ -137,9 +282,13 @@ def _carry(
         started = session.start_pass(request, op_key)
         before = torch.zeros_like(adds) if entering is None else entering.clone()
         after = adds.clone(memory_format=torch.contiguous_format)
-        kernel = CarryKernel(started.prepared, request.pass_, moves, matrix, before, after)
+        if entering is not None:
+            after += _moved(moves, entering, matrix)
+        make = CarryKernel if started.prepared.part.table.inner == 1 else SharedCarryKernel
+        kernel = make(started.prepared, request.pass_, moves, matrix, before, after)
         kept = torch.empty(0, dtype=torch.uint8, device=adds.device)
-        started.run(kernel, [{"state": (after.view(1, 1, len(after), -1),)}], kept)
+        started.run(kernel, [{"state": (kernel.numbers.view(1, 1, -1, 1),)}], kept)
+        kernel.finish()
         return before, after, torch.tensor(session.consensus.call_id, device="cpu")
 
 
@@ -151,7 +300,7 @@ def carry_states(
     """The states before and after each of this rank's runs, and the call's number. A run makes ``moves`` S + ``adds``
     of a state S. All are (runs, batch, ...). ``entering`` is added to what enters each run; ``matrix``: ``moves`` are
     matrices, else they multiply elementwise."""
-    request = ScanRequest(SCAN_FORWARD, StateType.of(adds), kernel, gradients)
+    request = ScanRequest(SCAN_FORWARD, StateType.of(adds, matrix), kernel, gradients)
     return _carry(find_session(session), request, moves, adds, entering, matrix, op_key)
 
 
@@ -167,7 +316,7 @@ def carry_states_back(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The whole gradients of the states after and before each run."""
-    request = ScanRequest(SCAN_BACKWARD, StateType.of(grad_before), kernel, False, number)
+    request = ScanRequest(SCAN_BACKWARD, StateType.of(grad_before, matrix), kernel, False, number)
     moves = moves.mT if matrix else moves
     after, before, _ = _carry(find_session(session), request, moves, grad_before, grad_after, matrix, op_key)
     return after, before
@@ -191,7 +340,9 @@ def _backward(ctx: Any, grad_before: Tensor, grad_after: Tensor, _: None) -> tup
     of_after, of_before = torch.ops.startrail.carry_states_back(
         moves, grad_before, grad_after, ctx.matrix, number, op_key, ctx.session, ctx.kernel
     )
-    of_moves = of_after @ before.mT if ctx.matrix else (of_after * before).sum_to_size(moves.shape)
+    of_moves = None
+    if ctx.needs_input_grad[0]:
+        of_moves = of_after @ before.mT if ctx.matrix else (of_after * before).sum_to_size(moves.shape)
     return of_moves, of_after, of_before if ctx.has_entering else None, *[None] * 5
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from startrail.planner.candidates import LARGE_WORLD, RING
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
 from startrail.planner.operate import complete_question, cost_per_million
+from startrail.planner.recurrent import kernel_speeds
 from startrail.planner.rows import HEADS_OUTERMOST, TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error
 from startrail.planner.search import YOURS, search
 from startrail.planner.sparse.advice import LEAST_PRICED, price_row, price_sparse
@@ -338,8 +339,27 @@ def _how_sure(result: SearchResult) -> Iterator[str]:
     yield f"Times may be off by {error.share:.0%}: {error.reason}."
     if result.runs:
         yield "None of those had packed documents or windows."
+    if result.best.training.linear is not None:
+        yield _about_recurrences(result.best)
     if (kernel := result.cluster.device.of(result.run.dtype).kernel) is not None:
         yield f"Attention runs at the speeds of {kernel.source(result.model.head_dim)}."
+
+
+def _about_recurrences(best: Row) -> str:
+    """What the layers without attention take, and where the speed of their kernel is from."""
+    training, speeds, chip = best.training, kernel_speeds(), best.training.cluster.device.chip
+    found = training.of_linear(best.plan)
+    assert found is not None and training.linear is not None
+    states = found.seconds - sum(training.linear.own_seconds)
+    text = f"Each of the {training.linear.layers.layers} layers without attention takes {seconds_text(found.seconds)}"
+    text += f" besides its MLP and projections, {seconds_text(states)} of them for states and halos of other ranks."
+    known = f" Their kernel runs at the speeds of {speeds.source}"
+    if chip == speeds.chip:
+        return f"{text}{known}."
+    return (
+        f"{text} No speeds of their kernel are known for {chip or 'this device'}:{known.lower()} on {speeds.chip}, "
+        + ("in proportion to the rates of matrix products.")
+    )
 
 
 # --- the table and what else there is to know

@@ -20,6 +20,7 @@ FLOAT_BYTES = 4  # per number of parameters, gradients, the optimizer's two mome
 # flight. Those of the MLP are gone when attention's backward pass begins. Fitted to the results of `make bench-memory`.
 SAVED_BY_WIDTH, IN_FLIGHT_BY_WIDTH = 5, 5
 SAVED_BY_HIDDEN, IN_FLIGHT_BY_HIDDEN = 2, 1.5  # saved: per matrix of the MLP that reads the block's input
+RUNS = 2  # of a rank, with zigzag
 LOGITS_COPIES = 3  # of one chunk
 OFFLOADED_LAYERS = 2  # whose inputs are on the device at a time, being copied to or from the host
 LIBRARY_BYTES = 30 * 2**20  # of a CPU process: libraries, threads and connections once they are used; measured
@@ -80,7 +81,9 @@ def estimate_memory(
     saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * hidden
     width = (model.width + model.heads * model.head_dim) / 2  # of what attention and its projections hold
     saved = run.itemsize * (SAVED_BY_WIDTH * width + saved_by_hidden) * tokens
-    layers = (inputs + model.layers * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)
+    layers = (inputs + len(model.windows) * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)
+    if model.linear is not None:  # what runs do to states, and the states before them, for the backward pass
+        layers += RUNS * model.linear.layers * FLOAT_BYTES * batch * (model.linear.effect + model.linear.state) / tensor
 
     # The peak is the block's own backward pass, attention's within it, or the loss.
     by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * width
@@ -99,7 +102,7 @@ def estimate_memory(
         numbers = plan.family.num_kept(plan, plan.place(group, 0)) if plan.keep != "none" else {}
         own = 1 if plan.keeps_exchanged else 0
         of_group = sum((numbers.get(kind, 0) + own) * sizes.nbytes(kind) for kind in ("q", "kv"))
-        kept = float(model.layers * plan.groups * of_group)
+        kept = float(len(model.windows) * plan.groups * of_group)
     return Memory(
         states=0.0 if run.offload_states else 4.0 * DTYPES[run.states] * share,
         gathered=by_zero[run.zero] * DTYPES[run.gather],

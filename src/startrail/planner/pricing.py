@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from startrail.compile.attention import Attention, AttentionPart
 from startrail.geometry.tiles import Costs, Tile
@@ -27,7 +27,7 @@ from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
-from startrail.schedule.sizes import Sizes
+from startrail.schedule.sizes import PieceSizes, Sizes
 from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
@@ -88,6 +88,20 @@ def plan_prices(cluster: ClusterSpec, plan: Plan, call: Attention, engine: Imple
 def costs_on(cluster: ClusterSpec, dtype: str) -> Costs:
     """How blocks are cut: calls of a known kernel (a GPU's) can have a window and several documents."""
     return Costs(bands=cluster.device.of(dtype).kernel is not None)
+
+
+class BlockPrices(Protocol):
+    """What the tasks of a program cost, for any kind of call. ``wide``: bytes of a whole piece's sums, by kind."""
+
+    cluster: ClusterSpec
+    engine: Implementation
+    wide: dict[str, int]
+
+    @property
+    def sizes(self) -> PieceSizes: ...
+    def block(self, pass_: Pass, row: int, column: int, new_row: bool = False, new_key: bool = False, /) -> float: ...
+    def touch(self, nbytes: float, /) -> float: ...
+    def copy(self, nbytes: float, /) -> float: ...
 
 
 class Prices:
@@ -236,7 +250,7 @@ class Mark(NamedTuple):
     seconds: float
 
 
-def tasks_of(program: Program, prices: Prices, marks: list[Mark] | None = None) -> list[Task]:
+def tasks_of(program: Program, prices: BlockPrices, marks: list[Mark] | None = None) -> list[Task]:
     """The tasks of a program. ``marks`` gets one entry per event, for traces."""
     pricing = ProgramPricing(program, prices, [])
     pricing.work = prices.cluster.device.start / 2
@@ -259,7 +273,9 @@ class ProgramPricing:
     in turns add to the same ``tasks``: each then adds ``number`` to those of its messages, and ``lane`` to its lanes.
     """
 
-    def __init__(self, program: Program, prices: Prices, tasks: list[Task], number: int = 0, lane: int = 0) -> None:
+    def __init__(
+        self, program: Program, prices: BlockPrices, tasks: list[Task], number: int = 0, lane: int = 0
+    ) -> None:
         self.program, self.prices, self.device = program, prices, prices.cluster.device
         self.nbytes, self.copy = prices.sizes.by_kind, prices.copy
         self.tasks, self.number, self.lane = tasks, number, lane

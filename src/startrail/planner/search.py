@@ -354,6 +354,9 @@ class _Search:
 def _least_step(training: Training, both: Bounded) -> float:
     """A lower bound on the time of a whole step."""
     seconds = training.outer_seconds + training.exposed_gather_seconds
+    if training.linear is not None:
+        layers = training.run.accumulate * training.linear.layers.layers
+        seconds += layers * (sum(training.linear.own_seconds) + sum(training.dense_seconds))
     for call, layers in training.calls.items():
         forward, backward = both[call]
         if training.run.repeat_attention:

@@ -17,6 +17,8 @@ from startrail.compile.attention import Attention
 from startrail.planner.cluster import DTYPES, ClusterSpec
 from startrail.planner.memory import FLOAT_BYTES, Memory, estimate_memory
 from startrail.planner.predict import Prediction
+from startrail.planner.recurrent import FORWARD_FLOPS as LINEAR_FLOPS
+from startrail.planner.recurrent import LinearCall, predict_linear
 from startrail.planner.units import count_text
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
@@ -96,15 +98,34 @@ class Training:
         """The distinct attention calls of the model, and how many layers make each."""
         return Counter(map(self.call, self.model.windows))
 
+    @cached_property
+    def linear(self) -> LinearCall | None:
+        """What each layer without attention runs."""
+        if self.model.linear is None:
+            return None
+        documents = self.run.document_ends or (0, self.run.length)
+        dtypes = self.run.dtype, self.run.itemsize
+        return LinearCall(self.group, self.model.linear, self.batch, documents, *dtypes)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], Prediction]:
+        return {}
+
+    def of_linear(self, plan: Plan) -> Prediction | None:
+        """A layer without attention under a plan."""
+        return None if self.linear is None else predict_linear(self.linear, plan, self._known)
+
     def step(self, plan: Plan, predicted: Callable[[Attention], Prediction]) -> StepEstimate:
         """One step with attention as ``predicted``."""
         seconds, compute = self.outer_seconds + self.exposed_gather_seconds, self.outer_seconds
         sent = [0.0] * len(self.cluster.levels)
         dense, parts = self.dense_seconds, self.run.accumulate
-        for call, layers in self.calls.items():
-            attention = predicted(call)
+        kinds = [(predicted(call), layers) for call, layers in self.calls.items()]
+        if self.model.linear is not None and (linear := self.of_linear(plan)) is not None:
+            kinds.append((linear, self.model.linear.layers))
+        for of_kind, layers in kinds:
             layers *= parts
-            forward, backward = attention.forward, attention.backward
+            forward, backward = of_kind.forward, of_kind.backward
             repeated = [forward] if self.run.repeat_attention else []
             both = zip(
                 ((forward,), (backward, *repeated)), dense, self.tensor_exchanges, self.fsdp_traffic, strict=True
@@ -178,11 +199,12 @@ class Training:
     @cached_property
     def flops(self) -> float:
         """FLOPs of the model on all ranks, without recomputation: 6 per matrix entry and token, and two products
-        forward and four backward per visible pair of tokens."""
+        forward and four backward per visible pair of tokens; of recurrences 18 per number of a state and token."""
         model, run = self.model, self.run
         dense = 6.0 * (model.layers * (model.projections + model.mlp) + model.vocab * model.width)
         pairs = sum(layers * call.pairs for call, layers in self.calls.items())
-        return run.batch * (dense * run.length + 12.0 * model.heads * model.head_dim * pairs)
+        linear = 0.0 if model.linear is None else 3.0 * LINEAR_FLOPS * model.linear.layers * model.linear.state
+        return run.batch * ((dense + linear) * run.length + 12.0 * model.heads * model.head_dim * pairs)
 
     @cached_property
     def fsdp_traffic(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:

@@ -25,7 +25,10 @@ from startrail.planner.units import (
     short_repr,
 )
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+# Models with gated delta rules, all with gated attention, and what their configurations call the sizes.
+HYBRIDS = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
+LINEAR_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 MAX_LAYERS, MAX_HEADS = 10_000, 2**16
 ZERO = (0, 2, 3)
 COUNTS = ("length", "batch", "loss_chunk", "accumulate")  # of a run; files may say 128k
@@ -35,7 +38,7 @@ SWITCHES = ("recompute", "repeat_attention", "offload", "offload_states", "fp8",
 GATED = frozenset(
     ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2")
     + ("olmo3", "cohere", "cohere2", "granite", "glm", "glm4", "smollm3", "exaone4", "seed_oss", "helium", "stablelm")
-    + ("hunyuan_v1_dense", "ernie4_5")
+    + ("hunyuan_v1_dense", "ernie4_5", "qwen3_5_text")
 )
 # Mixtures of experts in all layers, with their keys for experts, active experts and the width of a shared one. (GLM's
 # first layers are plain; counting them as mixtures changes its parameters by about 1 %.)
@@ -43,15 +46,54 @@ MIXTURES = {
     "mixtral": ("num_local_experts", "num_experts_per_tok", ""),
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", ""),
+    "qwen3_next": ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
+    "qwen3_5_moe_text": ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", ""),
 }
 PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "nemotron", "arcee", "apertus"))
 
 
 @dataclass(frozen=True)
+class LinearLayers:
+    """The gated delta rule in ``layers`` layers, each with a causal convolution of width ``conv`` before it.
+
+    >>> qwen = find_model("qwen3.5-35b").linear
+    >>> qwen.layers, qwen.state * 4 / 2**20, qwen.channels                              # 2 MiB in float32
+    (30, 2.0, 8192)
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    @property
+    def state(self) -> int:
+        """Numbers of a state."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def effect(self) -> int:
+        """Numbers of M and B, which say what a run does to a state."""
+        return self.state + self.value_heads * self.key_dim**2
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def projections(self, width: int) -> int:
+        """Parameters of one layer: into the channels, a gate and two numbers per head, and out."""
+        return width * (self.channels + 2 * self.value_heads * self.value_dim + 2 * self.value_heads)
+
+
+@dataclass(frozen=True)
 class Model:
-    """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: each layer's
-    attention window, None for full attention. ``modulated``: a DiT, whose blocks have 6 x width² more parameters.
+    """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: the window of
+    each layer with attention, None for full attention. ``linear``: the other layers. ``gate``: attention's output has
+    one. ``modulated``: a DiT, whose blocks have 6 x width² more parameters.
     ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts`` compute a token, next to one
     of width ``shared_hidden`` that computes all tokens."""
 
@@ -71,11 +113,17 @@ class Model:
     experts: int = 0
     active_experts: int = 0
     shared_hidden: int = 0
+    linear: LinearLayers | None = None
+    gate: bool = False
 
     @property
     def projections(self) -> int:
-        """Parameters of one layer's attention."""
-        return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        """Parameters of one layer's attention, or of what stands in its place; on average."""
+        own = self.width * self.head_dim * ((3 if self.gate else 2) * self.heads + 2 * self.kv_heads)
+        if self.linear is None:
+            return own
+        total = len(self.windows) * own + self.linear.layers * self.linear.projections(self.width)
+        return total // self.layers
 
     @property
     def active_hidden(self) -> int:
@@ -216,7 +264,8 @@ def find_model(name: str) -> Model:
 def read_model(table: Table, name: str, where: str) -> Model:
     required = ("width", "layers", "heads", "hidden")
     moe = ("experts", "active_experts", "shared_hidden")
-    known = ("description", "kind", "vocab", "kv_heads", "head_dim", "tied", "window", "full_every", *moe, *required)
+    optional = ("kv_heads", "head_dim", "tied", "window", "full_every", "linear", "gate", *moe)
+    known = ("description", "kind", "vocab", *optional, *required)
     fields = check_keys(table, known, ("kind", *required), where)
     most = {"layers": MAX_LAYERS, "heads": MAX_HEADS}
     width, layers, heads, hidden = (fields.integer(key, most=most.get(key, MAX_SIZE)) for key in required)
@@ -231,11 +280,23 @@ def read_model(table: Table, name: str, where: str) -> Model:
     window = fields.integer("window", most=MAX_COUNT) if "window" in table else None
     every = fields.integer("full_every") if "full_every" in table else 0
     windows = tuple(None if every and (at + 1) % every == 0 else window for at in range(layers))
+    linear = _linear(table["linear"], layers, f"{where}: linear") if "linear" in table else None
+    windows = windows[: layers - linear.layers] if linear else windows
     vocab = fields.integer("vocab", least=0)
     if kind == "gpt" and not vocab:
         raise ValueError(f"{where}: 'vocab' is missing")
     sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, 3 if kind == "gpt" else 2
-    return Model(name, *sizes, tied, kind == "gpt", windows, kind == "dit", *experts)
+    return Model(name, *sizes, tied, kind == "gpt", windows, kind == "dit", *experts, linear, fields.boolean("gate"))
+
+
+def _linear(table: object, layers: int, where: str) -> LinearLayers:
+    keys = ("key_heads", "value_heads", "key_dim", "value_dim", "conv")
+    fields = check_keys(table, ("full_every", *keys), ("full_every", *keys), where)
+    every = fields.integer("full_every", most=layers)
+    sizes = [fields.integer(key, most=MAX_HEADS) for key in keys]
+    if sizes[1] % sizes[0]:
+        raise ValueError(f"{where}: value_heads = {sizes[1]} is not a multiple of key_heads = {sizes[0]}")
+    return LinearLayers(layers - layers // every, *sizes)
 
 
 def _experts(fields: Fields, total: str, active: str, shared: str) -> tuple[int, int, int]:
@@ -260,10 +321,11 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
         if not isinstance(config, Mapping):
             raise ValueError(f"{where}: text_config = {short_repr(config)} is not a table of keys")
     config = {key: value for key, value in config.items() if value is not None}
-    for key, what in {"kv_lora_rank": "latent attention is", "linear_num_key_heads": "linear attention is"}.items():
-        if config.get(key):
-            raise ValueError(f"{where}: {key} = {short_repr(config[key])}: {what} not supported")
     fields, kind = Fields(config, where), config.get("model_type", "")
+    hybrid = isinstance(kind, str) and kind in HYBRIDS
+    for key, what in {"kv_lora_rank": "latent attention is", "linear_num_key_heads": "linear attention is"}.items():
+        if config.get(key) and not (hybrid and key.startswith("linear")):
+            raise ValueError(f"{where}: {key} = {short_repr(config[key])}: {what} not supported")
     if not isinstance(kind, str) or kind not in GATED | PLAIN | MIXTURES.keys():
         names = ", ".join(sorted(GATED | PLAIN | MIXTURES.keys()))
         raise ValueError(f"{where}: model_type = {short_repr(kind)} is not modelled; the planner knows {names}")
@@ -294,9 +356,24 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
             raise ValueError(f"{where}: {keys[0]!r} is missing")
         shared = fields.integer("n_shared_experts", least=0) * hidden
         experts = (*experts[:2], experts[2] or shared)
-    tied, windows = fields.boolean("tie_word_embeddings"), _windows(fields, layers, where)
+    linear, config = _linear_layers(config, layers, where) if hybrid else (None, config)
+    tied = fields.boolean("tie_word_embeddings")
+    windows = _windows(Fields(config, where), layers - linear.layers if linear else layers, where)
     sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, matrices
-    return Model(name, *sizes, tied, True, windows, False, *experts)
+    return Model(name, *sizes, tied, True, windows, False, *experts, linear, hybrid)
+
+
+def _linear_layers(config: Mapping[str, Any], layers: int, where: str) -> tuple[LinearLayers, Mapping[str, Any]]:
+    """The layers with a gated delta rule, and the configuration of the others."""
+    fields, kinds = Fields(config, where), config.get("layer_types")
+    if kinds is None:
+        every = fields.integer("full_attention_interval", default=4, most=layers)
+        kinds = [LINEAR if (at + 1) % every else FULL for at in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or LINEAR not in kinds:
+        raise ValueError(f"{where}: layer_types must list each of the {layers} layers, {LINEAR} among them")
+    sizes = [fields.integer(f"linear_{key}", most=MAX_HEADS) for key in LINEAR_SIZES]
+    others = [kind for kind in kinds if kind != LINEAR]
+    return LinearLayers(layers - len(others), *sizes), {**config, "layer_types": others}
 
 
 def _windows(fields: Fields, layers: int, where: str) -> tuple[int | None, ...]:
