@@ -87,7 +87,18 @@ def random_case(seed: int) -> Case:
     )
     if case.slices and rng.random() < 0.8:  # most often slices are the whole mask
         case = replace(case, causal=False, window=None, documents=None)
-    return case
+    return replace(case, **random_placement(random.Random(f"{seed} placement"), case))
+
+
+def random_placement(rng: random.Random, case: Case) -> dict:
+    """What not every batch has: ranks of different speed, and documents that another sequence was made with."""
+    placement: dict = {}
+    if rng.random() < 0.2:
+        placement["shares"] = tuple(rng.choice([1.0, 0.5, 0.9, 0.01]) for _ in range(case.world))
+    if case.documents and rng.random() < 0.3:
+        inner = case.documents[1:-1]
+        placement["packed_from"] = (0, *sorted(rng.sample(inner, rng.randint(0, len(inner)))), case.length)
+    return placement
 
 
 def random_layer(rng: random.Random, length: int) -> dict:
@@ -220,7 +231,7 @@ def _product(weights: Tensor, x: Tensor, touched: Tensor) -> Tensor:
 
 
 def _unlike_alone(case: Case, tensors: list[Tensor], least: Truth, most: Truth) -> list[str]:
-    sequence = case.parallel().sequence(case.length, case.documents, case.blocks)
+    sequence = case.sequence(case.parallel())
     q, k, v, dout = (sequence.shard(x, 2) for x in tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = sequence.attention(*inputs, causal=case.causal, window=case.window, chunk=case.chunk, scale=case.scale)
@@ -229,6 +240,8 @@ def _unlike_alone(case: Case, tensors: list[Tensor], least: Truth, most: Truth) 
     if tensors[2].isfinite().all() and out.isinf().any():
         wrong.append("out is infinite, not NaN, though all values are finite")
     for name, mine in zip(least, (out, *grads), strict=True):
+        if not mine.numel():
+            continue
         low, high = (sequence.shard(truth[name], 2) for truth in (least, most))
         finite, should_be = mine.isfinite(), low.isfinite()
         lost, gained = (finite & ~should_be).sum().item(), (~finite & high.isfinite()).sum().item()
@@ -267,7 +280,18 @@ def test_random_cases_cover_every_feature():
         lambda p: p.keep == "all", lambda p: p.keep == "queries", lambda p: p.backward == "queries",
     ))  # fmt: skip
     assert any(case.documents and case.window and case.causal for case in cases)
-    for name in ("chunk", "blocks", "slices", "value_dim", "sinks", "lse", "softcap", "windows"):
+    for name in (
+        "chunk",
+        "blocks",
+        "slices",
+        "value_dim",
+        "sinks",
+        "lse",
+        "softcap",
+        "windows",
+        "shares",
+        "packed_from",
+    ):
         assert sum(bool(getattr(case, name)) for case in cases) > 15, name
     assert all(sum(case.call_style == style for case in cases) > 15 for style in CALL_STYLES)
     assert {case.call_style for case in cases} == set(CALL_STYLES)

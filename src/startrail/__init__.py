@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from startrail.agreement.errors import PeerError
     from startrail.checkpoint import checkpoint_context
     from startrail.geometry.mask import Mask
+    from startrail.geometry.packing import PackedSampler, pack
     from startrail.kernels.elementwise import linear_recurrence, selective_scan
     from startrail.kernels.recurrences import decayed_attention, gated_delta_rule, kimi_delta_rule
     from startrail.losses import global_mean, gradient_factor, next_tokens, sum_gradients
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Mask",
+    "PackedSampler",
     "PeerError",
     "Plan",
     "Sequence",
@@ -37,6 +39,7 @@ __all__ = [
     "linear_recurrence",
     "losses",
     "next_tokens",
+    "pack",
     "plan",
     "selective_scan",
     "sum_gradients",
@@ -45,6 +48,7 @@ __all__ = [
 
 _HOMES = {
     "Mask": "geometry.mask",
+    "PackedSampler": "geometry.packing",
     "PeerError": "agreement.errors",
     "Plan": "schedule.plan",
     "Sequence": "sequence",
@@ -57,6 +61,7 @@ _HOMES = {
     "kimi_delta_rule": "kernels.recurrences",
     "linear_recurrence": "kernels.elementwise",
     "next_tokens": "losses",
+    "pack": "geometry.packing",
     "plan": "planner.answer",
     "selective_scan": "kernels.elementwise",
     "sum_gradients": "losses",

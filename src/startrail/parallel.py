@@ -29,6 +29,7 @@ from startrail.engine.wire import DTYPES
 from startrail.geometry.zones import check_layout
 from startrail.planner.auto import plan_for_heads, plan_for_job
 from startrail.planner.live.choose import choose
+from startrail.planner.live.measure import measure_shares
 from startrail.planner.live.placement import find_machine
 from startrail.planner.sparse.rule import rule_for
 from startrail.planner.workload import Job, check_heads
@@ -67,6 +68,8 @@ class SequenceParallel:
     simulation; ``sparse=False`` always uses the plan. Set ``windows`` if most layers have windows or chunks: tokens are
     then laid out so that neighbours share a node. That makes such layers cheap, but cuts layers that see everything
     into more and smaller blocks.
+    ``shares`` says which part of every sequence's tokens and work each rank gets: one positive number per rank, or
+    ``"measured"``: all ranks measure together how fast they are, which takes about as long as ``auto`` takes.
     ``timeout`` (seconds) limits every wait for a peer (default: the group's own).
     ``check_every_call`` compares the arguments of all ranks on every call, not only on the first with a signature or a
     sequence (also: the environment variable STARTRAIL_CHECK_EVERY_CALL=1).
@@ -78,7 +81,7 @@ class SequenceParallel:
         heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None, length: int | None = None,
         job: Job | None = None, cluster: str | None = None, layout: str = "zones",
         sparse: bool = True, windows: bool = False, wire_dtype: torch.dtype | None = None, timeout: float | None = None,
-        check_every_call: bool | None = None,
+        check_every_call: bool | None = None, shares: SequenceOf[float] | str | None = None,
     ) -> None:  # fmt: skip
         check_layout(layout)
         if wire_dtype is not None and wire_dtype not in DTYPES:
@@ -105,6 +108,7 @@ class SequenceParallel:
         else:
             raise ValueError(f"plan {plan!r} must be a Plan or its text form, such as '2x2/u8'")
         self.plan.check_world(self.world)
+        self.shares = self._read_shares(shares)
         limit = timedelta(seconds=timeout) if timeout is not None else default_timeout(self.group)
         described = cluster or os.environ.get("STARTRAIL_CLUSTER", "")
         rule = bool(sparse) and rule_for(described, self.world)
@@ -137,6 +141,17 @@ class SequenceParallel:
             print(f"startrail: {found}: {reason}", file=sys.stderr)
         return plan
 
+    def _read_shares(self, shares: SequenceOf[float] | str | None) -> tuple[float, ...] | None:
+        if not isinstance(shares, str):
+            read_shares(shares, self.world)
+            return None if shares is None else tuple(map(float, shares))
+        if shares != "measured":
+            raise ValueError(f"shares={shares!r} must be 'measured', or one positive number per rank")
+        measured = measure_shares(self.group)
+        if self.rank == 0:
+            print(f"startrail: shares measured: {', '.join(f'{share:g}' for share in measured)}", file=sys.stderr)
+        return measured
+
     def __repr__(self) -> str:
         return f"SequenceParallel({self.plan}, rank {self.rank} of {self.world}, {self.layout})"
 
@@ -151,12 +166,12 @@ class SequenceParallel:
 
         ``documents``: global cu_seqlens (0, ..., length) of packed documents, which do not see each other. ``blocks``:
         runs (start, stop) of tokens that see each other even if a layer is causal or has a window, such as images in a
-        text or the prefix of a prefix-LM. ``shares``: one positive number per rank. Ranks get tokens in proportion, for
-        example half as many on a rank that is half as fast. Every rank must make the same sequences, and those of one
-        length in the same order.
+        text or the prefix of a prefix-LM. ``shares``: one positive number per rank (default: those of this instance).
+        Ranks get tokens in proportion, for example half as many on a rank that is half as fast. Every rank must make
+        the same sequences, and those of one length in the same order.
         """
         try:
-            weights = read_shares(shares, self.world)
+            weights = read_shares(self.shares if shares is None else shares, self.world)
         except ValueError as error:
             self._session.refuse(str(error))
         return self._sequence(length, documents, blocks, weights)
@@ -199,7 +214,8 @@ class SequenceParallel:
         """
         wire = dtype if self.wire_dtype is None else self.wire_dtype
         own, sent = (str(x).removeprefix("torch.") for x in (dtype, wire))
-        boundaries, mask = read_boundaries(length, documents, None), read_mask(causal, window, chunk)
+        boundaries = read_boundaries(length, documents, None, shares=read_shares(self.shares, self.world))
+        mask = read_mask(causal, window, chunk)
         kv_heads = heads if kv_heads is None else kv_heads
         problem = Attention(boundaries, batch, own, sent, mask, heads, kv_heads, head_dim)
         return explain(compile_call(problem, self._session.settings.split, self.rank))

@@ -1,6 +1,7 @@
 """Forward and backward passes on 1 to 16 ranks against float64, with random cotangents and exact byte counts."""
 
 from collections import defaultdict
+from itertools import product
 from math import lcm
 
 import pytest
@@ -47,6 +48,16 @@ def selected() -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("world", sorted(PLANS))
 def test_every_plan_is_exact(world):
     run([case_for(plan, world, SHAPES[shape], shape) for plan, size, shape in selected() if size == world])
+
+
+def test_ranks_of_different_speed_and_ranks_without_tokens():
+    shares, inner = ((1.0, 0.5, 0.9, 0.25), (1.0, 0.001, 1.0, 1.0)), (0, 30, 31, 90)
+    options = [dict(), dict(documents=inner), dict(documents=(*inner[:2], 50, 90), packed_from=(0, 30, 90))]
+    run([
+        Case(plan, 4, 90, kv_heads=2, causal=True, shares=given, seed=seed, **option)
+        for plan in ("1x4", "2x2", "u2/1x2", "star2")
+        for seed, (given, option) in enumerate(product(shares, options))
+    ])  # fmt: skip
 
 
 def test_pairs_cover_every_shape_with_every_common_feature():

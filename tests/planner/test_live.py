@@ -12,6 +12,7 @@ from startrail.launch.local import run_local
 from startrail.planner.auto import fit_cluster
 from startrail.planner.cluster import cluster_text, find_cluster
 from startrail.planner.live import choose as auto
+from startrail.planner.live import measure
 from startrail.planner.workload import Job, Run, find_model
 from tests.helpers import fork_ranks
 
@@ -63,6 +64,34 @@ def test_all_ranks_agree_on_described_and_measured_clusters(tmp_path, monkeypatc
     assert "a step of gpt-tiny with 2 x 512 tokens" in lines[3] and "measured now" in lines[4]
 
 
+def test_measured_shares_are_the_same_on_all_ranks_and_those_of_every_sequence(monkeypatch, capfd):
+    def on_rank(rank):
+        speed = (4.0, 2.0, 3.9)[rank]
+        real = startrail.SequenceParallel("1x3", shares="measured").shares
+        monkeypatch.setattr(measure, "_rates", lambda device: {"matmul": speed, **curves(speed)})
+        sp = startrail.SequenceParallel("1x3", shares="measured")
+        equal, given = sp.sequence(50, shares=(1, 1, 1)), startrail.SequenceParallel("1x3", shares=(1, 3, 1))
+        assert f"{sp.sequence(50).local} (100 %)" in sp.explain(50, heads=2)
+        return real, sp.shares, sp.sequence(50).local, equal.local, given.sequence(50).local
+
+    real, shares, measured, equal, given = zip(*run_local(on_rank, 3), strict=True)
+    assert len(set(real)) == 1 and max(real[0]) == 1
+    assert set(shares) == {(1.0, 0.51, 1.0)} and measured == (20, 10, 20)
+    assert equal == (18, 18, 18) and given == (10, 30, 10)
+    assert "startrail: shares measured: 1, 0.51, 1" in capfd.readouterr().err
+
+
+def curves(speed):
+    return {"forward": {"512": speed}, "backward": {"512": speed}}
+
+
+@pytest.mark.parametrize("shares", ["fast", (1, 1), (0,), ("a",)])
+def test_invalid_shares_are_one_line_errors(shares):
+    with pytest.raises(ValueError, match=r"share") as raised:
+        startrail.SequenceParallel("1x1", shares=shares)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("heads, kv_heads, message", [(4, 3, "not a multiple of 3"), (0, 1, "must be whole numbers")])
 def test_impossible_heads_are_refused(heads, kv_heads, message):
     with pytest.raises(ValueError, match=message):
@@ -78,6 +107,7 @@ def test_doctor_writes_a_cluster_that_plan_reads(tmp_path, capfd):
         "kernels: float32 on cpu: cpu (ATen",
         "limits:",
         "measured, ranks:",
+        "measured, speeds of ranks:",
         "outliers:",
     ):
         assert part in text

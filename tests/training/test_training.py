@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from startrail.compile.attention import Attention
 from startrail.launch.local import run_local
@@ -62,6 +65,44 @@ def test_every_plan_trains_like_one_process(world, data, tmp_path):
         return wrong
 
     assert run_local(on_rank, world, deadline=DEADLINE) == [[]] * world
+
+
+def test_ranks_of_different_speed_train_like_one_process(data, tmp_path, monkeypatch):
+    """Also a checkpoint that they leave to ranks of equal speed, and the held-out loss."""
+    speeds, asked = (1.0, 0.5, 1.0, 0.25), []
+
+    def rates(device):
+        asked.append(device)
+        speed = speeds[dist.get_rank()]
+        return {"matmul": speed, "forward": {"512": speed}, "backward": {"512": speed}}
+
+    monkeypatch.setattr("startrail.planner.live.measure._rates", rates)
+    options = dict(steps=4, evaluate_batches=1, evaluate_every=0, save_every=2, shares="measured")
+    recipes = [
+        gpt(data, tmp_path / "gpt", plan="1x4", **OPTIONS[1], **options),
+        gpt(data, tmp_path / "packed", plan="u2/1x2", packed=True, layers=1, **OPTIONS[2], **options),
+        dit(data, tmp_path / "dit", plan="2x2", layers=1, **OPTIONS[0], **options),
+    ]
+    references = [reference(recipe) for recipe in recipes]
+
+    def on_rank(rank):
+        wrong, held_out = [], []
+        for recipe, expected in zip(recipes, references, strict=True):
+            display, first = run(recipe)
+            wrong += mismatches(display, first, expected)
+            if rank == 0:
+                shutil.rmtree(Path(recipe.out, "checkpoints", "step-00000004"))
+            dist.barrier()
+            again, _ = run(replace(recipe, shares="equal"))
+            wrong += mismatches(again, {}, (expected[0], {}))
+            assert [metrics["step"] for metrics in again.metrics] == [3, 4]
+            held_out.append([shown.metrics[-1]["held_out"] for shown in (display, again)])
+        assert len(asked) == 3 * len(recipes), "rounds of each run with measured shares"
+        return wrong, held_out
+
+    for wrong, held_out in run_local(on_rank, 4, deadline=DEADLINE):
+        assert wrong == []
+        assert all(mine == pytest.approx(equal, rel=1e-5) for mine, equal in held_out)
 
 
 def reference_key(recipe):

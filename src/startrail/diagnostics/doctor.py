@@ -154,6 +154,9 @@ def _report(found: Measured, out: str | None) -> None:
             )
     for line in found.outliers or ["none"]:
         print(f"outliers: {line}")
+    if len(found.shares) > 1:
+        same = "all alike" if len(set(found.shares)) == 1 else ", ".join(f"{share:g}" for share in found.shares)
+        print(f'measured, speeds of ranks: {same}; SequenceParallel(..., shares="measured") divides tokens so')
     for line in found.loaded:
         print(f"unreliable: {line}; all figures are too low, measure again when these have ended")
     if out is not None:

@@ -103,7 +103,7 @@ class Report:
 
 def check_on_rank(case: Case, data: CaseData, sp: SequenceParallel) -> Report:
     """Run forward and backward, and compare with this rank's part of the reference."""
-    sequence = sp.sequence(case.length, case.documents, case.blocks)
+    sequence = case.sequence(sp)
     parts = [None if x is None else x if x.dim() == 1 else sequence.shard(x, 2) for x in data.inputs]
     if case.call_style == "strided":
         parts[:4] = [None if x is None else _strided_copy(x, (case.seed + i) % 2) for i, x in enumerate(parts[:4])]

@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from startrail.compile import attention as compiled
-from startrail.compile.problem import Boundaries, Split
+from startrail.compile.problem import Split
 from startrail.diagnostics.rounding import ROUNDING, AttentionErrors, Floor, floor_of
-from startrail.engine.arguments import MAX_HEAD_DIM
+from startrail.engine.arguments import MAX_HEAD_DIM, read_boundaries, read_shares
 from startrail.geometry.mask import Mask
 from startrail.geometry.zones import check_layout
 from startrail.kernels import accumulator
 from startrail.parallel import SequenceParallel
 from startrail.planner.sparse.rule import rule_for
 from startrail.schedule.plan import Plan
+from startrail.sequence import Sequence as SplitSequence
 
 # How a case calls attention: on plain tensors; on strided views, as projections to (batch, tokens, heads, dim) give;
 # with an expanded cotangent, as a sum of the output gives; with gradients of some inputs only; recomputed in the
@@ -55,6 +56,8 @@ class Error(NamedTuple):
 
     @classmethod
     def of(cls, ours: Tensor, truth: Tensor, floor: Floor | None = None) -> Error:
+        if not ours.numel():  # a rank that holds no token
+            return cls(0.0, 0.0, 0.0, 0.0)
         ours = ours.double()
         off = (ours - truth).abs().masked_fill(ours == truth, 0.0)  # also where both are infinite
         excess, spread = off, off
@@ -113,6 +116,8 @@ class Case:
     lse: bool = False  # True if lse is used too, with its own cotangent
     seed: int = 0
     call_style: str = "plain"  # of CALL_STYLES
+    shares: tuple[float, ...] | None = None  # of the ranks
+    packed_from: tuple[int, ...] | None = None  # documents of the sequence whose ``packed`` made this one
     by_rows: bool = False  # the reference is computed a few rows at a time: for lengths whose weights do not fit
 
     def validate(self) -> None:
@@ -134,7 +139,8 @@ class Case:
     def problem(self) -> compiled.Attention:
         """The call without its tensors."""
         mask = Mask(self.causal, self.window, chunk=self.chunk, steps=self.mask.steps)
-        boundaries = Boundaries(self.documents or (0, self.length), self.blocks)
+        placement, shares = self.packed_from or (), read_shares(self.shares, self.world)
+        boundaries = read_boundaries(self.length, self.documents, self.blocks, placement, shares)
         sent = self.dtype if self.world == 1 else self.wire_dtype or self.dtype
         dtype, wire = (str(x).removeprefix("torch.") for x in (self.dtype, sent))
         shape = self.q_heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
@@ -173,6 +179,12 @@ class Case:
             windows=self.windows,
             wire_dtype=self.wire_dtype,
         )
+
+    def sequence(self, sp: SequenceParallel) -> SplitSequence:
+        """The sequence that it runs on."""
+        if self.packed_from is None:
+            return sp.sequence(self.length, self.documents, self.blocks, self.shares)
+        return sp.sequence(self.length, self.packed_from, self.blocks, self.shares).packed(self.documents)
 
 
 @dataclass

@@ -124,7 +124,7 @@ def kept_bytes(session: Session, shapes: CallShapes) -> int:
     """An upper bound of what a forward pass keeps, from the shapes of its tensors alone: while torch.compile traces, no
     documents are known. Other ranks' pieces are larger than this one's if their shares are."""
     if session.largest_share > 1:
-        shapes = shapes.with_tokens(int(1.05 * session.largest_share * shapes.tokens))
+        shapes = shapes.with_tokens(int(1.05 * session.largest_share * (shapes.tokens + 1)))  # this one may hold none
     return most_kept_bytes(session.settings.split, session.rank, sizes_of(session.settings, shapes))
 
 

@@ -7,5 +7,6 @@ Imports no other package. Start reading at ``mask``.
 - ``tiles``: cuts a block of the mask into rectangles that kernels compute without a mask
 - ``bands``: the same for kernels that support windows and several sequences per call
 - ``needs``: the keys of other ranks that a rank's queries see
+- ``packing``: which documents become one sequence, so that data-parallel groups do not wait for each other
 - ``distributions``: typical lengths of documents
 """

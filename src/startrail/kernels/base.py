@@ -164,7 +164,7 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     if (fused := fused_on(dout.device)) is not None:
         with on_device(dout.device):  # unlike the other fused kernels, this one runs outside of a pass
             return fused.row_sums(dout, out, dtype)
-    heads = max(1, MAX_WIDENED_ELEMENTS * dout.shape[1] // dout.numel())
+    heads = max(1, MAX_WIDENED_ELEMENTS * dout.shape[1] // max(1, dout.numel()))
     if heads >= dout.shape[1]:
         return torch.linalg.vecdot(dout.double(), out.double()).to(dtype)
     pairs = zip(dout.split(heads, 1), out.split(heads, 1), strict=True)

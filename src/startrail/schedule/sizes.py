@@ -73,7 +73,7 @@ class PieceSizes(ABC):
 
     def nbytes_of(self, kind: str, tokens: int) -> int:
         """Bytes of a piece of ``tokens`` tokens."""
-        return self.by_kind[kind] // self.tokens * tokens
+        return self.by_kind[kind] // (self.tokens or 1) * tokens
 
     def kept_slices(self, pieces: Sequence[Piece], start: int = 0) -> dict[Piece, slice]:
         """The position of each kept piece in one byte buffer, from ``start`` on."""

@@ -58,8 +58,9 @@ class Trainer:
             _check_folders(recipe)
             job = recipe.job(str(compute_dtype(recipe, device)).removeprefix("torch."), device.type)
             timeout = 60 * recipe.wait_minutes + ATTENTION_GRACE_SECONDS
+            shares = "measured" if recipe.shares == "measured" else None
             self.sp = SequenceParallel(
-                recipe.plan, mesh=mesh["sequence"], job=job, layout=recipe.layout, timeout=timeout
+                recipe.plan, mesh=mesh["sequence"], job=job, layout=recipe.layout, timeout=timeout, shares=shares
             )
             self.task: Any = make_task(recipe, self.sp, device)
             description = self.task.describe() if self.lead else ""

@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "precision": ("auto", "float32", "bfloat16"),
     "device": ("auto", "cpu", "cuda"),
     "on_nan": ("stop", "skip"),
+    "shares": ("equal", "measured"),
 }
 CURVE = ("steps", "warmup", "learning_rate", "final_rate")  # the fields that decide the learning rate of a step
 MAY_BE_ZERO = ("evaluate_every", "evaluate_batches", "save_every", "sample", "trace", "warmup")
@@ -58,6 +59,7 @@ class Recipe:
     accumulate: int = _field(1, "passes per step")
     plan: str = _field("auto", "how ranks share a sequence: 1x8, u2/2x2, 2x2/u2, star2, u8 or auto")
     layout: str = _field("zones", "which tokens a rank gets: zones, zigzag or contiguous")
+    shares: str = _field("equal", "equal tokens per rank, or measured: in proportion to the ranks' speeds")
     data_parallel: int = _field(1, "groups of ranks that train on different sequences")
     ranks: int = _field(8, "local ranks to start (ignored under torchrun)")
     device: str = _field("auto", "cpu, cuda, or auto: cuda if there is a GPU per rank")

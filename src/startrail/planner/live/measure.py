@@ -32,7 +32,7 @@ from startrail.geometry.tiles import Tile
 from startrail.kernels import kernel_for
 from startrail.planner.cluster import ClusterSpec, cluster_text, read_cluster
 from startrail.planner.live.placement import own_device
-from startrail.planner.live.summary import Measured, describe, find_outliers
+from startrail.planner.live.summary import Measured, describe, find_outliers, shares_of
 from startrail.planner.topology import Machine
 from startrail.planner.units import parse_text
 from startrail.transport.process_groups import (
@@ -117,6 +117,17 @@ def measure(group: dist.ProcessGroup | None, machine: Machine, progress: Progres
     progress("done", 1.0)
     about = device_name(device), memory_of(device, machine.ranks_per_node), "nccl" if device.type == "cuda" else "gloo"
     return describe(machine, everyone, *about)
+
+
+def measure_shares(group: dist.ProcessGroup | None) -> tuple[float, ...]:
+    """The share of the tokens that suits each rank's speed, the same on all ranks of ``group``, which call this
+    together. Measured now, since what makes a rank slow may have come since the last time."""
+    mine: dict[str, Any] = {}
+    for _ in range(1 + MORE_ROUNDS):
+        if group is not None:
+            dist.barrier(group)
+        mine = _best(mine, _rates(own_device()))
+    return shares_of([json.loads(text) for text in gather_texts(json.dumps(mine), group, own_device())])
 
 
 def cached_or_measured(group: dist.ProcessGroup | None, machine: Machine) -> tuple[ClusterSpec, str]:

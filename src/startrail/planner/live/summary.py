@@ -20,6 +20,7 @@ MAX_LOAD = 0.2  # of a machine's cores that other programs may use; above that, 
 class Measured:
     cluster: ClusterSpec
     outliers: tuple[str, ...]  # in words
+    shares: tuple[float, ...] = ()  # of the tokens, that suit the ranks' speeds
     loaded: tuple[str, ...] = ()  # machines that other programs used meanwhile, in words
 
 
@@ -69,7 +70,29 @@ def describe(
     )
     slow = _slow_members(machine, len(levels) - 1, [x for x in outliers if everyone[x.rank]["host"] not in load])
     loaded = tuple(f"{host}: other programs use {share:.0%} of the cores" for host, share in load.items())
-    return Measured(ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow), tuple(texts), loaded)
+    cluster = ClusterSpec("this cluster", tuple(levels), device, transport, slow=slow)
+    return Measured(cluster, tuple(texts), shares_of(everyone), loaded)
+
+
+def shares_of(everyone: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """The tokens that suit each rank's speed, as a share of those of the fastest ranks: what matrix products and both
+    passes of attention take, weighted alike. Ranks within ``SAME_SHARE`` of each other count as equally fast.
+
+    >>> shares_of([dict(matmul=x, forward={"512": x}, backward={"512": x}) for x in (4.0, 2.0, 3.8, 2.1)])
+    (1.0, 0.53, 1.0, 0.53)
+    """
+    speeds = [
+        (found["matmul"], *([*found[name].values()][-1] for name in ("forward", "backward"))) for found in everyone
+    ]
+    best = [max(of_all) for of_all in zip(*speeds, strict=True)]
+    seconds = [sum(top / own for top, own in zip(best, each, strict=True)) for each in speeds]
+    groups: list[list[float]] = []
+    for one in sorted(seconds):
+        if not groups or groups[-1][0] < SAME_SHARE * one:
+            groups.append([])
+        groups[-1].append(one)
+    typical = {one: statistics.median(group) for group in groups for one in group}
+    return tuple(max(round(typical[min(seconds)] / typical[one], 2), MIN_SHARE) for one in seconds)
 
 
 class Outlier(NamedTuple):
