@@ -157,17 +157,22 @@ def is_gloo_error(error: RuntimeError) -> bool:
 
 
 class FSDPMesh(NamedTuple):
-    """The mesh of a module that FSDP2 shards: over one dimension of it, with copies over another if there are two."""
+    """The mesh of parameters that FSDP2 shards: over one dimension of it, with copies over another if there are two.
+
+    ``divisor``: what sums over the mesh are divided by. ``covered``: the ranks that hold different shards or copies of
+    these parameters: those of the mesh and, for experts that were sharded before, those that hold other experts.
+    """
 
     mesh: DeviceMesh
     shard_dim: int | None
     replicate_dim: int | None
+    divisor: float
+    covered: frozenset[int]
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks that gradients are averaged over."""
-        dims = (self.shard_dim, self.replicate_dim)
-        return math.prod(self.mesh.size(dim) for dim in dims if dim is not None)
+    def ranks(self) -> frozenset[int]:
+        """The ranks that gradients are summed over."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
 
 
 def fsdp_meshes(model: nn.Module) -> list[FSDPMesh]:
@@ -178,9 +183,34 @@ def fsdp_meshes(model: nn.Module) -> list[FSDPMesh]:
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if groups is None else groups
-            infos = [group.mesh_info for group in groups if group is not None]
-            found += [FSDPMesh(x.mesh, x.shard_mesh_dim, x.replicate_mesh_dim) for x in infos]
+            for group in filter(None, groups):
+                info, divisor = group.mesh_info, group.gradient_divide_factor
+                dims = (info.shard_mesh_dim, info.replicate_mesh_dim)
+                size = math.prod(info.mesh.size(dim) for dim in dims if dim is not None)
+                covered = _covered_ranks(info.mesh, [each.sharded_param for each in group.fsdp_params])
+                found.append(FSDPMesh(info.mesh, *dims, float(size if divisor is None else divisor), covered))
     return found
+
+
+def _covered_ranks(mesh: DeviceMesh, parameters: Sequence[Any]) -> frozenset[int]:
+    """The ranks that hold shards or copies of these parameters, which FSDP shards over ``mesh``."""
+    inside = set(mesh.mesh.flatten().tolist())
+    root, covered = mesh._get_root_mesh(), []
+    names = root.mesh_dim_names or ()
+    if expert_dims := {"ep", "expert"} & set(names):  # of experts that the program itself has split
+        varying = {*(mesh.mesh_dim_names or ()), *expert_dims}
+        own = (root.mesh == dist.get_rank()).nonzero()[0].tolist()
+        place = tuple(slice(None) if name in varying else index for name, index in zip(names, own, strict=True))
+        return frozenset(inside | set(root.mesh[place].flatten().tolist()))
+    for parameter in parameters:
+        whole, free = parameter.device_mesh.mesh, []
+        own = (whole == dist.get_rank()).nonzero()[0].tolist()
+        for dim, (index, placement) in enumerate(zip(own, parameter.placements, strict=True)):
+            line = whole[tuple(slice(None) if each == dim else own[each] for each in range(whole.ndim))]
+            is_free = placement.is_shard() or len(inside.intersection(line.tolist())) > 1
+            free.append(slice(None) if is_free else index)
+        covered.append(set(whole[tuple(free)].flatten().tolist()))
+    return frozenset(inside | set.intersection(*covered)) if covered else frozenset(inside)
 
 
 def make_fake_store() -> Store:

@@ -277,7 +277,8 @@ def _is_mean(loss: Tensor) -> bool:
 
 def gradient_factor(model: torch.nn.Module) -> int:
     """Multiply the loss by this before ``backward`` to make DDP or FSDP sum gradients over ranks: the number of ranks
-    that they average over. 1 for a model that is wrapped in neither: call ``sum_gradients`` instead.
+    that they average over, or the factor that ``set_gradient_divide_factor`` has set. 1 for a model that is wrapped in
+    neither: call ``sum_gradients`` instead.
 
     >>> gradient_factor(torch.nn.Linear(2, 2))
     1
@@ -285,7 +286,7 @@ def gradient_factor(model: torch.nn.Module) -> int:
     for module in model.modules():
         if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             return int(dist.get_world_size(module.process_group))  # type: ignore[arg-type]
-    return max((mesh.ranks for mesh in fsdp_meshes(model)), default=1)
+    return max((int(mesh.divisor) for mesh in fsdp_meshes(model)), default=1)
 
 
 def sum_gradients(

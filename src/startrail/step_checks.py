@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from startrail._compat import fsdp_meshes
+from startrail._compat import FSDPMesh, fsdp_meshes
 from startrail.agreement.digest import digest
 from startrail.agreement.errors import peer_errors
 from startrail.agreement.gather import gather_tensors
@@ -78,26 +78,43 @@ def check_shifted(owner: object, sequence: object, x: Tensor, dim: int, pad_valu
 
 
 def check_fsdp_meshes(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raises ``ValueError`` if FSDP2 does not reduce gradients over the ranks of a sequence, ``group``. Warns if it
-    copies parameters over one dimension of a 2D mesh, as it does if it is given a (data, sequence) mesh."""
+    """Raises ``ValueError`` if FSDP2 does not reduce gradients over the ranks of a sequence, ``group``. Experts have a
+    mesh of their own: the other ranks hold other experts. Warns if parameters are copied over one dimension of a (data,
+    sequence) mesh, unless that is what it is called."""
     ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else {0}
-    for mesh, shard_dim, copy_dim in dict.fromkeys(fsdp_meshes(model)):
-        inside = set(mesh.mesh.flatten().tolist())
+    meshes = list(dict.fromkeys(fsdp_meshes(model)))
+    usual = {each.divisor for each in meshes if ranks <= each.ranks}
+    for each in meshes:
+        mesh, inside = each.mesh, sorted(each.ranks)
         names = mesh.mesh_dim_names or [f"dimension {dim}" for dim in range(mesh.ndim)]
-        if not ranks <= inside:
+        if not ranks <= each.covered:
             raise ValueError(
-                f"FSDP reduces gradients over ranks {sorted(inside)} ({', '.join(names)}), but a sequence is sharded "
+                f"FSDP reduces gradients over ranks {inside} ({', '.join(names)}), but a sequence is sharded "
                 f"over ranks {sorted(ranks)}, whose gradients must be summed too: pass it the flattened mesh of both, "
                 "such as mesh['dp', 'sp']._flatten() (or attach with check=False if you sum them yourself)"
             )
-        if copy_dim is not None and shard_dim is not None:
-            shards, copies = mesh.size(shard_dim), mesh.size(copy_dim)
-            warnings.warn(
-                f"FSDP was given a 2D mesh, so it keeps {copies} copies of the parameters over {names[copy_dim]} and "
-                f"shards them over {names[shard_dim]} only (HSDP): each rank holds 1/{shards} of them, not "
-                f"1/{shards * copies}. Pass a flattened mesh, such as mesh['dp', 'sp']._flatten(), to shard over both",
-                stacklevel=4,
+        if not ranks <= each.ranks and usual - {each.divisor}:
+            raise ValueError(
+                f"FSDP divides the gradients of experts, which it sums over ranks {inside} ({', '.join(names)}), by "
+                f"{each.divisor:g}, and others by {max(usual):g}: call experts.set_gradient_divide_factor("
+                f"{max(usual):g}) on their modules, as experts get the tokens of all ranks"
             )
+        if each.replicate_dim is not None and each.shard_dim is not None:
+            _warn_of_copies(names[each.shard_dim], names[each.replicate_dim], each, ranks)
+
+
+def _warn_of_copies(shard_name: str, copy_name: str, given: FSDPMesh, sequence: set[int]) -> None:
+    """Warns if a mesh looks like one of data and sequence by mistake."""
+    assert given.shard_dim is not None and given.replicate_dim is not None
+    shards, copies = given.mesh.size(given.shard_dim), given.mesh.size(given.replicate_dim)
+    if "repl" in copy_name or shards > len(sequence):
+        return
+    warnings.warn(
+        f"FSDP was given a 2D mesh, so it keeps {copies} copies of the parameters over {copy_name} and shards them "
+        f"over {shard_name} only (HSDP): each rank holds 1/{shards} of them, not 1/{shards * copies}. Pass a flattened "
+        "mesh, such as mesh['dp', 'sp']._flatten(), to shard over both, or call the first dimension dp_replicate",
+        stacklevel=5,
+    )
 
 
 def unchecked_parameters(loss: Tensor) -> list[Tensor]:

@@ -3,7 +3,8 @@
 Messages are delivered as by the strictest backend. The posts of one step on one lane form a batch. A rank's batches of
 all lanes run in one sequence (those of a step by lane): a batch starts when the previous one has ended. A transfer
 happens when the batches of both ends have started, and no message of a batch can be used before the whole batch has
-ended. A schedule that ends under these rules also ends with independent lanes and with messages that arrive one by one.
+ended. A schedule that ends under these rules also ends with independent lanes, with messages that arrive one by one,
+and if every post blocks its host until its batch has ended: what a rank does between posts needs earlier batches only.
 
 The checks: every send matches its receive, nothing deadlocks, every (query shard, key shard) pair is computed once,
 every result reaches its owner with each block exactly once, the pieces to be kept were received, and traffic and memory
