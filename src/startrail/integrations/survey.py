@@ -18,10 +18,17 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from startrail.integrations import latents
+from startrail.integrations import latents, recurrent
 from startrail.integrations.transformers import attach, detach
 from startrail.parallel import SequenceParallel
 
+# What default configs leave out: LFM2's convolutions, and the sizes of an indexer.
+NEEDED: dict[str, dict[str, Any]] = {
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
+    "qwen4_exp_text": {f"indexer_{key}": 1 for key in ("n_heads", "kv_heads", "budget", "compress_ratio")}
+    | dict(indexer_head_dim=256),
+}
 LAYERS = 4  # enough for all kinds of layers of most models; a model that refuses this number keeps its own
 
 
@@ -74,17 +81,20 @@ def _try_family(name: str) -> ModelFamily:
         attached = model._startrail
         kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
         kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn only)" for softcap in sorted(attached.softcaps))
-        kinds += latents.describe(model)
+        kinds += latents.describe(model) + recurrent.describe(model)
         detach(model)
         return ModelFamily(name, kinds, None)
 
 
 def _make_model(name: str) -> Any:
-    kind = CONFIG_MAPPING[name]
+    needed = NEEDED.get(name, {})
     try:
-        config = kind(num_hidden_layers=LAYERS)
+        return _model_of(CONFIG_MAPPING[name](num_hidden_layers=LAYERS, **needed))
     except Exception:  # some derive the number of layers, or list the type of every layer
-        config = kind()
+        return _model_of(CONFIG_MAPPING[name](**needed))
+
+
+def _model_of(config: Any) -> Any:
     text = config.get_text_config(decoder=True)
     for option in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
         if hasattr(text, option):
