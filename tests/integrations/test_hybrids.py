@@ -1,16 +1,22 @@
 """Models with recurrences and convolutions: loss and all gradients of one process, and what is never run wrongly."""
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
 
+from transformers.models.qwen3_next import modeling_qwen3_next
+
 import startrail
-from startrail.integrations.transformers import attach
+from startrail.integrations import recurrent
+from startrail.integrations.seams import SEAMS
+from startrail.integrations.transformers import attach, detach, detached, shard_batch
 from startrail.launch.local import run_local
-from tests.helpers import FULL
-from tests.integrations.one_process import BATCHES, Truth, compare, many_ranks, one_process
-from tests.integrations.tiny import InFloat64, hybrids, tiny
+from tests.helpers import FULL, error_of
+from tests.integrations.one_process import BATCHES, Truth, compare, many_ranks, one_process, truth_of
+from tests.integrations.tiny import InFloat64, backward, differences, gradients, hybrids, packed, tiny, tokens
 
 PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"]}
 ON_ALL_PLANS = ("qwen3-next", "nemotron-h", "lfm2", "jamba")
@@ -49,3 +55,104 @@ def test_loss_and_gradients_are_those_of_one_process(world):
         return wrong
 
     assert run_local(on_rank, world) == [[]] * world
+
+
+def test_in_float32_the_error_is_that_of_one_process():
+    names = ("qwen3-next", "mamba2", "lfm2-moe")
+    truths = {(name, kind): truth_of(name, BATCHES[kind]) for name in names for kind in ("packed", "right")}
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for (name, kind), truth in truths.items():
+            lines = compare(*many_ranks(attach(tiny(name), sp), sp, BATCHES[kind]), truth)
+            wrong += [f"{name} {kind}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+def test_recomputed_layers_send_nothing_and_keep_their_batch():
+    """Two calls with other documents, then one backward pass. Tiled MLPs are the same as well."""
+
+    def steps(name, sp, tile_mlp, recompute):
+        model = attach(tiny(name, torch.float64), sp, tile_mlp=tile_mlp)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        sp.reset_counters()
+        with InFloat64():
+            losses = [model(**shard_batch(sp, **batch)).loss for batch in (packed(20, 1, 30), packed(9, 40, 5))]
+            backward(losses[0] + 2 * losses[1])
+        return gradients(model), sp.traffic()["level 0"]
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for name in hybrids() if FULL else ("qwen3-next", "falcon-h1", "mamba", "minimax", "recurrent-gemma"):
+            tile = None if name in ("mamba", "mamba2", "falcon-mamba", "nemotron-h") else 8
+            (kept, sent), (recomputed, sent_again) = (steps(name, sp, tile, again) for again in (False, True))
+            wrong += [f"{name}: {line}" for line in differences(recomputed, kept, 1e-13)]
+            wrong += [] if sent == sent_again else [f"{name}: {sent}, {sent_again}"]
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+def test_only_states_and_halos_are_sent_whatever_the_length():
+    def on_rank(rank):
+        sp, sent = startrail.SequenceParallel("1x4"), set()
+        model = attach(tiny("mamba2"), sp, check=False)
+        for length in (64, 640):
+            sp.reset_counters()
+            many_ranks(model, sp, packed(length))
+            sent.add(sp.traffic()["level 0"]["bytes"])
+        return len(sent)
+
+    assert run_local(on_rank, 4) == [1] * 4
+
+
+def test_other_models_of_the_file_run_as_before():
+    """While one is attached, when it is paused, by a copy of it, and once it is detached."""
+    sp, batch = startrail.SequenceParallel("1x1"), dict(input_ids=tokens(1, 20), labels=tokens(1, 20))
+    modeling, plain = modeling_qwen3_next, tiny("qwen3-next")
+    original = modeling.causal_conv1d_fn
+    expected = plain(**batch).loss.item()
+    model = attach(tiny("qwen3-next"), sp)
+    copied = copy.deepcopy(model)
+    assert modeling.causal_conv1d_fn is not original
+    assert plain(**batch).loss.item() == expected
+    with detached(model):
+        assert model(**batch).loss.item() == expected
+    assert model(**shard_batch(sp, **batch)).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert detach(model)(**batch).loss.item() == expected and modeling.causal_conv1d_fn is original
+    assert copied(**shard_batch(sp, **packed(9, 11))).loss.item() == pytest.approx(
+        one_process("qwen3-next", packed(9, 11))[0], rel=1e-6
+    )
+    assert modeling.causal_conv1d_fn is not original, "the copy needs it"
+    detach(copied)
+    assert modeling.causal_conv1d_fn is original
+
+
+def test_seams_that_have_moved_are_noticed(monkeypatch):
+    """Another computation, another name, a function of another library, and a layer that runs by itself."""
+    sp, modeling = startrail.SequenceParallel("1x1"), modeling_qwen3_next
+    conv = modeling.causal_conv1d_fn
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "causal_conv1d_fn", lambda x, weight, *rest, **options: conv(x, 2 * weight, *rest))
+        text = error_of(lambda: attach(tiny("qwen3-next"), sp))
+    assert text.startswith(
+        "ValueError: model.layers.0.linear_attn: causal_conv1d_fn of transformers.models.qwen3_next.modeling_qwen3_next"
+        " does not compute what startrail would in its place"
+    )
+    assert modeling.causal_conv1d_fn is conv
+    with monkeypatch.context() as patch:
+        patch.delitem(SEAMS, "torch_chunk_gated_delta_rule")
+        recurrent._seams_of.cache_clear()
+        text = error_of(lambda: attach(tiny("qwen3-next"), sp))
+    recurrent._seams_of.cache_clear()
+    assert "model.layers.0.linear_attn" in text and "a token's result depends on other tokens outside attention" in text
+    model = attach(tiny("qwen3-next"), sp)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "causal_conv1d_fn", conv)
+        text = error_of(lambda: model(**shard_batch(sp, **packed(9, 11))))
+    assert "model.layers.0.linear_attn: it does not call causal_conv1d_fn of its modeling file, or another" in text
+    text = error_of(lambda: model.model.layers[0].linear_attn(torch.zeros(1, 4, 32)))
+    assert "model.layers.0.linear_attn: called without a batch" in text

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet, finalize
 
@@ -49,8 +48,8 @@ class _Frames(threading.local):
 
 
 _frames = _Frames()
-_originals: dict[ModuleType, dict[str, Any]] = {}  # what has been replaced, of each modeling file
-_users: dict[ModuleType, WeakSet[Attached]] = {}
+_originals: dict[str, dict[str, Any]] = {}  # what has been replaced, of each modeling file by its name
+_users: dict[str, WeakSet[Attached]] = {}
 
 
 class EachToken:
@@ -69,12 +68,21 @@ class EachToken:
         return like + torch.stack(each).sum(0).view(*like.shape[:2], *[1] * (like.dim() - 2))
 
 
-def layers(model: nn.Module) -> Iterator[tuple[nn.Module, ModuleType, tuple[str, ...]]]:
+def layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, tuple[str, ...]]]:
     """The layers that call seams: each with its modeling file, and the seams of its forward pass."""
     for module in model.modules():
-        kind = next(kind for kind in type(module).__mro__ if "forward" in kind.__dict__)
+        kind = _kind(module)
         if names := _seams_of(kind):
-            yield module, sys.modules[kind.__module__], names
+            yield module, kind.__module__, names
+
+
+def is_layer(module: nn.Module) -> bool:
+    return bool(_seams_of(_kind(module)))
+
+
+def _kind(module: nn.Module) -> type:
+    """The class that has the module's forward pass."""
+    return next(kind for kind in type(module).__mro__ if "forward" in kind.__dict__)
 
 
 @functools.cache
@@ -93,27 +101,27 @@ def describe(model: nn.Module) -> tuple[str, ...]:
 
 
 def install(model: nn.Module, language_model: nn.Module, attached: Attached) -> list[Any]:
-    """Replace the seams of the modeling files whose layers are in ``language_model``. Returns the handles of hooks.
+    """Replace the seams of the modeling files whose layers are in ``language_model`` as soon as ``model`` runs. Returns
+    the handles of hooks.
 
     Raises ``ValueError`` if a seam does not compute what startrail would in its place."""
-    handles: list[Any] = []
-    files = set()
-    for layer, modeling, names in layers(language_model):
+    found = list(layers(language_model))
+    for layer, modeling, names in found:
         for name in names:
-            if not computes(modeling, name):
+            if not computes(sys.modules[modeling], name):
                 raise ValueError(
-                    f"{layer._startrail_name}: {name} of {modeling.__name__} does not compute what startrail would in "
-                    f"its place (transformers {transformers.__version__}): it cannot be split"
+                    f"{layer._startrail_name}: {name} of {modeling} does not compute what startrail would in its place "
+                    f"(transformers {transformers.__version__}): it cannot be split"
                 )
-        files.add(modeling)
-        handles.append(layer.register_forward_pre_hook(partial(_enter, attached, modeling), with_kwargs=True))
+    if not found:
+        return []
+    files = {modeling for _, modeling, _ in found}
+    known = {name for modeling in files for name in vars(sys.modules[modeling])}
+    gives_mask = not any(name.startswith("create_") and name.endswith("_mask") for name in known)
+    handles = [model.register_forward_pre_hook(partial(_begin, attached, files, gives_mask), with_kwargs=True)]
+    for layer, _, names in found:
+        handles.append(layer.register_forward_pre_hook(partial(_enter, attached), with_kwargs=True))
         handles.append(layer.register_forward_hook(partial(_leave, attached, names), always_call=True))
-    for modeling in files:
-        _users.setdefault(modeling, WeakSet()).add(attached)
-        _replace(modeling)
-        if not any(name.startswith("create_") and name.endswith("_mask") for name in vars(modeling)):
-            # masks go to layers as they are given
-            handles.append(model.register_forward_pre_hook(partial(_give_mask, attached), with_kwargs=True))
     finalize(attached, restore)
     return handles
 
@@ -128,16 +136,16 @@ def restore() -> None:
     """Put back the seams of modeling files of which no model is attached."""
     for modeling in [modeling for modeling in _originals if not _users[modeling]]:
         for name, original in _originals.pop(modeling).items():
-            _set(modeling, name, original)
+            _set(sys.modules[modeling], name, original)
 
 
-def _replace(modeling: ModuleType) -> None:
+def _replace(modeling: str) -> None:
     if modeling in _originals:
         return
-    originals = {name: find(modeling, name) for name in (MASKS, *SEAMS)}
+    originals = {name: find(sys.modules[modeling], name) for name in (MASKS, *SEAMS)}
     _originals[modeling] = {name: original for name, original in originals.items() if original is not None}
     for name, original in _originals[modeling].items():
-        _set(modeling, name, _mask_maker(original) if name == MASKS else _dispatcher(name, original))
+        _set(sys.modules[modeling], name, _mask_maker(original) if name == MASKS else _dispatcher(name, original))
 
 
 def _set(modeling: Any, name: str, function: Any) -> None:
@@ -181,16 +189,21 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _give_mask(attached: Attached, model: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
-    if attached.paused:
-        return None
-    return arguments, {**options, "attention_mask": attached.mask(recurrent=True)}
+def _begin(
+    attached: Attached, files: set[str], gives_mask: bool, model: nn.Module, arguments: Any, options: dict[str, Any]
+) -> Any:
+    """``gives_mask``: the model makes no masks, its layers get the one that it is given."""
+    for modeling in files:
+        _users.setdefault(modeling, WeakSet()).add(attached)
+        _replace(modeling)  # ``detach`` of a copy of the model may have restored it
+    if gives_mask and not attached.paused:
+        options = {**options, "attention_mask": attached.mask(recurrent=True)}
+    return arguments, options
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter(attached: Attached, modeling: ModuleType, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
+def _enter(attached: Attached, layer: nn.Module, arguments: Any, options: dict[str, Any]) -> Any:
     """The layer's mask says which batch it runs on; it gets a real mask of this rank's tokens, or None, instead."""
-    _replace(modeling)  # detach of a copy of the model has restored the seams
     if attached.paused:
         _frames.running.append(Frame(layer, None, set()))
         return None

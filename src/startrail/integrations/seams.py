@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -216,23 +216,22 @@ def find(modeling: ModuleType, name: str) -> Any:
     return modeling
 
 
-@functools.cache
 def computes(modeling: ModuleType, name: str) -> bool:
     """True if a seam of this modeling file computes what startrail does in its place. It is called with made-up
-    numbers: in another version of transformers it may have moved, or have become something else."""
-    function, _, made_up = SEAMS[name]
+    numbers: in another version of transformers it may have become something else."""
+    return _computes(modeling, name, inspect.unwrap(find(modeling, name)))
+
+
+@functools.cache
+def _computes(modeling: ModuleType, name: str, theirs: Callable[..., Any]) -> bool:
+    ours, _, made_up = SEAMS[name]
     if made_up is None:
         return True
     try:
         arguments, options = made_up(modeling)
         with torch.no_grad():
-            theirs = inspect.unwrap(find(modeling, name))(*arguments, **options)
-            ours = function(Alone(), *arguments, **options)
-        pairs = zip(_first(theirs), _first(ours), strict=True)
-        return all(torch.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in pairs)
+            pair = theirs(*arguments, **options), ours(Alone(), *arguments, **options)
+        x, y = (found[0] if isinstance(found, tuple) else found for found in pair)
+        return torch.allclose(x, y, rtol=1e-3, atol=1e-4)
     except Exception:  # it takes other arguments, or needs more of its file
         return False
-
-
-def _first(results: Any) -> Iterable[Tensor]:
-    return results[:1] if isinstance(results, tuple) else (results,)
