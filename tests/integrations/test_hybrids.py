@@ -1,9 +1,11 @@
 """Models with recurrences and convolutions: loss and all gradients of one process, and what is never run wrongly."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
 
@@ -20,13 +22,12 @@ from tests.integrations.tiny import InFloat64, backward, differences, gradients,
 
 PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"]}
 ON_ALL_PLANS = ("qwen3-next", "nemotron-h", "lfm2", "jamba")
-# RG-LRU's padding is not zero in one process: transformers gives these layers no mask
-WITHOUT_PADDING = ("recurrent-gemma",)
-KINDS = list(BATCHES) if FULL else ["packed", "left"]
+WITHOUT_MASKS = ("recurrent-gemma",)  # padding on the left changes what one process of transformers computes
 
 
 def batches_of(name):
-    return [kind for kind in KINDS if not (name in WITHOUT_PADDING and kind == "left")]
+    kinds = list(BATCHES) if FULL else ["packed", "left"] if name in ON_ALL_PLANS else ["packed"]
+    return [kind for kind in kinds if not (name in WITHOUT_MASKS and kind == "left")]
 
 
 def families_of(plan):
@@ -87,11 +88,36 @@ def test_recomputed_layers_send_nothing_and_keep_their_batch():
     def on_rank(rank):
         sp, wrong = startrail.SequenceParallel("1x2"), []
         for name in hybrids() if FULL else ("qwen3-next", "falcon-h1", "mamba", "minimax", "recurrent-gemma"):
-            tile = None if name in ("mamba", "mamba2", "falcon-mamba", "nemotron-h") else 8
+            tile = 8 if name in ("qwen3-next", "falcon-h1", "minimax") else None
             (kept, sent), (recomputed, sent_again) = (steps(name, sp, tile, again) for again in (False, True))
             wrong += [f"{name}: {line}" for line in differences(recomputed, kept, 1e-13)]
             wrong += [] if sent == sent_again else [f"{name}: {sent}, {sent_again}"]
         return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"] if FULL else ["qwen3-next"])
+def test_sharded_weights(name):
+    """FSDP2 before and after ``attach``: a layer reads the weight of its convolution, whose module does not run."""
+    truth = one_process(name, BATCHES["packed"], torch.float64)[1]
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for shards_first in (True, False):
+            model = tiny(name, torch.float64)
+            for step in (partial(attach, model, sp), partial(shard, model))[:: -1 if shards_first else 1]:
+                step()
+            with InFloat64():
+                backward(model(**shard_batch(sp, **BATCHES["packed"])).loss)
+            grads = {name: sp.world * x.grad.full_tensor() for name, x in model.named_parameters()}
+            wrong += differences(grads, truth, 1e-13)
+        return wrong
+
+    def shard(model):
+        for layer in model.get_submodule(model.base_model_prefix).layers:
+            fully_shard(layer)
+        fully_shard(model)
 
     assert run_local(on_rank, 2) == [[]] * 2
 

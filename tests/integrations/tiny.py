@@ -82,7 +82,11 @@ def hybrids() -> dict[str, tuple[type, Any]]:
     )
     of_zamba = {**shared, "num_hidden_layers": 4, "hidden_act": "silu"}
     convolutions = dict(SMALL, layer_types=["conv", "full_attention"])
+    new = {}
+    if hasattr(hf, "Lfm3Config"):  # since 5.23
+        new["lfm3"] = hf.Lfm3ForCausalLM, hf.Lfm3Config(**convolutions, head_dim=8)
     return {
+        **new,
         "qwen3-next": (
             hf.Qwen3NextForCausalLM,
             hf.Qwen3NextConfig(**SMALL, **delta, **experts, **every_other, head_dim=8),
@@ -143,7 +147,6 @@ def hybrids() -> dict[str, tuple[type, Any]]:
             hf.Lfm2MoeForCausalLM,
             hf.Lfm2MoeConfig(**convolutions, num_experts=4, num_dense_layers=1, **EXPERTS),
         ),
-        "lfm3": (hf.Lfm3ForCausalLM, hf.Lfm3Config(**convolutions, head_dim=8)),
         "minimax": (
             hf.MiniMaxForCausalLM,
             hf.MiniMaxConfig(**SMALL, **every_other, num_local_experts=4, num_experts_per_tok=2, block_size=8),
