@@ -22,6 +22,7 @@ from transformers import (
     RobertaForCausalLM,
     masking_utils,
 )
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
 
 import startrail
 from startrail.integrations import layer_masks, probe, versions
@@ -76,8 +77,14 @@ def test_what_cannot_be_run_is_refused_when_it_is_attached():
     )
     assert "sequence.unshard(x, 1) before it" in text
     griffin = dict(lru_width=32, block_types=["recurrent", "attention"], attention_window_size=8)
+
+    class Changed(RecurrentGemmaRecurrentBlock):
+        def forward(self, *arguments, **options):
+            return super().forward(*arguments, **options)
+
     for dtype in (torch.float32, torch.bfloat16):  # whose rounding hides what new weights do
         model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SMALL, **griffin)).to(dtype)
+        model.model.layers[0].temporal_block.__class__ = Changed
         with pytest.MonkeyPatch.context() as patch:  # since 5.23 the config tells
             patch.setattr(probe, "check_config", lambda model: None)
             text = error_of(lambda: attach(model, sp))  # noqa: B023

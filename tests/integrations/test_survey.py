@@ -5,25 +5,26 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 from startrail.cli import main
-from startrail.integrations import probe
+from startrail.integrations import probe, recurrent
 from startrail.integrations.survey import families
 from tests.helpers import refusal
 
 
 def test_families_of_every_kind_run_or_give_a_reason(capsys, monkeypatch):
-    names = ["llama", "mistral", "gpt_oss", "llama4_text", "deepseek_v3", "gemma2", "mamba", "bloom", "recurrent_gemma"]
+    names = ["llama", "mistral", "gpt_oss", "llama4_text", "deepseek_v3", "gemma2", "mamba", "bloom", "xlstm"]
     assert main(["models", *names]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[2:]}
     assert " yes causal" in shown["llama"] and " yes causal window 4096" in shown["mistral"]
     assert "causal window 128" in shown["gpt_oss"] and "causal chunk 8192" in shown["llama4_text"]
     assert " yes causal" in shown["deepseek_v3"]
     assert " yes causal, causal window 4096, softcap 50.0 (on GPUs: flash-attn only)" in shown["gemma2"]
-    assert "their state would have to pass from rank to rank" in shown["mamba"]
+    assert " yes convolution + Mamba-1" in shown["mamba"]
     assert "a layer computes with its mask" in shown["bloom"]
-    assert " no  " in shown["recurrent_gemma"]
+    assert " no  " in shown["xlstm"]
     (family,) = families(["qwen3"])
     assert family.problem is None
     monkeypatch.setattr(probe, "check_config", lambda model: None)  # since 5.23 the config tells
+    monkeypatch.setattr(recurrent, "layers", lambda model: [])
     (family,) = families(["recurrent_gemma"])
     assert "model.layers.0.temporal_block.conv_1d: a token's result depends on other" in family.problem
     assert "'lama' is not a causal language model" in refusal(["models", "lama"], capsys)

@@ -1,5 +1,7 @@
 """Trainers of transformers and TRL with the settings that people combine: weights and metrics of one process."""
 
+from itertools import cycle
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
@@ -147,3 +149,32 @@ def test_mixtures_of_experts_with_their_auxiliary_loss(tmp_path):
         return wrong
 
     assert run_local(on_rank, 4) == [[]] * 4
+
+
+def test_hybrid_models(tmp_path):
+    """One process of transformers does not keep packed documents apart in these layers, but startrail on one rank."""
+    settings = covering(("transformers", "trl"), (False, True), (False,), (False, True), (1, 2), ("ddp", None))
+    names = dict(zip(settings, cycle(("qwen3-next", "nemotron-h", "lfm2")), strict=False))
+
+    def alone(rank):
+        as_torchrun(0, 1)
+        sp = startrail.SequenceParallel("1x1")
+        return {
+            each: trained(tmp_path, *each[:5], sp=sp if each[1] else None, batch=2, model=tiny(name))
+            for each, name in names.items()
+        }
+
+    (truths,) = run_local(alone, 1)
+
+    def on_rank(rank):
+        as_torchrun(rank, 2)
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for each, name in names.items():
+            weights, logs = trained(tmp_path, *each, sp, batch=2, model=tiny(name))
+            lines = differences(weights, truths[each][0], 1e-5)
+            if logs != pytest.approx(truths[each][1], rel=1e-5, abs=1e-6):
+                lines.append(f"logs {logs}, one process {truths[each][1]}")
+            wrong += [f"{name} {each}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2

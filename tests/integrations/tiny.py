@@ -64,9 +64,105 @@ def families() -> dict[str, tuple[type, Any]]:
     }
 
 
+@cache
+def hybrids() -> dict[str, tuple[type, Any]]:
+    """Models with recurrences and short convolutions, some of whose layers are attention."""
+    delta: dict[str, Any] = dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6
+    )
+    every_other = dict(layer_types=["linear_attention", "full_attention"])
+    experts = dict(num_experts=4, shared_expert_intermediate_size=16, **EXPERTS)
+    mamba = dict(mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=6, mamba_expand=1, mamba_chunk_size=8)
+    latent = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, n_group=1, topk_group=1)
+    of_kimi = dict(SMALL, num_key_value_heads=4, linear_num_heads=2, linear_head_dim=8, num_local_experts=4, **EXPERTS)
+    of_kimi |= dict(latent, n_shared_experts=1, mlp_layer_types=["dense", "sparse"], **every_other)
+    few = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
+    shared = dict(
+        SMALL, num_hidden_layers=3, num_key_value_heads=4, layers_block_type=["linear_attention", "hybrid"] * 2
+    )
+    of_zamba = {**shared, "num_hidden_layers": 4, "hidden_act": "silu"}
+    convolutions = dict(SMALL, layer_types=["conv", "full_attention"])
+    new = {}
+    if hasattr(hf, "Lfm3Config"):  # since 5.23
+        new["lfm3"] = hf.Lfm3ForCausalLM, hf.Lfm3Config(**convolutions, head_dim=8)
+    return {
+        **new,
+        "qwen3-next": (
+            hf.Qwen3NextForCausalLM,
+            hf.Qwen3NextConfig(**SMALL, **delta, **experts, **every_other, head_dim=8),
+        ),
+        "qwen3.5": (hf.Qwen3_5ForCausalLM, hf.Qwen3_5TextConfig(**TEXT_OF_THREE, **delta, **every_other, head_dim=8)),
+        "qwen3.5-moe": (
+            hf.Qwen3_5MoeForCausalLM,
+            hf.Qwen3_5MoeTextConfig(**TEXT_OF_THREE, **delta, **experts, **every_other, head_dim=8),
+        ),
+        "olmo-hybrid": (
+            hf.OlmoHybridForCausalLM,
+            hf.OlmoHybridConfig(**SMALL, **{**delta, "linear_num_key_heads": 4}, **every_other),
+        ),
+        "kimi-linear": (hf.KimiLinearForCausalLM, hf.KimiLinearConfig(**of_kimi)),
+        "bailing-hybrid": (
+            hf.BailingHybridForCausalLM,
+            hf.BailingHybridConfig(**of_kimi, head_dim=8, num_mtp_layers=0),
+        ),
+        "mamba2": (
+            hf.Mamba2ForCausalLM,
+            hf.Mamba2Config(**few, num_heads=4, head_dim=8, expand=1, n_groups=2, state_size=6, chunk_size=8),
+        ),
+        "bamba": (hf.BambaForCausalLM, hf.BambaConfig(**SMALL, **mamba, attn_layer_indices=[1])),
+        "falcon-h1": (hf.FalconH1ForCausalLM, hf.FalconH1Config(**SMALL, **mamba, mamba_d_ssm=32)),
+        "granite-moe-hybrid": (
+            hf.GraniteMoeHybridForCausalLM,
+            hf.GraniteMoeHybridConfig(
+                **SMALL, **mamba, **every_other, shared_intermediate_size=16, num_local_experts=4
+            ),
+        ),
+        "nemotron-h": (
+            hf.NemotronHForCausalLM,
+            hf.NemotronHConfig(
+                **{key: x for key, x in SMALL.items() if key != "num_hidden_layers"}, head_dim=8, mamba_num_heads=4,
+                mamba_head_dim=8, ssm_state_size=6, n_groups=2, chunk_size=8, n_routed_experts=4, expand=1,
+                moe_intermediate_size=16, moe_shared_expert_intermediate_size=16,
+                layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
+            ),
+        ),
+        "zamba2": (
+            hf.Zamba2ForCausalLM,
+            hf.Zamba2Config(
+                **of_zamba, mamba_d_state=6, mamba_expand=1, n_mamba_heads=4, chunk_size=8, mamba_ngroups=2
+            ),
+        ),
+        "zamba": (hf.ZambaForCausalLM, hf.ZambaConfig(**of_zamba, mamba_d_state=6, mamba_dt_rank=4)),
+        "mamba": (hf.MambaForCausalLM, hf.MambaConfig(**few, state_size=6, expand=1)),
+        "falcon-mamba": (hf.FalconMambaForCausalLM, hf.FalconMambaConfig(**few, state_size=6, expand=1)),
+        "jamba": (
+            hf.JambaForCausalLM,
+            hf.JambaConfig(
+                **SMALL, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=6, mamba_expand=1,
+                mamba_dt_rank=4,
+            ),
+        ),
+        "lfm2": (hf.Lfm2ForCausalLM, hf.Lfm2Config(**convolutions)),
+        "lfm2-moe": (
+            hf.Lfm2MoeForCausalLM,
+            hf.Lfm2MoeConfig(**convolutions, num_experts=4, num_dense_layers=1, **EXPERTS),
+        ),
+        "minimax": (
+            hf.MiniMaxForCausalLM,
+            hf.MiniMaxConfig(**SMALL, **every_other, num_local_experts=4, num_experts_per_tok=2, block_size=8),
+        ),
+        "recurrent-gemma": (
+            hf.RecurrentGemmaForCausalLM,
+            hf.RecurrentGemmaConfig(
+                **SMALL, lru_width=32, block_types=["recurrent", "attention"], attention_window_size=8, head_dim=8
+            ),
+        ),
+    }  # fmt: skip
+
+
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same weights every time, in training mode; biases, norms and sinks are not what they start as."""
-    kind, config = families()[name]
+    kind, config = families()[name] if name in families() else hybrids()[name]
     config = copy.deepcopy(config)
     if dtype == torch.float64:
         config._experts_implementation = "eager"  # the others' product of groups is for less precise numbers only
@@ -77,7 +173,11 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> Any:
     for x in model.parameters():
         noise = torch.randn(x.shape, generator=generator)
         x.data = 0.15 * noise if x.dim() > 1 else x.data + 0.1 * noise
-    return model.to(dtype).train()
+    model = model.to(dtype).train()
+    for layer in model.modules():
+        if hasattr(layer, "decay_factors"):  # MiniMax keeps them as rounded to float32
+            layer.query_decay, layer.key_decay, layer.diagonal_decay = layer.decay_factors(layer.slope_rate)
+    return model
 
 
 class InFloat64(TorchFunctionMode):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from startrail.integrations import routers
+from startrail.integrations import recurrent, routers
 from startrail.integrations.batch import IGNORE
 from startrail.integrations.layer_masks import MaskUseError
 from startrail.integrations.token_mixing import find_token_mixing
@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 4
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", None)  # layer types that run
-MIXING = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")  # words in layer types with a state or a convolution
+MIXING = (
+    "linear",
+    "mamba",
+    "conv",
+    "recurrent",
+    "ssm",
+    "delta",
+    "hybrid",
+)  # words in types with a state or convolution
+PER_TOKEN = ("mlp", "moe")
 SHOWN = 8  # layers that an error lists
 
 
@@ -43,13 +52,17 @@ def check_config(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name}: a decoder that attends to an encoder's states is not supported")
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    others = {index: kind for index, kind in enumerate(layer_types) if kind not in ATTENTION}
+    others = {index: kind for index, kind in enumerate(layer_types) if kind not in (*ATTENTION, *PER_TOKEN)}
+    split = any(True for _ in recurrent.layers(model))  # what they really do is found when the model is probed
     for kind in dict.fromkeys(others.values()):
         layers = [str(index) for index, other in others.items() if other == kind]
         which = f"layers {_some(layers)} ({len(layers)} of {len(layer_types)}) are {kind!r}"
         if any(word in str(kind) for word in MIXING):
+            if split:
+                continue
             raise ValueError(f"{name}: {which}: their state would have to pass from rank to rank. {_whole_cost(model)}")
-        raise ValueError(f"{name}: {which}: unsupported layer type")
+        picks = "each query picks the keys that it sees, which is not supported"
+        raise ValueError(f"{name}: {which}: {picks if 'indexed' in str(kind) else 'unsupported layer type'}")
 
 
 def _some(names: list[str]) -> str:
@@ -169,6 +182,8 @@ def _probing(model: PreTrainedModel, attached: Attached) -> Iterator[None]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True if a module projects to queries, keys and values: the innermost one with attention in its name."""
+    """True if a module projects to queries, keys and values: the innermost one with attention in its name, unless it is
+    a recurrence or has one inside."""
     here = "attention" in type(module).__name__.lower() and any(True for _ in module.parameters())
-    return here and not any("attention" in type(child).__name__.lower() for child in module.children())
+    here = here and not any("attention" in type(child).__name__.lower() for child in module.children())
+    return here and not any(True for _ in recurrent.layers(module))

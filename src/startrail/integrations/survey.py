@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from startrail.integrations import latents
+from startrail.integrations import latents, recurrent
 from startrail.integrations.transformers import attach, detach
 from startrail.parallel import SequenceParallel
 
@@ -30,9 +30,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {
+        **{f"indexer_{key}": 1 for key in ("n_heads", "kv_heads", "budget", "compress_ratio")},
+        "indexer_head_dim": 256,
+    },
 }
 MANY_WEIGHTS = 50_000_000
 # Sizes of a model that is made on the CPU, because its layers read values, which the meta device does not have.
@@ -41,7 +46,9 @@ SMALL = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts", "moe_topk", "num_experts_per_tok", "zero_expert_num"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 32),
-    "kv_channels": 16, "vocab_size": 128, "max_position_embeddings": 256,
+    "kv_channels": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
 }
 
 
@@ -97,17 +104,20 @@ def _try_family(name: str, small: bool = False) -> ModelFamily:
         attached = model._startrail
         kinds = tuple(dict.fromkeys(str(kind) for kind in attached.kinds.values()))
         kinds += tuple(f"softcap {softcap} (on GPUs: flash-attn only)" for softcap in sorted(attached.softcaps))
-        kinds += latents.describe(model)
+        kinds += latents.describe(model) + recurrent.describe(model)
         detach(model)
         return ModelFamily(name, kinds, None)
 
 
 def _make_model(name: str, small: bool) -> Any:
-    kind, settings = CONFIG_MAPPING[name], SETTINGS.get(name, {})
+    settings = SETTINGS.get(name, {})
     try:
-        config = kind(num_hidden_layers=LAYERS, **settings)
+        return _model_of(CONFIG_MAPPING[name](num_hidden_layers=LAYERS, **settings), small)
     except Exception:  # some derive the number of layers, or list the type of every layer
-        config = kind()
+        return _model_of(CONFIG_MAPPING[name](**settings), small)
+
+
+def _model_of(config: Any, small: bool) -> Any:
     text = config.get_text_config(decoder=True)
     for option in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
         if hasattr(text, option):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from startrail.checkpoint import in_chunks
+from startrail.integrations import recurrent
 from startrail.integrations.probe import is_attention
 
 
@@ -33,17 +34,21 @@ def untile_mlps(model: PreTrainedModel) -> None:
 
 
 def _mlps(layers: nn.Module) -> list[Any]:
-    """Modules with at least two weight matrices that stand next to an attention module."""
+    """Modules with at least two weight matrices that stand next to an attention module or a recurrence."""
     found = []
     for parent in layers.modules():
         children = list(parent.children())
-        if any(is_attention(child) for child in children):
-            found += [child for child in children if not _has_attention(child) and _num_matrices(child) > 1]
+        if any(map(_mixes, children)):
+            found += [child for child in children if not _has_mixing(child) and _num_matrices(child) > 1]
     return found
 
 
-def _has_attention(module: nn.Module) -> bool:
-    return any(is_attention(part) for part in module.modules())
+def _mixes(module: nn.Module) -> bool:
+    return is_attention(module) or recurrent.is_layer(module)
+
+
+def _has_mixing(module: nn.Module) -> bool:
+    return any(map(_mixes, module.modules()))
 
 
 def _num_matrices(module: nn.Module) -> int:

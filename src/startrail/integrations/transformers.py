@@ -33,7 +33,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from startrail.checkpoint import checkpoint_context
-from startrail.integrations import latents, layer_masks, probe, routers, tiles, vision, without_logits
+from startrail.integrations import latents, layer_masks, probe, recurrent, routers, tiles, vision, without_logits
 from startrail.integrations.batch import IGNORE, BatchContext, shard_batch
 from startrail.integrations.layer_masks import LayerKind, MaskPlaceholder
 from startrail.integrations.probe import PositionRule
@@ -90,7 +90,11 @@ class Attached:
 
     # --- called by transformers
 
-    def mask(self, *arguments: Any, mask_function: Callable[..., Any] | None = None, **options: Any) -> MaskPlaceholder:
+    def mask(
+        self, *arguments: Any, mask_function: Callable[..., Any] | None = None, recurrent: bool = False, **options: Any
+    ) -> MaskPlaceholder:
+        if recurrent:  # of a layer that is not attention
+            return MaskPlaceholder(self.context, LayerKind())
         key = (options.get("local_size"), "allow_is_bidirectional_skip" in options, bool(options.get("use_vmap")))
         if self.probed is not None:
             kind = layer_masks.read_layer_kind(mask_function)
@@ -295,6 +299,7 @@ def _attach(
             attached.tiled = True
         if routers.is_wanted(model, {}):
             attached.check_router_loss(model)
+        model._startrail_hooks += recurrent.install(model, language_model, attached)
         run_probe = partial(probe.probe, model, attached)
         if sends_latents:
             latents.install(language_model, run_probe)
@@ -378,6 +383,7 @@ def detach(model: Model) -> Model:
     without_logits.remove(base)
     tiles.untile_mlps(base)
     latents.remove(base)
+    recurrent.remove(attached)
     base.__dict__.pop("gradient_checkpointing_enable", None)
     return model
 

@@ -1,0 +1,184 @@
+"""Models with recurrences and convolutions: loss and all gradients of one process, and what is never run wrongly."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import startrail
+from startrail.integrations import recurrent
+from startrail.integrations.seams import SEAMS
+from startrail.integrations.transformers import attach, detach, detached, shard_batch
+from startrail.launch.local import run_local
+from tests.helpers import FULL, error_of
+from tests.integrations.one_process import BATCHES, Truth, compare, many_ranks, one_process, truth_of
+from tests.integrations.tiny import InFloat64, backward, differences, gradients, hybrids, packed, tiny, tokens
+
+PLANS = {2: ["1x2"], 4: ["u2/1x2", "2x2"]}
+ON_ALL_PLANS = ("qwen3-next", "nemotron-h", "lfm2", "jamba")
+WITHOUT_MASKS = ("recurrent-gemma",)  # padding on the left changes what one process of transformers computes
+
+
+def batches_of(name):
+    kinds = list(BATCHES) if FULL else ["packed", "left"] if name in ON_ALL_PLANS else ["packed"]
+    return [kind for kind in kinds if not (name in WITHOUT_MASKS and kind == "left")]
+
+
+def families_of(plan):
+    return hybrids() if FULL or plan == "u2/1x2" else ON_ALL_PLANS
+
+
+@pytest.mark.parametrize("world", sorted(PLANS))
+def test_loss_and_gradients_are_those_of_one_process(world):
+    torch.set_num_threads(1)
+    names = {name for plan in PLANS[world] for name in families_of(plan)}
+    alone = {
+        (name, kind): one_process(name, BATCHES[kind], torch.float64) for name in names for kind in batches_of(name)
+    }
+
+    def on_rank(rank):
+        wrong = []
+        for plan in PLANS[world]:
+            sp = startrail.SequenceParallel(plan)
+            for name in families_of(plan):
+                model = attach(tiny(name, torch.float64), sp)
+                for kind in batches_of(name):
+                    loss, grads = alone[name, kind]
+                    with InFloat64():
+                        lines = compare(*many_ranks(model, sp, BATCHES[kind]), Truth(loss, grads, grads))
+                    wrong += [f"{plan} {name} {kind}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, world) == [[]] * world
+
+
+def test_in_float32_the_error_is_that_of_one_process():
+    names = ("qwen3-next", "mamba2", "lfm2-moe")
+    truths = {(name, kind): truth_of(name, BATCHES[kind]) for name in names for kind in ("packed", "right")}
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for (name, kind), truth in truths.items():
+            lines = compare(*many_ranks(attach(tiny(name), sp), sp, BATCHES[kind]), truth)
+            wrong += [f"{name} {kind}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+def test_recomputed_layers_send_nothing_and_keep_their_batch():
+    """Two calls with other documents, then one backward pass. Tiled MLPs are the same as well."""
+
+    def steps(name, sp, tile_mlp, recompute):
+        model = attach(tiny(name, torch.float64), sp, tile_mlp=tile_mlp)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        sp.reset_counters()
+        with InFloat64():
+            losses = [model(**shard_batch(sp, **batch)).loss for batch in (packed(20, 1, 30), packed(9, 40, 5))]
+            backward(losses[0] + 2 * losses[1])
+        return gradients(model), sp.traffic()["level 0"]
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for name in hybrids() if FULL else ("qwen3-next", "falcon-h1", "mamba", "minimax", "recurrent-gemma"):
+            tile = 8 if name in ("qwen3-next", "falcon-h1", "minimax") else None
+            (kept, sent), (recomputed, sent_again) = (steps(name, sp, tile, again) for again in (False, True))
+            wrong += [f"{name}: {line}" for line in differences(recomputed, kept, 1e-13)]
+            wrong += [] if sent == sent_again else [f"{name}: {sent}, {sent_again}"]
+        return wrong
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"] if FULL else ["qwen3-next"])
+def test_sharded_weights(name):
+    """FSDP2 before and after ``attach``: a layer reads the weight of its convolution, whose module does not run."""
+    truth = one_process(name, BATCHES["packed"], torch.float64)[1]
+
+    def on_rank(rank):
+        sp, wrong = startrail.SequenceParallel("1x2"), []
+        for shards_first in (True, False):
+            model = tiny(name, torch.float64)
+            for step in (partial(attach, model, sp), partial(shard, model))[:: -1 if shards_first else 1]:
+                step()
+            with InFloat64():
+                backward(model(**shard_batch(sp, **BATCHES["packed"])).loss)
+            grads = {name: sp.world * x.grad.full_tensor() for name, x in model.named_parameters()}
+            wrong += differences(grads, truth, 1e-13)
+        return wrong
+
+    def shard(model):
+        for layer in model.get_submodule(model.base_model_prefix).layers:
+            fully_shard(layer)
+        fully_shard(model)
+
+    assert run_local(on_rank, 2) == [[]] * 2
+
+
+def test_only_states_and_halos_are_sent_whatever_the_length():
+    def on_rank(rank):
+        sp, sent = startrail.SequenceParallel("1x4"), set()
+        model = attach(tiny("mamba2"), sp, check=False)
+        for length in (64, 640):
+            sp.reset_counters()
+            many_ranks(model, sp, packed(length))
+            sent.add(sp.traffic()["level 0"]["bytes"])
+        return len(sent)
+
+    assert run_local(on_rank, 4) == [1] * 4
+
+
+def test_other_models_of_the_file_run_as_before():
+    """While one is attached, when it is paused, by a copy of it, and once it is detached."""
+    sp, batch = startrail.SequenceParallel("1x1"), dict(input_ids=tokens(1, 20), labels=tokens(1, 20))
+    modeling, plain = modeling_qwen3_next, tiny("qwen3-next")
+    original = modeling.causal_conv1d_fn
+    expected = plain(**batch).loss.item()
+    model = attach(tiny("qwen3-next"), sp)
+    copied = copy.deepcopy(model)
+    assert modeling.causal_conv1d_fn is not original
+    assert plain(**batch).loss.item() == expected
+    with detached(model):
+        assert model(**batch).loss.item() == expected
+    assert model(**shard_batch(sp, **batch)).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert detach(model)(**batch).loss.item() == expected and modeling.causal_conv1d_fn is original
+    assert copied(**shard_batch(sp, **packed(9, 11))).loss.item() == pytest.approx(
+        one_process("qwen3-next", packed(9, 11))[0], rel=1e-6
+    )
+    assert modeling.causal_conv1d_fn is not original, "the copy needs it"
+    detach(copied)
+    assert modeling.causal_conv1d_fn is original
+
+
+def test_seams_that_have_moved_are_noticed(monkeypatch):
+    """Another computation, another name, a function of another library, and a layer that runs by itself."""
+    sp, modeling = startrail.SequenceParallel("1x1"), modeling_qwen3_next
+    conv = modeling.causal_conv1d_fn
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "causal_conv1d_fn", lambda x, weight, *rest, **options: conv(x, 2 * weight, *rest))
+        text = error_of(lambda: attach(tiny("qwen3-next"), sp))
+    assert text.startswith(
+        "ValueError: model.layers.0.linear_attn: causal_conv1d_fn of transformers.models.qwen3_next.modeling_qwen3_next"
+        " does not compute what startrail would in its place"
+    )
+    assert modeling.causal_conv1d_fn is conv
+    with monkeypatch.context() as patch:
+        patch.delitem(SEAMS, "torch_chunk_gated_delta_rule")
+        recurrent._seams_of.cache_clear()
+        text = error_of(lambda: attach(tiny("qwen3-next"), sp))
+    recurrent._seams_of.cache_clear()
+    assert "model.layers.0.linear_attn" in text and "a token's result depends on other tokens outside attention" in text
+    model = attach(tiny("qwen3-next"), sp)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "causal_conv1d_fn", conv)
+        text = error_of(lambda: model(**shard_batch(sp, **packed(9, 11))))
+    assert "model.layers.0.linear_attn: it does not call causal_conv1d_fn of its modeling file, or another" in text
+    text = error_of(lambda: model.model.layers[0].linear_attn(torch.zeros(1, 4, 32)))
+    assert "model.layers.0.linear_attn: called without a batch" in text
