@@ -201,9 +201,17 @@ def engine() -> str:
 
 
 def memory() -> str:
+    return _peaks("memory")
+
+
+def groups() -> str:
+    return _peaks("groups")
+
+
+def _peaks(name: str) -> str:
     """Every case: peak, estimate, and how far off that is."""
-    heads, rows = ["case", "peak per rank", "planner", "off"], recorded("memory")["rows"]
-    return f"{table(heads, [[row['case'], *_peak(row)] for row in rows])}\n\n{source('memory')}"
+    heads, rows = ["case", "peak per rank", "planner", "off"], recorded(name)["rows"]
+    return f"{table(heads, [[row['case'], *_peak(row)] for row in rows])}\n\n{source(name)}"
 
 
 def _wall(wall: str) -> str:
@@ -255,7 +263,7 @@ def _findings(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (headline, nodes, dense, training, sparse, hybrid, engine, memory, lab, hardware)
+    f.__name__: f for f in (headline, nodes, dense, training, sparse, hybrid, engine, memory, groups, lab, hardware)
 }
 BLOCKS |= {f"memory_{wall}": partial(_wall, wall) for wall in REMEDIES}
 FILES = {"headline": "sparse", "nodes": "dense", "training": "dense"}  # of blocks with another name than their file

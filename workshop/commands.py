@@ -130,6 +130,8 @@ def _add_memory(benchmarks: Commands) -> None:
         metavar="N",
         help="N/P of the Hugging Face model in the third part (default %(default)s; 0: skip that part)",
     )
+    limits = "attention, logits, activations, optimizer, or groups: the groups of an exchange over heads"
+    option("--only", default="", metavar="LIMIT", help=f"measure the rows of one limit only ({limits})")
     option("--json", type=Path, metavar="FILE", help="also write the rows to a file")
 
 

@@ -155,7 +155,7 @@ def run(plan, documents=None, passes=2, device="cpu", **mask):
                 lse, out = result["out"]
             with mode, Launches((q, k, v, dout, lse, out, kept)) as backward:
                 inputs = {"do": (lse, base.row_sums(dout, out, torch.float32), dout)}
-                if sp.plan.heads == 1:
+                if not sp.plan.keeps_exchanged:
                     inputs |= {"q": (q,), "kv": (k, v)}
                 run_pass(started[1], inputs, shapes, kept)
         return forward, backward, session._runner.pool.allocated, sp.sizes(q, k)
@@ -247,7 +247,9 @@ def test_the_host_never_waits_for_a_copy_to_the_gpu(plan, fused_kernels, monkeyp
     assert found[0].counts["_to_copy"]
 
 
-@pytest.mark.parametrize("plan", ["1x8", "u8", "u4/1x2", "2x4", "4x2", "8x1", "u2/2x2,keep=all"])
+@pytest.mark.parametrize(
+    "plan", ["1x8", "u8", "u4/1x2", "2x4", "4x2", "8x1", "u2/2x2,keep=all", "u8,groups=2,exchange=twice"]
+)
 def test_memory_of_a_pass_is_within_the_formula(plan, fused_kernels):
     """As the caching allocator counts it, including buffers that are kept for later passes."""
     forward, backward, _, sizes = run(plan, passes=1, causal=True)

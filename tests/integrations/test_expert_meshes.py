@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
 
 from transformers.models.qwen3_next import modeling_qwen3_next
 

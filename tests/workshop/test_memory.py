@@ -31,10 +31,10 @@ def test_peaks_of_memory_are_measured_and_recorded(tmp_path, monkeypatch, capsys
 
 def test_the_recorded_peaks_are_of_todays_cases_and_estimates():
     pytest.importorskip("transformers", reason="transformers is not installed (pip install 'startrail[transformers]')")
-    rows = {row["case"]: row for row in figures.recorded("memory")["rows"]}
+    rows = {row["case"]: row for name in ("memory", "groups") for row in figures.recorded(name)["rows"]}
     cases = memory.cases(16_384)
     assert tuple(dict.fromkeys(case.wall for case in cases)) == tuple(figures.REMEDIES)
-    for case in cases:
+    for case in [*cases, *memory.grouped()]:
         row = rows[case.name]
         assert (row.get("estimate"), "measured" in row) == (case.estimate, case.measure is not None), case.name
         if case.estimate and case.measure:

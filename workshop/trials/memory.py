@@ -3,6 +3,7 @@
 First the sequence grows, then the ranks with it; then the limits that long sequences hit, in the order in which they
 hit them, before and after their remedies. Attention, activations and optimizer are measured on a GPT; logits and wide
 MLPs on a Llama from Hugging Face with a large vocabulary. Each case is one training step on fresh processes.
+`--only groups` measures one attention call instead, whose heads are exchanged in ever more groups.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from startrail.bench.train import RecordingDisplay
-from startrail.bench.yardstick import Json, record
+from startrail.bench.yardstick import Json, Workload, random_inputs, record, with_gradients
 from startrail.launch.local import run_local
 from startrail.launch.signals import Stop
 from startrail.losses import chunked_cross_entropy, sum_gradients
@@ -30,12 +31,14 @@ from startrail.parallel import SequenceParallel
 from startrail.planner.memory import LIBRARY_BYTES, estimate_memory
 from startrail.planner.workload import Job, Model, Run
 from startrail.schedule.plan import Plan
+from startrail.schedule.values import BACKWARD, FORWARD
 from startrail.training import footprint, sharding
 from startrail.training.display import Metrics
 from startrail.training.loop import Trainer
 from startrail.training.recipes import Recipe, find
 
 ALLOWED = 0.10  # difference as a share of the measured peak
+ALLOWED_OF_A_CALL = 0.25  # of attention alone, of which few MiB are measured
 ALLOWED_ELSEWHERE = 0.20  # where the formula was not fitted: all activations kept, exchange=twice, and ZeRO-2
 
 RANKS = 4
@@ -47,6 +50,8 @@ WIDE = DEEP.with_(dict(width=512, layers=8, heads=8, kv_heads=8, hidden=2048, le
 LLAMA_RANKS, LLAMA_PLAN = 2, "u2"
 VOCABULARY, WIDTH, LAYERS, HEADS, HIDDEN = 131_072, 32, 2, 2, 4096
 TILE = 1024  # tokens
+GROUPED = Workload(8192, 64, 64, 32, causal=True)  # one call; each rank has 8 heads after the exchange
+GROUPED_RANKS, GROUPS = 8, (1, 2, 4, 8)
 FEWER = 16  # whole logits are measured on so many times fewer tokens
 
 
@@ -130,6 +135,38 @@ def _optimizer() -> list[MemoryCase]:
         replace(case("ZeRO-2", 2), allowed=ALLOWED_ELSEWHERE),
         case("ZeRO-3", 3),
     ]
+
+
+def grouped() -> list[MemoryCase]:
+    """The row of each number of head groups."""
+    found = []
+    for groups in GROUPS:
+        plan = Plan.parse(f"u{GROUPED_RANKS},groups={groups},exchange=twice")
+        local, sizes = GROUPED.length // GROUPED_RANKS, GROUPED.call.sizes_on(plan, GROUPED_RANKS)
+        results = 4 * local * GROUPED.q_heads * (GROUPED.head_dim + 1)  # out and lse, which the backward pass reads
+        backward = sizes.peak_bytes(BACKWARD, GROUPED_RANKS) + results
+        expected = max(sizes.peak_bytes(FORWARD, GROUPED_RANKS), backward)
+        case = f"attention of {GROUPED.q_heads} heads x {GROUPED.head_dim}, {local:,} tokens per rank, `{plan}`"
+        found.append(MemoryCase("groups", case, expected, partial(measure_call, str(plan)), allowed=ALLOWED_OF_A_CALL))
+    return found
+
+
+def measure_call(plan: str) -> Peak:
+    """What a forward and a backward pass need besides q, k, v and the gradient of the result."""
+
+    def on_rank(rank: int) -> Peak:
+        sp = SequenceParallel(plan)
+        few, sequence = sp.sequence(16 * sp.world), sp.sequence(GROUPED.length)
+        given = random_inputs(GROUPED, sequence.local)
+        with_gradients(partial(few.attention, causal=True), *(x[:, :, :16] for x in given))  # libraries, connections
+        footprint.return_large_blocks()
+        baseline, started = footprint.resident_bytes(), time.process_time()
+        footprint.reset_peak(given[0].device)
+        with_gradients(partial(sequence.attention, causal=True), *given)
+        sent = sum(lane["bytes"] for lane in sp.traffic().values())
+        return Peak(footprint.peak_bytes(given[0].device) - baseline, time.process_time() - started, sent)
+
+    return _fullest(run_local(on_rank, GROUPED_RANKS, deadline=3600))
 
 
 # --- the GPT
@@ -283,9 +320,16 @@ def run(options: argparse.Namespace) -> int:
         f"{LLAMA_RANKS} ranks ({LLAMA_PLAN}), layers recomputed\n"
     )
     started = time.time()
-    measured = _growing(options)
-    if options.wall_tokens:
-        measured += cases(options.wall_tokens)
+    if options.only:
+        found = [case for case in [*cases(options.wall_tokens), *grouped()] if case.wall == options.only]
+        if not found:
+            raise ValueError(
+                f"--only {options.only}: no row is about that; the limits are attention, logits, "
+                "activations, optimizer and groups"
+            )
+        measured = found
+    else:
+        measured = _growing(options) + (cases(options.wall_tokens) if options.wall_tokens else [])
     print(f"{'':70s} {'measured':>10s} {'estimate':>10s} {'off':>7s} {'allowed':>7s} {'CPU s':>6s}")
     rows = [_measured(case) for case in measured]
     too_far = [row["case"] for row, case in zip(rows, measured, strict=True) if abs(_off(row) or 0) > case.allowed]

@@ -62,6 +62,10 @@ class InputPiece:
         self.joins: list[Callable[[], None]] = []  # join the parts that came over heads
         self.prepared: tuple[Tensor, ...] = ()
 
+    def hold(self, other: InputPiece) -> None:
+        """Take over what ``other`` holds."""
+        self.tensors, self.buffer, self.pooled = other.tensors, other.buffer, other.pooled
+
     def arrive(self) -> None:
         if self.buffer is not None:
             self.buffer.arrive()

@@ -50,7 +50,6 @@ class Exchange:
         self.coming_bytes, self.coming = self._parts()
         self.num_open = len(pieces)  # not taken yet
         self.at_once = all_to_all and self.coming.dense
-        self.inputs: Numbered = ()  # whole pieces, to be filled
 
     def _parts(self) -> tuple[Buffer, HeadParts]:
         buffer = self.pool.get(self.wire.sizes.plan.heads * aligned(self.nbytes))
@@ -75,15 +74,13 @@ class Exchange:
     def receiving(self, messages: Iterable[Message]) -> list[Tensor]:
         return [self.coming.of_rank[message.head] for message in messages if message.head is not None]
 
-    def take_inputs(self) -> None:
-        """When the first input is needed: wait for all parts, and unpack our heads of all tokens."""
-        inputs, self.inputs = self.inputs, ()
-        if inputs:
-            self.coming_bytes.arrive()
-            views = self.coming.views
-            pairs = [pair for at, tensors in inputs for pair in zip(tensors, views[at], strict=True)]
-            join_tokens(pairs, self.wire.chunks_on(self.device))
-            self._taken(len(inputs))
+    def take_inputs(self, whole: Numbered) -> None:
+        """Wait for all parts, and unpack our heads of all tokens."""
+        self.coming_bytes.arrive()
+        views = self.coming.views
+        pairs = [pair for at, tensors in whole for pair in zip(tensors, views[at], strict=True)]
+        join_tokens(pairs, self.wire.chunks_on(self.device))
+        self._taken(len(whole))
 
     def take_results(self, local: Numbered) -> None:
         """Wait for all parts, and unpack all heads of our tokens."""

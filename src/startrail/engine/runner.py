@@ -256,21 +256,22 @@ class PartRun:
         self.arrived: dict[int, Buffer] = {}  # sums of a peer by slot, to which ours are added when they are sent on
         # those that bring the results of our own tokens from the ranks of all heads
         self.exchanges: list[tuple[Exchange, Sequence[tuple[int, Slot]]]] = []
+        self.outputs: PartResults = {}  # made when the first of them arrives
         self.early: dict[tuple[Piece, ...], Exchange] = {}  # those whose receives are posted already
         self.open_transfers: list[Pending] = []
         self.released: list[Buffer] = []  # reusable from the next step on: this step may still send them
         self.step = 0
 
     def begin(self, inputs: PartInputs) -> None:
-        """Own pieces are views of the caller's tensors, copies if they are kept, or whole pieces in buffers if heads
-        are exchanged."""
+        """Own pieces are views of the caller's tensors, or copies if they are kept. If heads are exchanged, they are
+        made once their parts have arrived."""
         self.inputs = inputs
         for slot, is_own in self.part.given:
             if not is_own:
                 assert slot.kept is not None
                 self.pieces[slot.number] = self._in_buffer(slot, Buffer(self.kept[slot.kept]))
             elif self.part.over_heads:
-                self.pieces[slot.number] = self._new_piece(slot)
+                self.pieces[slot.number] = InputPiece(())
             else:
                 tensors = tuple(self.wire.share(x, slot.piece) for x in inputs[slot.piece.kind])
                 held = InputPiece(tensors)
@@ -310,9 +311,8 @@ class PartRun:
     def finish(self) -> PartResults:
         """Local results in the caller's layout and dtype. Every transfer of this part has ended when it returns."""
         start = time.perf_counter()
-        results = {kind: self.kernel.outputs(self.part, kind) for kind in self.program.pass_.results}
-        for exchange, of_exchange in self.exchanges:
-            exchange.take_results([(at, results[slot.piece.kind]) for at, slot in of_exchange])
+        self._take_results(self.exchanges)
+        results = {kind: self._output(kind) for kind in self.program.pass_.results}
         for slot in self.part.results:
             for target, source in zip(results[slot.piece.kind], self._final(slot), strict=True):
                 self.wire.share(target, slot.piece).copy_(source)
@@ -411,17 +411,43 @@ class PartRun:
             self.pool.put(exchange.leaving_bytes)
 
     def _exchange(self, exchanged: ExchangedPieces) -> Exchange:
-        """Pack the parts that go out over heads. Parts that come in are taken out when they are needed."""
+        """Pack the parts that go out over heads. Parts that come in are taken out when they are needed, and those of
+        earlier groups' results when there are others: buffers of one group at a time serve all."""
+        if exchanged.results:
+            group = exchanged.pieces[0].group
+            earlier = [each for each in self.exchanges if each[0].pieces[0].group < group]
+            self.exchanges = [each for each in self.exchanges if each not in earlier]
+            self._take_results(earlier)
         exchange = self.early.pop(exchanged.pieces, None) or self._new_exchange(exchanged)
         inputs = [self._held(slot) for _, slot in exchanged.inputs]
         own = [(at, self.inputs[slot.piece.kind]) for at, slot in exchanged.inputs]
         exchange.pack(own, [(at, self._final(slot)) for at, slot in exchanged.results])
-        exchange.inputs = [(at, held.tensors) for (at, _), held in zip(exchanged.inputs, inputs, strict=True)]
         for held in inputs:
-            held.joins.append(exchange.take_inputs)
+            held.joins.append(partial(self._take_inputs, exchange, exchanged.inputs, inputs))
         if exchanged.results:
             self.exchanges.append((exchange, exchanged.results))
+            for _, slot in exchanged.results:
+                self.results[slot.number] = None
         return exchange
+
+    def _take_inputs(
+        self, exchange: Exchange, numbered: Sequence[tuple[int, Slot]], pieces: Sequence[InputPiece]
+    ) -> None:
+        """When the first input is needed, join the parts of all."""
+        if not pieces[0].tensors:
+            for (_, slot), held in zip(numbered, pieces, strict=True):
+                held.hold(self._new_piece(slot))
+            exchange.take_inputs([(at, held.tensors) for (at, _), held in zip(numbered, pieces, strict=True)])
+
+    def _take_results(self, exchanges: Sequence[tuple[Exchange, Sequence[tuple[int, Slot]]]]) -> None:
+        for exchange, numbered in exchanges:
+            exchange.take_results([(at, self._output(slot.piece.kind)) for at, slot in numbered])
+
+    def _output(self, kind: str) -> Tensors:
+        """The results of this rank's tokens, of all groups."""
+        if kind not in self.outputs:
+            self.outputs[kind] = self.kernel.outputs(self.part, kind)
+        return self.outputs[kind]
 
     def _new_exchange(self, exchanged: ExchangedPieces) -> Exchange:
         at_once = self.runner.transport.has_all_to_all and self.part.place.all_to_all_lane is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from startrail.schedule.compose import compose
+from startrail.schedule.compose import compose, exchange_is_far
 from startrail.schedule.demand import Demand
 from startrail.schedule.families.base import ByKind
 from startrail.schedule.places import Place
@@ -163,15 +163,27 @@ def lane_names(place: Place) -> list[str]:
     return [f"level {lane}" for lane in range(len(place.sizes))]
 
 
-def stated_pieces(plan: Plan, pass_: Pass) -> dict[str, int]:
+def groups_at_once(plan: Plan, world: int) -> int:
+    """Groups whose inputs and running results a rank holds at the same time. If heads are exchanged over far links, a
+    group's inputs are exchanged under the blocks of the one before it, and its results leave before the next begins.
+    Kept pieces are those of all groups.
+
+    >>> groups_at_once(Plan.parse("u8,groups=4"), 8), groups_at_once(Plan.parse("2x2/u2,groups=4"), 8)
+    (1, 4)
+    """
+    one_by_one = plan.heads > 1 and plan.keep == "none" and exchange_is_far(plan.place(world, 0))
+    return 1 if one_by_one else plan.groups
+
+
+def stated_pieces(plan: Plan, pass_: Pass, world: int) -> dict[str, int]:
     """The most pieces of each kind that a rank holds at the same time besides its own, and under ``kind<`` the partial
     results in flight to it. The proof checks that a plan stays within this memory.
 
-    >>> stated_pieces(Plan.parse("2x4"), FORWARD)["kv"]           # double buffering
+    >>> stated_pieces(Plan.parse("2x4"), FORWARD, 8)["kv"]           # double buffering
     2
-    >>> stated_pieces(Plan.parse("2x4,keep=all"), FORWARD)["kv"]  # all four columns except its own
+    >>> stated_pieces(Plan.parse("2x4,keep=all"), FORWARD, 8)["kv"]  # all four columns except its own
     3
     """
     stated = plan.family.pieces(plan, pass_)
     kinds = (*pass_.inputs, *pass_.results, *(f"{kind}<" for kind in pass_.results))
-    return {kind: stated.get(kind, 0) * plan.groups for kind in kinds}
+    return {kind: stated.get(kind, 0) * groups_at_once(plan, world) for kind in kinds}

@@ -62,7 +62,7 @@ def _check_traffic(program: Program) -> None:
 
 def check_memory(program: Program) -> None:
     """Raise ``ScheduleError`` if a rank holds more pieces at once than its plan states."""
-    stated = stated_pieces(program.plan, program.pass_)
+    stated = stated_pieces(program.plan, program.pass_, program.place.world)
     for kind, number in peak_pieces(program).items():
         if number > stated[kind]:
             raise ScheduleError(f"{program}: holds {number} {kind} pieces at once, but the plan states {stated[kind]}")
@@ -89,6 +89,8 @@ def peak_pieces(program: Program) -> dict[str, int]:
     for step, done in zip(program.steps, program.last_uses, strict=True):
         for send, lane, piece, _ in step.posts:
             if by_heads[lane]:
+                if send and piece.kind in pass_.results:
+                    drop(piece)
                 continue
             if piece.kind not in pass_.results:
                 if not send and piece.shard != own:

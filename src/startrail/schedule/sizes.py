@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 
 from startrail.schedule.places import divisors
 from startrail.schedule.plan import Plan, PlanError
-from startrail.schedule.program import stated_pieces
+from startrail.schedule.program import groups_at_once, stated_pieces
 from startrail.schedule.values import BACKWARD, KINDS, Pass, Piece
 
 ALIGN = 64  # kept pieces start at multiples of this many bytes, so that they can be viewed as any dtype
@@ -193,18 +193,17 @@ class Sizes(PieceSizes):
 
     def peak_bytes(self, pass_: Pass, world: int) -> int:
         """Peak memory of one pass besides the caller's tensors: received pieces, own pieces packed for sending,
-        accumulators, partial results in flight, one block's result, and the final results."""
-        stated = stated_pieces(self.plan, pass_)
+        accumulators, partial results in flight, one block's result, and the final results of all groups."""
+        stated, at_once = stated_pieces(self.plan, pass_, world), groups_at_once(self.plan, world)
         total = 0
         for kind in pass_.inputs:
-            total += (stated[kind] + (1 if world > 1 else 0)) * self.nbytes(kind)
+            total += (stated[kind] + (at_once if world > 1 else 0)) * self.nbytes(kind)
             if self._narrow != self._wide:  # kernels may compute in a wider dtype than the wire dtype
                 total += (stated[kind] + 1) * self.wide_bytes(kind)
         for kind in pass_.results:
             moving = stated[f"{kind}<"] + 1 if world > 1 else 0
-            total += moving * self.nbytes(kind) + (stated[kind] + 2) * self.wide_bytes(kind)
-        if self.plan.heads > 1:  # parts to and from the other head ranks, and the pieces joined from them
-            total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
+            total += moving * self.nbytes(kind) + (stated[kind] + 1 + self.plan.groups) * self.wide_bytes(kind)
+        total += self._exchanged_bytes(pass_, at_once)
         if not pass_.is_forward:  # placeholders for the rows' outputs
             total += (stated["do"] + 1) * self.wide_bytes("out")
         return total
@@ -213,12 +212,17 @@ class Sizes(PieceSizes):
         """The part of ``peak_bytes`` that stays allocated between calls: send and receive buffers."""
         if world == 1:
             return 0
-        stated = stated_pieces(self.plan, pass_)
-        total = sum((stated[kind] + 1) * self.nbytes(kind) for kind in pass_.inputs)
+        stated, at_once = stated_pieces(self.plan, pass_, world), groups_at_once(self.plan, world)
+        total = sum((stated[kind] + at_once) * self.nbytes(kind) for kind in pass_.inputs)
         total += sum((stated[f"{kind}<"] + 1) * self.nbytes(kind) for kind in pass_.results)
-        if self.plan.heads > 1:
-            total += sum(2 * self.nbytes(kind) for kind in self.plan.entering(pass_) + pass_.results)
-        return total
+        return total + self._exchanged_bytes(pass_, at_once)
+
+    def _exchanged_bytes(self, pass_: Pass, at_once: int) -> int:
+        """Parts to and from the other head ranks: of inputs, and of results that may still be on their way."""
+        if self.plan.heads == 1:
+            return 0
+        entering = sum(at_once * self.nbytes(kind) for kind in self.plan.entering(pass_))
+        return 2 * (entering + sum(self.nbytes(kind) for kind in pass_.results))
 
     def wide_bytes(self, kind: str) -> int:
         """Bytes of a whole piece in the dtype of accumulators."""

@@ -107,7 +107,7 @@ def _summary(program: Program) -> list[str]:
     for post, size in program.sends(MHA):
         totals[post.lane] += size / program.plan.groups  # each send is 1/groups of a shard
     lanes = [f"{name}: {total:.1f}" for name, total in zip(lane_names(place), totals, strict=True) if total]
-    stated = stated_pieces(program.plan, program.pass_)
+    stated = stated_pieces(program.plan, program.pass_, program.place.world)
     held = ", ".join(f"{kind} {stated[kind]}" for kind in program.pass_.inputs if stated[kind])
     sums = ", ".join(f"{kind} {stated[kind]}" for kind in program.pass_.results)
     share = f" (each 1/{program.plan.groups} of a shard)" if program.plan.groups > 1 else ""
