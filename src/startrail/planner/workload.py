@@ -50,10 +50,11 @@ PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "ne
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: each layer's
-    attention window, None for full attention. ``modulated``: a DiT, whose blocks have 6 x width² more parameters.
-    ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts`` compute a token, next to one
-    of width ``shared_hidden`` that computes all tokens."""
+    """A transformer's sizes. ``matrices``: of width x hidden per MLP, 3 if gated, else 2. ``windows``: the window of
+    each layer that has attention, None for full attention. ``delta_layers``: how many of the layers are gated delta
+    nets instead, with the same heads; their memory is known, their time is not. ``modulated``: a DiT, whose blocks have
+    6 x width² more parameters. ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts``
+    compute a token, next to one of width ``shared_hidden`` that computes all tokens."""
 
     name: str
     vocab: int
@@ -71,11 +72,18 @@ class Model:
     experts: int = 0
     active_experts: int = 0
     shared_hidden: int = 0
+    delta_layers: int = 0
 
     @property
     def projections(self) -> int:
         """Parameters of one layer's attention."""
         return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def delta_projections(self) -> int:
+        """Parameters of all gated delta nets beyond those of as many layers' attention: an output gate, and a decay and
+        a step for each head."""
+        return self.delta_layers * self.width * self.heads * (self.head_dim + 2)
 
     @property
     def active_hidden(self) -> int:
@@ -101,12 +109,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.per_layer + self.outside
+        return self.layers * self.per_layer + self.delta_projections + self.outside
 
     @property
     def active_parameters(self) -> int:
         """Parameters that compute one token."""
-        return self.layers * (self.projections + self.mlp) + self.outside
+        return self.layers * (self.projections + self.mlp) + self.delta_projections + self.outside
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,9 @@ class Recipe:
         sizes = config.width, config.layers, config.heads, config.kv_heads, config.head_dim
         windows = (None,) * config.layers
         if isinstance(config, GPTConfig):
-            model = Model(self.name, config.vocab, *sizes, config.hidden, 3, config.tied, True, windows)
+            windows, rest = windows[: config.attention_layers], config.layers - config.attention_layers
+            vocab, hidden = config.vocab, config.hidden
+            model = Model(self.name, vocab, *sizes, hidden, 3, config.tied, True, windows, delta_layers=rest)
         else:
             model = Model(self.name, 0, *sizes, 4 * config.width, 2, False, False, windows, modulated=True)
         batch = self.batch * self.data_parallel
@@ -264,6 +266,10 @@ RECIPES = {
         Recipe(
             "gpt-tiny", GPT_CONFIGS["gpt-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2, recompute=False,
             learning_rate=1.5e-3, warmup=20, evaluate_every=40,
+        ),
+        Recipe(
+            "gpt-hybrid-tiny", GPT_CONFIGS["gpt-hybrid-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2,
+            recompute=False, learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
             "dit-tiny", replace(DIT_CONFIGS["dit-tiny"], layers=2, rows=8, columns=8), data="digits", batch=32, ranks=4,
