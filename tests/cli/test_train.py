@@ -63,7 +63,7 @@ def test_recipe_files(tmp_path):
     "argv, message",
     [
         (["gpt-tine"], "no recipe 'gpt-tine'; did you mean 'gpt-tiny'?"),
-        (["nothing"], "no recipe 'nothing'; choose gpt-tiny, dit-tiny"),
+        (["nothing"], "no recipe 'nothing'; choose gpt-tiny, gpt-hybrid-tiny"),
         (["missing.toml"], "missing.toml: No such file or directory"),
         (["--learning-rat", "1"], "did you mean --learning-rate?"),
         (["--steps", "many"], "steps 'many' is not an integer"),

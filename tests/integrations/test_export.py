@@ -32,6 +32,7 @@ def test_transformers_computes_the_same_logits(tied, tmp_path):
     torch.testing.assert_close(loaded(tokens).logits, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_a_dit_is_not_a_llama():
-    with pytest.raises(ValueError, match=r"dit-tiny is not a GPT: export it to a file that ends in .safetensors"):
-        llama_config(find("dit-tiny"))
+def test_other_models_are_not_llamas():
+    for name, reason in (("dit-tiny", "is not a GPT"), ("gpt-hybrid-tiny", "has gated delta nets, and a Llama has")):
+        with pytest.raises(ValueError, match=rf"{name} {reason}.*: export it to a file that ends in .safetensors"):
+            llama_config(find(name))

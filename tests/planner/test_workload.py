@@ -17,6 +17,7 @@ def test_recipes_and_planner_share_the_shapes_of_models():
         "gpt-3b": GPTConfig(vocab=50_304, width=2560, layers=32, heads=32, kv_heads=32, hidden=6912),
         "gpt-7b": GPTConfig(vocab=50_304, width=4096, layers=32, heads=32, kv_heads=32, hidden=11_008),
         "gpt-tiny": GPTConfig(vocab=256, width=128, layers=4, heads=8, kv_heads=4, hidden=512, tied=True),
+        "gpt-hybrid-tiny": replace(GPT_CONFIGS["gpt-tiny"], attention_every=4),
     } == GPT_CONFIGS
     assert {name: (c.width, c.layers, c.heads) for name, c in DIT_CONFIGS.items()} == {
         "dit-1b": (1536, 24, 24),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,8 @@ PLAIN = dict(evaluate_batches=0, save_every=0, sample=0, steps=STEPS, learning_r
 PLAIN |= dict(zero=0, recompute=False)
 
 
-def gpt(data, out, layers=2, **changes):
-    config = replace(GPT_CONFIG, layers=layers)
+def gpt(data, out, layers=2, attention_every=1, **changes):
+    config = replace(GPT_CONFIG, layers=layers, attention_every=attention_every)
     return Recipe("gpt", config, data=str(data / "texts"), out=str(out), **{"length": 61, **PLAIN, **changes})
 
 
@@ -40,8 +41,9 @@ def dit(data, out, layers=2, **changes):
     return Recipe("dit", config, data=str(data / "images"), out=str(out), **{"batch": 2, **PLAIN, **changes})
 
 
-def reference(recipe):
-    """Losses and first gradients on one process, by a separate loop with torch's own attention."""
+def reference(recipe, weights=None):
+    """Losses and first gradients on one process, by a separate loop with torch's own attention. The trained parameters
+    go to ``weights``."""
     sp = startrail.SequenceParallel("1x1")
     text = isinstance(recipe.config, GPTConfig)
     task = (TextTask if text else ImageTask)(recipe, sp, CPU)
@@ -64,6 +66,8 @@ def reference(recipe):
             group["lr"] = recipe.rate(step)
         optimizer.step()
         losses.append(loss.item())
+    if weights is not None:
+        weights.update((name, parameter.detach()) for name, parameter in model.named_parameters())
     return losses, first
 
 
@@ -81,13 +85,40 @@ def dense_loss(model, batch, text):
     if text:
         mask = causal_mask(batch.sequence.length, batch.sequence.documents.tolist())
         attention = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-        logits = model.logits(model(batch.tokens, batch.sequence.positions(), attention))
+        mixing = TokenByToken(batch.sequence.documents.tolist())
+        logits = model.logits(model(batch.tokens, batch.sequence.positions(), attention, mixing))
         return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
     t = batch.time.view(-1, 1, 1)
     moved = ((1 - t) * batch.patches + t * batch.noise).float()
     positions = batch.sequence.positions()
     velocity = model(moved, positions, batch.time, batch.labels, F.scaled_dot_product_attention)
     return (velocity - (batch.noise - batch.patches)).square().sum()
+
+
+class TokenByToken:
+    """Delta layers of one process, without our kernels; ``documents`` are cu_seqlens."""
+
+    def __init__(self, documents):
+        self.documents = list(pairwise(documents))
+
+    def conv1d(self, x, weight, bias, activation, *, dim):
+        assert (bias, activation, dim) == (None, "silu", 1)
+        padded = (F.pad(x[:, start:stop], (0, 0, weight.shape[1] - 1, 0)) for start, stop in self.documents)
+        return F.silu(torch.cat([F.conv1d(y.mT, weight.unsqueeze(1), groups=len(weight)).mT for y in padded], 1))
+
+    def scan(self, kernel, q, k, v, g, beta, *, normalize):
+        assert normalize and kernel is startrail.gated_delta_rule
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        outs, firsts = [], {start for start, _ in self.documents}
+        for token in range(v.shape[1]):
+            if token in firsts:
+                state = v.new_zeros(len(v), v.shape[2], q.shape[3], v.shape[3])
+            state = state * g[:, token].exp()[..., None, None]
+            error = v[:, token] - (k[:, token].unsqueeze(-1) * state).sum(-2)
+            state = state + k[:, token].unsqueeze(-1) * (beta[:, token].unsqueeze(-1) * error).unsqueeze(-2)
+            outs.append((q[:, token].unsqueeze(-1) * state).sum(-2) * q.shape[3] ** -0.5)
+        return torch.stack(outs, 1)
 
 
 class RecordingDisplay(Display):
@@ -107,8 +138,9 @@ class RecordingDisplay(Display):
         self.summary = summary
 
 
-def run(recipe, stop=None):
-    """Train in the current process group; return the display and the gradients of the first step."""
+def run(recipe, stop=None, weights=None):
+    """Train in the current process group; return the display and the gradients of the first step. The trained
+    parameters go to ``weights``."""
     display, first = RecordingDisplay(), {}
     trainer = Trainer(recipe, CPU, display, stop or Stop())
 
@@ -120,6 +152,8 @@ def run(recipe, stop=None):
 
     trainer.optimizer.register_step_pre_hook(record_gradients)
     trainer.run()
+    for name, parameter in trainer.model.named_parameters() if weights is not None else ():
+        weights[name] = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
     return display, first
 
 

@@ -20,7 +20,15 @@ TINY_GPT, TINY_DIT = GPT_CONFIGS["gpt-tiny"], DIT_CONFIGS["dit-tiny"]
 
 
 @pytest.mark.parametrize(
-    "name, size", [("gpt-3b", 3e9), ("gpt-7b", 7e9), ("gpt-tiny", 1e6), ("dit-1b", 1e9), ("dit-tiny", 1.2e6)]
+    "name, size",
+    [
+        ("gpt-3b", 3e9),
+        ("gpt-7b", 7e9),
+        ("gpt-tiny", 1e6),
+        ("gpt-hybrid-tiny", 1.05e6),
+        ("dit-1b", 1e9),
+        ("dit-tiny", 1.2e6),
+    ],
 )
 def test_named_shapes_have_the_size_in_their_name(name, size):
     with torch.device("meta"):
@@ -36,6 +44,7 @@ def test_named_shapes_have_the_size_in_their_name(name, size):
         (TINY_GPT, dict(kv_heads=3), "8 query heads are not a multiple of 3 key/value heads"),
         (TINY_GPT, dict(heads=128, kv_heads=1), "head dim 128 / 128 = 1 is odd"),
         (TINY_GPT, dict(layers=0), "layers 0 must be at least 1"),
+        (TINY_GPT, dict(attention_every=5), "attention_every 5 leaves 4 layers without attention"),
         (TINY_GPT, dict(rotary_base=1.0), "rotary_base 1.0 must be more than 1"),
         (TINY_DIT, dict(width=102, heads=6), "a width that is a multiple of 4, got 102"),
         (TINY_DIT, dict(heads=7), "width 128 is not a multiple of 7 heads"),

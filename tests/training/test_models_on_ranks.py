@@ -18,6 +18,7 @@ from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS
 from startrail.training.models.dit import DiT, flow_matching_loss, sample
 from startrail.training.models.gpt import GPT
 from tests.helpers import causal_mask, document_numbers, gradient_mistakes
+from tests.training.runs import TokenByToken
 
 WORLD = 4
 PLANS = ["1x4", "star2", "2x2", "u2/2x1", "u4"]
@@ -25,6 +26,7 @@ IGNORE = -100
 # loss, relative; worst gradient element, relative to the root-mean-square of its parameter's gradient
 TOLERANCES = {torch.float32: (1e-6, 5e-5), torch.float64: (1e-12, 1e-12)}
 GPT_CONFIG = replace(GPT_CONFIGS["gpt-tiny"], vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+HYBRID_CONFIG = replace(GPT_CONFIG, attention_every=2)
 DIT_CONFIG = replace(DIT_CONFIGS["dit-tiny"], rows=7, columns=9, width=32, layers=2, heads=4)
 # length, batch, documents, tokens with a label, tied: 101 pads ranks unevenly; labels for 5 leave three ranks with none
 GPT_CASES = {
@@ -59,7 +61,7 @@ def differences(ours, truth, dtype):
     return wrong + gradient_mistakes(grads, true_grads, allowed_grad)
 
 
-def gpt_inputs(case):
+def gpt_inputs(case, config=GPT_CONFIG):
     """Tokens, labels shifted before anything is cut, and the mask that one process needs."""
     length, batch, documents, labelled, tied = GPT_CASES[case]
     tokens = torch.randint(GPT_CONFIG.vocab, (batch, length), generator=torch.Generator().manual_seed(1))
@@ -68,11 +70,11 @@ def gpt_inputs(case):
     ends = torch.tensor(documents or (0, length))
     labels[:, ends[1:] - 1] = IGNORE  # the last token of a document predicts nothing
     restarted = torch.arange(length) - ends[document_numbers(length, documents)]
-    return replace(GPT_CONFIG, tied=tied), tokens, labels, documents, causal_mask(length, documents), restarted
+    return replace(config, tied=tied), tokens, labels, documents, causal_mask(length, documents), restarted
 
 
-def gpt_loss(model, tokens, labels, positions, attention):
-    return global_mean(*chunked_cross_entropy(model(tokens, positions, attention), model.output_weight, labels, 7))
+def gpt_loss(model, tokens, labels, *arguments):
+    return global_mean(*chunked_cross_entropy(model(tokens, *arguments), model.output_weight, labels, 7))
 
 
 def dit_inputs(dtype):
@@ -82,21 +84,26 @@ def dit_inputs(dtype):
     return patches, noise, torch.tensor([0.2, 0.9], dtype=dtype), torch.tensor([3, 8])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_gpt_has_the_loss_and_gradients_of_one_process(dtype):
+@pytest.mark.parametrize(
+    "dtype, config",
+    [(torch.float32, GPT_CONFIG), (torch.float64, GPT_CONFIG), (torch.float64, HYBRID_CONFIG)],
+    ids=["float32", "float64", "hybrid"],
+)
+def test_gpt_has_the_loss_and_gradients_of_one_process(dtype, config):
     truth = {}
     for case in GPT_CASES:
-        shape, tokens, labels, _, mask, _ = gpt_inputs(case)
-        model = fresh(GPT(shape), dtype)
+        shape, tokens, labels, documents, mask, _ = gpt_inputs(case, config)
+        model, length = fresh(GPT(shape), dtype), tokens.shape[1]
         attention = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-        truth[case] = results(model, gpt_loss(model, tokens, labels, torch.arange(tokens.shape[1]), attention))
+        mixing = TokenByToken(documents or (0, length))
+        truth[case] = results(model, gpt_loss(model, tokens, labels, torch.arange(length), attention, mixing))
 
     def on_rank(rank):
         wrong = []
         for plan in PLANS:
             sp = startrail.SequenceParallel(plan)
             for case in GPT_CASES:
-                shape, tokens, labels, documents, _, restarted = gpt_inputs(case)
+                shape, tokens, labels, documents, _, restarted = gpt_inputs(case, config)
                 sequence = sp.sequence(tokens.shape[1], documents)
                 attention = partial(sequence.attention, causal=True)
                 local = sequence.shard(tokens, 1), sequence.shard(labels, 1, pad_value=IGNORE)
@@ -104,7 +111,7 @@ def test_gpt_has_the_loss_and_gradients_of_one_process(dtype):
                     assert (local[1] != IGNORE).any() == (rank == 0)
                 for positions in (sequence.positions(), sequence.shard(restarted, 0)):
                     model = fresh(GPT(shape), dtype)
-                    ours = results(model, gpt_loss(model, *local, positions, attention))
+                    ours = results(model, gpt_loss(model, *local, positions, attention, sequence))
                     wrong += [f"{plan} {case}: {line}" for line in differences(ours, truth[case], dtype)]
                     if documents is None:
                         break  # nothing restarts

@@ -22,7 +22,7 @@ from startrail.schedule.plan import Plan
 from startrail.training.display import Display
 from startrail.training.loop import Trainer
 from startrail.view.trace import EventRecorder, chrome_trace, compare, read_trace
-from tests.helpers import FULL
+from tests.helpers import FULL, gradient_mistakes
 from tests.training.runs import CPU, DEADLINE, RecordingDisplay, dit, expected_plan, gpt, mismatches, reference, run
 
 PLANS = {4: ["1x4", "star2", "2x2", "u4", "u2/2x1"], 8: ["1x8", "star2", "2x2/u2", "u2/2x2"]}
@@ -107,6 +107,52 @@ def test_ranks_of_different_speed_train_like_one_process(data, tmp_path, monkeyp
 
 def reference_key(recipe):
     return recipe.config, recipe.packed, recipe.data_parallel, recipe.batch, recipe.steps
+
+
+def test_a_hybrid_trains_like_one_process_and_resumes(data, tmp_path):
+    """Losses, first gradients and all weights after five steps, the last two after a stop and with another plan. Bytes
+    are those that the forecast says, unless documents end on ranks."""
+    plans = PLANS[4] if FULL else ["1x4", "u2/2x1"]
+    hybrid = dict(layers=4 if FULL else 2, attention_every=4 if FULL else 2, steps=5)
+    cases, expected, weights = {}, {}, {}
+    for packed in (False, True):
+        key = "packed" if packed else "whole"
+        options = dict(**hybrid, packed=packed, batch=1 if packed else 2)
+        weights[key] = {}
+        expected[key] = reference(gpt(data, tmp_path / key, **options), weights[key])
+        for number, plan in enumerate(plans):
+            legs = dict(plan=plans[number - 1], **OPTIONS[number]), dict(plan=plan, **OPTIONS[number - 1])
+            out = tmp_path / f"{key}-{number}"
+            cases[key, plan] = [gpt(data, out, **options, **leg) for leg in legs]
+
+    def on_rank(rank):
+        wrong = []
+        for (key, plan), (first_leg, second_leg) in cases.items():
+            found, stop = {}, Stop()
+            recorded, first = run(first_leg, stop=StopAfter(3))
+            lines = mismatches(recorded, first, expected[key])
+            resumed, _ = run(second_leg, stop, found)
+            assert [metrics["step"] for metrics in recorded.metrics + resumed.metrics] == [1, 2, 3, 4, 5]
+            lines += mismatches(resumed, {}, (expected[key][0], {}))
+            lines += gradient_mistakes(found, weights[key], 1e-4)
+            if key == "whole":
+                assert resumed.metrics[0]["sent"] == resumed.summary.forecast.traffic
+            wrong += [f"{plan} {key}: {line}" for line in lines]
+        return wrong
+
+    assert run_local(on_rank, 4, deadline=DEADLINE) == [[]] * 4
+
+
+class StopAfter:
+    """A signal that comes in this step."""
+
+    def __init__(self, step):
+        self.left, self.interrupted = step, False
+
+    @property
+    def requested(self):
+        self.left -= 1
+        return self.left <= 0
 
 
 def test_a_step_sends_the_predicted_bytes_on_every_level(data, tmp_path):

@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import tempfile
+from math import nan
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,10 @@ def describe(ranks: int) -> ClusterSpec:
 
 
 def predicted(recipe: Recipe, text: str, cluster: ClusterSpec) -> float:
-    """Tokens/s that the planner predicts."""
+    """Tokens/s that the planner predicts; NaN if it cannot, as of gated delta nets."""
     plan, job = Plan.parse(text), recipe.job("float32")
+    if job.model.linear:
+        return nan
     training = Training(cluster, job.model, job.run, job.data_parallel)
     step = training.step(plan, lambda call: predict(training.group, plan, call))
     return recipe.tokens_per_step / recipe.accumulate / step.seconds
@@ -75,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     print(f"training, float32, {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}\n")
     heads = f"{'tokens/s':>9s} {'spread':>15s} {'predicted':>9s} {'off':>6s} {'exposed':>8s} {'sent/rank/step':>15s}"
-    print(f"{'recipe':10s} {'ranks':>5s} {'plan':>7s} {heads}")
+    print(f"{'recipe':16s} {'ranks':>5s} {'plan':>7s} {heads}")
     for name, recipe in recipes.items():
         plans = [f"1x{recipe.ranks}", recipe.plan]
         cluster = describe(recipe.ranks)
@@ -90,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         for plan in plans:
             typical, promised = statistics.median(speeds[plan]), predicted(recipe, plan, cluster)
             print(
-                f"{name:10s} {recipe.ranks:5d} {plan:>7s} {typical:9,.0f} "
+                f"{name:16s} {recipe.ranks:5d} {plan:>7s} {typical:9,.0f} "
                 f"{min(speeds[plan]):7,.0f}-{max(speeds[plan]):7,.0f} {promised:9,.0f} {promised / typical - 1:6.0%} "
                 f"{statistics.median(shares[plan]):8.1%} {sent[plan] / 2**20:11.2f} MiB",
                 flush=True,

@@ -114,6 +114,6 @@ def _add_train(benchmarks: Commands) -> None:
     text = "tokens/s and exposed communication in training"
     examples = {"startrail bench train --rounds 5 --steps 6": ""}
     option = add_command(benchmarks, "train", examples, help=text, description=TRAIN).add_argument
-    option("--recipes", default="gpt-tiny,dit-tiny", help="separated by commas (default %(default)s)")
+    option("--recipes", default="gpt-tiny,gpt-hybrid-tiny,dit-tiny", help="separated by commas (default %(default)s)")
     option("--rounds", type=int, default=3, help="rounds to take the median of (default %(default)s)")
     option("--steps", type=int, default=5, help="measured steps per round (default %(default)s)")

@@ -1,5 +1,6 @@
 """Known faults of sequence-parallel training, and the gradients that each of them gives: of attention, labels,
-positions and losses; of layers that take a shard for the whole sequence; of what every rank has in full and counts.
+positions and losses; of layers that take a shard for the whole sequence; of states and halos (``carried``); of what
+every rank has in full and counts.
 
 A fault's gradients are computed on one process, with the model, the batch or torch's own functions changed as the fault
 changes them. If they match the observed gradients up to a factor, that is the fault. To add a fault, yield its
@@ -9,11 +10,12 @@ changes them. If they match the observed gradients up to a factor, that is the f
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from startrail._compat import tree_leaves
+from startrail.diagnostics.carried import carrying, faults_of
 from startrail.diagnostics.masks import mask_difference
 from startrail.diagnostics.observe import (
     AttentionRecord,
@@ -116,6 +119,12 @@ def predictions(make: Make, alone: Observed, ranks: Observed) -> Iterator[FaultP
             if separate is not None:
                 yield _predict(make, unsplit, Changes(calls=separate))
         yield from _layers_on_shards(make, shards)
+        for fault, scans, convolutions in faults_of(alone.called):
+            changes = Changes(carried=carrying(shards, scans, convolutions))
+            yield _predict(make, fault, changes)
+            if text is not None and known:
+                changes = Changes(calls=calls, carried=carrying(shards, scans, convolutions))
+                yield _predict(make, f"{text}; {fault}", changes)
         both = f"{LABELS_LOST}; losses are averaged: sum them"
         yield _predict(make, both, Changes(shards=shards, cut=True, mean=True))
         yield _predict(make, AVERAGED, Changes(shards=shards, mean=True))
@@ -165,7 +174,7 @@ def _predict(make: Make, fault: str, changes: Changes) -> FaultPrediction:
     model = setup.model
     changes.own = {id(x) for x in (*model.parameters(), *model.buffers())}
     torch.manual_seed(1)
-    with changes, changed_attention(changes.attend) if changes.calls else nullcontext():
+    with changes, changed_attention(changes.attend) if changes.calls else nullcontext(), changes.carried:
         setup.run_alone(model, setup.batch)
     return FaultPrediction(fault, gradients(model), changes.factor)
 
@@ -177,16 +186,18 @@ class Changes(TorchFunctionMode):
     """Inside, one process computes as ranks with a fault do.
 
     ``calls``: attention as these calls did it. ``positions``: positions 0, 1, ... are these instead. ``cut``: labels
-    are shifted within ``shards``. ``mean``: losses are averaged over each shard, then over shards. ``own`` are the ids
-    of the model's parameters and buffers, which may be tables of positions.
+    are shifted within ``shards``. ``mean``: losses are averaged over each shard, then over shards. ``carried``: changes
+    recurrences and convolutions. ``own`` are the ids of the model's parameters and buffers, which may be tables of
+    positions.
     """
 
     def __init__(
         self, calls: list[AttentionRecord] | None = None, positions: Tensor | None = None,
         shards: list[Tensor] | None = None, cut: bool = False, mean: bool = False,
+        carried: AbstractContextManager[None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.calls, self.own, self.factor = calls, set[int](), 1.0
+        self.calls, self.own, self.factor, self.carried = calls, set[int](), 1.0, carried or nullcontext()
         self._positions, self._shards, self._cut, self._mean = positions, shards, cut, mean
         self._next_call = itertools.cycle(calls or ())
 
@@ -199,7 +210,7 @@ class Changes(TorchFunctionMode):
         if self._shards is not None and function in _LOSSES:
             return self._loss(function, args, options)
         result = function(*args, **options)
-        if self._positions is not None and function is torch.arange:
+        if self._positions is not None and function is torch.arange and not _is_ours(sys._getframe(1)):
             length = len(self._positions)
             if len(result) == length and int(result[0]) == 0 and int(result[-1]) == length - 1:
                 return self._positions.to(result)
@@ -266,6 +277,12 @@ class Changes(TorchFunctionMode):
         for shard in shards:
             weights[:, shard] = float(counted.sum()) / len(shards) / max(1.0, float(rows[:, shard].sum()))
         return weights.reshape(counted.shape)
+
+
+def _is_ours(caller: FrameType) -> bool:
+    """True in code of ours that counts something other than positions."""
+    name: str = caller.f_globals.get("__name__", "")
+    return name.startswith(("startrail.hybrid", "startrail.engine", "startrail.kernels"))
 
 
 _LOSSES: tuple[Any, ...] = (

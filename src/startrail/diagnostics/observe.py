@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -55,8 +55,9 @@ class AttentionRecord(NamedTuple):
 class Observed:
     """What a step did to a model. ``buffers`` are those that are saved with it, ``constants`` the others.
     ``training``: the mode of each module when it was last called. ``layout`` is that of the last sequence that
-    attended. ``dropout``: some activations were dropped (recorded on one process only). ``arguments``: the tensors that
-    the model was first called with, as (shape, digest). ``results``: the shapes of what each module first returned."""
+    attended, or that was used at all. ``called``: methods of sequences. ``dropout``: some activations were dropped
+    (recorded on one process only). ``arguments``: the tensors that the model was first called with, as (shape, digest).
+    ``results``: the shapes of what each module first returned."""
 
     loss: float
     gradients: Gradients
@@ -65,6 +66,7 @@ class Observed:
     constants: dict[str, Tensor] = field(default_factory=dict)
     attention: list[AttentionRecord] = field(default_factory=list)
     layout: Layout | None = None
+    called: set[str] = field(default_factory=set)
     dropout: bool = False
     arguments: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     results: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -205,8 +207,25 @@ def recorded_attention(observed: Observed) -> Iterator[None]:
         observed.layout = sequence._layout
         return result
 
-    with changed_attention(record), changed_attention(record, "latent_attention"):
+    with ExitStack() as stack:
+        for context in (changed_attention(record), changed_attention(record, "latent_attention")):
+            stack.enter_context(context)
+        for name in ("shard", "scan", "conv1d", "halo"):
+            stack.enter_context(_noted(name, observed))
         yield
+
+
+def _noted(name: str, observed: Observed) -> AbstractContextManager[Any]:
+    """Within, ``observed`` learns of calls of this method."""
+    original = getattr(Sequence, name)
+
+    def call(sequence: Sequence, *arguments: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            observed.called.add(name)
+            observed.layout = observed.layout or sequence._layout
+        return original(sequence, *arguments, **options)
+
+    return patch.object(Sequence, name, call)
 
 
 class _CallRecorder(TorchFunctionMode):

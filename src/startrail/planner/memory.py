@@ -21,9 +21,13 @@ FLOAT_BYTES = 4  # per number of parameters, gradients, the optimizer's two mome
 SAVED_BY_WIDTH, IN_FLIGHT_BY_WIDTH = 5, 5
 SAVED_BY_HIDDEN, IN_FLIGHT_BY_HIDDEN = 2, 1.5  # saved: per matrix of the MLP that reads the block's input
 RUNS = 2  # of a rank, with zigzag
+# Numbers per token that a gated delta net holds, by head and by channel of its convolution: most are products of all
+# pairs of tokens in a chunk of 64. In float32; fitted to the live tensors of `DeltaBlock`.
+DELTA_BY_HEAD, DELTA_BY_CHANNEL = 5 * 64, 14
 LOGITS_COPIES = 3  # of one chunk
 OFFLOADED_LAYERS = 2  # whose inputs are on the device at a time, being copied to or from the host
 LIBRARY_BYTES = 30 * 2**20  # of a CPU process: libraries, threads and connections once they are used; measured
+DELTA_LIBRARY_BYTES = 14 * 2**20  # the same of gated delta nets, which also use LAPACK and convolutions
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,19 @@ def estimate_memory(
     saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * hidden
     width = (model.width + model.heads * model.head_dim) / 2  # of what attention and its projections hold
     saved = run.itemsize * (SAVED_BY_WIDTH * width + saved_by_hidden) * tokens
-    layers = (inputs + len(model.windows) * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)
-    if model.linear is not None:  # what runs do to states, and the states before them, for the backward pass
-        layers += RUNS * model.linear.layers * FLOAT_BYTES * batch * (model.linear.effect + model.linear.state) / tensor
+    linear, attending = model.linear, len(model.windows)
+    layers = (inputs + attending * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)
+    of_linear = 0.0
+    if linear is not None:  # more than attention's; and what runs do to states, and the states before them
+        by_token = (DELTA_BY_HEAD * linear.value_heads + DELTA_BY_CHANNEL * linear.channels) / tensor
+        of_linear = (FLOAT_BYTES * by_token - run.itemsize * SAVED_BY_WIDTH * width) * tokens
+        layers += RUNS * linear.layers * FLOAT_BYTES * batch * (linear.effect + linear.state) / tensor
+        layers += 0 if run.recompute else linear.layers * of_linear
 
     # The peak is the block's own backward pass, attention's within it, or the loss.
     by_width = (SAVED_BY_WIDTH + IN_FLIGHT_BY_WIDTH) * width
     held = run.itemsize * (by_width + saved_by_hidden + IN_FLIGHT_BY_HIDDEN * hidden) * tokens
+    held += of_linear if run.recompute else 0
     pools = {pass_: sizes.pooled_bytes(pass_, group) for pass_ in PASSES}
     pooled, inside = max(pools.values()), max(sizes.peak_bytes(pass_, group) - pools[pass_] for pass_ in PASSES)
     if gathered:  # keys and values of all ranks and a copy of them, and their gradients in float32 and a copy of those
@@ -102,13 +112,13 @@ def estimate_memory(
         numbers = plan.family.num_kept(plan, plan.place(group, 0)) if plan.keep != "none" else {}
         own = 1 if plan.keeps_exchanged else 0
         of_group = sum((numbers.get(kind, 0) + own) * sizes.nbytes(kind) for kind in ("q", "kv"))
-        kept = float(len(model.windows) * plan.groups * of_group)
+        kept = float(attending * plan.groups * of_group)
     return Memory(
         states=0.0 if run.offload_states else 4.0 * DTYPES[run.states] * share,
         gathered=by_zero[run.zero] * DTYPES[run.gather],
         activations=layers + peak - in_attention,
         attention=pooled + in_attention,
         kept=kept,
-        libraries=libraries,
+        libraries=libraries + (DELTA_LIBRARY_BYTES if libraries and linear else 0),
         limit=limit,
     )

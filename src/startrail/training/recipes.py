@@ -26,7 +26,7 @@ from typing import Any
 
 from startrail.geometry.zones import check_layout
 from startrail.planner.units import read_file
-from startrail.planner.workload import Job, Model, Run
+from startrail.planner.workload import Job, LinearLayers, Model, Run
 from startrail.schedule.plan import Plan
 from startrail.training.models.configs import DIT_CONFIGS, GPT_CONFIGS, DiTConfig, GPTConfig
 
@@ -137,7 +137,10 @@ class Recipe:
         sizes = config.width, config.layers, config.heads, config.kv_heads, config.head_dim
         windows = (None,) * config.layers
         if isinstance(config, GPTConfig):
-            model = Model(self.name, config.vocab, *sizes, config.hidden, 3, config.tied, True, windows)
+            rest, heads = config.layers - config.attention_layers, (config.kv_heads, config.heads)
+            linear = LinearLayers(rest, *heads, config.head_dim, config.head_dim, config.conv_width) if rest else None
+            windows, vocab, hidden = windows[: config.attention_layers], config.vocab, config.hidden
+            model = Model(self.name, vocab, *sizes, hidden, 3, config.tied, True, windows, linear=linear)
         else:
             model = Model(self.name, 0, *sizes, 4 * config.width, 2, False, False, windows, modulated=True)
         batch = self.batch * self.data_parallel
@@ -266,6 +269,10 @@ RECIPES = {
         Recipe(
             "gpt-tiny", GPT_CONFIGS["gpt-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2, recompute=False,
             learning_rate=1.5e-3, warmup=20, evaluate_every=40,
+        ),
+        Recipe(
+            "gpt-hybrid-tiny", GPT_CONFIGS["gpt-hybrid-tiny"], length=2048, plan="2x2/u2", steps=120, zero=2,
+            recompute=False, learning_rate=1.5e-3, warmup=20, evaluate_every=40,
         ),
         Recipe(
             "dit-tiny", replace(DIT_CONFIGS["dit-tiny"], layers=2, rows=8, columns=8), data="digits", batch=32, ranks=4,

@@ -85,7 +85,7 @@ class TextTask(Task):
     def loss_sum(self, model: GPT, batch: TextBatch) -> Tensor:
         attention = partial(batch.sequence.attention, causal=True)
         with self.autocast():
-            hidden = model(batch.tokens, batch.sequence.positions(self.device), attention)
+            hidden = model(batch.tokens, batch.sequence.positions(self.device), attention, batch.sequence)
             return chunked_cross_entropy(hidden, model.output_weight, batch.labels, self.recipe.loss_chunk)[0]
 
     def describe(self) -> str:

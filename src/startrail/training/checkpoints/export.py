@@ -88,6 +88,10 @@ def llama_config(recipe: Recipe) -> dict[str, Any]:
     config = recipe.config
     if not isinstance(config, GPTConfig):
         raise ValueError(f"{recipe.name} is not a GPT: export it to a file that ends in .safetensors")
+    if config.attention_every > 1:
+        raise ValueError(
+            f"{recipe.name} has gated delta nets, and a Llama has none: export it to a file that ends in .safetensors"
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -10,14 +10,16 @@ ValueError: width 128 is not a multiple of 6 heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 from startrail.planner.workload import find_model
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """``hidden`` is the inner width of the SwiGLU; ``tied`` shares one matrix between the embedding and the output."""
+    """``hidden`` is the inner width of the SwiGLU; ``tied`` shares one matrix between the embedding and the output. One
+    layer in ``attention_every`` has attention, the others are gated delta nets."""
 
     vocab: int
     width: int
@@ -27,6 +29,8 @@ class GPTConfig:
     hidden: int
     tied: bool = False
     rotary_base: float = 500_000.0  # slow enough to tell positions in the hundred thousands apart
+    attention_every: int = 1
+    conv_width: ClassVar[int] = 4  # tokens that the convolution of a delta net sees
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -36,12 +40,22 @@ class GPTConfig:
             raise ValueError(
                 f"rotary positions need pairs: head dim {self.width} / {self.heads} = {self.head_dim} is odd"
             )
+        if self.attention_every > self.layers:
+            raise ValueError(f"attention_every {self.attention_every} leaves {self.layers} layers without attention")
         if self.rotary_base <= 1:
             raise ValueError(f"rotary_base {self.rotary_base} must be more than 1")
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    def has_attention(self, layer: int) -> bool:
+        """Each period of layers ends with attention, as in Qwen3-Next."""
+        return (layer + 1) % self.attention_every == 0
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers // self.attention_every
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,7 @@ def _dit(name: str, **image: int) -> DiTConfig:
 
 
 GPT_CONFIGS = {name: _gpt(name) for name in ("gpt-3b", "gpt-7b", "gpt-tiny")}
+GPT_CONFIGS["gpt-hybrid-tiny"] = replace(GPT_CONFIGS["gpt-tiny"], attention_every=4)
 
 # dit-1b sees the 16-channel latents of a 1024 x 1024 image, dit-tiny 32 x 32 RGB pixels.
 DIT_CONFIGS = {
