@@ -85,9 +85,10 @@ class LatentSizes(Sizes):
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of the keys and values of a whole piece in the dtype of accumulators, for a rank's heads."""
+        """Bytes of the keys and values of a whole piece in the dtype of accumulators, for a rank's heads. Some kernels
+        take values as wide as keys only."""
         batch, heads, tokens = self.fields("q", self.tokens)[0].shape[:3]
-        return batch * heads * tokens * (self.head_dim + self.out_dim) * self._wide
+        return batch * heads * tokens * 2 * max(self.head_dim, self.out_dim) * self._wide
 
     @property
     def weight_bytes(self) -> int:
