@@ -180,8 +180,9 @@ def shard_batch(
         arguments |= {"attention_mask": ones, "position_ids": sequence.shard(_joined(positions, kept, -1), -1)}
     if tensors["shift_labels"] is not None:
         arguments["labels"] = arguments["shift_labels"]
-        counted = (tensors["shift_labels"] != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
-        arguments["num_items_in_batch"] = torch.as_tensor(counted).clamp(min=1)  # 0 / 0 would make all gradients NaN
+        items: Tensor | int | None = num_items_in_batch
+        items = (tensors["shift_labels"] != IGNORE).sum() if items is None else items
+        arguments["num_items_in_batch"] = torch.as_tensor(items).clamp(min=1)  # 0 / 0 would make all gradients NaN
     masked = None if masked is None else sequence.shard(masked, 0)
     unpadded = None
     if position_ids is None and not bool(real[:, 0].all()):
