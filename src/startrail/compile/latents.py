@@ -33,6 +33,12 @@ class LatentAttention(Attention):
     rank: int = 512
     rope_dim: int = 64
 
+    @classmethod
+    def from_expanded(cls, call: Attention, rank: int, rope_dim: int) -> LatentAttention:
+        """``call`` with keys and values that travel as latents."""
+        shape = call.heads, 1, call.head_dim, call.value_dim
+        return cls(call.boundaries, call.batch, call.dtype, call.wire, call.mask, *shape, rank, rope_dim)
+
     @property
     def expanded(self) -> Attention:
         """The same attention with keys and values that are expanded by their owner, and travel so."""

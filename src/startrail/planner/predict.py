@@ -2,8 +2,7 @@
 
 >>> from startrail.schedule.plan import Plan
 >>> from startrail.compile.attention import Attention
-from startrail.compile.problem import Boundaries
-from startrail.planner.cluster import find_cluster
+>>> from startrail.planner.cluster import find_cluster
 >>> call = Attention.of(length=65536, batch=1, heads=32, kv_heads=32, head_dim=128, causal=True, dtype="bfloat16")
 >>> cluster = find_cluster("a100-4x8")
 >>> ring, heads = (predict(cluster, Plan.parse(text), call) for text in ("1x32", "u4/1x8"))
