@@ -14,7 +14,7 @@ heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from startrail.compile.attention import ITEMSIZES, Attention
@@ -44,6 +44,11 @@ class LatentAttention(Attention):
         """The same attention with keys and values that are expanded by their owner, and travel so."""
         shape = self.heads, self.heads, self.head_dim, self.value_dim
         return Attention(self.boundaries, self.batch, self.dtype, self.wire, self.mask, *shape)
+
+    @property
+    def absorbed(self) -> Attention:
+        """The same attention with queries that absorb the expansion: all heads attend to the latents themselves."""
+        return replace(self.expanded, kv_heads=1, head_dim=self.rank + self.rope_dim, value_dim=self.rank)
 
     def sizes(self, plan: Plan, local: int) -> LatentSizes:
         itemsize, wire = ITEMSIZES[self.dtype], ITEMSIZES[self.wire or self.dtype]

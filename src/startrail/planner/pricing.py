@@ -17,21 +17,23 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from functools import cached_property
 from math import sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from startrail.compile.attention import Attention, AttentionPart
 from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes
 from startrail.geometry.tiles import Costs, Tile
-from startrail.planner.cluster import ClusterSpec
 from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
 from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.planner.peers import STARTRAIL, Implementation
 from startrail.schedule.families.base import Heads
 from startrail.schedule.plan import Plan
 from startrail.schedule.program import Program, build_program
-from startrail.schedule.sizes import Sizes
 from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
+
+if TYPE_CHECKING:
+    from startrail.planner.cluster import ClusterSpec
+    from startrail.schedule.sizes import Sizes
 
 # Per visible pair: products of so many elements of keys, and of values (two and five in all).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = (1, 1), (3, 2)
