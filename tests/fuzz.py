@@ -1,7 +1,8 @@
 """Random plans x shapes x masks against float64: ``make fuzz``, or ``python -m tests.fuzz --cases 500 --seed 0``.
 
 Cases of one world size share a set of forked ranks. Everything about a case follows from its seed, so a failure is
-repeated with ``--seed N --cases 1``. One case in ten is run once more with numbers that are not finite.
+repeated with ``--seed N --cases 1``. One case in ten is run once more with numbers that are not finite, and one in ten
+with latents instead of keys and values.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import lcm
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from startrail.diagnostics.exactness import check_cases
 from startrail.diagnostics.reference import CALL_STYLES, Case, limiting_dtype, visible_pairs
+from startrail.engine.arguments import LatentShapes
 from startrail.engine.wire import DTYPES
+from startrail.geometry.mask import Mask
 from startrail.launch.local import RankError, run_local
 from startrail.planner.auto import plan_for_heads
 from startrail.planner.cluster import find_cluster
@@ -127,7 +131,15 @@ def run(first_seed: int, count: int, progress: bool = False) -> list[str]:
 def not_finite(first_seed: int, count: int, progress: bool = False) -> list[str]:
     """The same with NaN and infinities in q, k, v and dout: they come out where they do in one process."""
     cases = [replace(random_case(seed), slices=(), softcap=None) for seed in range(first_seed, first_seed + count)]
-    return _search(_wrong_if_spoilt, cases, progress)
+    return _search(partial(_compared, _spoilt, _unlike_alone), cases, progress)
+
+
+def latents(first_seed: int, count: int, progress: bool = False) -> list[str]:
+    """The same in float64 with keys and values that travel as latents: out, all gradients and bytes."""
+    changes = dict(dtype=torch.float64, wire_dtype=None, softcap=None)
+    cases = [replace(random_case(seed), **changes) for seed in range(first_seed, first_seed + count)]
+    cases = [replace(case, head_dim=max(case.head_dim, 2)) for case in cases]
+    return _search(partial(_compared, _latent, _unlike_expanded), cases, progress)
 
 
 def _search(check: Callable[[list[Case]], list[str]], cases: list[Case], progress: bool) -> list[str]:
@@ -174,18 +186,19 @@ def _found(case: Case, text: str) -> str:
 Truth = dict[str, Tensor]
 
 
-def _wrong_if_spoilt(cases: list[Case]) -> list[str]:
+def _compared(make: Callable[[Case], tuple], unlike: Callable[..., list[str]], cases: list[Case]) -> list[str]:
+    """What ``unlike`` finds on any rank, given a case and what ``make`` makes of it."""
     torch.set_num_threads(1)
-    data = [_spoilt(case) for case in cases]
+    data = [make(case) for case in cases]
 
     def on_rank(rank: int) -> list[str]:
         pairs = zip(cases, data, strict=True)
-        return [_found(case, f"rank {rank}: {text}") for case, given in pairs for text in _unlike_alone(case, *given)]
+        return [_found(case, f"rank {rank}: {text}") for case, given in pairs for text in unlike(case, *given)]
 
     try:
         return [text for texts in run_local(on_rank, cases[0].world, DEADLINE) for text in texts or ()]
     except RankError as error:
-        return _one_by_one(_wrong_if_spoilt, cases, error)
+        return _one_by_one(partial(_compared, make, unlike), cases, error)
 
 
 def _spoilt(case: Case) -> tuple[list[Tensor], Truth, Truth]:
@@ -254,6 +267,56 @@ def _unlike_alone(case: Case, tensors: list[Tensor], least: Truth, most: Truth) 
     return wrong
 
 
+# --- latents
+
+LATENT_RANK = 5
+
+
+def _latent(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """q, latent, k_rope, w_k, w_v and a cotangent; out and the gradients of one process."""
+    generator, heads = torch.Generator().manual_seed(case.seed), case.q_heads
+    rope, value = max(case.head_dim // 3, 1), case.value_dim or case.head_dim
+    shapes = [(case.batch, heads, case.length, case.head_dim), (case.batch, case.length, LATENT_RANK)]
+    shapes += [(case.batch, case.length, rope), (heads, case.head_dim - rope, LATENT_RANK), (heads, value, LATENT_RANK)]
+    own = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    q, latent, k_rope, w_k, w_v = own
+    dout = torch.randn(case.batch, heads, case.length, value, generator=generator, dtype=torch.float64)
+    k = torch.einsum("btr,hdr->bhtd", latent, w_k)
+    k = torch.cat((k, k_rope.unsqueeze(1).expand(-1, heads, -1, -1)), 3)
+    v = torch.einsum("btr,hdr->bhtd", latent, w_v)
+    seen, scale = visible_pairs(case), case.head_dim**-0.5 if case.scale is None else case.scale
+    with torch.no_grad():
+        truth = _plain_math(q, k, v, dout, scale, seen, seen)
+    grads = torch.autograd.grad((k, v), own[1:], (truth["dk"], truth["dv"]))
+    return [*(x.detach() for x in own), dout], [truth["out"], truth["dq"], *grads]
+
+
+def _unlike_expanded(case: Case, tensors: list[Tensor], truth: list[Tensor]) -> list[str]:
+    sp = case.parallel()
+    sequence = sp.sequence(case.length, case.documents, case.blocks)
+    dims = (2, 2, 1, 1, None, None)  # of the tokens of out, q, latent, k_rope, w_k, w_v
+
+    def shard(x: Tensor, dim: int | None) -> Tensor:
+        return x.clone() if dim is None else sequence.shard(x, dim)
+
+    inputs = [shard(x, dim).requires_grad_() for x, dim in zip(tensors[:5], dims[1:], strict=True)]
+    options = dict(mask=Mask(case.causal, case.window, chunk=case.chunk, steps=case.mask.steps), scale=case.scale)
+    out = sequence.latent_attention(*inputs, **options)
+    grads = list(torch.autograd.grad(out, inputs, shard(tensors[5], 2)))
+    for weight in grads[3:]:  # this rank's share
+        dist.all_reduce(weight)
+    wrong, real = [], sequence.shard(torch.ones(case.length), 0)
+    for name, dim, mine, whole in zip(("out", *LatentShapes._fields), dims, (out, *grads), truth, strict=False):
+        off = (mine - shard(whole, dim)).abs()
+        off = off if dim is None else off.movedim(dim, -1) * real  # not padding
+        if not off.max() <= 1e-9 * (1 + whole.abs().max()):
+            wrong.append(f"{name}: {off.max().item():.2e} off")
+    passes = sequence.promised_traffic(*inputs, mask=options["mask"]).values()
+    promised = {name: sum(levels.get(name, 0) for levels in passes) for levels in passes for name in levels}
+    sent = {name: lane["bytes"] for name, lane in sp.traffic().items() if lane["bytes"]}
+    return wrong if sent == promised else [*wrong, f"sent {sent}, the closed form gives {promised}"]
+
+
 def test_a_smaller_run():
     assert not run(first_seed=10_000, count=60 if FULL else 20)
 
@@ -264,6 +327,10 @@ def test_cases_that_failed_before():
 
 def test_numbers_that_are_not_finite():
     assert not not_finite(first_seed=20_000, count=20 if FULL else 10)
+
+
+def test_latents():
+    assert not latents(first_seed=30_000, count=30 if FULL else 10)
 
 
 def test_random_cases_cover_every_feature():
@@ -305,10 +372,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    start, spoilt = time.monotonic(), -(-options.cases // 10)
-    wrong = run(options.seed, options.cases, progress=True) + not_finite(options.seed, spoilt, progress=True)
+    start, tenth = time.monotonic(), -(-options.cases // 10)
+    wrong = run(options.seed, options.cases, progress=True)
+    wrong += [text for more in (not_finite, latents) for text in more(options.seed, tenth, progress=True)]
     found = f"{len(wrong)} mistakes" if wrong else "nothing found"
-    print(f"{options.cases} cases, {spoilt} of them once more with numbers that are not finite, in", end=" ")
+    print(f"{options.cases} cases, {tenth} of them with numbers that are not finite, {tenth} with latents, in", end=" ")
     print(f"{time.monotonic() - start:.0f} s: {found}")
     return 1 if wrong else 0
 

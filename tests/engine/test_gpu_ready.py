@@ -166,7 +166,7 @@ def cuda_backend(monkeypatch):
     for op in ("flash_forward", "flash_backward", "bands_forward", "bands_backward"):
         monkeypatch.setattr(_compat, f"cuda_{op}", getattr(stand_ins, op))
 
-    def kernel_for(device, dtype, dim, softcap):
+    def kernel_for(device, dtype, dim, softcap, value_dim):
         if softcap is None:
             return cuda.FlashKernel(dtype)
         return cuda.FlashKernel(dtype, flash_attn_ops(stand_ins.PACKAGE, softcap), "attn", softcap)

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import startrail
 from startrail.compile.latents import LatentSizes
 from startrail.engine import latents
 from startrail.engine.arguments import read_latent_call
+from startrail.kernels import base
 from startrail.launch.local import run_local
 from startrail.schedule.plan import Plan
 from startrail.schedule.values import PASSES
@@ -349,3 +351,17 @@ def test_more_columns_than_are_held_expanded():
         return mistakes(sequence, inputs, dout, truth)[0]
 
     assert run_local(on_rank, 4) == [[]] * 4
+
+
+def test_values_are_padded_once_per_piece(monkeypatch):
+    """The kernel for CPUs takes values as wide as keys: here four rows meet one column on each rank."""
+    padded = []
+    monkeypatch.setattr(base, "F", SimpleNamespace(pad=lambda x, sides: (padded.append(x.shape), F.pad(x, sides))[1]))
+    *inputs, dout = make_inputs(64)
+    truth = one_process(inputs, dout, visible(64, False))
+
+    def on_rank(rank):
+        found, _ = mistakes(startrail.SequenceParallel("4x1").sequence(64), inputs, dout, truth)
+        return found, len(padded)
+
+    assert run_local(on_rank, 4) == [([], 2 + 4)] * 4, "values in both passes, and dout"

@@ -1,7 +1,10 @@
 """Models with latent attention send latents: the loss and all gradients of one process, and the bytes of latents."""
 
 import copy
+import importlib
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from startrail.diagnostics.observe import Observed, recorded_attention
 from startrail.integrations import latents, survey
 from startrail.integrations.transformers import attach, detach, shard_batch
 from startrail.launch.local import run_local
-from tests.helpers import FULL
+from tests.helpers import FULL, ROOT
 from tests.integrations.one_process import BATCHES, many_ranks
 from tests.integrations.tiny import EXPERTS, SMALL, InFloat64, backward, differences, gradients, tokens
 
@@ -194,6 +197,45 @@ def test_layers_that_compute_with_their_keys_run_as_before(monkeypatch):
         attach(model, startrail.SequenceParallel("1x1"))
     assert latents.describe(model) == ("expanded keys of latents",)
     assert isinstance(model.model.layers[0].self_attn, attention)
+
+
+def families_with_latents():
+    """Those of the installed transformers, by the name of their folder, with the module of their models."""
+    for folder in sorted(Path(hf.models.__file__).parent.iterdir()):
+        path = folder / f"modeling_{folder.name}.py"
+        if path.exists() and "kv_lora_rank" in path.read_text():
+            yield folder.name, importlib.import_module(f"transformers.models.{folder.name}.modeling_{folder.name}")
+
+
+SPECIAL = {
+    "longcat_flash": dict(num_layers=1, head_dim=4, expert_ffn_hidden_size=16, zero_expert_num=2, moe_topk=2),
+    "glm5_next": dict(qk_rope_head_dim=0, qk_nope_head_dim=12),
+}
+
+
+def what_is_sent(name, module):
+    """What a tiny model of a family sends, or the error that says why it does not run."""
+    config = type(hf.AutoConfig.for_model(name).get_text_config(decoder=True))
+    options = {**HEADS, **LATENT, **ROUTED, "num_hidden_layers": 2, **FAMILIES.get(name, {}), **SPECIAL.get(name, {})}
+    made = [kind for kind in vars(module).values() if getattr(kind, "config_class", None) is config]
+    made.sort(key=lambda kind: -kind.__name__.endswith("ForCausalLM"))
+    model = next(kind for kind in made if kind.__name__.endswith(("ForCausalLM", "TextModel")))(config(**options))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return ", ".join(latents.describe(attach(model, startrail.SequenceParallel("1x1"), check=False)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_the_documentation_lists_every_family_with_latents_and_whether_it_sends_them():
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (latents|no: .*`\w+`) \|$", page, re.MULTILINE))
+    found = {name: what_is_sent(name, module) for name, module in families_with_latents()}
+    assert rows.keys() == found.keys()
+    for name, text in rows.items():
+        assert text.split("`")[1 if "`" in text else 0] in found[name], (name, found[name])
+        assert (text == "latents") == (found[name] == "latents"), (name, found[name])
 
 
 def test_every_family_that_runs_sends_latents():

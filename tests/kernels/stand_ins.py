@@ -3,6 +3,7 @@ reference, and raise for whatever the real kernels would crash on or silently ge
 
 import itertools
 import types
+from functools import partial
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,7 +12,7 @@ from startrail import _compat
 from startrail.geometry.mask import Mask
 from startrail.kernels import Partial, cuda
 from startrail.kernels.base import TileMask
-from startrail.kernels.flash_ops import flash_attn_ops
+from startrail.kernels.flash_ops import FlashOps, flash_attn_ops
 from startrail.kernels.reference import ReferenceKernel
 from tests.geometry.test_mask import fa2_window
 
@@ -25,11 +26,12 @@ KINDS = {"full": (17, 33), "causal": (33, 33), "masked": (17, 33), "aligned": (6
 # --- ATen's ops
 
 
-def check_sides(q, k, v, *others):
-    for x in (q, k, v, *others):
+def check_sides(q, k, v, *others, narrow=False):
+    """``narrow``: values, and what has their width, may be narrower than keys."""
+    for x, width in ((q, q), (k, q), (v, v), *((x, v) for x in others)):
         assert x.dtype == q.dtype
         assert x.stride(-1) == 1
-        assert x.shape[-1] == q.shape[-1]
+        assert x.shape[-1] == (width if narrow else q).shape[-1]
         assert not any(step % 8 for step in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])), "misaligned"
 
 
@@ -45,9 +47,9 @@ def wide(*tensors):
 
 def flash_forward(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None,
-    kernel=REFERENCE,
+    kernel=REFERENCE, narrow=False,
 ):  # fmt: skip
-    check_sides(query, key, value)
+    check_sides(query, key, value, narrow=narrow)
     assert (dropout_p, return_debug_mask) == (0.0, False)
     out, lse = kernel.forward_tile(*wide(query, key, value), TileMask(is_causal, None, scale))
     empty = torch.empty(0)
@@ -56,9 +58,9 @@ def flash_forward(
 
 def flash_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-    philox_seed, philox_offset, *, scale=None, kernel=REFERENCE,
+    philox_seed, philox_offset, *, scale=None, kernel=REFERENCE, narrow=False,
 ):  # fmt: skip
-    check_sides(query, key, value, grad_out, out)
+    check_sides(query, key, value, grad_out, out, narrow=narrow)
     check_flash_lse(logsumexp, query)
     assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
     sides = wide(grad_out, query, key, value, out, logsumexp)
@@ -69,7 +71,8 @@ def cudnn_forward(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale,
 ):  # fmt: skip
     assert attn_bias is None and compute_log_sumexp
-    out, lse, *rest = flash_forward(query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
+    rest = dropout_p, is_causal, return_debug_mask
+    out, lse, *rest = flash_forward(query, key, value, *rest, scale=scale, narrow=True)
     return out, lse.unsqueeze(-1), *rest
 
 
@@ -79,7 +82,7 @@ def cudnn_backward(
 ):  # fmt: skip
     assert attn_bias is None and logsumexp.shape[3:] == (1,)
     rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset
-    return flash_backward(grad_out, query, key, value, out, logsumexp.squeeze(-1), *rest, scale=scale)
+    return flash_backward(grad_out, query, key, value, out, logsumexp.squeeze(-1), *rest, scale=scale, narrow=True)
 
 
 def check_bands(q, k, v, *others):
@@ -170,7 +173,7 @@ def check_efficient(q, k, v, bias):
 def efficient_forward(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):  # fmt: skip
-    check_sides(query, key, value)
+    check_sides(query, key, value, narrow=True)
     mask = check_efficient(query, key, value, attn_bias)
     assert compute_log_sumexp
     assert dropout_p == 0.0
@@ -185,9 +188,9 @@ def efficient_backward(
     grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
     is_causal=False, *, scale=None,
 ):  # fmt: skip
-    check_sides(query, key, value, grad_out_, out)
+    check_sides(query, key, value, grad_out_, out, narrow=True)
     mask = check_efficient(query, key, value, attn_bias)
-    rows, (heads, dim) = query.shape[2], (query.shape[1], query.shape[3])
+    rows, (heads, dim) = query.shape[2], (query.shape[1], value.shape[3])
     assert logsumexp.dtype == torch.float32
     assert logsumexp.shape == (*query.shape[:2], (rows + 31) // 32 * 32)
     assert logsumexp.stride(2) == 1
@@ -263,6 +266,9 @@ def make(name, dtype):
         return cuda.FlashKernel(dtype, flash_attn_ops(PACKAGE), "attn")
     if name == "softcap":
         return cuda.FlashKernel(dtype, flash_attn_ops(PACKAGE, SOFTCAP), "attn", SOFTCAP)
+    if name in ("FA3", "FA4"):
+        newer = FlashOps(partial(flash_forward, narrow=True), partial(flash_backward, narrow=True), None, None)
+        return cuda.FlashKernel(dtype, newer, name)
     return {"efficient": cuda.EfficientKernel, "flash": cuda.FlashKernel, "cudnn": cuda.CudnnKernel}[name](dtype)
 
 

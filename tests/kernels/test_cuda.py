@@ -9,7 +9,7 @@ from startrail import _compat
 from startrail.geometry.bands import bands_of
 from startrail.geometry.mask import Mask, Segment
 from startrail.geometry.tiles import Tile, segments_of, tiles_of
-from startrail.kernels import CpuKernel, cuda
+from startrail.kernels import CpuKernel, base, cuda, pad_width
 from startrail.kernels.base import TileMask, row_chunks, row_sums, surrogate_out
 from startrail.kernels.flash_ops import flash_attn_ops
 from tests.kernels.stand_ins import (
@@ -100,6 +100,27 @@ def test_whole_blocks(name, stand_in_ops):
         Tile(0, 40, 28, 30, "full"),
     ]
     check_blocks(make(name, torch.float32), tensors(40, 30, 4, 2, 20, torch.float64), tiles)
+
+
+@pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn", "FA3", "FA4"])
+def test_latent_attentions_values_are_padded_for_few_kernels(name, stand_in_ops, monkeypatch):
+    """Keys of 192 with values of 128. Tensors as wide as ``widths`` says are not padded again."""
+    kernel = make(name, torch.float32)
+    q, k, v, dout = tensors(40, 30, 4, 2, 192, torch.float64)
+    tiles = [Tile(0, 9, 0, 9, "causal"), Tile(9, 20, 0, 13, "full"), Tile(20, 40, 28, 30, "full")]
+    check_blocks(kernel, (q, k, v[..., :128], dout[..., :128]), tiles)
+    assert kernel.widths(192, 128) == ((192, 192) if name in ("flash", "flash-attn") else (192, 128))
+    assert kernel.widths(64, 80) == ((64, 80) if name == "efficient" else (80, 80))
+    sides = q, k, pad_width(v[..., :128], kernel.widths(192, 128)[1])
+    monkeypatch.setattr(base, "F", None)
+    kernel.forward(*(kernel.prepare(x) for x in sides), tiles, SCALE)
+
+
+def test_windows_and_documents_of_latent_attention_on_cudnn(stand_in_ops):
+    """FlashAttention 2 computes them, with wider values."""
+    tiles = bands_of(segments_of(BLOCKS["documents in a window"][0], ((0, 40),), ((0, 40),)))
+    q, k, v, dout = tensors(40, 40, 4, 2, 192, torch.float64)
+    check_blocks(make("cudnn", torch.float32), (q, k, v[..., :128], dout[..., :128]), tiles)
 
 
 @pytest.mark.parametrize("name", ["efficient", "flash", "flash-attn", "cudnn"])

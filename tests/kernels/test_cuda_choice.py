@@ -16,7 +16,9 @@ from tests.kernels.stand_ins import HALF, PACKAGE, WithoutDeviceGuard
 def select(monkeypatch):
     """Select a backend as if flash-attn of some version were installed, on a device of some capability."""
 
-    def chosen(dtype, head_dim=64, installed=None, capability=None, softcap=None, cudnn=None, attends=True):
+    def chosen(
+        dtype, head_dim=64, installed=None, capability=None, softcap=None, cudnn=None, attends=True, value_dim=None
+    ):  # fmt: skip
         parent = None
         if installed is not None:
             parent = types.ModuleType("flash_attn")
@@ -31,7 +33,7 @@ def select(monkeypatch):
         cuda._installed_flash_attn.cache_clear()
         cuda._newer_flash.cache_clear()
         with FakeTensorMode(), WithoutDeviceGuard():
-            kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap)
+            kernel = kernel_for(torch.device("cuda"), dtype, head_dim, softcap, value_dim)
         assert kernel.softcap == softcap
         assert kernel.reason
         chosen.reason = kernel.reason
@@ -83,12 +85,19 @@ def test_newer_flash_attention_is_preferred_if_it_supports_the_gpu(select, monke
     assert select(torch.bfloat16, 192, capability=(10, 0)) == "cuda-flash", "whose kernels are not for all of these"
     assert select(torch.bfloat16, 256, installed="2.8.3", capability=(10, 0)) == "cuda-flash-attn"
     assert select(torch.bfloat16, 192, capability=(9, 0)) == "cuda-flash-fa3"
+    assert select(torch.bfloat16, 192, capability=(10, 0), value_dim=128) == "cuda-flash-fa4", "latent attention"
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
     assert select(torch.bfloat16, capability=(9, 0)) == "cuda-flash"
     assert select.reason == "torch is set to use FA4"
     assert select(torch.bfloat16, 192, capability=(9, 0)) == "cuda-efficient"
     assert select.reason == "head dim 192: FA4, which torch is set to use, is known to be right up to 128"
     assert select(torch.float32, capability=(9, 0)) == "cuda-efficient"
+
+
+def test_cudnn_takes_the_widths_of_latent_attention(select):
+    assert select(torch.bfloat16, 192, capability=(9, 0), cudnn=91002, value_dim=128) == "cuda-cudnn"
+    assert select(torch.bfloat16, 192, capability=(9, 0), cudnn=91002) == "cuda-flash"
+    assert select(torch.bfloat16, 192, capability=(9, 0), cudnn=91002, value_dim=128, attends=False) == "cuda-flash"
 
 
 def test_torch_has_the_adapter_for_flash_attention_3():

@@ -50,7 +50,7 @@ def test_a_hugging_face_config_has_sliding_and_full_layers(extra, kinds):
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads 3"),
         ({"num_local_experts": 8}, "num_local_experts = 8: experts of llama are not supported"),
-        ({"kv_lora_rank": 512}, "latent attention is not supported"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank = 512: latents of llama are not supported"),
         ({"layer_types": ["linear_attention"] * 4}, "layers of type 'linear_attention' are not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types must list each of the 4 layers"),
     ],

@@ -16,7 +16,7 @@ heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from startrail.compile.attention import ITEMSIZES, Attention
@@ -35,11 +35,22 @@ class LatentAttention(Attention):
     rank: int = 512
     rope_dim: int = 64
 
+    @classmethod
+    def from_expanded(cls, call: Attention, rank: int, rope_dim: int) -> LatentAttention:
+        """``call`` with keys and values that travel as latents."""
+        shape = call.heads, 1, call.head_dim, call.value_dim
+        return cls(call.boundaries, call.batch, call.dtype, call.wire, call.mask, *shape, rank, rope_dim)
+
     @property
     def expanded(self) -> Attention:
         """The same attention with keys and values that are expanded by their owner, and travel so."""
         shape = self.heads, self.heads, self.head_dim, self.value_dim
         return Attention(self.boundaries, self.batch, self.dtype, self.wire, self.mask, *shape)
+
+    @property
+    def absorbed(self) -> Attention:
+        """The same attention with queries that absorb the expansion: all heads attend to the latents themselves."""
+        return replace(self.expanded, kv_heads=1, head_dim=self.rank + self.rope_dim, value_dim=self.rank)
 
     def sizes(self, plan: Plan, local: int) -> LatentSizes:
         itemsize, wire = ITEMSIZES[self.dtype], ITEMSIZES[self.wire or self.dtype]
@@ -88,9 +99,10 @@ class LatentSizes(Sizes):
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of the keys and values of a whole piece in the dtype of accumulators, for a rank's heads."""
+        """Bytes of the keys and values of a whole piece in the dtype of accumulators, for a rank's heads. Some kernels
+        take values as wide as keys only."""
         batch, heads, tokens = self.fields("q", self.tokens)[0].shape[:3]
-        return batch * heads * tokens * (self.head_dim + self.out_dim) * self._wide
+        return batch * heads * tokens * 2 * max(self.head_dim, self.out_dim) * self._wide
 
     @property
     def weight_bytes(self) -> int:

@@ -27,6 +27,7 @@ from startrail.kernels import (
     block_max_logits,
     kernel_for,
     nudge_zero_rows,
+    pad_width,
     row_sums,
     surrogate_out,
 )
@@ -88,7 +89,7 @@ class AttentionRequest:
 def _kernel_for(shapes: CallShapes, softcap: float | None, parts: Sequence[AttentionPart], pass_: Pass) -> Kernel:
     """The backend for one pass. It leaves multiprocessors to the transfers that run under its blocks. Lanes for keys on
     demand are not counted: what they carry is small, and is sent at the start of a pass."""
-    kernel = kernel_for(shapes.device, shapes.dtype, max(shapes.head_dim, shapes.value_dim), softcap)
+    kernel = kernel_for(shapes.device, shapes.dtype, shapes.head_dim, softcap, shapes.value_dim)
     kernel.sm_margin = channels_under_compute([part.program(pass_) for part in parts if part.demand_level is None])
     return kernel
 
@@ -138,6 +139,7 @@ class AttentionKernel(BlockKernel):
     def __init__(self, prepared: PreparedAttention, pass_: Pass, shapes: CallShapes, max_logits: bool = False) -> None:
         self.kernel, self.tiles, self.scale = prepared.kernels[pass_], prepared.tiles, prepared.scale
         self.shapes, self.acc = shapes, accumulator(shapes.dtype)
+        self.of_keys, self.of_values = self.kernel.widths(shapes.head_dim, shapes.value_dim)
         self.max_logits = torch.empty(shapes.q[:2] if max_logits else (0, 0), dtype=self.acc, device=shapes.device)
         if max_logits:
             self.max_logits.fill_(float("-inf"))
@@ -153,11 +155,13 @@ class AttentionKernel(BlockKernel):
         return other
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
-        """lse and delta, one number per row, stay in the accumulation dtype, as kernels expect."""
+        """As the kernel takes them, and as wide. lse and delta, one number per row, stay in the accumulation dtype, as
+        kernels expect."""
         if kind != "do":
-            return tuple(self.kernel.prepare(x) for x in tensors)
+            widths = (self.of_keys, self.of_values)
+            return tuple(self.kernel.prepare(pad_width(x, width)) for x, width in zip(tensors, widths, strict=False))
         lse, delta, dout = tensors
-        dout = self.kernel.prepare_dout(dout)
+        dout = self.kernel.prepare_dout(pad_width(dout, self.of_values))
         return dout, self.kernel.prepare(surrogate_out(dout, delta)), lse
 
     def new_result(self, kind: str, shapes: Sequence[Sequence[int]]) -> Partial | Sums:

@@ -54,8 +54,11 @@ class LatentKernel(AttentionKernel):
         return other
 
     def prepare(self, kind: str, tensors: Tensors) -> Tensors:
-        """New objects, by which expansions are found: a buffer's views are the same ones for the next piece in it."""
-        return tuple(x.view_as(x) for x in super().prepare(kind, tensors))
+        """Latents are new objects, by which expansions are found: a buffer's views are the same ones for the next piece
+        in it."""
+        if kind != "kv":
+            return super().prepare(kind, tensors)
+        return tuple(self.kernel.prepare(x).view_as(x) for x in tensors)
 
     def block(
         self, part: PreparedPart, block: Block, inputs: Sequence[Tensors], results: Sequence[Partial | Sums]
@@ -71,7 +74,8 @@ class LatentKernel(AttentionKernel):
             return
         by_row, by_latent = results
         assert isinstance(by_latent, Sums)
-        by_key = Sums([keys.k.shape, keys.v.shape], self.acc, self.shapes.device)
+        widths = self.shapes.head_dim, self.shapes.value_dim
+        by_key = Sums([(*keys.k.shape[:3], width) for width in widths], self.acc, self.shapes.device)
         super().block(part, block, [*of_row, (keys.k, keys.v)], [by_row, by_key])
         dk, dv = (self.kernel.prepare(x) for x in by_key.tensors())
         by_latent.sums[0].add(self._contract(latent, dk, dv, heads), donated=True)
@@ -96,7 +100,7 @@ class LatentKernel(AttentionKernel):
         k[..., : w_k.shape[1]] = (compressed @ w_k.flatten(0, 1).T).unflatten(2, w_k.shape[:2]).transpose(1, 2)
         k[..., w_k.shape[1] :] = k_rope
         v = (compressed @ w_v.flatten(0, 1).T).unflatten(2, w_v.shape[:2]).transpose(1, 2)
-        made = Expansion(latent, self.kernel.prepare(k), self.kernel.prepare(v))
+        made = Expansion(latent, *super().prepare("kv", (k, v)))
         self._expansions.append(made)
         return made
 
@@ -144,4 +148,5 @@ def backward(
     (dq, together), kernel = run_backward(session, request, op_key, inputs, make_kernel, *given)
     d_latent, d_rope = together.squeeze(1).split((rank, rope_dim), 2)
     dw_k, dw_v = (x.to(w.dtype) for x, w in zip(kernel.gradients, weights, strict=True))
-    return dq, d_latent.contiguous(), d_rope.contiguous(), dw_k, dw_v
+    d_latent, d_rope = (x.clone(memory_format=torch.contiguous_format) for x in (d_latent, d_rope))  # not aliases
+    return dq, d_latent, d_rope, dw_k, dw_v

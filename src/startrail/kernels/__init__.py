@@ -16,18 +16,21 @@ from __future__ import annotations
 import torch
 
 from startrail.kernels.accumulate import Partial, Sum, Sums, accumulator
-from startrail.kernels.base import Kernel, nudge_zero_rows, row_sums, surrogate_out
+from startrail.kernels.base import Kernel, nudge_zero_rows, pad_width, row_sums, surrogate_out
 from startrail.kernels.cpu import CpuKernel
 from startrail.kernels.max_logits import block_max_logits
 
 __all__ = [
-    "Kernel", "Partial", "Sum", "Sums", "accumulator", "block_max_logits", "kernel_for", "nudge_zero_rows", "row_sums",
-    "surrogate_out",
+    "Kernel", "Partial", "Sum", "Sums", "accumulator", "block_max_logits", "kernel_for", "nudge_zero_rows", "pad_width",
+    "row_sums", "surrogate_out",
 ]  # fmt: skip
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
-    """The fastest backend for these tensors, and the ``reason`` for the choice. Raises ``ValueError`` without one.
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None, value_dim: int | None = None
+) -> Kernel:
+    """The fastest backend for these tensors, and the ``reason`` for the choice. ``value_dim``: the width of values if
+    it differs from ``head_dim``. Raises ``ValueError`` without one.
 
     >>> kernel = kernel_for(torch.device("cpu"), torch.bfloat16, 64)
     >>> print(f"{kernel.name}: {kernel.reason}")
@@ -38,5 +41,5 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap:
     if device.type == "cuda":
         from startrail.kernels.cuda import cuda_kernel
 
-        return cuda_kernel(device, dtype, head_dim, softcap)
+        return cuda_kernel(device, dtype, head_dim, softcap, value_dim)
     raise ValueError(f"no attention kernel for device {device}; startrail runs on cpu and cuda")

@@ -67,6 +67,12 @@ class Kernel(ABC):
         """``prepare`` for dout, and so for the rows' out, which all blocks of a row share in the backward pass."""
         return self.prepare(x)
 
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """How wide this backend takes queries and keys, and values: narrower ones are padded with zeros, which change
+        no logit and no result. Tensors of these widths are never padded again."""
+        widest = max(head_dim, value_dim)
+        return widest, widest
+
     @abstractmethod
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         """out and lse of a rectangle."""
@@ -90,11 +96,11 @@ class Kernel(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, visible: Sequence[Tile], scale: float, into: Partial | None = None
     ) -> Partial:
         """Attend, and merge the result into ``into`` (a new ``Partial`` if not given)."""
-        width = v.shape[3]
         if into is None:
-            into = Partial((*q.shape[:3], width), accumulator(q.dtype), q.device)
+            into = Partial((*q.shape[:3], v.shape[3]), accumulator(q.dtype), q.device)
         forward_tile = self.select_forward(q, k)
-        q, k, v = _pad_head_dims(q, k, v)
+        of_keys, of_values = self.widths(q.shape[3], v.shape[3])
+        q, k, v = pad_width(q, of_keys), pad_width(k, of_keys), pad_width(v, of_values)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             qt, kt, vt = _rows_of(q, rows), _rows_of(k, keys), _rows_of(v, keys)
@@ -105,7 +111,7 @@ class Kernel(ABC):
             self._check_shapes(("out", out, (*qt.shape[:3], vt.shape[3])), ("lse", lse, qt.shape[:3]))
             if flip:
                 out, lse = out.flip(2), lse.flip(2)
-            into.merge(out[..., :width], lse, rows, donated=True)
+            into.merge(out[..., : into.shape[3]], lse, rows, donated=True)
         return into
 
     def backward(
@@ -116,9 +122,10 @@ class Kernel(ABC):
         if into is None:
             dtype = accumulator(q.dtype)
             into = Sum(q.shape, dtype, q.device), Sum(k.shape, dtype, k.device), Sum(v.shape, dtype, v.device)
-        widths = q.shape[3], k.shape[3], v.shape[3]
         backward_tile = self.select_backward(out, lse)
-        q, k, v, dout, out = _pad_head_dims(q, k, v, dout, out)
+        of_keys, of_values = self.widths(q.shape[3], v.shape[3])
+        q, k = pad_width(q, of_keys), pad_width(k, of_keys)
+        v, dout, out = pad_width(v, of_values), pad_width(dout, of_values), pad_width(out, of_values)
         for tile in visible:
             rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             tile_mask, flip = _tile_mask(tile, q.device, scale)
@@ -128,8 +135,8 @@ class Kernel(ABC):
                 dt, qt, kt, vt, ot, lt = (x.flip(2) for x in (dt, qt, kt, vt, ot, lt))
             grads = backward_tile(dt, qt, kt, vt, ot, lt, tile_mask)
             self._check_shapes(*zip(("dq", "dk", "dv"), grads, (qt.shape, kt.shape, vt.shape), strict=True))
-            for total, grad, part, width in zip(into, grads, (rows, keys, keys), widths, strict=True):
-                total.add((grad.flip(2) if flip else grad)[..., :width], part, donated=True)
+            for total, grad, part in zip(into, grads, (rows, keys, keys), strict=True):
+                total.add((grad.flip(2) if flip else grad)[..., : total.shape[3]], part, donated=True)
         return into
 
     def _check_shapes(self, *results: tuple[str, Tensor, Sequence[int]]) -> None:
@@ -218,10 +225,9 @@ def nudge_zero_rows(dout: Tensor, delta: Tensor) -> Tensor:
     return dout.scatter(-1, place, number)
 
 
-def _pad_head_dims(*tensors: Tensor) -> Iterator[Tensor]:
-    """Kernels need one head dim: narrower tensors are padded with zeros, which change no logit and no result."""
-    widest = max(x.shape[3] for x in tensors)
-    return (x if x.shape[3] == widest else F.pad(x, (0, widest - x.shape[3])) for x in tensors)
+def pad_width(x: Tensor, width: int) -> Tensor:
+    """``x`` with zeros up to ``width`` in its last dimension."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _tile_mask(tile: Tile, device: torch.device, scale: float) -> tuple[TileMask, bool]:

@@ -104,7 +104,7 @@ class CpuKernel(Kernel):
 
 def check_block(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ``ValueError`` for blocks that the kernels would crash on or silently get wrong."""
-    if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1] or k.shape != v.shape:
+    if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"block kernel: q {tuple(q.shape)} does not fit k {tuple(k.shape)}, v {tuple(v.shape)}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         strides = f"{q.stride()}, {k.stride()}, {v.stride()}"

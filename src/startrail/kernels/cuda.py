@@ -9,6 +9,8 @@ those marked with !, and crash or return wrong numbers if they are violated:
 
 - all: head dims are multiples of 8, and rows start at multiples of 16 bytes!. Padding the head dim with zeros changes
   no logit, because the scale is always explicit; the padding of each result is cut off.
+- values of another width than keys: memory-efficient attention takes any; FlashAttention 3 keys of 129 to 192 with
+  values of 97 to 128, FlashAttention 4 and cuDNN 192 with 128 (latent attention). Others need values as wide as keys.
 - flash: lse is contiguous in memory!, also if it is a slice of a longer one. Fewer key/value heads are supported.
   FlashAttention 2 interprets some windows differently! (`bands` makes none of them), and returns lse = +inf for rows
   without a key! (tiles have none).
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from startrail import _compat
 from startrail.geometry.tiles import Costs
-from startrail.kernels.base import Kernel, TileMask
+from startrail.kernels.base import Kernel, TileMask, pad_width
 from startrail.kernels.cpu import check_block
 from startrail.kernels.device import current_stream_id, ints_on
 from startrail.kernels.fa4 import fa4_ops
@@ -51,10 +53,14 @@ _MAX_KNOWN_SHAPES = 256
 _HEAD_DIM_MULTIPLE, _BIAS_ROW_MULTIPLE, _LSE_ROW_MULTIPLE = 8, 16, 32
 
 
-def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> Kernel:
+def cuda_kernel(
+    device: torch.device, dtype: torch.dtype, key_dim: int, softcap: float | None = None, value_dim: int | None = None
+) -> Kernel:
     """The fastest backend for a CUDA device: the implementation that torch is set to use, else the newest
     FlashAttention that is installed and supports this GPU. Only flash-attn supports a softcap: ATen's kernels and
     torch's adapters for newer ones do not."""
+    widths = key_dim, key_dim if value_dim is None else value_dim
+    head_dim = max(widths)
     if dtype == torch.float64:
         return _with_reason(ReferenceKernel(softcap), "float64: no flash attention supports it")
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -78,12 +84,13 @@ def cuda_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, softcap
         return _with_reason(FlashKernel(dtype), f"torch is set to use {chosen}")
     for name, path, generations in _NEWER_PACKAGES:
         supported = capability is not None and capability[0] in generations
-        supported = supported and head_dim <= _MAX_HEAD_DIMS.get(name, _MAX_FLASH_HEAD_DIM)
+        known = head_dim <= _MAX_HEAD_DIMS.get(name, _MAX_FLASH_HEAD_DIM)
+        supported = supported and (known or (widths == LATENT_WIDTHS and capability is not None and capability[0] > 9))
         if supported and (ops := _newer_flash(name, path)) is not None:
             return _with_reason(FlashKernel(dtype, ops, name), f"{name} is installed and supports {capability}")
     hint = ""
     if capability is not None and capability >= (9, 0):
-        problem = _cudnn_problem(device, dtype, head_dim)
+        problem = _cudnn_problem(device, dtype, *widths)
         if problem is None:
             version = torch.backends.cudnn.version()
             return _with_reason(CudnnKernel(dtype), f"cuDNN {version}: neither FlashAttention 3 nor 4 is installed")
@@ -108,9 +115,9 @@ def _rocm_kernel(dtype: torch.dtype, softcap: float | None) -> Kernel:
     return _with_reason(EfficientKernel(dtype), f"ROCm, by {TRY_ROCM}: whole blocks and masks, unproven")
 
 
-def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
     """Why cuDNN's attention cannot be used at all, or None. Single tiles are checked in ``CudnnKernel``."""
-    if head_dim > _MAX_CUDNN_HEAD_DIM:
+    if max(head_dim, value_dim) > _MAX_CUDNN_HEAD_DIM and (head_dim, value_dim) != LATENT_WIDTHS:
         return f"which supports head dims up to {_MAX_CUDNN_HEAD_DIM}"
     if not torch.backends.cudnn.is_available():
         return "which this torch lacks"
@@ -118,15 +125,16 @@ def _cudnn_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return "which is disabled: torch.backends.cuda.enable_cudnn_sdp(True)"
     if torch.are_deterministic_algorithms_enabled():
         return "whose gradients are not deterministic"
-    if not _torch_allows_cudnn(device, dtype, head_dim):
+    if not _torch_allows_cudnn(device, dtype, head_dim, value_dim):
         return f"whose version {torch.backends.cudnn.version()} torch does not let attend here"
     return None
 
 
-def _torch_allows_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def _torch_allows_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
     """True if torch gives a plain block to cuDNN: else all tiles would go to FlashAttention 2, under cuDNN's name."""
-    x = torch.empty(1, 1, 128, head_dim + -head_dim % _HEAD_DIM_MULTIPLE, device=device, dtype=dtype)
-    return _compat.can_use_cudnn(x, x, x, False)
+    widths = (width + -width % _HEAD_DIM_MULTIPLE for width in (head_dim, value_dim))
+    x, v = (torch.empty(1, 1, 128, width, device=device, dtype=dtype) for width in widths)
+    return _compat.can_use_cudnn(x, x, v, False)
 
 
 def _with_softcap(dtype: torch.dtype, head_dim: int, softcap: float, capability: tuple[int, int] | None) -> Kernel:
@@ -155,6 +163,7 @@ def _with_reason(kernel: Kernel, reason: str) -> Kernel:
 _NEWER_PACKAGES = (("FA3", "flash_attn_interface", (9,)), ("FA4", "flash_attn.cute.interface", (9, 10)))
 # Above these head dims, support depends on the GPU and the pass.
 _MAX_HEAD_DIMS = {"FA4": 128}
+LATENT_WIDTHS = 192, 128  # of the keys and values that DeepSeek's models expand from latents
 
 
 @cache
@@ -216,9 +225,12 @@ class EfficientKernel(Kernel):
         x = x.to(self.dtype)
         return x if x.stride(-1) == 1 else x.contiguous()
 
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        return head_dim, value_dim
+
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         check_block(q, k, v)
-        dim = q.shape[-1]
+        dim = v.shape[-1]
         q, k, v = _align(q), _align(k), _align(v)
         if tile_mask.packs:
             out, lse = self._bands_forward(q, k, v, tile_mask)
@@ -232,7 +244,7 @@ class EfficientKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_block(q, k, v)
-        dim = q.shape[-1]
+        dim, value_dim = q.shape[-1], v.shape[-1]
         dout, out = self.prepare(dout), self.prepare(out)  # the global out is kept in float32
         dout, q, k, v, out = _align(dout), _align(q), _align(k), _align(v), _align(out)
         lse = lse.float().contiguous()
@@ -242,7 +254,7 @@ class EfficientKernel(Kernel):
             dq, dk, dv = self._backward(dout, q, k, v, out, lse, tile_mask)
         else:
             dq, dk, dv = _masked_backward(dout, q, k, v, out, lse, tile_mask)
-        return dq.narrow(-1, 0, dim), dk.narrow(-1, 0, dim), dv.narrow(-1, 0, dim)
+        return dq.narrow(-1, 0, dim), dk.narrow(-1, 0, dim), dv.narrow(-1, 0, value_dim)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         return _masked_forward(q, k, v, tile_mask)
@@ -276,7 +288,13 @@ class FlashKernel(EfficientKernel):
         bands = _compat.cuda_bands_forward, _compat.cuda_bands_backward
         self.ops = FlashOps(*rectangles, *bands) if ops is None else ops
         self.name = f"cuda-flash-{name.lower()}" if name else "cuda-flash"
-        self.is_fa3 = (name or _compat.chosen_flash_impl()) == "FA3"
+        self.package, self.is_fa3 = name, (name or _compat.chosen_flash_impl()) == "FA3"
+
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        native = (head_dim, value_dim) == LATENT_WIDTHS and self.package == "FA4"
+        if native or (self.package == "FA3" and 128 < head_dim <= 192 and 96 < value_dim <= 128):
+            return head_dim, value_dim
+        return Kernel.widths(self, head_dim, value_dim)
 
     def prepare_dout(self, x: Tensor) -> Tensor:
         """ATen's backward copies dout and out to a dense (batch, rows, heads, dim) in every call: once per row will do.
@@ -339,6 +357,27 @@ class CudnnKernel(FlashKernel):
         super().__init__(dtype)
         self.name = "cuda-cudnn"
         self._known: dict[object, bool] = {}
+
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        native = (head_dim, value_dim) == LATENT_WIDTHS
+        return LATENT_WIDTHS if native else super().widths(head_dim, value_dim)
+
+    def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
+        """FlashAttention 2 needs values as wide as keys."""
+        width = v.shape[-1]
+        if width != q.shape[-1] and (tile_mask.packs or not self._is_usable(q, k, v, tile_mask)):
+            v = pad_width(v, q.shape[-1])
+        out, lse = super().forward_tile(q, k, v, tile_mask)
+        return out.narrow(-1, 0, width), lse
+
+    def backward_tile(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile_mask: TileMask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        width = v.shape[-1]
+        if width != q.shape[-1] and (tile_mask.packs or not self._is_usable(q, k, v, tile_mask)):
+            dout, v, out = (pad_width(x, q.shape[-1]) for x in (dout, v, out))
+        dq, dk, dv = super().backward_tile(dout, q, k, v, out, lse, tile_mask)
+        return dq, dk, dv.narrow(-1, 0, width)
 
     def _is_usable(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> bool:
         key = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), tile_mask.causal

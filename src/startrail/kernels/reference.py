@@ -18,6 +18,9 @@ class ReferenceKernel(Kernel):
     def prepare(self, x: Tensor) -> Tensor:
         return x.double()
 
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        return head_dim, value_dim
+
     def forward_tile(self, q: Tensor, k: Tensor, v: Tensor, tile_mask: TileMask) -> tuple[Tensor, Tensor]:
         k, v = _for_queries(k, q), _for_queries(v, q)
         outs, sums = [], []

@@ -19,13 +19,15 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from startrail.compile.latents import LatentAttention
 from startrail.planner.candidates import LARGE_WORLD, RING
 from startrail.planner.cluster import DTYPES, ClusterSpec, find_cluster
 from startrail.planner.operate import complete_question, cost_per_million
 from startrail.planner.recurrent import kernel_speeds
-from startrail.planner.rows import HEADS_OUTERMOST, TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error
+from startrail.planner.rows import HEADS_OUTERMOST, SENDS, TIE_SHARE, DoesNotFitError, Row, SearchResult, expected_error
 from startrail.planner.search import YOURS, search
 from startrail.planner.sparse.advice import LEAST_PRICED, price_row, price_sparse
+from startrail.planner.sparse.predict import predict_call
 from startrail.planner.units import Fields, bytes_text, count_text, plural, read_file, seconds_text
 from startrail.planner.workload import Model, Run, find_model, read_run
 from startrail.schedule.plan import Plan
@@ -128,6 +130,7 @@ def _as_data(row: Row, price: float | None) -> dict[str, Any]:
         "plan": str(row.plan),
         "role": row.role,
         "data_parallel": row.training.data_parallel,
+        "sends": row.sends,
         "seconds": row.seconds,
         "low": row.low,
         "high": row.high,
@@ -163,6 +166,7 @@ def _reasons(result: SearchResult, price: float | None) -> Iterator[tuple[str, s
         "Plan": _shape(best),
         "Runs": (f"{line[0].upper()}{line[1:]}." for line in result.runs),
         "Why": _why(result, fastest),
+        "Latents": _about_latents(result) if best.sends is not None else (),
         "Cost": _cost(best, price),
         "Heads": (_about_heads(row, fastest, result) for row in result.rows[1:] if row.role == HEADS_OUTERMOST),
         "Yours": (f"{row.name} {_compare(row, best)}." for row in result.rows[1:] if YOURS in row.role),
@@ -223,6 +227,37 @@ def _why(result: SearchResult, fastest: Row) -> Iterator[str]:
     if fastest.seconds < 0.999 * best.seconds:
         faster = f"{1 - fastest.seconds / best.seconds:.1%} faster, which counts as equal"
         yield f"{fastest.name} is predicted {faster}, {_why_not_first(fastest, best)}."
+
+
+def _about_latents(result: SearchResult) -> Iterator[str]:
+    """What attention sends, with latents and with expanded keys, and what expanding and absorbing cost."""
+    best, outer = result.best, _outermost(result.cluster)
+    links, training = plural(result.cluster.levels[outer].label), best.training
+    other = next((row for row in result.rows if row.role == SENDS[not training.latents]), None)
+    same = price_row(replace(best, training=replace(training, latents=not training.latents)))
+    rows = {row.sends: row for row in (same, best)}
+    latents, expanded = (rows[name].step.by_attention[outer] for name in SENDS.values())
+    if expanded:
+        yield (
+            f"Attention sends {bytes_text(latents)} per rank and step between {links} as latents, and "
+            f"{bytes_text(expanded)} as expanded keys ({expanded / max(latents, 1):.1f}x) by the same plan, which "
+            f"would take {same.seconds / best.seconds:.2f}x as long with {same.sends}."
+        )
+    if other is not None:
+        yield (
+            f"The best plan with {other.sends}, {other.plan}, takes {other.seconds / best.seconds:.2f}x as long: its "
+            f"attention sends {bytes_text(other.step.by_attention[outer])} between {links}."
+        )
+    if best.sends == SENDS[False]:
+        yield "Expanding latents where they arrive costs more time than their bytes save on these links."
+    call = replace(training, latents=True).call(None)
+    assert isinstance(call, LatentAttention)
+    one = replace(best.plan, groups=1)  # the latents are a single head
+    seconds, absorbed = (predict_call(training.group, one, each).seconds for each in (call, call.absorbed))
+    yield (
+        "Absorbed queries (all heads attend to the latents themselves, which are wider and need no expansion) would "
+        f"make attention with latents take {absorbed / seconds:.2f}x as long by this plan."
+    )
 
 
 def _cost(best: Row, price: float | None) -> Iterator[str]:

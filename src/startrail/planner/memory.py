@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf
 
-from startrail.compile.attention import Attention
 from startrail.planner.cluster import DTYPES
 from startrail.planner.workload import Job
 from startrail.schedule.plan import Plan
@@ -58,17 +57,18 @@ class Memory:
 
 
 def estimate_memory(
-    job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0, gathered: bool = False
-) -> Memory:
+    job: Job, plan: Plan, world: int, *, limit: float = inf, libraries: float = 0.0, gathered: bool = False,
+    latents: bool = True,
+) -> Memory:  # fmt: skip
     """The peak of a rank of ``world``: in the backward pass of one block, recomputed or not.
 
     ``gathered``: attention gathers all keys and values instead of following the plan. Of the result, ``gathered`` is
-    everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice.
+    everything (ZeRO-2) or two blocks (ZeRO-3), and the gradients of one block twice. ``latents``: they are sent, if the
+    model has them.
     """
     model, run, group = job.model, job.run, world // job.data_parallel // job.run.tensor
     batch, tensor = run.batch // job.data_parallel // run.accumulate, run.tensor
-    heads = model.heads // tensor, model.kv_heads // tensor, model.head_dim
-    shape = Attention.of(run.length, batch, *heads, model.causal, run.dtype)
+    shape = model.attention(run.length, batch, run.dtype, tensor, latents=latents)
     # Tensor-parallel neighbours hold a share of a rank's tokens each, and compute all with a share of the heads.
     sizes, tokens = shape.sizes_on(plan, group), batch * shape.tokens_per_rank(group) / tensor
 
@@ -80,10 +80,12 @@ def estimate_memory(
     # Every layer keeps the block's input, attention's out and lse; without recomputation, its saved activations too.
     kept_inputs = min(OFFLOADED_LAYERS, model.layers) if run.offload else model.layers
     inputs = DTYPES[run.residual] * model.width * kept_inputs
-    outputs = 0 if run.repeat_attention else run.itemsize * model.heads * model.head_dim + FLOAT_BYTES * model.heads
+    outputs = 0 if run.repeat_attention else run.itemsize * model.heads * model.of_values + FLOAT_BYTES * model.heads
     hidden = 0 if run.tile_mlp else model.active_hidden
     saved_by_hidden = SAVED_BY_HIDDEN * (model.matrices - 1) * hidden
-    width = (model.width + model.heads * model.head_dim) / 2  # of what attention and its projections hold
+    width = (
+        model.width + model.heads * (model.head_dim + model.of_values) / 2
+    ) / 2  # of what attention and its projections hold
     saved = run.itemsize * (SAVED_BY_WIDTH * width + saved_by_hidden) * tokens
     linear, attending = model.linear, len(model.windows)
     layers = (inputs + attending * outputs) * tokens + (0 if run.recompute else (model.layers - 1) * saved)

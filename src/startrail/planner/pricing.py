@@ -15,12 +15,13 @@ follows the runner line by line.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from functools import cached_property
 from math import sqrt
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from startrail.compile.attention import Attention, AttentionPart
+from startrail.compile.latents import HELD_EXPANSIONS, LatentSizes
 from startrail.geometry.tiles import Costs, Tile
-from startrail.planner.cluster import ClusterSpec
 from startrail.planner.cutting import Tiles, tiles_of_part, tiles_of_plan
 from startrail.planner.kernels import TILE_ROWS, occupancy
 from startrail.planner.peers import STARTRAIL, Implementation
@@ -31,7 +32,16 @@ from startrail.schedule.sizes import PieceSizes, Sizes
 from startrail.schedule.values import FORWARD, KINDS, Pass, Piece
 from startrail.schedule.walk import Await, Combine, Compute, Event, Finish, Post, Prepare, Walker, handlers_of
 
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair and element of head_dim: two and five products
+if TYPE_CHECKING:
+    from startrail.planner.cluster import ClusterSpec
+    from startrail.schedule.sizes import Sizes
+
+# Per visible pair: products of so many elements of keys, and of values (two and five in all).
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = (1, 1), (3, 2)
+# How often an element is read or written outside the products, to expand keys and values (join the parts of keys), and
+# to make the gradient of a latent of theirs (convert it, and rearrange it for the products); and the calls for both.
+EXPANSION_TOUCHES, CONTRACTION_TOUCHES = 3, 4
+EXPANSION_CALLS, CONTRACTION_CALLS = 4, 10
 SAMPLED_SHARDS = 16  # shards whose work is compared under a window
 WIDE = 4  # bytes per element of sums
 
@@ -100,6 +110,8 @@ class BlockPrices(Protocol):
     @property
     def sizes(self) -> PieceSizes: ...
     def block(self, pass_: Pass, row: int, column: int, new_row: bool = False, new_key: bool = False, /) -> float: ...
+    def expands(self, row: int, column: int, /) -> bool: ...
+    def expand(self, column: int, /) -> float: ...
     def touch(self, nbytes: float, /) -> float: ...
     def copy(self, nbytes: float, /) -> float: ...
 
@@ -117,6 +129,9 @@ class Prices:
         self.cluster, self.sizes, self.tiles, self.engine = cluster, sizes, tiles, engine
         self.rates = cluster.device.of(dtype)
         self.batch, self.heads, _, _ = sizes.fields("q", sizes.tokens)[0].shape  # of one group
+        kernel, widths = self.rates.kernel, (sizes.head_dim, sizes.out_dim)
+        self.widths = kernel.widths(*widths) if kernel is not None else (max(widths),) * 2  # as computed
+        self.latent = sizes if isinstance(sizes, LatentSizes) else None
         self.wide = {kind: sizes.wide_bytes(kind) for kind in KINDS}
         self._priced: dict[tuple[object, ...], float] = {}
 
@@ -136,6 +151,8 @@ class Prices:
         key = pass_, tiles, keys, new_row, new_key
         if key not in self._priced:
             seconds = 0.0
+            if self.latent is not None and pass_ is not FORWARD and tiles:
+                seconds, new_key = self.contract(keys, new_key), True  # keys and values have sums of this block alone
             for tile in tiles:
                 seconds += self._tile(pass_, tile)
                 seconds += self.accumulate(pass_, tile.q1 - tile.q0, tile.k1 - tile.k0, new_row, new_key, keys)
@@ -182,7 +199,7 @@ class Prices:
         by_row = self.batch * self.heads * (sizes.out_dim if pass_ is FORWARD else sizes.head_dim)
         parts = [(by_row, rows, new_row)]
         if pass_ is not FORWARD:
-            parts += [(field.shape[1] * self.batch * field.shape[3], keys, new_key) for field in sizes.fields("kv", 1)]
+            parts += [(numbers * self.batch, keys, new_key) for numbers in self.key_numbers]
         stated = self.engine.merge if pass_ is FORWARD else self.engine.add
         if stated is not None and self.cluster.world == sizes.plan.heads:
             return 0.0  # one block only
@@ -196,6 +213,36 @@ class Prices:
                 nbytes += numbers * (tokens * (sizes.itemsize + 2 * WIDE) + (every * WIDE if new else 0))
         return self.touch(nbytes) + len(parts) * self.cluster.device.call
 
+    @cached_property
+    def key_numbers(self) -> list[int]:
+        """Of the keys and of the values of a token, as blocks take them."""
+        if self.latent is not None:
+            return [self.heads * self.sizes.head_dim, self.heads * self.sizes.out_dim]
+        return [field.shape[1] * field.shape[3] for field in self.sizes.fields("kv", 1)]
+
+    def expands(self, row: int, column: int) -> bool:
+        """True if a block computes with keys and values that are expanded from latents."""
+        return self.latent is not None and bool(self.tiles(row, column))
+
+    def expand(self, column: int) -> float:
+        """Seconds to expand the keys and values of a column from its latents."""
+        return self._project(self.tiles.tokens_of(column), 1, EXPANSION_TOUCHES, EXPANSION_CALLS)
+
+    def contract(self, keys: int, new: bool) -> float:
+        """Seconds to make the gradients of ``keys`` latents and of the weights from those of a block's keys and values,
+        and to add them to the sums of a shard."""
+        assert self.latent is not None
+        added = self.batch * keys * (self.latent.rank + self.latent.rope_dim) * WIDE * (1 if new else 3)
+        return self._project(keys, 2, CONTRACTION_TOUCHES, CONTRACTION_CALLS) + self.touch(added)
+
+    def _project(self, keys: int, products: int, touches: int, calls: int) -> float:
+        """Seconds of products of the keys and values of this rank's heads with the weights that expand latents."""
+        assert self.latent is not None
+        tokens, projected = self.batch * keys, sum(self.key_numbers) - self.heads * self.latent.rope_dim
+        seconds = 2 * products * tokens * self.latent.rank * projected / self.rates.matmul
+        touched = tokens * sum(self.key_numbers) * self.sizes.itemsize * touches
+        return seconds + self.touch(touched) + calls * self.cluster.device.call
+
     def kernel_bound(self, pass_: Pass, area: float) -> float:
         """A lower bound for ``area`` visible pairs in any number of kernel calls."""
         curves = [self.rates.forward if pass_ is FORWARD else self.rates.backward]
@@ -204,7 +251,9 @@ class Prices:
         return area * self.flops_per_pair(pass_) / (max(curve.peak for curve in curves) * occupancy(1e9))
 
     def flops_per_pair(self, pass_: Pass) -> float:
-        return (FORWARD_FLOPS if pass_ is FORWARD else BACKWARD_FLOPS) * self.sizes.head_dim * self.batch * self.heads
+        products = FORWARD_PRODUCTS if pass_ is FORWARD else BACKWARD_PRODUCTS
+        elements = sum(number * width for number, width in zip(products, self.widths, strict=True))
+        return 2 * elements * self.batch * self.heads
 
     def busiest(self, pass_: Pass) -> int:
         """The rank with the most work, which the others wait for: the blocks of a zigzag have equal areas, but add to
@@ -280,6 +329,7 @@ class ProgramPricing:
         self.nbytes, self.copy = prices.sizes.by_kind, prices.copy
         self.tasks, self.number, self.lane = tasks, number, lane
         self.begun: set[tuple[str, int, int]] = set()  # results that blocks or merges have added to
+        self.expanded: list[tuple[int, int]] = []  # the latest columns and groups whose latents were expanded
         self.work = 0.0
 
     def flush(self) -> None:
@@ -340,6 +390,9 @@ class ProgramPricing:
             new_row, new_key = self.begin("out", row, group), False
         else:
             new_row, new_key = self.begin("dq", row, group), self.begin("dkv", column, group)
+        if (column, group) not in self.expanded and self.prices.expands(row, column):
+            self.expanded = [*self.expanded, (column, group)][-HELD_EXPANSIONS:]
+            self.work += self.prices.expand(column)
         self.work += self.prices.block(self.program.pass_, row, column, new_row, new_key)
 
     def begin(self, kind: str, shard: int, group: int) -> bool:

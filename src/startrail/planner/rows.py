@@ -18,6 +18,7 @@ from startrail.schedule.plan import Plan
 
 ERRORS = Path(__file__).parent / "errors.toml"
 HEADS_OUTERMOST = "heads outermost"  # that of the best plan that splits heads over the nodes, if another one wins
+SENDS = {True: "latents", False: "expanded keys"}  # what a plan sends, and the role of the best that sends the other
 TIE_SHARE = 0.03  # plans whose times differ by less are tied: predictions err by more
 TWIN_SHARE = 0.01  # plans of the same levels in another order whose times differ by less are one
 EXPOSED_SHARE = 0.01  # of the step: below it, the bytes that a plan sends do not matter
@@ -87,8 +88,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        groups = self.training.data_parallel
-        return str(self.plan) + (f" x {groups} data parallel" if groups > 1 else "")
+        groups, expanded = self.training.data_parallel, self.sends == SENDS[False]
+        text = str(self.plan) + (f" x {groups} data parallel" if groups > 1 else "")
+        return f"{text} with {self.sends}" if expanded else text
+
+    @property
+    def sends(self) -> str | None:
+        """Of models with latent attention, what is sent."""
+        return SENDS[self.training.latents] if self.training.model.latents is not None else None
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,15 @@ def with_heads_outermost(ranked: list[Row]) -> list[Row]:
     return [replace(row, role=HEADS_OUTERMOST) if row is found else row for row in ranked]
 
 
+def with_other_form(ranked: list[Row]) -> list[Row]:
+    """With a role for the best plan that sends expanded keys if latents win, or the other way round."""
+    best = ranked[0]
+    if best.sends is None:
+        return ranked
+    found = next((row for row in ranked if row.sends != best.sends and not row.role), None)
+    return [replace(row, role=str(row.sends)) if row is found else row for row in ranked]
+
+
 def _without_twins(rows: list[Row]) -> list[Row]:
     """Without plans that do the same as one before them in another order of levels, such as u4/1x2 and 1x2/u4 inside a
     node."""
@@ -167,7 +183,7 @@ def _without_twins(rows: list[Row]) -> list[Row]:
     for row in rows:
         plan = row.plan
         options = plan.backward, plan.keep, plan.groups
-        same = row.training.data_parallel, tuple(sorted(map(str, plan.levels))), options
+        same = row.training.data_parallel, row.training.latents, tuple(sorted(map(str, plan.levels))), options
         if row.role or abs(row.seconds / seen.get(same, inf) - 1) > TWIN_SHARE:
             kept.append(row)
         seen.setdefault(same, row.seconds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, inf
 from typing import Any
@@ -31,7 +31,15 @@ from startrail.planner.candidates import (
 from startrail.planner.cluster import ClusterSpec
 from startrail.planner.peers import RINGS, Implementation
 from startrail.planner.predict import Prediction, predict
-from startrail.planner.rows import TIE_SHARE, DoesNotFitError, Row, SearchResult, ranked_rows, with_heads_outermost
+from startrail.planner.rows import (
+    TIE_SHARE,
+    DoesNotFitError,
+    Row,
+    SearchResult,
+    ranked_rows,
+    with_heads_outermost,
+    with_other_form,
+)
 from startrail.planner.step import HEADROOM, Training
 from startrail.planner.units import bytes_text, count_text, plural
 from startrail.planner.workload import Model, Run
@@ -40,7 +48,7 @@ from startrail.schedule.plan import Plan, PlanError
 
 YOURS = "yours"  # the role of plans that the user asks about
 MOST_SIMULATED, MOST_SIMULATED_IN_LARGE = 96, 12  # plans, besides the well-known ones
-MOST_WITH_HEADS = 4  # plans with heads outermost that are simulated if none is among those
+MOST_OTHERS = 4  # plans with heads outermost, or that send the other of keys and latents, if none is among those
 _INPUTS = dict(recompute=True, repeat_attention=True, offload=True)
 SAVINGS: tuple[dict[str, Any], ...] = (  # settings that save memory, the cheapest first
     *(dict(recompute=True), dict(zero=3), dict(recompute=True, zero=3), dict(recompute=True, offload=True), _INPUTS),
@@ -111,11 +119,12 @@ def search_attention(
 
 def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int | None) -> Iterator[Training]:
     """With ``data_parallel`` groups, or with every number of groups that batch and cluster allow."""
+    forms = (True,) if model.latents is None else (True, False)
     if data_parallel is not None:
         training = Training(cluster, model, run, data_parallel)
         if run.length < training.group.world:
             raise ValueError(f"length {run.length} has fewer tokens than a group has ranks, {training.group.world}")
-        yield training
+        yield from (replace(training, latents=latents) for latents in forms)
         return
     found, problem = False, None
     for groups in divisors(gcd(run.batch, cluster.world)):
@@ -123,7 +132,7 @@ def _trainings(cluster: ClusterSpec, model: Model, run: Run, data_parallel: int 
             training = Training(cluster, model, run, groups)
             if run.length >= training.group.world:
                 found = True
-                yield training
+                yield from (replace(training, latents=latents) for latents in forms)
         except ValueError as error:
             problem = problem or error
     if not found and problem is not None:
@@ -136,7 +145,7 @@ class _Search:
         # by bound; options of a plan are queued when its levels are popped
         self.queue: list[tuple[float, int, Plan, Training, bool]] = []
         self.queued, self.bounded, self.possible_gain = 0, 0, 0.0
-        self.bounds: dict[int, dict[Attention, Bounds]] = {}
+        self.bounds: dict[tuple[int, bool], dict[Attention, Bounds]] = {}
         self.dropped: Counter[str] = Counter()
         self.missing: list[WellKnown] = []
         self.least: tuple[float, Plan, Training] | None = None  # of all that do not fit, the one that needs the least
@@ -152,7 +161,8 @@ class _Search:
 
     def bound_all(self, training: Training) -> None:
         """Bound all combinations of levels. Options are tried only for levels that may be among the best."""
-        bounds = self.bounds[training.data_parallel] = {call: Bounds(training.group, call) for call in training.calls}
+        bounds = {call: Bounds(training.group, call) for call in training.calls}
+        self.bounds[training.data_parallel, training.latents] = bounds
         for plan in plans_on(training.group, training.heads):
             if isinstance(plan, str):
                 self.dropped[plan] += 1
@@ -173,8 +183,8 @@ class _Search:
                 continue
             fits = memory.total <= memory.limit
             if fits or self.closest is None or of_levels < self.closest[0]:
-                both = {call: bound.of_plan(variant) for call, bound in self.bounds[training.data_parallel].items()}
-                bound = _least_step(training, both)
+                bounds = self.bounds[training.data_parallel, training.latents]
+                bound = _least_step(training, {call: each.of_plan(variant) for call, each in bounds.items()})
                 if fits:
                     self.add(variant, training, bound, ready=True)
                 elif self.closest is None or bound < self.closest[0]:
@@ -212,8 +222,11 @@ class _Search:
         if not self.rows:
             raise self.nothing_fits()
         training = min(self.rows, key=lambda row: row.seconds).training
-        if known and self.cluster.world <= LARGE_WORLD:
-            self.simulate_heads_outermost(training)
+        if self.model.latents is not None:
+            other = replace(training, latents=not training.latents)
+            self.simulate_some(other, lambda plan: True)
+        if known and self.cluster.world <= LARGE_WORLD:  # the answer compares with heads over the nodes of a group
+            self.simulate_some(training, lambda plan: heads_outermost(plan, training.group))
         if training.group.world == 1:
             return  # every sequence has a rank of its own: all plans are the same
         for one in well_known(training.group, training.kv_heads) if known else ():
@@ -221,25 +234,24 @@ class _Search:
         if known and self.cluster.device.of(self.run.dtype).kernel is not None and self.cluster.world <= LARGE_WORLD:
             self.add_peers(training)
 
-    def simulate_heads_outermost(self, training: Training) -> None:
-        """Simulate the best plans that split heads over the nodes of a group, unless some were: the answer compares
-        with them."""
-        if any(heads_outermost(row.plan, training.group) for row in self.rows if row.training is training):
+    def simulate_some(self, training: Training, wanted: Callable[[Plan], bool]) -> None:
+        """Simulate the best ``wanted`` plans of a training, unless some were: the answer compares with them."""
+        if any(wanted(row.plan) for row in self.rows if row.training == training):
             return
-        self.queue = [
-            entry for entry in self.queue if entry[3] is training and heads_outermost(entry[2], training.group)
-        ]
+        queue = self.queue
+        self.queue = [entry for entry in queue if entry[3] == training and wanted(entry[2])]
         heapq.heapify(self.queue)
         fastest, simulated = inf, 0
-        while self.queue and simulated < MOST_WITH_HEADS:
-            bound, _, plan, _, ready = heapq.heappop(self.queue)
+        while self.queue and simulated < MOST_OTHERS:
+            bound, _, plan, same, ready = heapq.heappop(self.queue)
             if bound >= fastest:
                 break
             if not ready:
-                self.add_options(plan, training, bound)
+                self.add_options(plan, same, bound)
                 continue
-            self.rows.append(self.simulate(plan, training))
+            self.rows.append(self.simulate(plan, same))
             fastest, simulated = min(fastest, self.rows[-1].seconds), simulated + 1
+        self.queue = queue
 
     def add_peers(self, training: Training) -> None:
         """Ring Attention as others run it, if ours fits."""
@@ -290,7 +302,7 @@ class _Search:
         return Row(plan, training, training.step(plan, predicted))
 
     def result(self) -> SearchResult:
-        ranked = with_heads_outermost(ranked_rows(self.rows))
+        ranked = with_other_form(with_heads_outermost(ranked_rows(self.rows)))
         best = [row for at, row in enumerate(ranked) if at < self.top or row.role]
         dropped, missing = dict(sorted(self.dropped.items())), tuple(self.missing)
         counts = self.bounded, len(self.rows), self.possible_gain

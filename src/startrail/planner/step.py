@@ -32,23 +32,27 @@ HEADROOM = 0.1  # the share of a device's memory that a plan must leave free: es
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """``compute`` is the time of a step without communication; ``sent`` the bytes per rank, by level of the cluster."""
+    """``compute`` is the time of a step without communication; ``sent`` the bytes per rank, by level of the cluster,
+    and ``by_attention`` those of attention."""
 
     seconds: float
     compute: float
     sent: tuple[float, ...]
+    by_attention: tuple[float, ...]
     flops: float
     memory: Memory
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of a model on a cluster with ``data_parallel`` groups; ``group`` is one group's part of the cluster."""
+    """A run of a model on a cluster with ``data_parallel`` groups; ``group`` is one group's part of the cluster. Models
+    with latent attention send ``latents``, or expanded keys."""
 
     cluster: ClusterSpec
     model: Model
     run: Run
     data_parallel: int = 1
+    latents: bool = True
 
     def __post_init__(self) -> None:
         run, model, inner = self.run, self.model, self.cluster.levels[-1].size
@@ -88,10 +92,15 @@ class Training:
         return self.batch * self.call(None).tokens_per_rank(self.group.world)
 
     def call(self, window: int | None) -> Attention:
-        model, run = self.model, self.run
+        run = self.run
         window = None if window is None or window >= run.length else window
-        heads = self.heads, self.kv_heads, model.head_dim
-        return Attention.of(run.length, self.batch, *heads, model.causal, run.dtype, window, run.document_ends)
+        about = run.dtype, run.tensor, window, run.document_ends, self.latents
+        return self.model.attention(run.length, self.batch, *about)
+
+    @property
+    def expands(self) -> int:
+        """Parameters of one layer that are part of its attention call: they expand latents that others have sent."""
+        return self.model.expansion if self.latents else 0
 
     @cached_property
     def calls(self) -> dict[Attention, int]:
@@ -118,7 +127,7 @@ class Training:
     def step(self, plan: Plan, predicted: Callable[[Attention], Prediction]) -> StepEstimate:
         """One step with attention as ``predicted``."""
         seconds, compute = self.outer_seconds + self.exposed_gather_seconds, self.outer_seconds
-        sent = [0.0] * len(self.cluster.levels)
+        sent, by_attention = [0.0] * len(self.cluster.levels), [0.0] * len(self.cluster.levels)
         dense, parts = self.dense_seconds, self.run.accumulate
         kinds = [(predicted(call), layers) for call, layers in self.calls.items()]
         if self.model.linear is not None and (linear := self.of_linear(plan)) is not None:
@@ -137,10 +146,11 @@ class Training:
                 compute += layers * (work - sum(each.waiting for each in passes) - exchanged)
                 for each in passes:
                     for level, nbytes in enumerate(each.sent):
-                        sent[level] += layers * nbytes
+                        by_attention[level] += layers * nbytes
             for level in range(len(sent)):
                 sent[level] += layers * sum(by_level[level] for _, by_level in self.fsdp_traffic)
-        return StepEstimate(seconds, compute, tuple(sent), self.flops, self.memory(plan))
+        total = tuple(a + b for a, b in zip(sent, by_attention, strict=True))
+        return StepEstimate(seconds, compute, total, tuple(by_attention), self.flops, self.memory(plan))
 
     @cached_property
     def offload_seconds(self) -> float:
@@ -164,14 +174,16 @@ class Training:
     def memory(self, plan: Plan) -> Memory:
         device, job = self.cluster.device, Job(self.model, self.run, self.data_parallel)
         limit = (device.memory - device.reserved) * (1 - HEADROOM)
-        return estimate_memory(job, plan, self.cluster.world, limit=limit)
+        return estimate_memory(job, plan, self.cluster.world, limit=limit, latents=self.latents)
 
     @cached_property
     def dense_seconds(self) -> tuple[float, float]:
         """Seconds of one layer without attention, forward and backward, with tensor parallelism's exchanges."""
         model, run, device = self.model, self.run, self.cluster.device
         rates, tokens = device.of(run.dtype), self.local_tokens / run.tensor
-        products = 2.0 * (model.projections + model.mlp) * tokens / (rates.fp8 if run.fp8 else rates.matmul)
+        products = (
+            2.0 * (model.projections - self.expands + model.mlp) * tokens / (rates.fp8 if run.fp8 else rates.matmul)
+        )
         touched = TOUCHED_BY_WIDTH * model.width + TOUCHED_BY_HIDDEN * model.active_hidden
         forward = products + touched * run.itemsize * tokens / device.copy
         backward = (3 if run.recompute else 2) * forward
@@ -204,7 +216,9 @@ class Training:
         dense = 6.0 * (model.layers * (model.projections + model.mlp) + model.vocab * model.width)
         pairs = sum(layers * call.pairs for call, layers in self.calls.items())
         linear = 0.0 if model.linear is None else 3.0 * LINEAR_FLOPS * model.linear.layers * model.linear.state
-        return run.batch * ((dense + linear) * run.length + 12.0 * model.heads * model.head_dim * pairs)
+        return run.batch * (
+            (dense + linear) * run.length + 6.0 * model.heads * (model.head_dim + model.of_values) * pairs
+        )
 
     @cached_property
     def fsdp_traffic(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from startrail.compile.attention import Attention
+from startrail.compile.latents import LatentAttention
 from startrail.planner.cluster import DTYPES
 from startrail.planner.sparse.documents import Documents, check_documents, document_ends, read_documents
 from startrail.planner.units import (
@@ -38,7 +40,7 @@ SWITCHES = ("recompute", "repeat_attention", "offload", "offload_states", "fp8",
 GATED = frozenset(
     ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2")
     + ("olmo3", "cohere", "cohere2", "granite", "glm", "glm4", "smollm3", "exaone4", "seed_oss", "helium", "stablelm")
-    + ("hunyuan_v1_dense", "ernie4_5", "qwen3_5_text")
+    + ("hunyuan_v1_dense", "ernie4_5", "qwen3_5_text", "minicpm3", "youtu")
 )
 # Mixtures of experts in all layers, with their keys for experts, active experts and the width of a shared one. (GLM's
 # first layers are plain; counting them as mixtures changes its parameters by about 1 %.)
@@ -49,8 +51,21 @@ MIXTURES = {
     "qwen3_next": ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
     "qwen3_5_moe_text": ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", ""),
+    "glm4_moe_lite": ("n_routed_experts", "num_experts_per_tok", ""),
+    "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", ""),
+    "deepseek_v3": ("n_routed_experts", "num_experts_per_tok", ""),
 }
+LATENT = frozenset(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"))
 PLAIN = frozenset(("gpt2", "gptj", "gpt_neox", "phi", "starcoder2", "bloom", "nemotron", "arcee", "apertus"))
+
+
+class Latents(NamedTuple):
+    """What keys and values are expanded from: the width of the latent, and that of the part of the keys that all heads
+    share. ``q_rank``: the width of what queries are expanded from, 0 if they are not."""
+
+    rank: int
+    rope_dim: int
+    q_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,8 @@ class Model:
     each layer with attention, None for full attention. ``linear``: the other layers. ``gate``: attention's output has
     one. ``modulated``: a DiT, whose blocks have 6 x width² more parameters.
     ``experts``: in each layer, of width ``hidden`` each (0: one MLP); ``active_experts`` compute a token, next to one
-    of width ``shared_hidden`` that computes all tokens."""
+    of width ``shared_hidden`` that computes all tokens. ``value_dim``: the width of values if they are not as wide as
+    keys (0: they are). ``latents``: of latent attention, or None."""
 
     name: str
     vocab: int
@@ -113,17 +129,53 @@ class Model:
     experts: int = 0
     active_experts: int = 0
     shared_hidden: int = 0
+    value_dim: int = 0
+    latents: Latents | None = None
     linear: LinearLayers | None = None
     gate: bool = False
 
     @property
+    def of_values(self) -> int:
+        """The width of values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def expansion(self) -> int:
+        """Parameters of one layer that expand latents."""
+        if self.latents is None:
+            return 0
+        return self.latents.rank * self.heads * (self.head_dim - self.latents.rope_dim + self.of_values)
+
+    @property
     def projections(self) -> int:
         """Parameters of one layer's attention, or of what stands in its place; on average."""
-        own = self.width * self.head_dim * ((3 if self.gate else 2) * self.heads + 2 * self.kv_heads)
         if self.linear is None:
-            return own
-        total = len(self.windows) * own + self.linear.layers * self.linear.projections(self.width)
+            return self._attending
+        total = len(self.windows) * self._attending + self.linear.layers * self.linear.projections(self.width)
         return total // self.layers
+
+    @property
+    def _attending(self) -> int:
+        queries = (2 if self.gate else 1) * self.width * self.heads * self.head_dim
+        outputs = self.width * self.heads * self.of_values
+        if self.latents is None:
+            return queries + outputs + self.width * self.kv_heads * (self.head_dim + self.of_values)
+        rank, rope_dim, q_rank = self.latents
+        queries = q_rank * (self.width + self.heads * self.head_dim) if q_rank else queries
+        return queries + outputs + self.width * (rank + rope_dim) + self.expansion
+
+    def attention(
+        self, length: int, batch: int, dtype: str, tensor: int = 1, window: int | None = None,
+        documents: tuple[int, ...] = (), latents: bool = True,
+    ) -> Attention:  # fmt: skip
+        """A layer's call on one of ``tensor`` neighbours. With ``latents``, keys and values travel as latents if the
+        model has them."""
+        heads = self.heads // tensor, self.kv_heads // tensor, self.head_dim
+        call = Attention.of(length, batch, *heads, self.causal, dtype, window, documents)
+        call = replace(call, value_dim=self.value_dim) if self.value_dim else call
+        if self.latents is None or not latents:
+            return call
+        return LatentAttention.from_expanded(call, *self.latents[:2])
 
     @property
     def active_hidden(self) -> int:
@@ -263,8 +315,8 @@ def find_model(name: str) -> Model:
 
 def read_model(table: Table, name: str, where: str) -> Model:
     required = ("width", "layers", "heads", "hidden")
-    moe = ("experts", "active_experts", "shared_hidden")
-    optional = ("kv_heads", "head_dim", "tied", "window", "full_every", "linear", "gate", *moe)
+    moe, latent = ("experts", "active_experts", "shared_hidden"), ("kv_rank", "rope_dim", "q_rank", "value_dim")
+    optional = ("kv_heads", "head_dim", "tied", "window", "full_every", "linear", "gate", *moe, *latent)
     known = ("description", "kind", "vocab", *optional, *required)
     fields = check_keys(table, known, ("kind", *required), where)
     most = {"layers": MAX_LAYERS, "heads": MAX_HEADS}
@@ -286,7 +338,8 @@ def read_model(table: Table, name: str, where: str) -> Model:
     if kind == "gpt" and not vocab:
         raise ValueError(f"{where}: 'vocab' is missing")
     sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, 3 if kind == "gpt" else 2
-    return Model(name, *sizes, tied, kind == "gpt", windows, kind == "dit", *experts, linear, fields.boolean("gate"))
+    of_latents, gate = _latents(fields, *latent, head_dim=head_dim), fields.boolean("gate")
+    return Model(name, *sizes, tied, kind == "gpt", windows, kind == "dit", *experts, *of_latents, linear, gate)
 
 
 def _linear(table: object, layers: int, where: str) -> LinearLayers:
@@ -297,6 +350,20 @@ def _linear(table: object, layers: int, where: str) -> LinearLayers:
     if sizes[1] % sizes[0]:
         raise ValueError(f"{where}: value_heads = {sizes[1]} is not a multiple of key_heads = {sizes[0]}")
     return LinearLayers(layers - layers // every, *sizes)
+
+
+def _latents(
+    fields: Fields, rank: str, rope_dim: str, q_rank: str, value_dim: str, head_dim: int
+) -> tuple[int, Latents | None]:
+    """The width of values, 0 if it is that of keys, and what latents are like, by their keys."""
+    values = fields.integer(value_dim, default=head_dim, most=MAX_HEADS)
+    values = 0 if values == head_dim else values
+    if rank not in fields.table:
+        return values, None
+    rope = fields.integer(rope_dim, most=MAX_HEADS)
+    if rope >= head_dim:
+        raise ValueError(f"{fields.prefix}{rope_dim} = {rope} must be less than the width of keys, {head_dim}")
+    return values, Latents(fields.integer(rank), rope, fields.integer(q_rank) if q_rank in fields.table else 0)
 
 
 def _experts(fields: Fields, total: str, active: str, shared: str) -> tuple[int, int, int]:
@@ -323,9 +390,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     config = {key: value for key, value in config.items() if value is not None}
     fields, kind = Fields(config, where), config.get("model_type", "")
     hybrid = isinstance(kind, str) and kind in HYBRIDS
-    for key, what in {"kv_lora_rank": "latent attention is", "linear_num_key_heads": "linear attention is"}.items():
-        if config.get(key) and not (hybrid and key.startswith("linear")):
-            raise ValueError(f"{where}: {key} = {short_repr(config[key])}: {what} not supported")
+    if config.get(key := "linear_num_key_heads") and not hybrid:
+        raise ValueError(f"{where}: {key} = {short_repr(config[key])}: linear attention of {kind} is not supported")
     if not isinstance(kind, str) or kind not in GATED | PLAIN | MIXTURES.keys():
         names = ", ".join(sorted(GATED | PLAIN | MIXTURES.keys()))
         raise ValueError(f"{where}: model_type = {short_repr(kind)} is not modelled; the planner knows {names}")
@@ -347,6 +413,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     if width % heads and "head_dim" not in config:
         raise ValueError(f"{where}: hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
     head_dim, vocab = size("head_dim", default=width // heads), size("vocab_size")
+    if config.get("kv_lora_rank") and kind not in LATENT:
+        raise ValueError(f"{where}: kv_lora_rank = {config['kv_lora_rank']!r}: latents of {kind} are not supported")
+    if kind in LATENT:
+        head_dim, kv_heads = size("qk_nope_head_dim") + size("qk_rope_head_dim"), heads
     hidden, matrices = size("intermediate_size", "n_inner", default=4 * width), 2 if kind in PLAIN else 3
     experts = (0, 0, 0)
     if kind in MIXTURES:
@@ -360,7 +430,12 @@ def from_hugging_face(config: Mapping[str, Any], name: str, where: str) -> Model
     tied = fields.boolean("tie_word_embeddings")
     windows = _windows(Fields(config, where), layers - linear.layers if linear else layers, where)
     sizes = vocab, width, layers, heads, kv_heads, head_dim, hidden, matrices
-    return Model(name, *sizes, tied, True, windows, False, *experts, linear, hybrid)
+    of_latents: tuple[int, Latents | None] = (0, None)
+    if kind in LATENT:
+        of_latents = _latents(
+            fields, "kv_lora_rank", "qk_rope_head_dim", "q_lora_rank", "v_head_dim", head_dim=head_dim
+        )
+    return Model(name, *sizes, tied, True, windows, False, *experts, *of_latents, linear, hybrid)
 
 
 def _linear_layers(config: Mapping[str, Any], layers: int, where: str) -> tuple[LinearLayers, Mapping[str, Any]]:

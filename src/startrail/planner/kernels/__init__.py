@@ -21,6 +21,7 @@ from math import log, log2
 
 from startrail.planner.units import MAX_SIZE, check_keys, find_file, parse_quantity, read_file, short_repr
 
+LATENT_WIDTHS = 192, 128  # of the keys and values that DeepSeek's models expand from latents
 MASKS, PASS_NAMES = ("full", "causal"), ("forward", "backward")
 # A kernel's programs each take TILE_ROWS rows of one head, and a GPU runs PROCESSORS of them at a time: on average,
 # half of the last wave is idle. The published curves have REFERENCE_PROGRAMS programs.
@@ -82,6 +83,12 @@ class KernelCurves:
         if low == high:
             return least
         return least + (most - least) * log2(head_dim / low) / log2(high / low)
+
+    def widths(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """How wide it computes keys and values: all but FlashAttention 2 take those of latent attention as they are."""
+        widest = max(head_dim, value_dim)
+        native = self.key != "fa2" and (head_dim, value_dim) == LATENT_WIDTHS
+        return (head_dim, value_dim) if native else (widest, widest)
 
     def source(self, head_dim: int) -> str:
         nearest = min(self.sources, key=lambda dim: abs(log2(dim / head_dim)))
