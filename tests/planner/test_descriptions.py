@@ -125,7 +125,7 @@ def test_times_and_reserves_may_be_0_as_they_are_by_default():
     assert (cluster.levels[0].latency, cluster.device.reserved, cluster.device.call) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", "qwen3_next", ["llama"], 7])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "bert", "jamba", ["llama"], 7])
 def test_models_other_than_plain_decoders_are_refused(kind):
     with pytest.raises(ValueError, match=r"model_type = .* is not modelled"):
         from_hugging_face(CONFIG | {"model_type": kind}, "h", "config.json")
